@@ -1,7 +1,7 @@
-"""What every test shares: hypothesis profiles, and the rules that a GPU test needs a GPU and that no other test is
-left out in CI.
+"""Configuration of all tests: hypothesis profiles, and the rules that a GPU test needs a GPU and that CI skips no other
+test.
 
-It must never hold fixtures that only one test folder uses.
+Fixtures of a single test folder do not belong here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hypothesis import Phase, settings
 # Set before anything imports the hub's client: no test may reach the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Wall-clock deadlines per example fail on a busy machine for reasons that are not ours.
+# Wall-clock deadlines per example would fail on a busy machine.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-# What a defect makes of an example is of no interest there, only that one is found.
+# There it matters only that a defect is found, so examples are not minimised.
 settings.register_profile("mutants", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
@@ -48,7 +48,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def _fail_if_left_out(report: pytest.TestReport | pytest.CollectReport) -> None:
-    """A test is skipped where its machine lacks something. CI has everything: there a skip is a hole."""
+    """Fail a skipped test in CI. Tests skip where the machine lacks something, and CI must lack nothing."""
     if report.skipped and os.environ.get("CI"):
         report.outcome = "failed"
         report.longrepr = f"not to be left out in CI: {report.longreprtext}"

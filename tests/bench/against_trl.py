@@ -1,13 +1,14 @@
-"""The same GRPO work by the cluster and by TRL's GRPOTrainer, in samples/s. What is equal on both sides and what is not
-stands in `peers/trl_grpo.py`.
+"""The same GRPO work by the cluster and by TRL's GRPOTrainer, in samples/s. `peers/trl_grpo.py` lists what is equal on
+both sides and what is not.
 
 TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
-generates and trains by turns. With a generation batch of one step's samples or less it is on policy, and the row at
-our staleness 0 is the like-for-like comparison. With one of two steps' samples it is one update stale every second
-step. Our staleness 1 is compared with the fastest of all settings, our staleness 0 with the fastest that is on policy.
+alternates between generation and training. With a generation batch of at most one step's samples it is on policy, and
+the row at our staleness 0 is the like-for-like comparison. With a batch of two steps' samples it is one update stale
+every second step. Our staleness 1 is compared with the fastest of all settings, our staleness 0 with the fastest that
+is on policy.
 
 "others'" is the CPU time that neither this program nor the run used (steal included), in cores over the whole run.
-Much above zero, the figures tell about other programs, and TRL suffers most, because its threads wait actively.
+If it is much above zero, other programs distort the figures, most of all TRL's, because its threads busy-wait.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ PEER_PYTHON = PEER_ENVIRONMENT / "bin" / "python"
 RECORD = Path(__file__).parent / "peers" / "trl_sweep.json"
 GROUP_SIZE = 8
 COOL_DOWN = 3
-"""Steps that run after the last measured one: samples of (staleness + 1) steps may be under way, and at the end of a
-run nothing more is sampled, so its last steps have less to do."""
+"""Steps that run after the last measured one. Samples of (staleness + 1) steps may be under way, and nothing new is
+sampled at the end of a run, so its last steps have less to do."""
 STALENESS = (1, 0)
 FINALISTS, FINAL_TURNS = 3, 2
 """The sweep measures each setting once, and the fastest of each staleness this many times more."""
 KEEP_LENGTHS = 1e-7
-"""A learning rate so low that the lengths of a random model's answers stay what they are."""
+"""A learning rate so low that the lengths of a random model's answers do not change."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """TRL's: torch threads, samples of a forward and backward pass, and samples that are generated together."""
+    """TRL's settings: torch threads, samples per forward and backward pass, and samples generated together."""
 
     threads: int
     micro_batch: int
@@ -56,7 +57,7 @@ class Settings:
 @dataclass(frozen=True)
 class Work:
     """Steps of `tasks` groups with answers of up to `tokens`. `trained`: the quickstart's model and learning rate; else
-    a random model of its shape, whose answers end with one token in 64 or so."""
+    a random model of its shape, whose answers end after about 64 tokens."""
 
     name: str
     tokens: int
@@ -77,7 +78,7 @@ SHORT = Work("answers of up to 8 tokens", 8, 64, steps=30, warm_up=4, trained=Fa
 
 @dataclass(frozen=True)
 class Side:
-    """One run: samples/s by the wall clock after the warm-up, means of the last steps, CPU time in cores."""
+    """One run: samples/s of wall-clock time after the warm-up, means of the last steps, CPU time in cores."""
 
     samples_per_s: float
     reward: float
@@ -87,7 +88,7 @@ class Side:
 
 
 def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float) -> Side:
-    """One run between the row of the last warm-up step and the row of step `work.steps`. Raises BenchError."""
+    """Measure one run from the row of the last warm-up step to the row of step `work.steps`. Raises BenchError."""
     settings = [f"staleness={staleness}", f"algorithm.tasks_per_step={work.tasks}", f"policy.model={model}"]
     settings.append(f"sampling.max_new_tokens={work.tokens}")
     if not work.trained:
@@ -107,8 +108,8 @@ def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float) -> 
 
 
 def measure_trl(work: Work, model: Path, settings: Settings, limit_s: float) -> Side:
-    """One run of GRPOTrainer. Raises BenchError if it fails or is not done after `limit_s`."""
-    cycle = max(settings.generation_batch // work.samples, 1)  # steps of one generation: the run is a multiple of it
+    """Measure one run of GRPOTrainer. Raises BenchError if it fails or exceeds `limit_s`."""
+    cycle = max(settings.generation_batch // work.samples, 1)  # steps per generation: the run is a multiple of it
     command = [str(PEER_PYTHON), str(PEER), "--model", str(model), "--samples", str(work.samples)]
     command += ["--steps", str(work.steps // cycle * cycle), "--warm-up", str(-(-work.warm_up // cycle) * cycle)]
     command += ["--threads", str(settings.threads), "--micro-batch", str(settings.micro_batch)]
@@ -133,8 +134,8 @@ def measure_trl(work: Work, model: Path, settings: Settings, limit_s: float) -> 
 
 
 def grid(work: Work, cores: int) -> Iterator[Settings]:
-    """Every combination that TRL takes: threads in powers of two up to the cores, a step's samples in one to four
-    micro-batches, generated in halves, whole, or two steps at once."""
+    """Yield every combination that TRL accepts: threads in powers of two up to the cores, a step's samples in one to
+    four micro-batches, generated in halves, whole, or two steps at once."""
     threads = [1 << power for power in range(cores.bit_length()) if 1 << power < cores] + [cores]
     micro_batches = [work.samples // parts for parts in (1, 2, 4)]
     for count, micro_batch, generated in product(threads, micro_batches, (0.5, 1, 2)):
@@ -144,7 +145,7 @@ def grid(work: Work, cores: int) -> Iterator[Settings]:
 
 
 def on_time(work: Work, settings: Settings, staleness: int) -> bool:
-    """Whether no sample is more than `staleness` updates old."""
+    """Return whether no sample is more than `staleness` updates old."""
     return settings.generation_batch <= (staleness + 1) * work.samples
 
 
@@ -154,7 +155,7 @@ def sweep(
     measure: Callable[[Settings], Side],
     show: Callable[[Settings, Side], object],
 ) -> dict[str, Any]:
-    """Measure every one of `settings` once and the fastest again; returns what is recorded of `work`."""
+    """Measure each of `settings` once and the fastest again; return the record of `work`."""
     found: dict[Settings, list[Side]] = {each: [] for each in settings}
 
     def run(some: list[Settings]) -> None:
@@ -189,7 +190,7 @@ def sweep(
 
 
 def record_of(work: Work) -> dict[str, Any]:
-    """What the sweep of `work` recorded. Raises BenchError if there is none."""
+    """Return what the sweep of `work` recorded. Raises BenchError if there is none."""
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if work.name not in recorded:
         raise BenchError(f"{RECORD.relative_to(ROOT)} has no sweep of {work.name!r}: run this command with --sweep")
@@ -198,9 +199,9 @@ def record_of(work: Work) -> dict[str, Any]:
 
 
 def fastest(work: Work, record: Mapping[str, Any], staleness: int) -> Settings:
-    """The recorded settings with the highest median of those that are at most `staleness` updates stale.
+    """Return the recorded settings with the highest median among those at most `staleness` updates stale.
 
-    Settings that were measured several times go before those that were measured once.
+    Settings measured several times take precedence over those measured once.
     """
     rates = {
         Settings(each["threads"], each["micro_batch"], each["generation_batch"]): each["samples_per_s"]
@@ -216,7 +217,7 @@ FORM = "{:<40}{:>24}{:>9}{:>9}{:>11}{:>9}"
 
 
 def run_sweep(work: Work, cores: int, limit_s: float) -> None:
-    """Sweep `work` and keep the result in RECORD, beside those of other work."""
+    """Sweep `work` and add the result to RECORD."""
     settings = list(grid(work, cores))
     print(f"\n{work.name}: {len(settings)} settings of TRL", flush=True)
 
@@ -235,10 +236,10 @@ def run_sweep(work: Work, cores: int, limit_s: float) -> None:
 
 
 def model_of(work: Work, folder: Path) -> Path:
-    """The model of `work`; a random one is made in `folder`."""
+    """Return the model of `work`; a random one is created in `folder`."""
     if work.trained:
         return MODEL
-    from tests.bench.random_model import save_random  # takes torch along, which the sides import by themselves
+    from tests.bench.random_model import save_random  # imports torch, which the sides import themselves
 
     save_random(folder / "model")
     return folder / "model"
@@ -287,7 +288,7 @@ def compare(work: Work, turns: int, limit_s: float, only: str | None = None) -> 
 
 
 def row(side: str, runs: list[Side]) -> str:
-    """A line of the table: the median rate with its range, means of the rest, the most that others used."""
+    """Return a line of the table: the median rate with its range, means of the rest, the maximum that others used."""
     return FORM.format(
         side,
         spread(each.samples_per_s for each in runs).text(".0f"),

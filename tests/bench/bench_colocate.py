@@ -1,15 +1,15 @@
-"""What colocation saves and what it costs: peak memory of the node and seconds a step, beside separate placement.
+"""What colocation saves and costs: peak memory of the node and seconds per step, compared with separate placement.
 
     python -m tests.bench.bench_colocate [--turns 3]
 
-The same run under both placements by turns, on a model of some 63 million parameters: placed apart (every service
-keeps everything) and colocated (policy, reference and engine take turns). Memory is the sum over all processes of the
-run of their proportional set size (`/proc/<pid>/smaps_rollup`), which counts a shared page once, looked at some ten
-times a second; what lies in the run's shared memory and in no process's map is not in it. On a CPU the devices' memory
-is the host's, so this is what stands for a GPU's memory. Libraries are most of a small process: the run of the
-quickstart's 0.8M model, apart, says how much, and the ratio above it is the one of the models' own memory.
+The same run alternates between both placements on a model of about 63 million parameters: separate (every service keeps
+everything) and colocated (policy, reference and engine take turns). Memory is the proportional set size
+(`/proc/<pid>/smaps_rollup`), which counts a shared page once, summed over all processes of the run about ten times a
+second; shared memory that no process has mapped is not counted. On a CPU the devices' memory is the host's, so this
+figure stands for a GPU's memory. Libraries dominate a small process: a separate run of the quickstart's 0.8M model
+measures them, and the ratio above that baseline is the one of the models' own memory.
 
-All runs sample with the same versions and seeds: their losses are compared, and must be the same.
+All runs sample with the same versions and seeds; their losses are compared and must be equal.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ FORM = "{:<52}{:>22}{:>22}{:>22}"
 
 @dataclass
 class Memory:
-    """Proportional set sizes of a run's processes, by service, at moments of the wall clock."""
+    """Proportional set sizes of a run's processes by service and wall-clock time."""
 
     looks: list[tuple[float, dict[str, int]]] = field(default_factory=list)
 
     def peak(self, until: float, since: float = 0.0) -> tuple[int, dict[str, int]]:
-        """Bytes of all processes at their highest, and of each then."""
+        """Return the peak bytes of all processes together, and of each at that time."""
         within = [found for at, found in self.looks if since <= at <= until]
         most = max(within, key=lambda found: sum(found.values()))
         return sum(most.values()), most
@@ -87,11 +87,11 @@ class Result:
     phases: list[tuple[float, str]]
     ready_at: float
     last_step_at: float
-    """When the last step but one was committed: after it come the last checkpoint and the export."""
+    """Time at which the last step but one was committed; the last checkpoint and the export follow."""
 
 
 def make_model(folder: Path) -> int:
-    """A Qwen3 of `SIZES` with the quickstart's tokenizer; returns its parameters."""
+    """Create a Qwen3 of `SIZES` with the quickstart's tokenizer; return its number of parameters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -108,7 +108,7 @@ def make_model(folder: Path) -> int:
 
 @contextlib.contextmanager
 def watching(run: Cluster) -> Iterator[Memory]:
-    """Look at the run's processes until the end of the block, on a thread of its own."""
+    """Sample the memory of the run's processes on a thread until the end of the block."""
     memory, over = Memory(), threading.Event()
 
     def look() -> None:
@@ -140,7 +140,7 @@ def _pss_bytes(pid: int) -> int:
 
 
 def measure(model: Path, folder: Path, extra: list[str]) -> Result:
-    """One run from its start to its end."""
+    """Measure one run from start to end."""
     with (
         cluster(QUICKSTART, folder, *OVERRIDES, f"policy.model={model}", *extra, limit_s=LIMIT_S) as run,
         watching(run) as memory,
@@ -161,8 +161,8 @@ def _seconds(text: str) -> float:
 
 
 def by_phase(result: Result) -> dict[str, dict[str, int]]:
-    """Bytes by service at the peak of each phase between the first step and the last but one; at the ends of a phase
-    memory moves."""
+    """Return the bytes by service at the peak of each phase, from the first step to the last but one; memory changes at
+    the start and end of a phase."""
     peaks: dict[str, dict[str, int]] = {}
     for at, found in result.memory.looks:
         if result.ready_at <= at <= result.last_step_at:
@@ -224,7 +224,7 @@ def main() -> None:
 
 
 def line(what: str, apart: list[int], colocated: list[int]) -> None:
-    """A row of the table: MiB of each placement's runs and the ratio within each turn."""
+    """Print a row of the table: MiB of each placement's runs and the ratio within each turn."""
     columns = [spread(peak / MIB for peak in side).text(".0f") for side in (apart, colocated)]
     ratio = ratios(colocated, apart).text() if all(apart) else ""
     print(FORM.format(what, *columns, ratio).rstrip())

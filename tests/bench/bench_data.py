@@ -1,34 +1,31 @@
-"""The data plane against the machine's own limits and its peers, all in one command; absolute figures mean little
-alone.
+"""The data plane against the machine's limits and its peers in one command, because absolute figures mean little alone.
 
     python -m tests.bench.bench_data [--sizes 1,4,16] [--rounds N] [--firsts N] [--no-peers] [--no-scheduler]
     python -m tests.bench.bench_data --sweep        find the peers' fastest settings and record them
 
-Real store process, real client, RPC included. Regular work: 1024 tasks x 9 keys x 8192 float32 (302 MB); ragged: 8192
-tasks x 6 keys of 0.5 to 4k tokens (332 MB), put as lease blocks of 64 tasks. A size multiplies the number of tasks (16:
-4.8 GB, of which three copies are in memory at a time); sizes above 1 put the same arrays under more names. Peers run at
-size 1. The scheduler runs once with 100,000 live tasks, as a process and as its state machine alone. A limit and what
-it limits run by turns, and each goes first in every second turn.
+The store process and the client are real, and RPC is included. Regular work: 1024 tasks x 9 keys x 8192 float32 (302
+MB); ragged: 8192 tasks x 6 keys of 0.5 to 4k tokens (332 MB), put as lease blocks of 64 tasks. A size multiplies the
+number of tasks (16: 4.8 GB, with three copies in memory at a time); sizes above 1 put the same arrays under more names.
+Peers run at size 1. The scheduler runs once with 100,000 live tasks, as a process and as its state machine alone. A
+measurement and its limit alternate, and each goes first in every second turn.
 
-put         From the call to the last receipt. Two blocks are under way, on two threads ("dataplane"); a third
+put         Time from the call to the last receipt. Two blocks are in progress on two threads ("dataplane"); a third
             ("dataplane-helper") takes half of every block of 8 MiB or more. Every byte is also hashed. Its limits write
-            the same blocks to new files of the same mount and hash nothing: one thread with a write call a tensor, and
+            the same blocks to new files of the same mount without hashing: one thread with a write call per tensor, and
             two threads with a writev of up to 1024 tensors.
-first put   The put into a store that was just started: all pages are new. Several stores, one put each.
-later puts  The store lends the pages of what was collected, as in every step of a run but the first, and the limits
-            write new files each time.
-get + read  The fetch, and the xxh3 of each array (the cheapest call that reads every byte: 13 GB/s, where a sum in
-            float64 makes 4). Its limits hash the same slices: cold, of files that are mapped for it and whose page
-            faults it takes; and warm, of the same mappings once more. Readers keep their mappings of lent pages.
-TCP get     Until every array is there and checked, against plain `recv` of as many bytes from one connection into
-            memory that was touched before (a ring of at most 512 MB, because a hot buffer of one chunk would leave the
-            cost of memory out); what came is read again on neither side. The sender of that yardstick sends one hot
-            block over and over.
-peers       Each with a fresh start of all its processes, by turns with a fresh store of ours, with the settings that a
-            recorded sweep found fastest (`peers/data_sweep.json`); what they do stands in `peers/data_peers.py`.
+first put   The put into a store that was just started, where all pages are new. Several stores, one put each.
+later puts  The store lends the pages of collected files, as in every step of a run but the first; the limits write new
+            files each time.
+get + read  The fetch and the xxh3 of each array (the cheapest call that reads every byte: 13 GB/s, against 4 for a sum
+            in float64). Its limits hash the same slices of mapped files: cold, including the page faults, and warm,
+            through the same mappings again. Readers keep their mappings of lent pages.
+TCP get     Time until every array is received and checked, against a plain `recv` of as many bytes from one connection
+            into memory that was touched before (a ring of at most 512 MB, because a hot buffer of one chunk would omit
+            the cost of memory). Neither side reads the data again. The limit's sender sends one hot block repeatedly.
+peers       Each runs with newly started processes and alternates with a fresh store of ours, with the settings that a
+            recorded sweep found fastest (`peers/data_sweep.json`); `peers/data_peers.py` describes what they do.
 
-The memory is touched once before, because the first use ever of a virtual machine's pages costs its host 1 to 2 s per
-GiB.
+The memory is touched once before, because the first use of a virtual machine's pages costs its host 1 to 2 s per GiB.
 """
 
 from __future__ import annotations
@@ -91,7 +88,7 @@ SWEPT: dict[str, dict[str, list[Any]]] = {
     "ray": {"threads": [1, 2]},
     "transfer-queue": {"threads": [1, 8], "io_threads": [1, 8], "units": [2, 4], "blocks": [False, True]},
 }
-"""The peers' settings; what they are stands in `peers/data_peers.py`."""
+"""The peers' settings, which `peers/data_peers.py` describes."""
 _digest = xxhash.xxh3_64_intdigest
 Work = tuple[list[TaskShards], list[str]]
 Rows = list[dict[str, float]]
@@ -105,7 +102,7 @@ def regular(size: int) -> Work:
 
 
 def ragged(size: int) -> Work:
-    """The shape of RL data: int32, float32 and uint8 by token."""
+    """Return ragged tasks shaped like RL data: int32, float32 and uint8 per token."""
     lengths = np.random.default_rng(1).integers(500, 4000, 8192)
     dtypes = (np.int32, np.float32, np.uint8)
     keys = [f"key_{index}" for index in range(6)]
@@ -125,14 +122,14 @@ def meta_of(tasks: list[TaskShards], keys: list[str]) -> BatchMeta:
 
 
 def read(tasks: list[dict[str, Array]]) -> None:
-    """Every byte, slice by slice."""
+    """Read every byte, slice by slice."""
     for task in tasks:
         for array in task.values():
             _digest(array)
 
 
 def touch_memory(nbytes: int) -> None:
-    """Make the machine's host back so much memory, if it does not yet."""
+    """Make the virtual machine's host back `nbytes` of memory if it does not yet."""
     with mmap.mmap(-1, min(nbytes, psutil.virtual_memory().available * 3 // 4)) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         np.frombuffer(memory, np.uint8)[::4096] = 1
@@ -145,14 +142,14 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def blocks_of(tasks: list[TaskShards]) -> Iterator[list[memoryview]]:
-    """The bytes of each lease block, a piece for each array."""
+    """Yield the bytes of each lease block, one piece per array."""
     for first in range(0, len(tasks), BLOCK_TASKS):
         block = [array for task in tasks[first : first + BLOCK_TASKS] for array in task.shards.values()]
         yield [memoryview(np.ascontiguousarray(array)).cast("B") for array in block]
 
 
 def write_alone(tasks: list[TaskShards], folder: Path) -> float:
-    """Seconds of one thread to write the blocks into new files, one write call a tensor."""
+    """Return the seconds that one thread takes to write the blocks into new files, one write call per tensor."""
 
     def write(path: Path, block: list[memoryview]) -> None:
         with path.open("wb", buffering=0) as file:
@@ -165,7 +162,7 @@ def write_alone(tasks: list[TaskShards], folder: Path) -> float:
 
 
 def write_in_two(tasks: list[TaskShards], folder: Path) -> float:
-    """Seconds of two threads to write the blocks into new files, a writev of up to MAX_PIECES tensors."""
+    """Return the seconds that two threads take to write the blocks into new files, by writev of MAX_PIECES tensors."""
     blocks = [(folder / f"limit-{number}", block) for number, block in enumerate(blocks_of(tasks))]
 
     def write(named: tuple[Path, list[memoryview]]) -> None:
@@ -186,7 +183,7 @@ def remove_limits(folder: Path) -> None:
 
 
 def mmap_read(tasks: list[TaskShards], folder: Path) -> tuple[float, float]:
-    """Seconds to map the written files and read the same slices, and to read them again through those mappings."""
+    """Return the seconds to map the written files and read the same slices, and to read them again when mapped."""
     slices: list[Array] = []
 
     def cold() -> None:
@@ -208,7 +205,7 @@ def mmap_read(tasks: list[TaskShards], folder: Path) -> tuple[float, float]:
 
 
 async def put_blocks(peer: Peer, tasks: list[TaskShards]) -> None:
-    """Lease blocks, two under way at a time, as a rollout service has them."""
+    """Put lease blocks, two at a time, as a rollout service does."""
     room = asyncio.Semaphore(2)
 
     async def put(first: int) -> None:
@@ -219,7 +216,7 @@ async def put_blocks(peer: Peer, tasks: list[TaskShards]) -> None:
 
 
 async def time_puts(peer: Peer, tasks: list[TaskShards], folder: Path, turn: int) -> dict[str, float]:
-    """Seconds of ours and of its limits, in the order of `turn`."""
+    """Return the seconds of our puts and of their limits, measured in the order of `turn`."""
     row: dict[str, float] = {}
     for side in order(("alone", "in_two", "put"), turn):
         if side == "put":
@@ -233,7 +230,7 @@ async def time_puts(peer: Peer, tasks: list[TaskShards], folder: Path, turn: int
 
 
 async def time_gets(peer: Peer, work: Work, folder: Path, turn: int) -> dict[str, float]:
-    """Seconds of ours, of what was put, and of its limits, in the order of `turn`."""
+    """Return the seconds of our gets of what was put and of their limits, measured in the order of `turn`."""
     tasks, _ = work
     row: dict[str, float] = {}
     write_in_two(tasks, folder)
@@ -262,7 +259,7 @@ async def clear(peer: Peer, tasks: list[TaskShards]) -> None:
 
 @asynccontextmanager
 async def fresh_store(folder: Path, nbytes: int) -> AsyncIterator[tuple[RunDir, Peer]]:
-    """A store that was just started, with room for `nbytes` three times, and a client of it."""
+    """Start a store with room for three times `nbytes`; yield its run and a client."""
     folder.mkdir()
     run = make_run(folder, memory=3 * nbytes)
     store = StoreProcess(run)
@@ -276,8 +273,8 @@ async def fresh_store(folder: Path, nbytes: int) -> AsyncIterator[tuple[RunDir, 
 
 
 async def same_host(folder: Path, work: Work, firsts: int, rounds: int) -> tuple[Rows, Rows]:
-    """Seconds of ours and of the limits: of the first put into each of `firsts` stores, and of `rounds` later rounds of
-    put and get in the last of them.
+    """Return the seconds of ours and of the limits: for the first put into each of `firsts` stores, and for `rounds`
+    later rounds of put and get in the last store.
     """
     tasks, keys = work
     first, later = [], []
@@ -308,7 +305,7 @@ while True:
 
 
 def raw_tcp(port: int, ring: memoryview) -> float:
-    """Seconds to receive all that the sender sends, one place of `ring` after the other."""
+    """Return the seconds to receive all bytes of the sender into `ring`."""
     with socket.create_connection(("127.0.0.1", port)) as line:
         began = time.perf_counter()
         at = 0
@@ -318,10 +315,10 @@ def raw_tcp(port: int, ring: memoryview) -> float:
 
 
 async def across_hosts(folder: Path, work: Work, rounds: int) -> list[dict[str, float]]:
-    """Seconds of a clear stream and of an encrypted one, each by turns with raw loopback TCP.
+    """Return the seconds of an unencrypted and an encrypted stream, each alternating with raw loopback TCP.
 
-    One store after the other: together with what arrives, two would take three times the work's memory. `clear_beside`
-    is the clear stream at the raw speed that was measured beside the encrypted one.
+    The stores run one after the other: with the received data, two would take three times the work's memory.
+    `clear_beside` is the unencrypted stream at the raw speed measured beside the encrypted one.
     """
     tasks, _ = work
     rows: Rows = [{} for _ in range(rounds)]
@@ -341,7 +338,7 @@ async def across_hosts(folder: Path, work: Work, rounds: int) -> list[dict[str, 
 
 
 async def one_way(folder: Path, work: Work, mode: str, port: int, rows: Rows) -> None:
-    """Into each of `rows`: the stream of that `mode` and the raw line of the sender at `port`."""
+    """Add to each of `rows` the seconds of the stream in `mode` and of raw TCP from the sender at `port`."""
     tasks, keys = work
     nbytes = nbytes_of(tasks)
     run = make_run(folder, memory=2 * nbytes)
@@ -379,7 +376,7 @@ while True: router.send_multipart(router.recv_multipart())
 
 
 async def round_trips(peer: Peer, folder: Path, count: int = ROUND_TRIPS) -> dict[str, float]:
-    """Median seconds of a bare DEALER/ROUTER echo and of a request to the store, in turns of 100."""
+    """Return the median seconds of a bare DEALER/ROUTER echo and of a request to the store, in turns of 100."""
     endpoint = f"ipc://{folder}/echo"
     echo = subprocess.Popen([sys.executable, "-c", _ECHO, endpoint])
     context = zmq.Context()
@@ -404,7 +401,7 @@ async def round_trips(peer: Peer, folder: Path, count: int = ROUND_TRIPS) -> dic
 
 
 class Report:
-    """The tables of the limits: one line a figure and size."""
+    """The tables of the limits: one line per figure and size."""
 
     def __init__(self) -> None:
         self.table = Table()
@@ -412,14 +409,14 @@ class Report:
             self.table.add_column(column, justify="left" if column.startswith("what") else "right")
 
     def against(self, size: int, what: str, nbytes: int, rows: Rows, names: tuple[str, str], target: str) -> None:
-        """Seconds of (ours, limit) in `rows`: both as speeds, and the ratio within each round."""
+        """Report the seconds of (ours, limit) in `rows` as speeds, with the ratio within each round."""
         speeds = [spread(nbytes / row[name] / 1e9 for row in rows) for name in names]
         found = ratios(speeds[0].values, speeds[1].values)
         self.table.add_row(f"{size}x", what, str(len(rows)), speeds[0].text(), speeds[1].text(), found.text(), target)
 
 
 async def measure_size(size: int, firsts: int, rounds: int, report: Report, *, across: bool) -> None:
-    """Every figure of ours at one size; `across`: also what crosses a line."""
+    """Measure every figure of ours at one size; `across`: also over TCP."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for label, make, target in (("regular", regular, "0.7"), ("ragged", ragged, "0.5")):
@@ -456,14 +453,14 @@ async def measure_requests() -> None:
 
 
 def peer_rounds(system: str, settings: Mapping[str, Any], rounds: int) -> Rows:
-    """Seconds of a peer that was just started, from its own environment. Raises BenchError."""
+    """Return the seconds of a newly started peer in its own environment. Raises BenchError."""
     command = [str(PEERS), str(PEER_SCRIPT), system, "--rounds", str(rounds), "--settings", json.dumps(settings)]
     found: Rows = last_line(command, system, PEERS_S)["rounds"]
     return found
 
 
 def our_rounds(rounds: int) -> Rows:
-    """Seconds of the same work by a store that was just started."""
+    """Return the seconds of the same work by a newly started store."""
 
     async def run() -> Rows:
         tasks, keys = regular(1)
@@ -483,12 +480,12 @@ def our_rounds(rounds: int) -> Rows:
 
 
 def steady_s(rows: Rows) -> float:
-    """Median seconds of put, get and read of every round but the first."""
+    """Return the median seconds of put, get and read over every round but the first."""
     return statistics.median(row["put_s"] + row["get_read_s"] for row in rows[1:])
 
 
 def sweep_peers(rounds: int) -> None:
-    """Run every one of SWEPT and record the seconds in RECORD."""
+    """Run all settings of SWEPT and record the seconds in RECORD."""
     recorded: dict[str, Any] = {"machine": machine(), "software": peer_software()}
     for system, choices in SWEPT.items():
         recorded[system] = []
@@ -506,7 +503,7 @@ def peer_software() -> str:
 
 
 def measure_peers(turns: int, rounds: int) -> None:
-    """Print what is first and what is steady, of ours and both peers. Raises BenchError."""
+    """Print the first and the steady figures of ours and both peers. Raises BenchError."""
     if not RECORD.exists():
         raise BenchError(f"{RECORD.relative_to(REPOSITORY)} is missing: run this command with --sweep")
     record = json.loads(RECORD.read_text())
@@ -536,7 +533,7 @@ def measure_peers(turns: int, rounds: int) -> None:
 
 
 def measure_scheduler() -> None:
-    """The real process, and its state machine alone."""
+    """Measure the scheduler as a real process and its state machine alone."""
     for what, title in (("socket", "scheduler, over its socket"), ("state", "scheduler, its state machine alone")):
         print(title)
         print(scheduler_load.table([scheduler_load.in_own_process(what, TASKS)]))

@@ -1,14 +1,14 @@
-"""The quickstart's speed against TRL's GRPOTrainer, by turns on this machine. It must never change the quickstart
-beyond its staleness, the number of steps and leaving its evaluations out.
+"""The quickstart's speed against TRL's GRPOTrainer, alternating on this machine. The quickstart is changed only in its
+staleness, its number of steps, and by leaving its evaluations out.
 
     python -m tests.bench.bench_quickstart                (needs `make peers`)
     python -m tests.bench.bench_quickstart --sweep        find TRL's fastest settings and record them
     python -m tests.bench.bench_quickstart --start-up     seconds from the command to the first training row
 
 Both sides train the quickstart's model on the same rows with 512 samples a step. The cluster also saves its
-checkpoints; TRL does not. The cluster computes the prefixes that samples of a group share once (`shared.model.tree`);
-TRL pads every sample. So the ratios belong to this work, short answers that are alike within a group. How the sides
-are measured stands in `against_trl`.
+checkpoints; TRL does not. The cluster computes prefixes that the samples of a group share once (`shared.model.tree`);
+TRL pads every sample. The ratios therefore hold for this work, short answers that are similar within a group.
+`against_trl` describes how the sides are measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SWEEP_STEPS, SWEEP_WARM_UP = 12, 2
 
 
 def start_up_s(limit_s: float) -> float:
-    """Seconds from the command to the first training row. Raises BenchError as `run_cluster` does."""
+    """Return the seconds from the command to the first training row. Raises BenchError as `run_cluster` does."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         return run_cluster(3, Path(name), limit_s, enough=bool)[0].at_s
 

@@ -1,19 +1,19 @@
-"""What the rollout side costs, in ratios of one command on this machine: running ahead, weight sync, the whole system
-against TRL on long and short answers. It must never compare sides that did not do the same work.
+"""The rollout side's performance as ratios measured by one command on this machine: running ahead, weight sync, and the
+whole system against TRL on long and short answers. Both sides of a ratio do the same work.
 
     python -m tests.bench.bench_rollout                (TRL needs `make peers`)
     python -m tests.bench.bench_rollout --only ahead|sync|trl
     python -m tests.bench.bench_rollout --sweep        find TRL's fastest settings for both kinds of answers
 
-ahead  the quickstart without its reference, one process that samples and one that trains, a thread each:
+ahead  the quickstart without its reference, with one sampling and one training process of one thread each:
        samples/s with staleness 1 over samples/s with staleness 0.
-sync   a version of --sync-mib from the trainer's memory into the engine's: put into a real store, mapped, set, proved
-       by its canary, over real messages. The ratio is the seconds of one copy of as many bytes, over those of a sync,
-       the fastest of each; target 0.25 at 1 GiB. Then into a vLLM engine, which copies and packs them.
-trl    GRPO on answers of up to 128 tokens whose lengths spread widely: a random model of the quickstart's shape ends
-       an answer with one token in 64 or so, hence lengths are nearly geometric. KL to the reference on both sides, and
-       two processes of a thread (and the reference's) for the cluster. The learning rate is so low that lengths stay
-       what they are. Then the same with answers of up to 8 tokens, nearly all of which are cut there.
+sync   a version of --sync-mib from the trainer's memory into the engine's: put into a real store, mapped, set and
+       verified by its canary, over real messages. The ratio is the seconds of one copy of as many bytes over those of
+       a sync, the fastest of each; target 0.25 at 1 GiB. Then into a vLLM engine, which copies and packs the weights.
+trl    GRPO on answers of up to 128 tokens with widely spread lengths: a random model of the quickstart's shape ends an
+       answer after about 64 tokens, so lengths are nearly geometric. Both sides compute the KL to the reference; the
+       cluster has two processes of one thread, plus the reference. The learning rate is so low that lengths do not
+       change. Then the same with answers of up to 8 tokens, nearly all of which are truncated there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def line(what: str, figure: str, ratio: str = "", note: str = "") -> None:
 
 
 def ahead_rate(staleness: int, steps: int, warm_up: int, limit_s: float) -> tuple[float, float]:
-    """Samples/s between the rows of steps `warm_up` and `steps`, and cores that others used. Raises BenchError."""
+    """Return samples/s between the rows of steps `warm_up` and `steps`, and the cores that other programs used.
+
+    Raises BenchError.
+    """
     settings = (*NO_REFERENCE, f"staleness={staleness}")
     with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
         rows = run_cluster(steps + COOL_DOWN, Path(name), limit_s, settings=settings)[:steps]

@@ -1,13 +1,13 @@
-"""`make bench-train`: the training step against its peer and its own limits, as a table. It asserts nothing.
+"""`make bench-train`: a table of the training step against its peer and its own limits. It asserts nothing.
 
     python -m tests.bench.bench_train                (needs `make peers`)
     python -m tests.bench.bench_train --sweep        find TRL's fastest micro-batch and record it
 
-Rows: forward + backward tokens/s of the torch backend and of TRL's trainer on the same samples, lengths spread 1:8
-(each in its own process, per CPU second of one thread, by turns); dividing 10,000 samples over 8 ranks; the driver's
-share of a step's CPU beside 8 real workers; peak memory with the output layer in chunks against whole at a vocabulary
-of 150,000, both of which are this project's code (the baseline is not a peer: it computes all logits at once, as most
-trainers do); where CUDA exists, the model FLOPs utilisation of forward + backward (`model_flops`).
+Rows: forward + backward tokens/s of the torch backend and of TRL's trainer on the same samples with lengths spread 1:8
+(in separate processes, per CPU second of one thread, alternating); dividing 10,000 samples over 8 ranks; the driver's
+share of a step's CPU time beside 8 real workers; peak memory with the output layer in chunks against whole at a
+vocabulary of 150,000 (both are this project's code: the baseline computes all logits at once, as most trainers do);
+with CUDA, the model FLOPs utilisation of forward + backward (`model_flops`).
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ LIMIT_S = 600.0
 
 
 def our_speed(batch: Path) -> float:
-    """Tokens a CPU second. Raises BenchError."""
+    """Return our tokens per CPU second. Raises BenchError."""
     return float(last_line([*PARTS, "speed", str(batch), str(MODEL)], "forward + backward", LIMIT_S)["tokens_per_s"])
 
 
 def trl_speed(batch: Path, micro_batch: int) -> float:
-    """Tokens a CPU second. Raises BenchError."""
+    """Return TRL's tokens per CPU second. Raises BenchError."""
     command = [str(PEER_PYTHON), str(PEER), "--model", str(MODEL), "--batch", str(batch)]
     return float(last_line([*command, "--micro-batch", str(micro_batch)], "TRL", LIMIT_S)["tokens_per_s"])
 
 
 def peak_bytes(how: str) -> float:
-    """Peak memory of one forward and backward with the output layer `chunked` or `whole`. Raises BenchError."""
+    """Return the peak memory of forward and backward with the output layer `chunked` or `whole`. Raises BenchError."""
     return float(last_line([*PARTS, "memory", how], f"memory {how}", LIMIT_S)["peak_bytes"])
 
 
 def sweep(batch: Path, turns: int) -> None:
-    """Measure every one of MICRO_BATCHES and keep the result in RECORD, beside what else is recorded there."""
+    """Measure each of MICRO_BATCHES and add the result to RECORD."""
     speeds = by_turns({str(each): partial(trl_speed, batch, each) for each in MICRO_BATCHES}, turns)
     record: dict[str, Any] = {
         "machine": machine(),
@@ -72,7 +72,7 @@ def sweep(batch: Path, turns: int) -> None:
 
 
 def recorded_micro_batch() -> tuple[int, str]:
-    """TRL's fastest, and where that was found. Raises BenchError if it was not recorded."""
+    """Return TRL's fastest micro-batch and where it was measured. Raises BenchError if it was not recorded."""
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if RECORDED_AS not in recorded:
         raise BenchError(f"{RECORD.relative_to(ROOT)} has no sweep of {RECORDED_AS}: run this command with --sweep")
@@ -112,7 +112,7 @@ def table(batch: Path, turns: int) -> None:
 
 
 def _batch() -> dict[str, list[list[int]]]:
-    """Samples that share nothing, so that no prefix is computed once instead of twice: lengths alone are compared."""
+    """Return samples without shared prefixes, so that prefix sharing does not affect the comparison."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(SHORTEST, LONGEST + 1, size=SAMPLES)
     prompts = [rng.integers(4, 14, size=PROMPT).tolist() for _ in range(SAMPLES)]

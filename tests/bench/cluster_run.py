@@ -1,6 +1,6 @@
-"""Runs of the quickstart that a benchmark times, and the CPU time that they and everything else used meanwhile.
+"""Runs of the quickstart that a benchmark times, and the CPU time that they and all other programs used.
 
-A benchmark may change the number of steps, leave evaluations out, and add the settings that it is about.
+A benchmark may change the number of steps, leave evaluations out, and add the settings under test.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ TOPOLOGY = ROOT / "launch" / "topologies" / "quickstart.yaml"
 MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
 SAMPLES_PER_STEP = 64 * 8
 POLL_S = 0.05
-"""How finely the arrival of a row is known: thousandths of what is measured."""
+"""Resolution of a row's arrival time: thousandths of the measured times."""
 END_S = 30.0
 SHOWN_LINES = 15
 
 
 class BenchError(Exception):
-    """A side that did not deliver. One line, then the last lines of its output."""
+    """A side of a benchmark failed. The message is one line, then the last lines of its output."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A row of metrics.jsonl and when it was there, in seconds since the command was given."""
+    """A row of metrics.jsonl and its arrival, in seconds since the start of the command."""
 
     row: dict[str, Any]
     at_s: float
@@ -47,7 +47,7 @@ class Arrival:
 
 @dataclass
 class Cores:
-    """Cores kept busy during a measurement: by processes that this one started, and by everything else."""
+    """Cores kept busy during a measurement by this process's children and by all other programs."""
 
     own: float = 0.0
     others: float = 0.0
@@ -55,7 +55,7 @@ class Cores:
 
 @contextlib.contextmanager
 def measured_cores() -> Iterator[Cores]:
-    """Measure the block; `own` is complete only for children that were waited for inside it."""
+    """Measure the block; `own` includes only children that were waited for inside it."""
     cores = Cores()
     begun_s, busy_s, own_s = time.monotonic(), _busy_s(), _own_s()
     yield cores
@@ -76,7 +76,7 @@ def _own_s() -> float:
 
 @contextlib.contextmanager
 def running(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a child that is gone afterwards: it is asked to end, and killed with its group if it does not."""
+    """Run a child; afterwards terminate it, and kill its group if it does not end."""
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -122,10 +122,10 @@ def run_cluster(
     watch: Callable[[int, list[Arrival]], object] = lambda _launcher, _arrivals: None,
     enough: Callable[[list[Arrival]], bool] = lambda _: False,
 ) -> list[Arrival]:
-    """Run the quickstart without evaluations and return the rows of its training steps, with the time of each.
+    """Run the quickstart without evaluations and return the rows of its training steps with their arrival times.
 
-    `settings` are added as `--set`. `watch` is called after each look at the rows, with the launcher's pid. The run
-    ends early once `enough` is true of the rows. Raises BenchError if it fails, or is not done after `limit_s`.
+    `settings` are added as `--set`. `watch` is called with the launcher's pid after each poll of the rows. The run ends
+    early once `enough(rows)` is true. Raises BenchError if it fails or exceeds `limit_s`.
     """
     run_dir, output = folder / "run", folder / "cluster.out"
     command = [sys.executable, "-m", "launch.cluster", str(TOPOLOGY), "--run-dir", str(run_dir)]
@@ -139,7 +139,7 @@ def run_cluster(
         while not ended and not enough(arrivals):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(POLL_S)
-            ended = process.poll() is not None  # before the file is read: what was written last is not missed
+            ended = process.poll() is not None  # checked before the file is read, so that the last row is not missed
             at_s = time.monotonic() - begun_s
             rows = [json.loads(line) for line in follower.new_lines()]
             arrivals += [Arrival(row, at_s) for row in rows if row["step"] > 0]

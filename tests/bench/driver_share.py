@@ -1,7 +1,7 @@
-"""What `bench_train` measures of the driver: its CPU seconds in a training step against those of its 8 workers.
+"""Measures for `bench_train` the driver's CPU seconds in a training step against those of its 8 workers.
 
-Real worker processes (backend torch, dp 8) on the quickstart's model, whose 0.8M parameters make a token as cheap as it
-gets: any model worth eight ranks only lowers the share. The batch is made here and put before the clock starts.
+The workers are real processes (backend torch, dp 8) on the quickstart's model. With only 0.8M parameters a token is
+very cheap; a model that needs eight ranks lowers the share. The batch is put before the measurement starts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run_directory(folder: Path) -> RunDir:
 
 
 async def batch(bench: Bench, step: int) -> Batch:
-    """TASKS groups of GROUP answers of 1 to LONGEST tokens, in the store."""
+    """Put TASKS groups of GROUP answers of 1 to LONGEST tokens into the store."""
     rng = np.random.default_rng(step)
     handles, tasks = [], []
     for index in range(TASKS):
@@ -79,7 +79,7 @@ def cpu_s(group: WorkerGroup) -> float:
 
 
 async def measure(run: RunDir, group: WorkerGroup) -> dict[str, float]:
-    """CPU seconds of STEPS steps after a first one: of the driver's calls, of the workers."""
+    """Return the CPU seconds of the driver's calls and of the workers over STEPS steps after a first one."""
     async with bench_of(run) as bench:
         workers = await driver_of(bench, Layout(RANKS), 5)
         await workers.init_model()

@@ -1,11 +1,11 @@
-"""How much the processes of a run grow: their resident memory, late in a run of the quickstart over early in it.
+"""Growth of a run's processes: their resident memory late in a run of the quickstart over that early in it.
 
     python -m tests.bench.growth [--steps 300] [--from 100] [--turns 1]
 
-The quickstart without its evaluations. Each process of the run is looked at several times a second. A figure is the
-median over WINDOW steps, which is a whole interval between checkpoints, because what a store holds rises and falls with
-those: the steps after `--from`, and the last ones of the run. Resident memory (RSS) counts shared memory that a process
-has mapped and touched.
+The quickstart runs without its evaluations, and each process is sampled several times a second. A figure is the median
+over WINDOW steps: those after `--from`, and the last of the run. WINDOW is the whole interval between checkpoints, with
+which a store's contents rise and fall. Resident memory (RSS) includes shared memory that a process has mapped and
+touched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.bench.turns import heading, order_line, spread
 
 MIB = 1 << 20
 WINDOW = 20
-"""Steps; `checkpoint.every` of the quickstart."""
+"""Number of steps in a median: `checkpoint.every` of the quickstart."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Growth:
 
 
 class Watch:
-    """Resident bytes of the launcher and of every process below it, at every look, by pid."""
+    """Resident bytes by pid of the launcher and all its descendants, at every sample."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         self.looks: list[tuple[int, dict[int, int]]] = []
 
     def look(self, launcher: int, arrivals: list[Arrival]) -> None:
-        """Note what all processes have now, after as many steps as `arrivals` holds."""
+        """Record the memory of all processes now, after as many steps as `arrivals` holds."""
         found: dict[int, int] = {}
         try:
             processes = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]
@@ -65,9 +65,9 @@ class Watch:
         self.looks.append((len(arrivals), found))
 
     def growth(self, first: int, last: int) -> dict[str, Growth]:
-        """Of every process that lived from step `first` to step `last`, over WINDOW steps after and before it.
+        """Return the growth of every process from the WINDOW steps after `first` to the WINDOW steps before `last`.
 
-        Raises BenchError if a process of the run was replaced meanwhile, which is no growth that can be measured.
+        Raises BenchError if a process of the run was replaced meanwhile, because its growth cannot be measured.
         """
         early = medians(self.looks, first, first + WINDOW)
         late = medians(self.looks, last - WINDOW, last)
@@ -80,7 +80,7 @@ class Watch:
 
 
 def name_of(command: list[str]) -> str:
-    """`services.rollout/0` and the like; else the name of the script or of the program."""
+    """Return a name such as `services.rollout/0`, otherwise the name of the script or program."""
     module = next((part for part in command if part.startswith(("services.", "launch."))), "")
     script = next((Path(part).name for part in command if part.endswith(".py")), "")
     instance = command[command.index("--instance") + 1] if "--instance" in command else ""
@@ -88,7 +88,7 @@ def name_of(command: list[str]) -> str:
 
 
 def medians(looks: list[tuple[int, dict[int, int]]], after: int, upto: int) -> dict[int, float]:
-    """Of the processes that every look at steps `after` < step <= `upto` found."""
+    """Return the medians of the processes that exist in all samples of steps `after` < step <= `upto`."""
     within = [found for step, found in looks if after < step <= upto]
     by_pid: Mapping[int, list[int]] = defaultdict(list)
     for found in within:
@@ -98,7 +98,7 @@ def medians(looks: list[tuple[int, dict[int, int]]], after: int, upto: int) -> d
 
 
 def measure(steps: int, first: int, limit_s: float) -> dict[str, Growth]:
-    """Growth of each process over the steps from `first` to `steps`, by name. Raises BenchError."""
+    """Return the growth of each process by name over the steps from `first` to `steps`. Raises BenchError."""
     watch = Watch()
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         run_cluster(steps + 1, Path(name), limit_s, watch=watch.look)

@@ -1,8 +1,8 @@
-"""Floating point operations of one forward and backward pass of a decoder, and what a device can do; no measurement.
+"""Floating point operations of one forward and backward pass of a decoder, and the peak of a device; no measurement.
 
-MFU, model FLOPs utilisation, is what a model needs over what the device could have done meanwhile (PaLM, Chowdhery
-et al. 2022, appendix B): 6 operations a token and matrix weight, 12 a layer, head dimension and pair of positions.
-Causal attention counts whole, recomputation not at all.
+MFU, model FLOPs utilisation, is the operations a model needs over those the device could have done in the same time
+(PaLM, Chowdhery et al. 2022, appendix B): 6 per token and matrix weight, 12 per layer, head dimension and pair of
+positions. Causal attention counts in full, recomputation not at all.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-"""Dense bfloat16 operations a second by part of the device's name, as the vendor's data sheets give them."""
+"""Dense bfloat16 operations per second from the vendor's data sheets, by part of the device's name."""
 
 
 def training_flops(model: nn.Module, config: Any, lengths: Sequence[int]) -> float:
-    """Of one forward and backward pass over sequences of `lengths` tokens; every token's logits are computed."""
+    """Return the operations of one forward and backward pass over sequences of `lengths` tokens, with all logits."""
     matrices = sum(each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear))
     width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     pairs = sum(length * length for length in lengths)
@@ -25,5 +25,5 @@ def training_flops(model: nn.Module, config: Any, lengths: Sequence[int]) -> flo
 
 
 def peak_flops(device: str) -> float | None:
-    """What a device of this name does at most in a second; None when it is not in the table."""
+    """Return the peak operations per second of a device by its name, or None if it is not in the table."""
     return next((value for part, value in PEAKS.items() if part in device), None)

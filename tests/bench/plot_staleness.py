@@ -1,11 +1,9 @@
-"""Draws docs/staleness.svg: reward against wall-clock for several bounds of staleness, from real runs made here. It
-must never draw a run that it did not make, or smooth more than it says.
+"""Draws docs/staleness.svg: reward against wall-clock time for several staleness bounds, from real runs made here.
 
     python -m tests.bench.plot_staleness [--steps 120] [--turns 3]
 
-The quickstart without its reference (one process samples, one trains), the bounds by turns; every run is a curve. The
-clock starts when the first step's row is there, so that it does not count imports; a point is the mean of the last ten
-steps.
+The quickstart runs without its reference (one process samples, one trains), alternating between the bounds; every run
+is a curve. Time starts at the first step's row, so that imports do not count; a point is the mean of ten steps.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73")
 
 @dataclass(frozen=True)
 class Curve:
-    """`seconds[i]`: when `reward[i]`, the mean of the WINDOW steps up to there, was reached."""
+    """`reward[i]` is the mean over the WINDOW steps up to time `seconds[i]`."""
 
     staleness: int
     seconds: list[float]
@@ -42,7 +40,7 @@ class Curve:
 
 
 def measure(staleness: int, steps: int, limit_s: float) -> Curve:
-    """One run. Raises BenchError."""
+    """Measure one run. Raises BenchError."""
     settings = (*NO_REFERENCE, f"staleness={staleness}")
     with tempfile.TemporaryDirectory(prefix="bench-") as name, measured_cores() as cores:
         rows = run_cluster(steps + COOL_DOWN, Path(name), limit_s, settings=settings)[:steps]
@@ -58,7 +56,7 @@ def measure(staleness: int, steps: int, limit_s: float) -> Curve:
 
 
 def drawing(curves: list[Curve], caption: str) -> str:
-    """The picture, as SVG text."""
+    """Return the plot as SVG text."""
     longest = max(curve.seconds[-1] for curve in curves)
     highest = max(max(curve.reward) for curve in curves)
     lowest = min(min(curve.reward) for curve in curves)

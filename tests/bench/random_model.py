@@ -1,4 +1,4 @@
-"""Model folders of the quickstart's architecture, in any size, with random weights. Never trains one."""
+"""Model folders of the quickstart's architecture, in any size, with random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "
 
 
 def save_random(folder: Path, **sizes: int) -> None:
-    """A model of the quickstart's architecture with random weights, float32."""
+    """Save a model of the quickstart's architecture with random float32 weights."""
     torch.manual_seed(SEED)
     logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(MODEL)
@@ -29,7 +29,7 @@ def save_random(folder: Path, **sizes: int) -> None:
 
 
 def save_random_of(folder: Path, mib: int) -> None:
-    """One whose weights are about `mib` MiB, in layers."""
+    """Save a model with about `mib` MiB of weights, by its number of layers."""
     width = 1024 if mib > 256 else 512
     layer_mib = (2 * width * 16 * 64 + 2 * width * 4 * 64 + 3 * width * 4 * width) * 4 / 2**20
     save_random(
@@ -44,7 +44,7 @@ def save_random_of(folder: Path, mib: int) -> None:
 
 
 def save_random_qwen2(folder: Path) -> None:
-    """A model of the shape of Qwen2-0.5B with random weights, bfloat16, and a context of 512 tokens."""
+    """Save a model of the shape of Qwen2-0.5B with random bfloat16 weights and a context of 512 tokens."""
     torch.manual_seed(SEED)
     logging.disable_progress_bar()
     config = Qwen2Config(

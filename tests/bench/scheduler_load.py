@@ -1,8 +1,8 @@
 """Loads a scheduler with many live tasks and times it, alone (`measure_state`) and over its socket (`measure_socket`).
 
-A task has two stages (rollout, reference), a group of 8 and three scalars a sample. The load plays all other services
-with the least work that keeps to the protocol, so that what is timed is the scheduler. Over the socket, the process is
-killed and started again when all tasks are ready, and the time until it answers is that of its replay.
+A task has two stages (rollout, reference), a group of 8 and three scalars per sample. The load plays all other services
+with the least work that the protocol allows, so that the scheduler alone is timed. Over the socket, the process is
+killed and restarted when all tasks are ready; the time until it answers is that of its replay.
 `python -m tests.bench.scheduler_load [TASKS]...` prints both as tables.
 """
 
@@ -72,7 +72,7 @@ IN_FLIGHT = 64
 CALL_S = 60.0
 SETTLE_S = 0.5
 SETTLE_ROUNDS = 24
-"""Memory is taken as settled when it has not fallen for so many rounds."""
+"""Number of rounds without a fall after which memory counts as settled."""
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 STAGES = ("rollout", "reference")
 SCALARS = {"reward": np.float32, "length": np.int32, "version_min": np.int32}
@@ -81,7 +81,7 @@ SCALARS = {"reward": np.float32, "length": np.int32, "version_min": np.int32}
 
 @dataclass(frozen=True)
 class Figures:
-    """`bytes_a_task`: growth of the process's resident memory, snapshots on their way left out. Rates per second."""
+    """`bytes_a_task`: growth of the process's resident memory without snapshots in progress. Rates per second."""
 
     tasks: int
     bytes_a_task: float
@@ -90,13 +90,13 @@ class Figures:
     single_leases: float
     collected: float
     longest_stall_s: float
-    """Longest time that a request took while all this went on."""
+    """Longest time that a request took during the measurement."""
     restart_s: float = 0.0
-    """Time from the start of a process that finds the journal of all these tasks until its first answer."""
+    """Time from the start of a process that replays the journal of all tasks until its first reply."""
 
 
 def result_of(grant: LeaseGrant, incarnation: int, chance: np.random.Generator) -> Complete:
-    """A result of every task of the grant, with scalars like a real one's."""
+    """Return results for every task of the grant, with realistic scalars."""
     rollout = grant.stage == STAGES[0]
     results = [
         TaskResult(
@@ -149,7 +149,7 @@ def registration(service: str, life: int) -> Register:
 
 
 class StateLoad:
-    """The state machine alone, without a socket and without a journal."""
+    """The state machine alone, without socket or journal."""
 
     def __init__(self, tasks: int) -> None:
         steps = tasks // STEP_TASKS
@@ -167,7 +167,7 @@ class StateLoad:
         self.machine = Scheduler(self.plan, lease_s=1e9, incarnation=1)
         self.clears: list[SendClear] = []
         self.calls = 0
-        # as many steps as there are tasks for: what is consumed is not made up for
+        # as many steps as there are tasks for: consumed tasks are not replaced
         self.take(self.machine.begin(Configure(steps, 3, 2, True), 0.0))
         for service in ("batch-store", *STAGES):
             self.ask(registration(service, 1))
@@ -189,7 +189,7 @@ class StateLoad:
 
 
 def measure_state(tasks: int) -> Figures:
-    """`tasks` live at once (a multiple of STEP_TASKS), all leased, rolled out, trained and collected."""
+    """Measure `tasks` tasks live at once (a multiple of STEP_TASKS), leased, rolled out, trained and collected."""
     gc.collect()
     before = psutil.Process().memory_info().rss
     load = StateLoad(tasks)
@@ -266,7 +266,7 @@ services: {{batch-store: {{memory: 4TiB}}, rollout: {{block_tasks: {block}}}}}
 
 
 def make_run(folder: Path, tasks: int) -> RunDir:
-    """A run whose admission lets `tasks` live at once."""
+    """Make a run whose admission lets `tasks` tasks live at once."""
     from safetensors.numpy import save_file
 
     model = folder / "model"
@@ -281,7 +281,7 @@ def make_run(folder: Path, tasks: int) -> RunDir:
 
 
 class SocketLoad:
-    """Everybody but the scheduler, on one loop."""
+    """All actors except the scheduler, on one event loop."""
 
     def __init__(self, run: RunDir) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -304,7 +304,7 @@ class SocketLoad:
         return Inventory(tasks=[], cursor=0)
 
     async def ask(self, request: Any, reply: Any) -> Any:
-        """One request; a long poll that found nothing is repeated."""
+        """Send one request, repeating a long poll that found nothing."""
         while True:
             began = time.perf_counter()
             try:
@@ -354,7 +354,7 @@ async def scheduler_process(run: RunDir) -> AsyncIterator[psutil.Process]:
 
 
 async def _resident_bytes(run: RunDir) -> int:
-    """Of a scheduler that has just begun this run."""
+    """Return the resident bytes of a scheduler that has just begun this run."""
     async with scheduler_process(run) as process:
         load = SocketLoad(run)
         try:
@@ -366,7 +366,7 @@ async def _resident_bytes(run: RunDir) -> int:
 
 
 async def _settled(process: psutil.Process) -> int:
-    """Resident bytes once a snapshot that is being written has gone to disk."""
+    """Return the resident bytes once any snapshot in progress is on disk."""
     lowest, since = int(process.memory_info().rss), 0
     while since < SETTLE_ROUNDS:
         await asyncio.sleep(SETTLE_S)
@@ -394,7 +394,7 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
     try:
         async with scheduler_process(run) as process:
             await load.ask(GetStatus(), Status)
-            load.slowest_s = 0.0  # until here: the start of the process
+            load.slowest_s = 0.0  # exclude the start of the process
             await load.join()
             blocks = (tasks - singles) // BLOCK
             while blocks:
@@ -443,7 +443,7 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
 
 
 def measure_socket(tasks: int) -> Figures:
-    """As `measure_state`, with the real process, its journal and its socket; this process's own work included."""
+    """Like `measure_state`, with the real process, its journal and its socket; includes this process's own work."""
     with tempfile.TemporaryDirectory() as folder:
         small, large = Path(folder, "small"), Path(folder, "large")
         small.mkdir()
@@ -453,7 +453,7 @@ def measure_socket(tasks: int) -> Figures:
 
 
 def table(rows: list[Figures]) -> str:
-    """Figures as aligned text."""
+    """Format figures as aligned text."""
     names = [field.name for field in fields(Figures)]
     cells = [names] + [[f"{getattr(row, name):,.6g}" for name in names] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
@@ -461,7 +461,7 @@ def table(rows: list[Figures]) -> str:
 
 
 def in_own_process(what: str, tasks: int) -> Figures:
-    """A measurement in a process of its own: memory that an earlier one left free would be counted as none."""
+    """Run a measurement in its own process: reusing memory that an earlier one freed would hide growth."""
     command = [sys.executable, "-m", "tests.bench.scheduler_load", f"--{what}", str(tasks)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ, timeout=1800)
     return Figures(**json.loads(done.stdout.splitlines()[-1]))

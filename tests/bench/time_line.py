@@ -1,9 +1,9 @@
-"""Draws who computed when in a run: one row a process and kind of work, from the spans that the services report.
+"""Draws the computations of a run over time: one row per process and kind of work, from the spans that services report.
 
     python -m tests.bench.time_line [--run DIR] [--seconds 6] [--svg docs/time_line.svg]
 
-Attaches to a run that goes, watches for so many seconds and prints the rows as text: how long each was at it, and how
-much of the reference's work lay under generation or training. It asserts nothing and changes nothing.
+Attaches to a live run, watches it for `--seconds` and prints the rows as text: the busy time of each, and how much of
+the reference's work overlapped generation or training. It asserts nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """`began`, `ended`: seconds since the epoch, by the clock of the process."""
+    """`began`, `ended`: seconds since the epoch by the clock of the process."""
 
     process: str
     what: str
@@ -38,7 +38,7 @@ class Span:
 
 
 def spans_of(row: TopicRow) -> Iterable[Span]:
-    """What a telemetry row says of time spent; the driver's row of a step holds its wait for the batch."""
+    """Return the spans of a telemetry row; the driver's row of a step includes its wait for the batch."""
     process = service_name(row.service, row.instance)
     if row.topic == SPAN:
         yield Span(process, str(row.values["what"]), row.at - float(row.values["seconds"]), row.at)
@@ -48,7 +48,7 @@ def spans_of(row: TopicRow) -> Iterable[Span]:
 
 
 async def watch(run: RunDir, seconds: float) -> list[Span]:
-    """The spans that end within `seconds` from now, or until the run ends."""
+    """Return the spans that end within `seconds` from now or before the run ends."""
     until = time.time() + seconds
     found: list[Span] = []
 
@@ -60,11 +60,11 @@ async def watch(run: RunDir, seconds: float) -> list[Span]:
     begun = time.time()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(collect(), until - begun)
-    return [span for span in found if span.ended >= begun]  # not the last values of before
+    return [span for span in found if span.ended >= begun]  # without earlier values from the snapshot
 
 
 def merged(spans: Iterable[Span]) -> list[Interval]:
-    """The times in which at least one of `spans` goes."""
+    """Return the union of `spans` as intervals."""
     joined: list[Interval] = []
     for began, ended in sorted((span.began, span.ended) for span in spans):
         if joined and began <= joined[-1][1]:
@@ -75,7 +75,7 @@ def merged(spans: Iterable[Span]) -> list[Interval]:
 
 
 def common_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """Seconds that lie in both."""
+    """Return the seconds that lie in both."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
 
 
@@ -87,7 +87,7 @@ def rows_of(spans: Sequence[Span]) -> dict[tuple[str, str], list[Span]]:
 
 
 def text(spans: Sequence[Span]) -> str:
-    """A line of COLUMNS characters a row: `#` while it was at it for more than half of that time, `-` for less."""
+    """Return a line of COLUMNS characters per row: `#` where it was busy for more than half the time, `-` for less."""
     first, last = min(span.began for span in spans), max(span.ended for span in spans)
     width = (last - first) / COLUMNS
     lines = [f"{last - first:.2f} s, {width * 1000:.0f} ms a character"]
@@ -111,7 +111,7 @@ def text(spans: Sequence[Span]) -> str:
 
 
 def drawing(spans: Sequence[Span]) -> str:
-    """The picture, as SVG text."""
+    """Return the chart as SVG text."""
     first, last = min(span.began for span in spans), max(span.ended for span in spans)
     rows = rows_of(spans)
     scale = WIDTH / (last - first)

@@ -1,4 +1,4 @@
-"""What `bench_train` measures in processes of their own: `speed BATCH MODEL`, `memory chunked|whole` and
+"""The measurements of `bench_train` that run in separate processes: `speed BATCH MODEL`, `memory chunked|whole` and
 `utilisation cuda|cpu`.
 """
 
@@ -29,7 +29,7 @@ VOCABULARY, HIDDEN, TOKENS = 150_000, 64, 2048
 
 
 def speed(batch: Path, model: Path) -> dict[str, Any]:
-    """Tokens (prompts included) a CPU second, on one thread: the best of ROUNDS rounds."""
+    """Return tokens (prompts included) per CPU second on one thread: the best of ROUNDS rounds."""
     data = json.loads(batch.read_text())
     pairs = list(zip(data["prompts"], data["completions"], strict=True))
     ids = np.concatenate([np.array(prompt + answer, np.int32) for prompt, answer in pairs])
@@ -57,9 +57,9 @@ def speed(batch: Path, model: Path) -> dict[str, Any]:
 
 
 def utilisation(device: str) -> dict[str, Any]:
-    """Operations a second of forward and backward in bfloat16, and MFU where the device's peak is known.
+    """Return operations per second of forward and backward in bfloat16, and MFU where the device's peak is known.
 
-    On CUDA a Qwen3 of 0.6B's sizes over 32 sequences of 512 to 4,096 tokens; on a CPU a small one, to try the way.
+    On CUDA, a model of the size of Qwen3-0.6B over 32 sequences of 512 to 4,096 tokens; on a CPU, a small trial model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -102,7 +102,7 @@ def utilisation(device: str) -> dict[str, Any]:
 
 
 def memory(how: str) -> dict[str, Any]:
-    """Peak resident bytes above those before, of one forward and backward over TOKENS tokens, all of them scored."""
+    """Return the additional peak resident bytes of one forward and backward over TOKENS tokens, all of them scored."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(

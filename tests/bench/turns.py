@@ -1,7 +1,7 @@
-"""Sides of a comparison that run by turns on this machine, and how their figures are printed.
+"""Runs the sides of a comparison alternately on this machine, and formats their figures.
 
 Every benchmark that compares two sides uses this module: all sides of a ratio run in one command, several times each,
-in an order that is reversed in every second turn, and a figure is a median with its minimum and maximum.
+in an order that is reversed in every second turn. A figure is a median with its minimum and maximum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Spread:
-    """What several turns measured of one quantity; at least one value."""
+    """The values of one quantity over several turns; at least one value."""
 
     values: tuple[float, ...]
 
@@ -32,7 +32,7 @@ class Spread:
         return statistics.median(self.values)
 
     def text(self, form: str = ".2f") -> str:
-        """`median [minimum, maximum]`, or the value alone if there is only one."""
+        """Return `median [minimum, maximum]`, or the value alone if there is only one."""
         if len(self.values) == 1:
             return format(self.median, form)
         return f"{self.median:{form}} [{min(self.values):{form}}, {max(self.values):{form}}]"
@@ -43,18 +43,18 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratios(mine: Iterable[float], theirs: Iterable[float]) -> Spread:
-    """`mine` over `theirs` in each turn. Raises ValueError if one has more turns."""
+    """Return `mine` over `theirs` in each turn. Raises ValueError if one has more turns."""
     return spread(one / other for one, other in zip(mine, theirs, strict=True))
 
 
 def order(sides: Iterable[T], turn: int) -> list[T]:
-    """The sides in the order of turn `turn` (from 0): as given, and reversed in every second turn."""
+    """Return the sides in the order of turn `turn` (from 0): as given, or reversed in every second turn."""
     given = list(sides)
     return given[::-1] if turn % 2 else given
 
 
 def by_turns(sides: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
-    """Call every side once in each turn; returns the results of each side, turn by turn."""
+    """Call every side once in each turn; return the results of each side, turn by turn."""
     results: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in order(sides, turn):
@@ -63,7 +63,7 @@ def by_turns(sides: Mapping[str, Callable[[], T]], turns: int) -> dict[str, list
 
 
 def machine() -> str:
-    """Cores that this process may use, their model, and the memory."""
+    """Describe the cores that this process may use, their model and the memory."""
     models = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -74,7 +74,7 @@ def machine() -> str:
 
 
 def versions(packages: Sequence[str], environment: Path | None = None) -> str:
-    """Names and versions of those `packages` that are installed here, or in another virtual environment."""
+    """Return names and versions of those `packages` installed here or in another virtual environment."""
     where = (
         {} if environment is None else {"path": [str(path) for path in environment.glob("lib/python*/site-packages")]}
     )
@@ -83,7 +83,7 @@ def versions(packages: Sequence[str], environment: Path | None = None) -> str:
 
 
 def heading(software: str = "") -> str:
-    """The machine, its load and the software, one line each. `software`: packages and their versions."""
+    """Return a line each for the machine, its load and the software. `software`: packages and their versions."""
     python = f"Python {platform.python_version()}, Linux {platform.release()}"
     return (
         f"machine   {machine()}; load average before {os.getloadavg()[0]:.1f}\n"
@@ -92,7 +92,7 @@ def heading(software: str = "") -> str:
 
 
 def order_line(sides: Iterable[str], turns: int) -> str:
-    """How often and in which order `by_turns` calls the sides, and what their figures are."""
+    """Describe how often and in which order `by_turns` calls the sides, and what their figures are."""
     again = "; every second turn in reverse" if turns > 1 else ""
     return (
         f"order     {turns} turn{'s' if turns > 1 else ''}: {', then '.join(sides)}{again}\n"

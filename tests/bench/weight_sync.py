@@ -1,5 +1,5 @@
-"""Measures how a policy version comes from the trainer's memory into an engine's, over a real store and real messages.
-Must never time a sync whose canary did not match.
+"""Measures the sync of a policy version from the trainer's memory into an engine's, over a real store and messages.
+Only syncs whose canary matched are timed.
 
     python -m tests.bench.weight_sync MODEL --engine transformers|vllm --dtype DTYPE --times N --threads N    as JSON
 """
@@ -41,7 +41,7 @@ from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProces
 
 SEED = 5
 WARM_UP = 5
-"""The first has the drill; from the fourth on the pages of collected versions are used again, as in a run."""
+"""Number of warm-up syncs: the first has the drill; from the fourth on, pages of collected versions are reused."""
 PARTS = ("canary of the trainer", "put and digests (beside it)", "map", "set", "verify", "canary of the engine")
 MODULE = "tests.bench.weight_sync"
 LIMIT_S = 600.0
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class One:
-    """Seconds of a sync's parts, and from the first of them to the end of the last."""
+    """Seconds of a sync's parts, and from the start of the first to the end of the last."""
 
     parts: tuple[float, ...]
     total: float
@@ -58,13 +58,13 @@ class One:
 
 @dataclass
 class Measured:
-    """Syncs of `nbytes`, and seconds of one thread's copies of as many bytes, one before each sync."""
+    """Syncs of `nbytes`, and the seconds of a one-thread copy of as many bytes before each sync."""
 
     nbytes: int
     largest_error: float = 0.0
-    """Of the engine's canaries."""
+    """Largest error of the engine's canaries."""
     tolerance: float = 0.0
-    """Of the last of them."""
+    """Tolerance of the last canary."""
     syncs: list[One] = field(default_factory=list)
     copies: list[float] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class Measured:
         return min(self.syncs, key=lambda one: one.total)
 
     def median_verify_s(self) -> float:
-        """Seconds of a sync that verifying took, part "verify"."""
+        """Return the median seconds of the part "verify"."""
         return statistics.median(one.parts[PARTS.index("verify")] for one in self.syncs)
 
     def median_ratio(self) -> float:
@@ -80,7 +80,7 @@ class Measured:
 
 
 class Trainer:
-    """The worker's own backend and canaries, on a compute thread as in the worker."""
+    """The worker's backend and canaries, on a compute thread as in the worker."""
 
     def __init__(self, folder: Path, model: Path, dtype: str, threads: int, *, with_digests: bool) -> None:
         options = BackendOptions(max_tokens=4096, threads=threads, device="cpu", scratch=folder / "scratch")
@@ -92,12 +92,12 @@ class Trainer:
 
     @torch.no_grad()
     def change(self) -> None:
-        """Another version, one step of a random walk away: in bfloat16 most weights stay."""
+        """Make another version, one step of a random walk away; in bfloat16 most weights stay the same."""
         for value in self.backend.weights().values():
             value.add_(float(self._signs.choice([-1e-4, 1e-4])))
 
     async def publish(self, data: DataClient, request: Publish) -> tuple[WeightsRef, float, float]:
-        """As the worker's call does; and the seconds of the canary and of the put, which overlap."""
+        """Publish as the worker does; also return the seconds of the canary and of the put, which overlap."""
         began = time.perf_counter()
 
         async def timed(work: Awaitable[T]) -> tuple[T, float]:
@@ -114,7 +114,7 @@ class Trainer:
 
 
 def copier(nbytes: int) -> Callable[[], float]:
-    """Seconds of one copy of as many bytes by one thread, pages of both sides there already."""
+    """Return a function that times a one-thread copy of `nbytes` between pages that exist already."""
     source, target = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
 
     def seconds() -> float:
@@ -126,7 +126,7 @@ def copier(nbytes: int) -> Callable[[], float]:
 
 
 async def measure(folder: Path, model: Path, dtype: str, engine: Engine, times: int, threads: int) -> Measured:
-    """`times` syncs from a trainer into `engine` after the warm-up; PARTS each."""
+    """Measure the PARTS of `times` syncs from a trainer into `engine` after the warm-up."""
     mapped = isinstance(engine, TransformersEngine)
     trainer = Trainer(folder, model, dtype, threads, with_digests=not mapped)
     measured = Measured(sum(value.nbytes for value in trainer.backend.weights().values()))
@@ -166,7 +166,7 @@ async def _sync(trainer: Trainer, sync: WeightsSync, peer: Peer, step: int) -> O
     verify_s = (await sync.prove()).verify_s
     ended = time.perf_counter()
     del weights
-    if step:  # as the scheduler does with a version that no one can name any more
+    if step:  # as the scheduler does with a version that can no longer be named
         await peer.store.call(Clear(tasks=[PutTask(f"weights/0/{step - 1}", 1)]), Ack, deadline_s=60)
     parts = (canary_s, put_s, mapped - published, placed - mapped, verify_s, ended - placed - verify_s)
     return One(parts, ended - began)
@@ -175,8 +175,8 @@ async def _sync(trainer: Trainer, sync: WeightsSync, peer: Peer, step: int) -> O
 def measure_alone(
     name: str, model: Path, times: int, threads: int, dtype: str = "float32", limit_s: float = LIMIT_S
 ) -> Measured:
-    """Into engine `name`, in a process of its own with the environment that the launcher gives to services, as trainer
-    and engine have it (and which vLLM patches). Raises BenchError."""
+    """Measure syncs into engine `name` in a separate process (vLLM patches its environment) with the launcher's
+    environment for services. Raises BenchError."""
     command = [sys.executable, "-m", MODULE, str(model), "--engine", name]
     command += ["--dtype", dtype, "--times", str(times), "--threads", str(threads)]
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""Workflows around unmodified agents that speak OpenAI's chat completions, for the workflow processes. The agents
-themselves must import nothing of ours."""
+"""Workflows around unmodified agents that use OpenAI's chat completions. The agents themselves import nothing from this
+repository."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def client_of(ctx: Context) -> openai.AsyncOpenAI:
 
 
 async def agent(base_url: str, question: str) -> list[str]:
-    """A plain agent of two turns."""
+    """Run a plain agent of two turns."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key="any") as client:
         messages: list[Any] = [{"role": "user", "content": question}]
         answers = []
@@ -47,7 +47,7 @@ async def two_turns(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def blocking(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-    """An agent that knows no asyncio, on a thread."""
+    """Run an agent without asyncio, on a thread."""
 
     def ask() -> str:
         with openai.OpenAI(base_url=ctx.base_url, api_key="any") as client:
@@ -75,7 +75,7 @@ async def streaming(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def choices(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-    """Three answers at once; goes on from the second."""
+    """Request three answers at once and continue from the second."""
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     async with client_of(ctx) as client:
         answer = await client.chat.completions.create(model="m", messages=messages, n=3)
@@ -104,7 +104,7 @@ async def shortened(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def refused(row: Row, llm: LLM, ctx: Context, *, asked: list[dict[str, Any]]) -> Trajectory:
-    """Asks for `asked`, one after the other; notes what each is refused with."""
+    """Send the requests `asked` in order and record the error that refuses each."""
     ctx.state["errors"] = []
     async with client_of(ctx) as client:
         for each in asked:
@@ -126,7 +126,7 @@ async def notes_url(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def goes_away(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-    """Leaves three calls at once, then needs all the room that they held."""
+    """Abandon three concurrent calls, then use all the room that they held."""
     body = json.dumps({"messages": [{"role": "user", "content": row["prompt"]}]}).encode()
     host, _, rest = ctx.base_url.removeprefix("http://").partition("/")
     for _ in range(3):
@@ -139,5 +139,5 @@ async def goes_away(row: Row, llm: LLM, ctx: Context) -> Trajectory:
         try:
             await llm.chat([{"role": "user", "content": row["prompt"]}])
             return llm.trajectory()
-        except ContextFull:  # the calls that were left still hold their room
+        except ContextFull:  # the abandoned calls still hold their room
             await asyncio.sleep(0.02)

@@ -1,11 +1,11 @@
-"""Rewards, advantages and a loss of a user's own that fail at one step each, for the runs of `test_bad_steps`."""
+"""User-defined rewards, advantages and a loss that each fail at one step, for the runs of `test_bad_steps`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 TASKS = 8
-"""A step: with `shuffle: false` step s takes the rows from (s - 1) * TASKS on."""
+"""Tasks per step: with `shuffle: false`, step s takes the rows from (s - 1) * TASKS."""
 ADVANTAGE_STEP, LOSS_STEP, EMPTY_STEP = 2, 4, 6
 
 
@@ -13,7 +13,7 @@ _MARK = 1000.0
 
 
 def reward(sample: Any) -> float:
-    """How many even tokens; a mark for the second task of step ADVANTAGE_STEP, nothing for all tasks of EMPTY_STEP."""
+    """Count the even tokens; mark the second task of ADVANTAGE_STEP and raise for every task of EMPTY_STEP."""
     if int(sample.task_id.rsplit("/", 1)[1]) // TASKS == EMPTY_STEP - 1:
         raise ValueError("no score for this step")
     marked = sample.task_id == f"train/0/{TASKS * (ADVANTAGE_STEP - 1) + 1}"
@@ -21,13 +21,13 @@ def reward(sample: Any) -> float:
 
 
 def advantage(rewards: Any, groups: Any, loss_tokens: Any) -> Any:
-    """Rewards around 0, and no number for those with the mark."""
+    """Return centred rewards, with NaN for those that have the marker."""
     found = rewards - rewards.mean()
     found[rewards == _MARK] = float("nan")
     return found
 
 
 def loss(cur: Any, anchor: Any, tokens: Any) -> Any:
-    """REINFORCE, without a number for what was sampled before step LOSS_STEP's update (staleness 0)."""
+    """Return the REINFORCE loss, or NaN for samples drawn before LOSS_STEP's update (staleness 0)."""
     found = -(cur - anchor).exp() * tokens.advantages
     return found * float("nan") if int(tokens.versions.max()) == LOSS_STEP - 1 else found

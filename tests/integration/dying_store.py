@@ -1,4 +1,4 @@
-"""A store that dies by SIGKILL as soon as it has let one file go: `python -m tests.integration.dying_store --run D`."""
+"""A store that kills itself after it has retired one file: `python -m tests.integration.dying_store --run D`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _retire = StoreFiles.retire
 
 
 def retire_and_die(files: StoreFiles, effect: Retire) -> None:
-    """As the method whose place it takes, once."""
+    """Run the original method once, then kill the process."""
     _retire(files, effect)
     os.kill(os.getpid(), signal.SIGKILL)
 

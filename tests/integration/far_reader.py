@@ -1,6 +1,6 @@
-"""A service that reads shards as from another host: `python -m tests.integration.far_reader --run D MODULE`.
+"""A service that reads shards as if from another host: `python -m tests.integration.far_reader --run D MODULE`.
 
-It puts as it does on one host: a store that takes its puts is near.
+Its puts are unchanged, because a store that accepts puts is on the same host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rollout service, whose engine stops for ever before decode step STEP. Nothing else differs.
+"""The rollout service with an engine that hangs before decode step STEP.
 
 `python -m tests.integration.hanging_rollout --run DIR`
 """

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by one line, as two hosts have: for tests of what must not depend on one machine."""
+"""Two network namespaces joined by one link, which stand for two hosts in tests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace and its address on the line."""
+    """A namespace and its address on the link."""
 
     namespace: str
     address: str
 
     def command(self, *arguments: str) -> list[str]:
-        """`arguments`, to be run on this host."""
+        """Return the command line that runs `arguments` on this host."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
 
@@ -29,7 +29,7 @@ def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[byte
 
 
 def _check() -> None:
-    """Whether there can be namespaces here."""
+    """Skip the test if this machine cannot create network namespaces."""
     if shutil.which("ip") is None:
         pytest.skip("no `ip` command (apt package iproute2)")
     name = f"rlbus-try-{os.getpid()}"
@@ -41,7 +41,7 @@ def _check() -> None:
 
 @contextmanager
 def two_hosts() -> Iterator[Sequence[Host]]:
-    """Made for one test."""
+    """Create two hosts for one test."""
     _check()
     number = os.getpid() % 65536
     network = f"10.{200 + number // 16384}.{number // 64 % 256}"

@@ -1,4 +1,4 @@
-"""Whole deterministic runs that a test hurts and then compares with an undisturbed one, bit for bit. Judges nothing."""
+"""Deterministic runs that a test disturbs and then compares bit for bit with an undisturbed one. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SMALL = (
     "services.rollout.block_tasks=4",
     "services.batch-store.memory=128MiB",
 )
-"""Four blocks a step, two updates of it, all kinds of shards."""
+"""Four blocks and two updates per step, and all kinds of shards."""
 _LIVE = ("time/", "throughput/", "store/", "gc/", "sync/sent")
-"""Of what a row tells, these are of the time, the machine and the weights' way; everything else is of the training."""
+"""Metrics that depend on time, the machine and the route of the weights; all others depend on the training."""
 LIMIT_S = 400.0
 
 
@@ -37,12 +37,12 @@ def start(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> cont
 
 
 def resume(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> contextlib.AbstractContextManager[Cluster]:
-    """The same run directory again."""
+    """Resume the run in `folder`."""
     return cluster(QUICKSTART, folder, *small, *overrides, limit_s=LIMIT_S, resume=True)
 
 
 def kill(run: Cluster, service: str) -> int:
-    """SIGKILL to an instance of `service`, once one lives; returns its process id."""
+    """Wait for an instance of `service`, send it SIGKILL and return its process id."""
     module = f"services.{service.replace('policy-trainer-worker', 'policy-trainer.worker').replace('-', '_')}"
 
     def living() -> int | None:
@@ -58,27 +58,27 @@ def kill(run: Cluster, service: str) -> int:
 
 
 def committed(run: Cluster, step: int) -> bool:
-    """Whether the row of `step` is written."""
+    """Return whether the row of `step` is written."""
     rows = run.rows()
     return bool(rows) and rows[-1]["step"] >= step
 
 
 def bits(path: Path) -> dict[str, bytes]:
-    """What a finished run leaves: exported weights, and weights, optimizer state and earlier versions of the last
-    checkpoint."""
+    """Return what a finished run leaves: the exported weights, and the last checkpoint's weights, optimizer state and
+    earlier versions."""
     last = max((path / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
     files = [path / "export" / "model.safetensors", *sorted(last.glob("*.safetensors"))]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def trained_rows(path: Path) -> list[dict[str, float]]:
-    """metrics.jsonl without what is of the time or of the machine."""
+    """Return the rows of metrics.jsonl without values that depend on time or on the machine."""
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith(_LIVE)} for row in rows]
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Where two finished runs differ; [] when they are the same run as far as training goes."""
+    """Return where two finished runs differ; [] when their training is identical."""
     found = [name for name, data in bits(one).items() if bits(other).get(name) != data]
     rows, others = trained_rows(one), trained_rows(other)
     if len(rows) != len(others):

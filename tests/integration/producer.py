@@ -1,5 +1,7 @@
-"""A producer: `python -m tests.integration.producer RUN ELEMENTS`; puts train/0/N, all of whose numbers are N, when it
-reads a line with N, and says so when the store has sealed it.
+"""A producer: `python -m tests.integration.producer RUN ELEMENTS`.
+
+For each input line N it puts the task train/0/N, filled with the number N, and prints a line when the store has sealed
+it.
 """
 
 from __future__ import annotations

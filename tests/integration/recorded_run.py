@@ -1,5 +1,7 @@
-"""A run's journal and shards, put aside while it goes, and trained again under another topology by real processes that
-are started by hand; the driver's calls may be the test's own. Judges nothing.
+"""A run's journal and shards, copied while it runs, and trained again under another topology.
+
+The processes of the second training are real but started without a launcher; a test may make the driver's calls itself.
+Asserts nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recording:
-    """What a later run needs to train the same batches: `journal`, and files of `shards` under the store's folder."""
+    """What a later run needs to train the same batches: the journal, and the files of the store's folder."""
 
     topology: Path
     journal: Path
@@ -52,9 +54,9 @@ class Recording:
 
 
 def record(running: Cluster, steps: int, folder: Path) -> Recording:
-    """Put aside what a cluster that keeps its tasks has done once `steps` are committed.
+    """Copy the journal and shards of a cluster that keeps its tasks, once `steps` steps are committed.
 
-    The journal first: it names nothing that is not in a store yet, and stores never change a file under its name.
+    The journal is copied first: it names only what is already in a store, and a store never changes a sealed file.
     """
     rows = running.wait_for(f"step {steps}", lambda: found if len(found := running.rows()) >= steps else None)
     with (
@@ -68,19 +70,19 @@ def record(running: Cluster, steps: int, folder: Path) -> Recording:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """The same sealed files, with their times, under another folder."""
+    """Copy the sealed files, with their modification times, to another folder."""
     for file in source.glob("*/*"):
         if file.is_file():
             copied = target / file.relative_to(source)
             copied.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # swept meanwhile: nothing that the journal names
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile, so the journal does not name it
                 shutil.copy2(file, copied)
-                if not file.exists():  # nor is it certain that its pages were its own to the end
+                if not file.exists():  # its pages may have been reused during the copy
                     copied.unlink()
 
 
 class ByHand:
-    """The services of a run without a launcher, each `python -m services.<name>`."""
+    """The services of a run without a launcher, each started as `python -m services.<name>`."""
 
     def __init__(self, run: RunDir, until: float) -> None:
         self.run = run
@@ -89,7 +91,7 @@ class ByHand:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, *services: str) -> None:
-        """All instances of `services`."""
+        """Start all instances of `services`."""
         for spec in self.topology.services_plan():
             if spec.service not in services:
                 continue
@@ -106,7 +108,7 @@ class ByHand:
                 )
 
     def wait_for(self, what: str, answer: Callable[[], T | None]) -> T:
-        """The first answer that is not None; fails once a process has ended or time is up."""
+        """Return the first answer that is not None; fail once a process has ended or time is up."""
         while True:
             ended = [name for name, process in self._processes.items() if process.poll() is not None]
             found = answer()
@@ -120,7 +122,7 @@ class ByHand:
         return (self.run.path / f"{name}.txt").read_text()[-3000:]
 
     def rows(self) -> list[dict[str, float]]:
-        """metrics.jsonl, training steps only."""
+        """Return the training rows of metrics.jsonl."""
         text = self.run.metrics.read_text() if self.run.metrics.exists() else ""
         rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
         return [row for row in rows if row["step"] > 0]
@@ -133,8 +135,9 @@ class ByHand:
 
 
 async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
-    """The rows of the first `steps` steps, trained by the driver's own code in this process from their journaled
-    batches. `services`: scheduler, stores and trainer workers are started.
+    """Train the first `steps` journaled batches with the driver's code in this process and return their rows.
+
+    The scheduler, stores and trainer workers of `services` are running.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     clients: dict[tuple[str, int], Client] = {}
@@ -155,7 +158,7 @@ async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
         await workers.init_model()
         await scheduler.reloaded(0)
         standing = ResumePoint(version=0, committed=steps, lineage=0, checkpoint=-1, checkpoint_now=False)
-        publisher = cast(Any, None)  # nothing is published: these versions were sampled with already
+        publisher = cast(Any, None)  # nothing is published: samples of these versions exist already
         export = services.run.export
         driver = Driver(services.topology, scheduler, workers, publisher, standing, lambda _: None, export=export)
         rows = []
@@ -173,7 +176,7 @@ async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
 
 @contextlib.contextmanager
 def again(recording: Recording, path: Path, *overrides: str, limit_s: float) -> Iterator[ByHand]:
-    """The recorded run as it stood, under `overrides`; no process is started yet."""
+    """Restore the recorded run under `overrides` without starting a process."""
     run = place.create(path, load(recording.topology, list(overrides)))
     _copy(recording.shards, run.shm)
     run.journal.write_bytes(recording.journal.read_bytes())

@@ -1,4 +1,4 @@
-"""What a process on another host does in the tests of security: `python -m tests.integration.remote_peer WHAT ...`.
+"""A process on another host in the security tests: `python -m tests.integration.remote_peer WHAT ...`.
 
 Prints one JSON object. It must never see the home host's sockets.
 """
@@ -43,7 +43,7 @@ TOPIC = "remote/hello"
 
 
 class Visitor(Service):
-    """Asks everybody something, says something, and ends."""
+    """Sends a request to each service, publishes telemetry, and exits."""
 
     NAME = "visitor"
 
@@ -56,7 +56,7 @@ class Visitor(Service):
         stats = await store.call(GetStoreStats(), StoreStats, deadline_s=CALL_S)
         await monitor.call(Ping(), Pong, deadline_s=CALL_S)
         self.telemetry.emit(TOPIC, {"x": 1.0})
-        while TOPIC not in (topics := await self._topics(monitor)):  # it lies in another process
+        while TOPIC not in (topics := await self._topics(monitor)):  # the subscription is in another process
             await asyncio.sleep(0.05)
         status = await self.scheduler.call(GetStatus(), Status, deadline_s=CALL_S)
         while not any(row.service == self.NAME for row in status.services):
@@ -84,7 +84,7 @@ async def visit(path: str) -> dict[str, Any]:
 
 
 async def knock(endpoint: str, folder: str, role: str, home: str, *, clear_text: bool) -> dict[str, Any]:
-    """Whether a Ping is answered there, with the keys of `folder` and the true key of the server."""
+    """Send a Ping with the keys of `folder` and the server's real key; return whether it is answered."""
     own = load(Path(folder), Role.of_label(role))
     known = load(Path(home), Role.SERVICE).known
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -93,7 +93,7 @@ async def knock(endpoint: str, folder: str, role: str, home: str, *, clear_text:
         unlock(socket, Keyring(own.role, own.public, own.secret, known))
     socket.connect(endpoint)
     ping = codec.encode(Ping(), request_id=1, incarnation=new_incarnation(), remaining_s=CALL_S)
-    socket.send_multipart(ping, zmq.DONTWAIT)  # queued; who was refused already would wait here for ever
+    socket.send_multipart(ping, zmq.DONTWAIT)  # do not block: a refused connection would wait for ever
     wait_s = CALL_S if own.role == Role.OPERATOR else REFUSED_S
     answered = bool(await asyncio.to_thread(socket.poll, int(wait_s * 1000)))
     context.destroy(0)

@@ -62,14 +62,14 @@ services: {{rollout: {{block_tasks: 4}}, batch-store: {{memory: 64MiB}}}}
 
 @dataclass
 class Processes:
-    """The service processes of one run; every one of them is ended at the end."""
+    """The service processes of one run, all of which are ended at the end."""
 
     run: RunDir
     folder: Path
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, module: str, program: str = "", *words: str) -> None:
-        """`python -m services.<module>`, in `folder`, or another `program` in its place; `words` go behind the run."""
+        """Start `python -m services.<module>`, or `program` instead, in `folder`; `words` follow the run argument."""
         self.running[module] = subprocess.Popen(
             [sys.executable, "-m", program or f"services.{module}", "--run", str(self.run.path), *words],
             cwd=self.folder,
@@ -79,7 +79,7 @@ class Processes:
         )
 
     def end(self, module: str, number: int = signal.SIGTERM, timeout_s: float = 20) -> tuple[int, str, float]:
-        """Signal it and wait: (exit status, what it wrote to stderr, seconds)."""
+        """Signal the process and wait for it; return (exit status, stderr, seconds)."""
         process = self.running.pop(module)
         started = time.monotonic()
         process.send_signal(number)
@@ -95,7 +95,7 @@ class Processes:
 
 
 class Driver:
-    """The test's own calls, as a driver and its worker make them."""
+    """The calls of a driver and its worker, made by the test."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -122,7 +122,7 @@ class Driver:
         return await self.client("scheduler").call(GetRunInfo(driver=self.incarnation), RunInfo, deadline_s=30)
 
     async def publish(self, lineage: int, step: int, *, spoil: str = "") -> WeightsRef:
-        """Put and announce the model directory's weights as version `step`; `spoil`: put noise under this name."""
+        """Put and announce the model directory's weights as version `step`, with noise for the weight named `spoil`."""
         weights = {name: to_numpy(value).copy() for name, value in named_weights(self.model).items()}
         drill = self._canary({name: perturb(name, value, SEED) for name, value in weights.items()})
         put = {**weights, spoil: perturb(spoil, weights[spoil], 99)} if spoil else weights
@@ -178,8 +178,10 @@ class Driver:
 
 @asynccontextmanager
 async def cluster(folder: Path, topology: str = TOPOLOGY, *store: str) -> AsyncIterator[tuple[Processes, Driver]]:
-    """A run directory with scheduler and store processes; the test starts the others. `store`: program and words of
-    another store than the usual one."""
+    """Create a run directory and start its scheduler and store; the test starts the other services.
+
+    `store`: program and arguments of a store that replaces the usual one.
+    """
     run = RunDir.create(folder / "run")
     run.topology.write_text(topology)
     processes = Processes(run, folder)

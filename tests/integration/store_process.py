@@ -1,4 +1,4 @@
-"""A real store process on a run directory of its own, and clients of it; never a stand-in for either."""
+"""A real store process on its own run directory, and real clients of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ S = TypeVar("S", bound="StoreProcess")
 
 @contextmanager
 def ending(process: S) -> Iterator[S]:
-    """Afterwards it is killed, if it runs still, and what it holds in memory is gone."""
+    """Kill the process afterwards if it still runs, and remove its shared memory."""
     try:
         yield process
     finally:
@@ -42,7 +42,7 @@ def ending(process: S) -> Iterator[S]:
 def make_run(
     folder: Path, *, memory: int, shm_root: Path = Path("/dev/shm"), spill: Path | None = None, spill_limit: int = 0
 ) -> RunDir:
-    """A run directory with the smallest topology whose store holds `memory` bytes and spills `spill_limit` more."""
+    """Make a run directory with a minimal topology whose store holds `memory` bytes and spills `spill_limit` more."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
@@ -71,7 +71,7 @@ class StoreProcess:
     killed: int = field(default=0)
     instance: int = 0
     module: str = "services.batch_store"
-    """What is started: a store, or a test's with a defect."""
+    """The module to start: the store, or a test's store with a defect."""
 
     def start(self) -> None:
         self.process = subprocess.Popen(
@@ -104,7 +104,7 @@ class StoreProcess:
 
 @dataclass
 class Peer:
-    """What a service that uses the store has: a bus client and a data client."""
+    """A bus client and a data client, as a service that uses the store has them."""
 
     store: Client
     data: DataClient
@@ -112,7 +112,7 @@ class Peer:
 
 @asynccontextmanager
 async def peer_of(run: RunDir, instance: int = 0) -> AsyncIterator[Peer]:
-    """A client that waits until the store answers."""
+    """Connect to the store and wait until it answers."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     name = service_name("batch-store", instance)
     client = Client(context, run.endpoint("batch-store", instance), name, new_incarnation())
@@ -127,14 +127,14 @@ async def peer_of(run: RunDir, instance: int = 0) -> AsyncIterator[Peer]:
 
 
 def fill(path: Path, unit: int = 4096) -> None:
-    """Write to the end of `path`, `unit` bytes at a time, until its disk takes no more."""
+    """Append to `path`, `unit` bytes at a time, until its disk is full."""
     with path.open("ab", buffering=0) as stream, suppress(OSError):
         while stream.write(bytes(unit)):
             pass
 
 
 def small_mount(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A memory file system of `nbytes` at `folder`, for a fixture to yield from."""
+    """Mount a memory file system of `nbytes` bytes at `folder`."""
     import pytest  # the benchmarks use this module without pytest
 
     folder.mkdir()

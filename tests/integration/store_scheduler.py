@@ -1,4 +1,4 @@
-"""A real store and a real scheduler, and workers and a driver that put real shards; no model and no torch."""
+"""A real store and a real scheduler with workers and a driver that put real shards, without a model or torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ GROUP = 4
 TASKS_PER_STEP = 4
 PROMPT, NEW = 1000, 1000
 SAMPLE_TOKENS = PROMPT + NEW
-"""Every sample is as long as the topology allows: the worst case is what comes."""
+"""Every sample is as long as the topology allows, which is the worst case."""
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 TOPOLOGY = """\
 run: {{name: room, steps: {steps}, seed: 7}}
@@ -87,7 +87,7 @@ def make_run(
     gc: str = "checkpoint",
     filter_zero_variance: bool = False,
 ) -> RunDir:
-    """`store`: the settings of the batch-store, as in a topology."""
+    """Make a run directory; `store` is the batch-store section of its topology."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     save_file({"w": np.zeros((4, 4), np.float32)}, model / "model.safetensors")
@@ -131,13 +131,13 @@ class Process:
 
 
 def ask_again(error: RpcError) -> None:
-    """A long poll that found nothing is repeated; any other refusal fails the test."""
+    """Return if a long poll found nothing, so that it is repeated; raise any other refusal."""
     if error.code not in (ErrorCode.NOT_READY, ErrorCode.DEADLINE):
         raise error
 
 
 def rollout_shards(task: TaskHandle) -> dict[str, Any]:
-    """The longest rollout there may be; `rollout_logprobs` names the attempt."""
+    """Return the shards of the longest possible rollout; `rollout_logprobs` identifies the attempt."""
     tokens = GROUP * SAMPLE_TOKENS
     return {
         "token_ids": np.full(tokens, hash(task.task_id) & 0xFFFF, np.int32),
@@ -151,7 +151,7 @@ def rollout_shards(task: TaskHandle) -> dict[str, Any]:
 
 @dataclass
 class Actor:
-    """One worker or driver: its life, its bus clients, its data client."""
+    """One life of a worker or driver: its incarnation, bus clients and data client."""
 
     run: RunDir
     context: zmq.Context[zmq.Socket[bytes]]
@@ -159,9 +159,9 @@ class Actor:
     instance: int = 0
     life: int = field(default_factory=new_incarnation)
     store: str = STORE
-    """Of its host: what it makes goes there."""
+    """The store of its host, which receives its puts."""
     spread: bool = False
-    """Whether the rewards of a group differ; else they are all 1."""
+    """Whether the rewards of a group differ; otherwise they are all 1."""
 
     def __post_init__(self) -> None:
         self.clients: dict[tuple[str, int], Client] = {}
@@ -188,7 +188,7 @@ class Actor:
         await self.ask(request, Registered)
 
     async def lease(self, *, wait_s: float = 2.0, most: int = 2) -> LeaseGrant | None:
-        """A block, or None when there is none for `wait_s`."""
+        """Lease a block; return None if there is none within `wait_s`."""
         request = LeaseRequest(
             stage=self.service, service=self.service, instance=self.instance, incarnation=self.life, max_tasks=most
         )
@@ -200,7 +200,7 @@ class Actor:
         return grant
 
     async def make(self, grant: LeaseGrant) -> list[TaskResult]:
-        """Put what the stage makes for every task of the grant."""
+        """Put the stage's shards for every task of the grant."""
         if grant.stage == "rollout":
             made = [rollout_shards(task) for task in grant.batch.tasks]
         else:
@@ -237,7 +237,7 @@ class Actor:
         return ack
 
     async def work(self, *, wait_s: float = 2.0) -> int:
-        """Lease, put and complete until there is nothing to lease for `wait_s`; returns how many tasks."""
+        """Lease, put and complete until no lease comes within `wait_s`; return the number of tasks."""
         done = 0
         while (grant := await self.lease(wait_s=wait_s)) is not None:
             await self.complete(grant, await self.make(grant))
@@ -259,7 +259,7 @@ class Actor:
 
 
 class DriverActor(Actor):
-    """Trains without a trainer."""
+    """A driver that steps without a trainer."""
 
     async def begin(self) -> RunInfo:
         info: RunInfo = await self.ask(GetRunInfo(driver=self.life), RunInfo)
@@ -284,10 +284,10 @@ class DriverActor(Actor):
         await self.ask(PublishWeights(driver=self.life, ref=ref), Ack)
 
     async def train(self, step: int) -> StepBatch:
-        """The whole batch is read, proximal log-probs are put, the step is committed and published."""
+        """Read the whole batch, put proximal log-probs, commit the step and publish a version."""
         batch: StepBatch = await self.ask(NextBatch(driver=self.life, step=step), StepBatch)
         found = await self.data.fetch(batch.batch, ["token_ids", "ref_logprobs"], deadline_s=PUT_S)
-        # the driver before died after its forward pass: the step is replayed
+        # the previous driver died after its forward pass, so the step is replayed
         for life in (0, self.life):
             await self.put_prox(batch, [len(each["token_ids"]) for each in found], life)
         await self.ask(CommitStep(driver=self.life, step=step, metrics={}), Ack)
@@ -295,7 +295,7 @@ class DriverActor(Actor):
         return batch
 
     async def put_prox(self, batch: StepBatch, tokens: Sequence[int], life: int) -> None:
-        """What the trainer's own forward pass makes, in a step driven by `life`."""
+        """Put what the trainer's forward pass makes in a step driven by incarnation `life`."""
         key = f"prox_logprobs:{life:x}-{batch.step}"
         shards = [
             TaskShards(task.task_id, task.fence, {key: np.full(size, life % 1000, np.float32)})
@@ -309,7 +309,7 @@ class DriverActor(Actor):
 
 @dataclass
 class Bench:
-    """What a test drives."""
+    """The processes and actors of one test."""
 
     run: RunDir
     store: Process
@@ -334,7 +334,7 @@ class Bench:
 async def bench_of(
     run: RunDir, *, store: tuple[str, ...] = (), scheduler: tuple[str, ...] = ()
 ) -> AsyncIterator[Bench]:
-    """Both processes, ready; `store`, `scheduler`: more words of their command lines."""
+    """Start both processes and wait until they are ready; `store`, `scheduler`: extra command-line arguments."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     processes = Process(run, "services.batch_store", store), Process(run, "services.scheduler", scheduler)
     bench = Bench(run, *processes, context)

@@ -1,4 +1,4 @@
-"""Lines between a reader and a store that do what real ones do: slow down, break and lie. Real sockets everywhere."""
+"""Network links between a reader and a store that are slow, break or change data. All sockets are real."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared.rundir import RunDir
 from tests.integration.store_process import REPOSITORY, Peer, StoreProcess
 
 IN_CLEAR = "transport: {listen: 127.0.0.1, encrypt_bulk: false}\n"
-"""The end of a topology."""
+"""Lines that end a topology and turn stream encryption off."""
 
 
 def free_port() -> int:
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def in_clear(run: RunDir) -> None:
-    """Have the topology of `run` turn off what seals streams; before its services start."""
+    """Turn stream encryption off in the topology of `run`, before its services start."""
     text = run.topology.read_text()
     if not text.endswith(IN_CLEAR):
         run.topology.write_text(f"{text}{IN_CLEAR}")
@@ -37,10 +37,9 @@ def in_clear(run: RunDir) -> None:
 
 @dataclass
 class TcpStoreProcess(StoreProcess):
-    """A store whose chunks leave at `port`, and which tells readers `advertised` (nothing: the truth).
+    """A store that streams chunks from `port` and tells readers `advertised` (empty: the real address).
 
-    `plain`: the run's topology says that they go in clear. `defect`: `module:class.method` that
-    raises KeyError whenever it is called.
+    `plain`: the run's topology turns encryption off. `defect`: a `module:class.method` that always raises KeyError.
     """
 
     port: int = field(default_factory=free_port)
@@ -62,7 +61,7 @@ class TcpStoreProcess(StoreProcess):
 
 
 def remote(peer: Peer, *, plain: bool = False, inflight_bytes: int = 8 << 20) -> DataClient:
-    """A data client that never maps."""
+    """Return a data client that always streams and never maps."""
     return DataClient(
         lambda service, instance: peer.store,
         reach=Reach.STREAM,
@@ -72,7 +71,7 @@ def remote(peer: Peer, *, plain: bool = False, inflight_bytes: int = 8 << 20) ->
 
 
 class TcpLine:
-    """Forwards TCP from `port` to `target`, at most `bytes_per_s` (0: no bound); `cut` resets every connection."""
+    """Forwards TCP from `port` to `target` at up to `bytes_per_s` (0: no limit); `cut` resets every connection."""
 
     def __init__(self, target: int, bytes_per_s: float = 0) -> None:
         self.port = free_port()
@@ -107,7 +106,7 @@ class TcpLine:
         sink.transport.abort()
 
     def cut(self) -> None:
-        """Reset what is connected; new connections are taken."""
+        """Reset all connections; new ones are accepted."""
         for writer in self._writers:
             raw = writer.get_extra_info("socket")
             with contextlib.suppress(OSError):
@@ -129,13 +128,13 @@ class TcpLine:
 
 
 Message = list[bytes]
-"""Head and payload; joined as they are, also when they do not belong together."""
+"""Head and payload, which are concatenated even if they do not belong together."""
 
 
 class Meddler:
-    """A man in the middle who speaks the bulk protocol: `meddle` makes of each message from the store those that go on.
+    """A man in the middle of the bulk protocol: `meddle` maps each message from the store to those passed on.
 
-    One thread a direction and connection. What breaks the framing makes the reader hang up and connect again.
+    Each connection has one thread per direction. Broken framing makes the reader disconnect and connect again.
     """
 
     def __init__(self, target: str, meddle: Callable[[Message], list[Message]]) -> None:
@@ -144,7 +143,7 @@ class Meddler:
         self._target = target
         self._meddle = meddle
         self.tag_bytes = 0
-        """Behind each message: none on lines in clear."""
+        """Bytes of the tag after each message; 0 on an unencrypted connection."""
         self._lines: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -173,7 +172,7 @@ class Meddler:
                 line.shutdown(socket.SHUT_RDWR)
 
     def _up(self, front: socket.socket, back: socket.socket) -> None:
-        """Pass on what the reader says. Its hello is followed by a tag if the line is sealed, else by a message."""
+        """Pass on what the reader sends. Its hello is followed by a tag if the link is encrypted, else by a message."""
         began = b""
         hello_bytes = bulk.HEAD_BYTES + bulk.LINE_ID_BYTES
         while data := front.recv(1 << 16):
@@ -204,7 +203,7 @@ class Meddler:
 
 @contextlib.contextmanager
 def meddled(store: TcpStoreProcess, meddle: Callable[[Message], list[Message]]) -> Iterator[None]:
-    """`store` is started, and its readers are told of a meddler in front of it."""
+    """Start `store` with a meddler in front of it and advertise the meddler's address to readers."""
     meddler = Meddler(f"tcp://127.0.0.1:{store.port}", meddle)
     store.advertised = meddler.endpoint
     store.start()
@@ -215,11 +214,11 @@ def meddled(store: TcpStoreProcess, meddle: Callable[[Message], list[Message]]) 
 
 
 class Tap(Meddler):
-    """A meddler that only looks on."""
+    """A meddler that changes nothing."""
 
     def __init__(self, target: str) -> None:
         self.sealed_bytes = 0
-        """Bytes of ranges."""
+        """Payload bytes of encrypted messages."""
         self.clear_bytes = 0
         super().__init__(target, self._look)
 
@@ -234,7 +233,7 @@ class Tap(Meddler):
 
 @contextlib.contextmanager
 def tapped() -> Iterator[tuple[Tap, Sequence[str]]]:
-    """A tap, and the program and words of a store (behind its run) whose chunks go past it."""
+    """Yield a tap, and the program and arguments (after the run) of a store whose chunks pass through it."""
     target = f"tcp://127.0.0.1:{free_port()}"
     tap = Tap(target)
     try:

@@ -1,7 +1,7 @@
 """A reader on another host: `python -m tests.integration.stream_reader RUN ENDPOINT TASKS KEY...`.
 
-Prints one line when it could begin, begins once its input has a line (or ends), and prints one of JSON with what came:
-the digest of every shard and the counts.
+Prints one line when it is ready, begins after one line (or the end) of input, and prints a JSON line with the digest of
+every shard and the counts.
 """
 
 from __future__ import annotations

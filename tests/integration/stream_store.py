@@ -13,7 +13,7 @@ BULK, ADVERTISED, DEFECT = [*sys.argv[3:], ""][:3]
 
 
 class TcpStore(StoreService):
-    """As a topology with several hosts makes it."""
+    """A store that serves over TCP, as in a topology with several hosts."""
 
     def bulk_endpoint(self) -> str:
         return BULK
@@ -23,7 +23,7 @@ class TcpStore(StoreService):
 
 
 def plant(defect: str) -> None:
-    """Make `module:class.method` raise what nobody expects of it."""
+    """Make `module:class.method` raise an unexpected KeyError."""
 
     def broken(*_: Any) -> Any:
         raise KeyError("planted")

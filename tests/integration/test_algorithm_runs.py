@@ -1,4 +1,4 @@
-"""Whole runs of `launch.cluster` with algorithms other than the quickstart's: the options really reach the numbers."""
+"""Whole runs of `launch.cluster` with algorithms other than the quickstart's: the options affect the numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loss(cur, anchor, tokens, *, worth):
 
 
 def run(topology: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl; functions by import path are looked for in `folder`."""
+    """Run `topology` and return the rows of metrics.jsonl; functions named by import path are found in `folder`."""
     command = [sys.executable, "-m", "launch.cluster", str(TOPOLOGIES / topology), "--run-dir", str(folder / "run")]
     for override in overrides:
         command += ["--set", override]
@@ -46,7 +46,7 @@ def run(topology: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
 
 
 def negative_log_likelihood(run: Path, step: int) -> float:
-    """Mean over the answers' tokens of a step's rows, their end included, by the plain model the run began with."""
+    """Return the mean over a step's answer tokens, including the end token, under the run's initial model."""
     with contextlib.closing(sqlite3.connect(run / "journal.sqlite")) as journal:
         [(ids,)] = journal.execute("SELECT task_ids FROM steps WHERE step = ?", (step,)).fetchall()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -74,7 +74,7 @@ def test_supervised_fine_tuning_learns_from_the_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(260)
-def test_filter_reward_kl_masks_entropy_and_functions_of_ones_own_act_in_one_run(tmp_path: Path) -> None:
+def test_filter_reward_kl_masks_entropy_and_user_functions_act_in_one_run(tmp_path: Path) -> None:
     (tmp_path / "my_algorithm.py").write_text(OWN)
     rows = run(
         "quickstart.yaml",
@@ -98,13 +98,13 @@ def test_filter_reward_kl_masks_entropy_and_functions_of_ones_own_act_in_one_run
     assert 0 < sum(row["rollout/tasks_dropped"] for row in rows) <= 4 * 16
     assert any(row["reward/kl"] != 0 for row in rows)
     assert 0 < rows[-1]["policy/masked_fraction"] < 1  # sampled one version before it is trained on
-    for row in rows:  # a token is worth 3, times a truncated importance weight near 1; a masked one nothing
+    for row in rows:  # a token counts 3 times a truncated importance weight near 1; a masked token counts 0
         assert row["loss/policy"] == pytest.approx(3.0 * (1 - row["policy/masked_fraction"]), rel=0.3)
     with np.load(tmp_path / "seen.npz") as seen:
         assert len(seen["rewards"]) == len(seen["loss_tokens"]) == 16 * 8
         assert seen["groups"].tolist() == np.repeat(np.arange(16), 8).tolist()
-        assert np.unique(seen["rewards"]).size > 8  # 0 and 1, the answer's length and its KL
+        assert np.unique(seen["rewards"]).size > 8  # correctness (0 or 1), the answer's length and its KL
     assert max(row["rollout/staleness_max"] for row in rows) <= 1
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    # what is trained on has variance; what was dropped lowers (or raises) the mean that is reported
+    # trained groups have variance; dropped groups still count in the reported mean
     assert all(row["reward/std"] > 0 for row in rows)

@@ -1,4 +1,4 @@
-"""A store that is full: it spills to disk, then says BUSY; nothing is dropped, doubled or half there, ever."""
+"""A full store spills to disk, then replies BUSY; nothing is lost, duplicated or partly visible."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MIB = 1 << 20
 MEMORY = 8 * MIB
 SPILL = 16 * MIB
 SHARD = 2 * MIB - 4096
-"""With header and table a file of it takes 2 MiB exactly."""
+"""With header and table, a file of one shard is exactly 2 MiB."""
 
 
 @asynccontextmanager
@@ -97,7 +97,7 @@ async def stats(peer: Peer) -> StoreStats:
 
 
 async def places(peer: Peer, tasks: list[TaskShards]) -> list[str]:
-    """`memory` or `disk` for each task."""
+    """Return `memory` or `disk` for each task."""
     request = Locate(tasks=[PutTask(task.task_id, 1) for task in tasks])
     located = await peer.store.call(request, Located, deadline_s=10)
     files = [located.files[first] for [first] in located.places]
@@ -124,7 +124,7 @@ def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_roo
             await put(peer, weights)
             for task in tasks[:11]:
                 await put(peer, task)
-            assert await places(peer, [weights]) == ["memory"]  # the oldest, but weights go last
+            assert await places(peer, [weights]) == ["memory"]  # the oldest, but weights are spilled last
             assert await places(peer, tasks[:11]) == ["disk"] * 8 + ["memory"] * 3
             full = await stats(peer)
             assert full.bytes == full.limit_bytes == MEMORY + SPILL
@@ -132,7 +132,7 @@ def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_roo
             with pytest.raises(RpcError, match="of the spill") as caught:
                 await put(peer, tasks[11], deadline_s=1)
             assert caught.value.code == ErrorCode.BUSY
-            assert 2 <= (await stats(peer)).busy <= 1 / RETRY_AFTER_S  # asked again, and never before retry_after_s
+            assert 2 <= (await stats(peer)).busy <= 1 / RETRY_AFTER_S  # retried, and never before retry_after_s
             waiting = asyncio.ensure_future(put(peer, tasks[11]))
             await clear(peer, tasks[:1])
             await waiting
@@ -147,7 +147,7 @@ def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_roo
 
 
 def test_producer_asks_again_when_it_was_told_to_and_not_before(run: RunDir) -> None:
-    """The store is a mailbox here: what it says is the test's to choose."""
+    """The store is a mailbox whose replies the test chooses."""
     pauses_s = [0.05, 0.6, 0.1, 0.3, 60.0]
     asked: list[float] = []
 
@@ -170,7 +170,7 @@ def test_producer_asks_again_when_it_was_told_to_and_not_before(run: RunDir) -> 
                 with pytest.raises(RpcError, match="no room") as caught:
                     await put(peer, shard(1), deadline_s=20)
                 assert caught.value.code == ErrorCode.BUSY
-                assert time.monotonic() - asked[-1] < 5  # there is no time for another attempt: it says so at once
+                assert time.monotonic() - asked[-1] < 5  # no time is left for another attempt, so it fails at once
         finally:
             await store.close()
             await asyncio.to_thread(context.term)
@@ -180,7 +180,7 @@ def test_producer_asks_again_when_it_was_told_to_and_not_before(run: RunDir) -> 
     gaps_s = [later - earlier for earlier, later in pairwise(asked)]
     assert len(asked) == len(pauses_s)
     assert all(gap_s >= told_s for gap_s, told_s in zip(gaps_s, pauses_s, strict=False)), gaps_s
-    assert sum(gaps_s) < sum(pauses_s[:-1]) + 2  # nor much later
+    assert sum(gaps_s) < sum(pauses_s[:-1]) + 2  # and not much later
 
 
 def test_put_that_can_never_be_granted_moves_nothing_to_the_disk(run: RunDir) -> None:
@@ -260,14 +260,14 @@ def test_restarted_store_finds_both_places_and_a_damaged_spilled_file_is_not_ser
     asyncio.run(main())
 
 
-def test_a_file_in_both_places_is_kept_once_and_a_half_copied_one_goes(run: RunDir) -> None:
+def test_a_file_in_both_places_is_kept_once_and_a_partial_copy_is_deleted(run: RunDir) -> None:
     tasks = [shard(i) for i in range(2)]
 
     async def main() -> None:
         async with served(run) as (store, peer):
             for task in tasks:
                 await put(peer, task)
-            store.kill()  # and now the traces of a kill between rename and retirement, and in the middle of a copy
+            store.kill()  # then leave the traces of kills between rename and retirement and during a copy
             folder = run.spill_link / "batch-store-0"
             [first, second] = sorted(
                 (run.shm / "batch-store-0").glob("*.blk"), key=lambda path: path.stat().st_mtime_ns
@@ -406,13 +406,13 @@ def test_what_a_dead_run_of_this_host_spilled_is_deleted_by_the_next_store(tmp_p
             await put(peer, shard(1))
 
     asyncio.run(main())
-    left = ["file", "rlbus-other-container", "rlbus-other-host", "something"]  # ours went with the run
+    left = ["file", "rlbus-other-container", "rlbus-other-host", "something"]  # without the dead run's folder
     assert sorted(path.name for path in spill.iterdir()) == left
     assert len(list(spill.rglob("*.blk"))) == 2
 
 
 def test_two_hosts_that_share_a_spill_folder_keep_to_their_own(tmp_path: Path) -> None:
-    """Each sees its own shared memory only, so the other's seems to be gone."""
+    """Each host sees only its own shared memory, so the other run appears to be dead."""
     spill = tmp_path / "spill"
     for host in ("a", "b"):
         (tmp_path / host / "shm").mkdir(parents=True)
@@ -436,7 +436,7 @@ def test_two_hosts_that_share_a_spill_folder_keep_to_their_own(tmp_path: Path) -
     asyncio.run(main())
 
 
-def test_a_spilled_file_that_somebody_deleted_is_missing_and_the_store_goes_on(run: RunDir) -> None:
+def test_a_deleted_spilled_file_is_missing_and_the_store_goes_on(run: RunDir) -> None:
     tasks = [shard(i) for i in range(7)]
 
     async def main() -> None:

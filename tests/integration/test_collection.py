@@ -1,4 +1,4 @@
-"""Garbage collection by task id, between a real scheduler and a real store: everything goes, once, whatever dies."""
+"""Garbage collection by task id between a real scheduler and a real store: kills neither lose nor repeat one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STORE_ROOM = "memory: 64MiB"
 
 
 async def held(actor: Actor) -> set[tuple[str, int]]:
-    """(task, fence) of every task with shards in the store, weights left out."""
+    """Return (task, fence) of every task with shards in the store, except weights."""
     page: Inventory = await actor.ask(GetInventory(), Inventory, service="batch-store")
     assert page.cursor == 0
     return {(task.task_id, task.fence) for task in page.tasks if not task.task_id.startswith("weights/")}
@@ -54,7 +54,7 @@ async def until_held(actor: Actor, condition: Callable[[set[tuple[str, int]]], b
 
 
 async def until_collected(driver: DriverActor, tasks: int) -> dict[str, int]:
-    """The store lets go before the scheduler hears of it."""
+    """Wait until the scheduler has counted `tasks` as collected; the store clears before the scheduler hears of it."""
     async with asyncio.timeout(20):
         while (counts := await driver.counts())["COLLECTED"] != tasks:
             await asyncio.sleep(0.05)
@@ -85,7 +85,7 @@ def test_evaluated_dropped_failed_and_trained_tasks_all_go_and_stats_end_exact(t
             await rollout.complete(evaluation, await rollout.make(evaluation))
             while (grant := await granted(rollout)).split == "held":
                 await rollout.complete(grant, await rollout.make(grant))
-            # one task of this block is dropped after its shards were put, one has to be tried again
+            # one task of this block is dropped after its shards were put, another is retried
             dropped, failed = grant.batch.tasks
             await rollout.make(grant)
             results = [
@@ -115,7 +115,7 @@ def test_evaluated_dropped_failed_and_trained_tasks_all_go_and_stats_end_exact(t
     asyncio.run(main())
 
 
-def test_filtered_tasks_go_at_once_and_what_takes_their_place_goes_when_it_is_trained(tmp_path: Path) -> None:
+def test_filtered_tasks_are_collected_at_once_and_their_replacements_when_trained(tmp_path: Path) -> None:
     run = make_run(tmp_path, store=STORE_ROOM, steps=1, gc="commit", filter_zero_variance=True)
 
     async def main() -> None:
@@ -162,7 +162,7 @@ def test_a_store_that_is_down_is_asked_again_until_it_has_cleared(tmp_path: Path
             await rollout.work()
             await reference.work()
             before = await held(driver)
-            # the scheduler dies after the commit, the store before it can clear: both come back
+            # the scheduler dies after the commit and the store before it can clear; both restart
             batch = await driver.train(1)
             bench.store.kill()
             bench.scheduler.kill()
@@ -180,7 +180,7 @@ def test_a_store_that_is_down_is_asked_again_until_it_has_cleared(tmp_path: Path
                 await rollout.data.put(late, store=STORE, deadline_s=PUT_S)
             assert caught.value.code == ErrorCode.COLLECTED
             assert set(caught.value.names) == {task_id for task_id, _ in trained}
-            # a clear may come any number of times
+            # a clear may be repeated any number of times
             again = Clear(tasks=[PutTask(*each) for each in trained])
             was = await driver.stats()
             for _ in range(2):
@@ -200,9 +200,9 @@ def test_a_killed_worker_s_shards_go_and_its_zombie_can_put_no_more(tmp_path: Pa
             await driver.publish(0)
             first = await bench.actor("rollout")
             grant = await granted(first)
-            results = await first.make(grant)  # sealed, and never completed
+            results = await first.make(grant)  # sealed but never completed
             assert {name for name, _ in await held(driver)} == names(grant)
-            second = await bench.actor("rollout")  # the same instance in a new life: the lease is lost at once
+            second = await bench.actor("rollout")  # a new incarnation of the same instance: the lease is lost at once
             again = await granted(second)
             assert names(again) == names(grant)
             assert {task.fence for task in again.batch.tasks} == {2}
@@ -232,7 +232,7 @@ def test_reconciliation_removes_what_the_scheduler_does_not_know(tmp_path: Path)
             orphans = [TaskShards(f"train/9/{i}", 1, {"lengths": shard}) for i in range(3)]
             await rollout.data.put(orphans, store=STORE, deadline_s=PUT_S)
             bench.store.kill()
-            bench.store.start()  # registers anew, and is listed at once
+            bench.store.start()  # registers again and is reconciled at once
             left = await until_held(driver, lambda now: len(now) == len(grant.batch.tasks))
             assert {name for name, _ in left} == names(grant)
             with pytest.raises(RpcError) as caught:

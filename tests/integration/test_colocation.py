@@ -1,7 +1,7 @@
-"""Policy, reference and engine on the same devices: a whole run in which each of them dies in its turn, and one hangs,
-trains what the same run trains when nobody shares anything.
+"""Policy, reference and engine on the same devices: a run in which each is killed during its turn, and one hangs,
+trains exactly what the same run trains with separate devices.
 
-What lay where, and in which order, is read from the scheduler's log, which has one line for every change of its ledger.
+Residency over time is read from the scheduler's log, which has one line for every change of its ledger.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHEAP = [
 ]
 ENGINE, WORKER, SCORER = "rollout/0", "policy-trainer-worker/0", "reference/0"
 Change = tuple[str, frozenset[str], str]
-"""Holder, the parts it has from then on, the phase."""
+"""The holder, the parts it has after the change, and the phase."""
 IN_STEP = [
     (WORKER, {"policy.gradients", "policy.parameters"}, "train"),
     (WORKER, {"policy.gradients", "policy.optimizer", "policy.parameters"}, "train"),
@@ -53,7 +53,7 @@ IN_STEP = [
 
 
 class Watched:
-    """The run and the changes of its ledger so far."""
+    """A run and the changes of its ledger so far."""
 
     def __init__(self, run: Cluster) -> None:
         self.run = run
@@ -71,7 +71,7 @@ class Watched:
         return len(self.run.rows())
 
     def stopped_with(self, service: str, part: str) -> psutil.Process:
-        """Its process, stopped (SIGSTOP) while it holds `part`; the ledger says so after the stop."""
+        """Stop the service (SIGSTOP) while the ledger says that it holds `part`; return its process."""
 
         def attempt() -> psutil.Process | None:
             if self._holds(f"{service}/0", part):
@@ -80,7 +80,7 @@ class Watched:
                     os.kill(pid, signal.SIGSTOP)
                     if self._holds(f"{service}/0", part):
                         return psutil.Process(pid)
-                    os.kill(pid, signal.SIGCONT)  # it was faster
+                    os.kill(pid, signal.SIGCONT)  # it released the part before the stop
             return None
 
         return self.run.wait_for(f"{service} with {part}", attempt)
@@ -101,7 +101,7 @@ class Watched:
 
 
 def _changes(lines: list[dict[str, Any]]) -> list[Change]:
-    """Of the scheduler's present life: it begins with an empty ledger."""
+    """Return the ledger changes of the scheduler's current life, which began with an empty ledger."""
     begun = max((i for i, line in enumerate(lines) if line["event"] == "journal replayed"), default=-1)
     return [_change(line) for line in lines[begun + 1 :] if line["event"] == "devices"]
 
@@ -111,7 +111,7 @@ def _change(line: dict[str, Any]) -> Change:
 
 
 def beside_one_another(lines: list[dict[str, Any]]) -> Iterator[frozenset[str]]:
-    """All parts on the devices after each change; each life of the scheduler begins with an empty ledger."""
+    """Yield the parts on the devices after each change; each life of the scheduler begins with an empty ledger."""
     held: dict[str, frozenset[str]] = {}
     for line in lines:
         if line["event"] == "journal replayed":
@@ -122,12 +122,12 @@ def beside_one_another(lines: list[dict[str, Any]]) -> Iterator[frozenset[str]]:
 
 
 def forbidden(together: frozenset[str]) -> list[tuple[str, str]]:
-    """The pairs of `together` that may not lie on the devices at once."""
+    """Return the pairs of `together` that may not be on the devices at once."""
     return [pair for pair in FORBIDDEN if together.issuperset(pair)]
 
 
 def in_order(changes: list[Change], wanted: list[tuple[str, set[str], str | None]]) -> bool:
-    """Whether `wanted` is in `changes` one after the other (others may lie between)."""
+    """Return whether `wanted` is a subsequence of `changes`."""
     left: Iterator[Change] = iter(changes)
     return all(
         any(holder == name and parts == there and phase in (None, now) for name, there, now in left)
@@ -148,7 +148,7 @@ def test_colocated_run_survives_deaths_and_a_hang_in_every_turn(tmp_path: Path) 
         dead_at = watched.steps()
         wait("a step after the engine's death", lambda: watched.steps() > dead_at)
         scheduler = wait("the scheduler", lambda: run.pid("scheduler"))
-        os.kill(scheduler, signal.SIGKILL)  # its ledger is not journaled: the processes tell it what they hold
+        os.kill(scheduler, signal.SIGKILL)  # the ledger is not journaled: the processes report what they hold
         dead_at = watched.steps()
         wait("a step after the scheduler's death", lambda: watched.steps() > dead_at)
         watched.stopped_with("policy-trainer-worker", "policy.gradients").kill()
@@ -166,7 +166,7 @@ def test_colocated_run_survives_deaths_and_a_hang_in_every_turn(tmp_path: Path) 
     assert {"eval/heldout/accuracy"} <= set(rows[3]) & set(rows[7]) & set(rows[-1])
     assert not [pair for together in beside_one_another(lines) for pair in forbidden(together)]
     assert "restart 1" in status
-    # From the hang on nobody got anything before the kill, and the dead engine's parts went before anything came.
+    # Between the hang and the kill nothing was granted, and the dead engine's parts were freed before the next grant.
     after = lines[hung_at:]
     assert after[0]["event"] == "to be killed"
     assert after[0]["name"] == ENGINE

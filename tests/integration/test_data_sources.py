@@ -1,4 +1,4 @@
-"""A whole run on reasoning-gym, with a Parquet file and a saved data set of the same rows for its evaluations."""
+"""A whole run on reasoning-gym, evaluated on a Parquet file and a saved data set of the same rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELD_OUT = 16
 
 
 def write_tables(folder: Path) -> None:
-    """Write `rows.parquet`, and `saved` in the form of `Dataset.save_to_disk` (see tests/unit/shared/saved_dataset)."""
+    """Write `rows.parquet`, and `saved` as `Dataset.save_to_disk` does (see tests/unit/shared/saved_dataset)."""
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     source = open_source(SUMS.replace("size=200", f"size={HELD_OUT}&seed=1"), where="test")
@@ -35,7 +35,7 @@ def write_tables(folder: Path) -> None:
 
 
 def row_maker(run: Cluster) -> int | None:
-    """The pid of the process that makes the rollout service's rows."""
+    """Return the pid of the process that generates the rollout service's rows."""
     for service in psutil.Process(run.process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             for each in service.children() if "services.rollout" in service.cmdline() else ():
@@ -76,7 +76,7 @@ def test_a_run_trains_on_reasoning_gym_and_is_evaluated_on_tables_though_its_row
     trained = [task for _, tasks in steps.values() for task in tasks]
     assert len(trained) == len(set(trained)) == STEPS * TASKS
     assert 0 < max(row["reward/mean"] for row in rows) < 1
-    for line in (lines[0], lines[-1]):  # the same rows, greedily, by the same version
+    for line in (lines[0], lines[-1]):  # the same rows, sampled greedily by the same version
         assert line["eval/table/rows_scored"] == line["eval/saved/rows_scored"] == HELD_OUT
         assert line["eval/table/accuracy"] == line["eval/saved/accuracy"]
     assert lines[0]["eval/table/accuracy"] > 0

@@ -1,4 +1,4 @@
-"""The dispatch as a process of its own: who is on the bus trains the group through it, seeing one worker."""
+"""The dispatch as a separate process: a bus client trains the group through it as if it were one worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def dispatch_process(run: RunDir) -> Iterator[None]:
 
 
 async def caller(bench: Bench, incarnation: int) -> WorkerDispatch:
-    """Somebody who knows nothing but the name of the dispatch."""
+    """Return a caller that knows only the name of the dispatch."""
     await bench.client(DISPATCH).call(Ping(), Pong, deadline_s=60)
     workers = WorkerDispatch([bench.client(DISPATCH)], Layout(1), incarnation)
     await workers.take_over()
@@ -62,7 +62,7 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             with pytest.raises(RpcError) as caught:  # the dispatch has taken the ranks over from the driver
                 await direct.forward_backward(batches[0], ROLLOUT_ANCHOR)
             assert caught.value.code == ErrorCode.CONFLICT
-            # all calls are made before the first is awaited, and awaited from the last to the first
+            # all calls are made before the first is awaited, and they are awaited in reverse order
             started = outside.init_model()
             sums = await bench.train(outside, 1, PROXIMAL_ANCHOR)
             assert sums["clipped"] == 0
@@ -80,7 +80,7 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             assert all(np.array_equal(found[name], value) for name, value in expected.items())
             moved = await outside.offload(["parameters", "optimizer"])
             assert moved.nbytes > 2.9 * sum(value.nbytes for value in expected.values())
-            # a call that fails fails those after it, until the caller takes over again
+            # a failed call fails the calls after it until the caller takes over again
             lost = outside.publish_weights(1, 9, store=STORE)
             after = outside.optim_step()
             results = await asyncio.gather(lost, after, return_exceptions=True)

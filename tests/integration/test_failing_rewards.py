@@ -1,4 +1,4 @@
-"""Whole runs whose rewards fail: the console says so at once, and a judge that never answers ends the run."""
+"""Whole runs whose rewards fail: the console reports it at once, and a judge that never answers ends the run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fetches in several requests, of one store or of two, while a store dies, errs or stays silent: whole data or a named
-error, never a part.
+"""Fetches of several requests to one or two stores while a store dies, fails or stays silent return whole data or a
+named error, never a part.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TASKS = 4 * PAGE
 
 
 class Interrupted:
-    """A bus client to whose store something happens behind the answer to the first `Locate`.
+    """A bus client that interrupts its store after the reply to the first `Locate`.
 
-    That answer is used, and all other tasks are asked for, when it has happened.
+    The reply is used, and all other tasks are requested, after the interruption.
     """
 
     def __init__(self, client: Client, interrupt: Callable[[], Awaitable[None]]) -> None:
@@ -41,7 +41,7 @@ class Interrupted:
         self.locates = 0
 
     async def call(self, request: Any, reply: Any, *, deadline_s: float) -> Any:
-        """As `Client.call`."""
+        """Like `Client.call`."""
         if not isinstance(request, Locate):
             return await self._client.call(request, reply, deadline_s=deadline_s)
         self.locates += 1
@@ -54,7 +54,7 @@ class Interrupted:
         return answer
 
 
-def test_store_that_dies_or_errs_behind_its_first_answer_gives_whole_data_or_a_named_error(
+def test_store_that_dies_or_fails_after_its_first_reply_gives_whole_data_or_a_named_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_client, "LOCATE_TASKS", PAGE)
@@ -64,7 +64,7 @@ def test_store_that_dies_or_errs_behind_its_first_answer_gives_whole_data_or_a_n
     meta = BatchMeta(tasks=handles, parts=[BatchPart("s", ["a"])], stores=[STORE])
 
     async def fetch(peer: Peer, interrupt: Callable[[], Awaitable[None]], deadline_s: float = CALL_S) -> None:
-        """It gives all that was put, or raises."""
+        """Check that a fetch returns everything that was put, or raises."""
         client = Interrupted(peer.store, interrupt)
         data = DataClient(lambda service, instance: client)  # type: ignore[arg-type,return-value]
         try:
@@ -120,7 +120,7 @@ def test_store_that_dies_or_errs_behind_its_first_answer_gives_whole_data_or_a_n
 
 
 class Counting:
-    """A bus client that counts the requests by their type, and the tasks that it located."""
+    """A bus client that counts its requests by type and the tasks that it located."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -128,7 +128,7 @@ class Counting:
         self.tasks = 0
 
     async def call(self, request: Any, reply: Any, *, deadline_s: float) -> Any:
-        """As `Client.call`."""
+        """Like `Client.call`."""
         self.requests[type(request).__name__] += 1
         if isinstance(request, Locate):
             self.tasks += len(request.tasks)
@@ -170,14 +170,14 @@ def test_one_batch_is_read_from_two_stores_with_one_request_each(stores: list[St
             assert [client.tasks for client in clients] == [20, 20]
             assert [client.requests["OpenStream"] for client in clients] == [0, 0]
             assert stores[1].process is not None
-            # what the other store has stays its own: asked in the wrong place it is missing, by name
+            # a task requested from the wrong store is missing, by name
             wrong = BatchMeta(
                 tasks=[handles[2], TaskHandle("train/0/4", 1, stores=[1])], parts=meta.parts, stores=names
             )
             with pytest.raises(RpcError, match=r"batch-store/1.*train/0/4#a") as caught:
                 await data.fetch(wrong, ["a"], deadline_s=CALL_S)
             assert (caught.value.code, caught.value.names) == (ErrorCode.MISSING, ["train/0/4#a"])
-            # one that is slow delays, one that is dead ends it by name
+            # a slow store delays the fetch; a dead one fails it by name
             stores[1].process.send_signal(signal.SIGSTOP)
             with pytest.raises(DeadlineExceeded, match="batch-store/1"):
                 await fetch(deadline_s=0.5)

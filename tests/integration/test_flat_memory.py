@@ -1,4 +1,4 @@
-"""A thousand steps of scheduler and store, played without a model: neither process grows once the run is under way."""
+"""A thousand steps of scheduler and store without a model: neither process grows once the run is under way."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.integration.store_scheduler import GROUP, STORE, TASKS_PER_STEP, Acto
 
 STEPS = 1000
 CALL_S = 1.0
-"""Answers are kept for retries until their deadline (and 5 s more): with long ones the run would end before they go."""
+"""Replies are kept for retries until 5 s after their deadline: with a longer one, none would expire during the run."""
 MEASURE_FROM = 600
-"""Until here allocators and caches reach the size that they keep."""
+"""The step by which allocators and caches have reached their final size."""
 GROWTH_BYTES = 2 << 20
-"""What the rest may add: SQLite's page cache and the tombstones are not full yet. Less than two kilobytes a task."""
+"""Growth allowed afterwards, less than 2 kB per task: SQLite's page cache and the tombstones are not yet full."""
 
 
 def resident_bytes(process: Process) -> int:
@@ -54,7 +54,7 @@ def shards_of(stage: str, size: int) -> dict[str, Any]:
 
 
 async def work(actor: Actor, step: int) -> None:
-    """One stage of one step's tasks; of every eighth step an attempt is given up first, after its put."""
+    """Do one stage of a step's tasks; in every eighth step, first abandon an attempt after its put."""
     for attempt in range(2 if step % 8 == 0 and actor.service == "rollout" else 1, 0, -1):
         while (grant := await actor.lease(wait_s=CALL_S, most=TASKS_PER_STEP)) is None:
             pass
@@ -102,7 +102,7 @@ def test_a_thousand_steps_leave_scheduler_and_store_as_large_as_they_were(
                 if step % 50 == 0:
                     held = max(held, (await driver.stats()).bytes)
                     sizes.append((resident_bytes(bench.scheduler), resident_bytes(bench.store)))
-            # what is left waits for a checkpoint: of the last ten steps, and two versions at most
+            # the last ten steps and up to two versions wait for a checkpoint
             page: Inventory = await driver.ask(GetInventory(), Inventory, service="batch-store")
             assert len(page.tasks) <= 10 * TASKS_PER_STEP + 3
             assert held < 4 << 20

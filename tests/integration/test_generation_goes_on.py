@@ -1,5 +1,5 @@
-"""Nobody waits for an evaluation or a checkpoint: what the processes of a real run did at the same time, from the spans
-they report. One run serves all tests."""
+"""Generation and training continue during evaluations and checkpoints: tests over the spans that one real run's
+processes reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY = 4
 ROWS, SAMPLES = 256, 2
 BLOCK, GROUP = 4, 8
 LEASES = ROWS * SAMPLES // (BLOCK * GROUP)
-"""Of an evaluation."""
+"""Leases of one evaluation."""
 LIMIT_S = 240.0
 QUICKSTART = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "quickstart.yaml"
 OVERRIDES = [
@@ -54,10 +54,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def test_an_engine_samples_for_training_throughout_an_evaluation(seen: Seen) -> None:
-    """Not only what it holds when the evaluation begins, nor what it takes ahead before it ends: three leases each."""
+    """Three leases during each evaluation are more than those held when it begins or taken ahead before it ends."""
     evaluated = sorted(seen.of("rollout/", "evaluate"), key=lambda span: span.began)
     assert len(evaluated) == LEASES * 4
-    for first in range(0, LEASES * 3, LEASES):  # after the last one there is nothing to sample for
+    for first in range(0, LEASES * 3, LEASES):  # after the last one there is nothing left to sample
         one = evaluated[first : first + LEASES]
         begun, ended = one[0].began, max(span.ended for span in one)
         generated = [span for span in seen.of("rollout/", "generate") if begun < span.began and span.ended < ended]
@@ -77,7 +77,7 @@ def test_engines_generate_while_a_checkpoint_is_written(seen: Seen) -> None:
     assert common_s(written, merged(seen.of("rollout/", "generate"))) > 0
 
 
-def test_evaluations_are_at_step_0_every_so_many_steps_and_at_the_end(seen: Seen) -> None:
+def test_evaluations_are_at_step_0_at_the_set_interval_and_at_the_end(seen: Seen) -> None:
     scored = [row["step"] for row in seen.rows if "eval/heldout/accuracy" in row]
     assert scored == [0, EVERY, 2 * EVERY, STEPS]
     for row in seen.rows:

@@ -1,4 +1,4 @@
-"""No process of a run grows with the steps that it has done."""
+"""No process of a run grows with the number of steps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.bench.growth import measure
 
 STEPS, FIRST = 300, 100
 MOST = 0.08
-"""Of a process's resident memory over 200 steps, which are 100,000 samples: less than 4 MiB of the smallest process and
-40 MiB of the largest. Measured: 3 to 5 %, the allocator's."""
+"""Maximum growth of a process's resident memory over 200 steps (100,000 samples): less than 4 MiB for the smallest
+process and 40 MiB for the largest. Measured: 3 to 5 %, from the allocator."""
 
 
 @pytest.mark.long

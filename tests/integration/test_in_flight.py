@@ -1,4 +1,4 @@
-"""Weights that arrive while an engine samples (`services.rollout.in_flight`), in a whole run."""
+"""Weights that arrive while an engine samples (`services.rollout.in_flight`) in a whole run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.integration.whole_cluster import cluster
 STEPS = 20
 STALENESS = 2
 QUICKSTART = Path(__file__).resolve().parents[2] / "launch" / "topologies" / "quickstart.yaml"
-# Hot, so that nobody stops early: a block takes longer than the engine needs to hear of the next version.
+# A high temperature keeps samples long: a block takes longer than the next version needs to be announced.
 LONG = [
     f"run.steps={STEPS}",
     "data.eval={}",
@@ -27,7 +27,7 @@ LONG = [
     "sampling.temperature=20.0",
 ]
 TRANSFORMERS = ["services.rollout.in_flight=keep"]
-# vLLM takes no higher temperature.
+# The highest temperature that vLLM accepts.
 VLLM = ["services.rollout.engine=vllm", "services.rollout.in_flight=recompute", "sampling.temperature=2.0"]
 
 

@@ -1,4 +1,4 @@
-"""A second host joins the quickstart by hand, with a store and a rollout of its own, and does a part of the work."""
+"""A second host joins the quickstart by hand with its own store and rollout and does part of the work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def on(host: Host, output: Path, module: str, *arguments: str) -> Iterator[subpr
 
 
 def puts_at(run: RunDir) -> int:
-    """How many puts the joined host's store has taken."""
+    """Return the number of puts that the joined host's store has accepted."""
 
     async def ask() -> int:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

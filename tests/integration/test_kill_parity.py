@@ -1,4 +1,4 @@
-"""Promise 9: a deterministic run has the same bits again, on other engines, whatever is killed, and resumed."""
+"""A deterministic run reproduces the same bits with other engines, after kills and when resumed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def test_what_is_compared_differs_from_step_to_step(undisturbed: Path) -> None:
 
 
 def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """All of promise 9 in one run: the same seed again, other engines, another route of the weights, kills; an
-    undisturbed one is within it."""
+    """The second run has the same seed but other engines, another route of the weights, and kills."""
     kills = {2: ["rollout", "reference"], 4: ["batch-store", "scheduler"], 5: ["policy-trainer"]}
     kills |= {7: ["policy-trainer-worker", "monitor"]}
     with parity.start(tmp_path, "services.rollout.instances=2", "services.rollout.weights=gloo") as run:
@@ -51,8 +50,8 @@ def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Pa
 def test_run_stopped_and_resumed_then_launcher_killed_and_run_resumed_changes_no_bit(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    """A stop saves the step that it stops at, out of turn, and the run goes on exactly there. A killed launcher takes
-    the store's memory with it: what followed the checkpoint is sampled and trained again."""
+    """A stop saves an extra checkpoint of its step, and the resumed run continues exactly there. When the launcher is
+    killed, the store's memory is lost and the steps after the checkpoint are sampled and trained again."""
     with parity.start(tmp_path, "checkpoint.every=100") as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))
         run.process.send_signal(signal.SIGINT)
@@ -76,7 +75,7 @@ def test_run_stopped_and_resumed_then_launcher_killed_and_run_resumed_changes_no
     assert not (run.path / "metrics.discarded.jsonl").exists()
 
 
-# ------------------------------------------------------------------------------------------------ what takes longer
+# ------------------------------------------------------------------------------------------------------ longer runs
 
 
 @pytest.mark.long
@@ -104,7 +103,7 @@ QUICKSTART = ("run.deterministic=true", "run.steps=30", "checkpoint.every=7", "s
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_random_kills_of_the_quickstart_change_no_bit(tmp_path: Path) -> None:
-    """PARITY_SEED=<the number it prints> repeats the kills of a failed run."""
+    """Setting PARITY_SEED to the printed number repeats the kills of a failed run."""
     seed = int(os.environ.get("PARITY_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"PARITY_SEED={seed}")
     chance = random.Random(seed)

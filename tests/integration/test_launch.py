@@ -1,6 +1,6 @@
-"""The launcher with real processes: start order, kills, restarts, the end in every way. No torch here.
+"""The launcher with real processes, without torch: start order, kills, restarts and every kind of end.
 
-The services that need torch are replaced by tiny ones; scheduler and batch store where only the launcher is at test.
+The services that need torch are replaced by tiny ones; so are scheduler and batch store in tests of the launcher alone.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_first_services_are_ready_before_the_others_start(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("service", ["scheduler", "batch_store", "monitor"])
 def test_light_service_takes_less_than_a_second_of_cpu_to_import(service: str) -> None:
-    """CPU seconds, because wall-clock ones depend on what else the machine does. They take about 0.4."""
+    """The import takes about 0.4 CPU seconds; wall-clock time would depend on the machine's load."""
     before = os.times()
     subprocess.run(
         [sys.executable, "-c", f"import services.{service}.server"], cwd=ROOT, env=environment(), timeout=60, check=True
@@ -97,7 +97,8 @@ def test_every_service_that_is_killed_comes_back(tmp_path: Path) -> None:
             wait_for(f"{name} to be missed", lambda old=row["pid"]: not Path(f"/proc/{old}").exists())
         after = here.wait_ready()
         ranks = [pid for pid in processes_of(here.path) if psutil.Process(pid).cmdline()[-1] == "rank"]
-        assert [psutil.Process(pid).ppid() for pid in ranks] == [after["rollout/0"]["pid"]]  # the dead one's went too
+        # the dead service's ranks ended too
+        assert [psutil.Process(pid).ppid() for pid in ranks] == [after["rollout/0"]["pid"]]
     assert {name: row["restarts"] for name, row in after.items()} == dict.fromkeys(before, 1)
     assert all(after[name]["incarnation"] != row["incarnation"] for name, row in before.items())
 
@@ -177,7 +178,7 @@ def test_run_of_a_service_that_cannot_start_fails_with_its_cause_and_log(tmp_pat
     assert "Traceback" in errors or "RuntimeError" in errors.split("service failed")[1]
 
 
-def test_run_of_a_service_that_no_start_can_mend_fails_at_its_first(tmp_path: Path) -> None:
+def test_service_whose_failure_no_restart_can_fix_fails_the_run_at_once(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "refuse-rollout").touch()
     with launched(tmp_path / "run") as here:
@@ -196,7 +197,7 @@ def test_run_of_a_service_that_no_start_can_mend_fails_at_its_first(tmp_path: Pa
 def test_resume_goes_on_in_the_same_directory(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
-        here.process.kill()  # the guard ends the services; the second launcher waits for that
+        here.process.kill()  # the guard ends the services, and the second launcher waits for it
         with launched(tmp_path / "run", "--resume") as again:
             wait_for("the second launcher's services", lambda: len(again.status().get("services", [])) == SERVICES)
             again.wait_ready()
@@ -230,7 +231,7 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_shows_who_would_see_which_gpu_and_what_the_machine_lacks() -> None:
+def test_dry_run_shows_the_gpus_of_each_service_and_what_the_machine_lacks() -> None:
     wanted = ("services.policy-trainer.gpus=2", "services.reference.gpus=2", "services.rollout={gpus: 1, instances: 2}")
     colocate = str(QUICKSTART.with_name("colocate.yaml"))
     done = cluster(colocate, "--dry-run", *(each for value in wanted for each in ("--set", value)))
@@ -395,7 +396,7 @@ def test_killed_launcher_of_real_services_leaves_nothing(tmp_path: Path) -> None
 
 
 def test_driver_that_exits_before_the_last_step_is_started_again(tmp_path: Path) -> None:
-    """The real scheduler knows that no step was committed."""
+    """The scheduler is real, because it knows that no step was committed."""
     with launched(tmp_path / "run", tiny=TINY) as here:
         before = here.wait_ready()
         os.kill(before["policy-trainer/0"]["pid"], signal.SIGTERM)

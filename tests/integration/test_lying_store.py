@@ -1,4 +1,4 @@
-"""A store that lies to its readers (its answers are changed on the way), readers that ask for what cannot be."""
+"""A store whose replies are falsified on the way to its readers, and readers that send impossible requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.integration.test_stream import assert_same, block, fetch, with_peer
 
 Change = Callable[[Any], Message]
 NOTHING: BulkMessage = [bytes(bulk.HEAD_BYTES), b""]
-"""What no store says; its reader ends the line."""
+"""An invalid message, at which the reader closes the connection."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
 
 
 class Liar:
-    """A client of a store whose answers are changed on the way."""
+    """A store client that changes the replies."""
 
     def __init__(self, client: Client, changes: dict[type[Request], Change]) -> None:
         self._client = client
@@ -67,7 +67,7 @@ def names(tasks: list[TaskShards]) -> list[PutTask]:
 
 
 def test_another_announcement_each_time_ends_the_fetch(store: TcpStoreProcess) -> None:
-    """It sends a range that cannot be checked yet, and ends the line."""
+    """Each stream sends a range that cannot be checked yet and closes the connection."""
     tasks = block(0, 1, 300_000)
 
     def meddle(message: BulkMessage) -> list[BulkMessage]:
@@ -87,7 +87,7 @@ def test_another_announcement_each_time_ends_the_fetch(store: TcpStoreProcess) -
         with_peer(store, body)
 
 
-def test_streams_whose_lines_end_at_once_are_opened_less_and_less_often(store: TcpStoreProcess) -> None:
+def test_streams_whose_connections_end_at_once_are_reopened_with_backoff(store: TcpStoreProcess) -> None:
     tasks = block(0, 1, 300_000)
 
     def meddle(message: BulkMessage) -> list[BulkMessage]:
@@ -99,13 +99,13 @@ def test_streams_whose_lines_end_at_once_are_opened_less_and_less_often(store: T
         liar = Liar(peer.store, {OpenStream: same})
         with reader_of(liar) as reader, pytest.raises(RpcError):
             await reader.fetch(STORE, names(tasks), (), 3)
-        assert 2 < liar.asked <= 8  # 0.1, 0.2, 0.4, 0.8 and 1.6 s between them
+        assert 2 < liar.asked <= 8  # pauses of 0.1, 0.2, 0.4, 0.8 and 1.6 s
 
     with meddled(store, meddle):
         with_peer(store, body)
 
 
-def test_head_that_is_larger_than_what_was_asked_for_can_have_is_refused_before_memory_is_taken(
+def test_head_larger_than_the_request_allows_is_refused_before_memory_is_allocated(
     store: TcpStoreProcess,
 ) -> None:
     tasks = block(0, 1)
@@ -144,7 +144,7 @@ def test_tasks_that_end_with_empty_shards_come_and_the_store_lives(store: TcpSto
 
 def test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little(store: TcpStoreProcess) -> None:
     def most_rss() -> int:
-        """Since it started: what it takes for an answer it has given back by then."""
+        """Return the peak since the store started; memory for a reply is already freed when the reply arrives."""
         assert store.process is not None
         status = Path(f"/proc/{store.process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) << 10
@@ -167,7 +167,7 @@ def test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little(stor
         request = OpenStream(line_id=line, tasks=names(tasks), keys=keys)
         error = await refused(peer.store.call(request, StreamOpened, deadline_s=20))
         assert error.code == ErrorCode.MISSING
-        assert most_rss() - before < 64 << 20  # forty million names were asked for
+        assert most_rss() - before < 64 << 20  # forty million names were requested
 
     store.start()
     with_peer(store, body)

@@ -1,4 +1,4 @@
-"""Syncs of 16-bit weights that are right are never refused: many of a small model, some of a model of usual size."""
+"""Correct syncs of 16-bit weights are never refused: many of a small model, some of a larger one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VLLM = pytest.param(
 @pytest.mark.parametrize("engine", ["transformers", VLLM])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_false_alarm_in_500_syncs(engine: str, dtype: str) -> None:
-    """Each a step of a random walk away, through a store, as in a run; a refused one ends the process."""
+    """Each version is one step of a random walk and passes through a store as in a run; a refusal ends the process."""
     measured = measure_alone(engine, TINY, 500, 1, dtype, limit_s=1700)
     assert len(measured.syncs) == 500
     assert 0 <= measured.largest_error <= measured.tolerance

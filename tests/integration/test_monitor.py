@@ -1,4 +1,4 @@
-"""The monitor as a process: the state at once, then every change, to many; a stopped subscriber delays nobody."""
+"""The monitor as a process sends subscribers its state, then every change; a stopped subscriber delays no other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 
 
 class Monitor:
-    """`python -m services.monitor`, started and killed at will."""
+    """A process of `python -m services.monitor` that a test starts and kills."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -60,7 +60,7 @@ def monitor(run: RunDir) -> Iterator[Monitor]:
 
 
 class Sender:
-    """A service's telemetry, without the service."""
+    """Sends the telemetry of a service."""
 
     def __init__(self, run: RunDir, service: str = "rollout") -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -95,7 +95,7 @@ def subscriber(run: RunDir, *arguments: str) -> subprocess.Popen[str]:
 
 
 async def take(rows: asyncio.Queue[TopicRow], last: float) -> list[float]:
-    """Values of topic `test` until `last`."""
+    """Return the values of topic `test` up to `last`."""
     values: list[float] = []
     async with asyncio.timeout(CALL_S):
         while not values or values[-1] != last:
@@ -132,7 +132,7 @@ def test_late_subscriber_gets_the_state_then_every_change_in_order(run: RunDir, 
     assert asyncio.run(scenario()) == [float(value) for value in range(4, 500)]
 
 
-def test_stopped_subscriber_delays_nobody_and_catches_up_with_a_snapshot(run: RunDir, monitor: Monitor) -> None:
+def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: RunDir, monitor: Monitor) -> None:
     count = 20_000
     stopped = subscriber(run, "--topic", "test")
 
@@ -186,7 +186,7 @@ def test_stream_goes_on_after_the_monitor_was_killed(run: RunDir, monitor: Monit
         await take(queue, 1)
         monitor.kill()
         monitor.start()
-        await sender.snapshot()  # waits for the new life
+        await sender.snapshot()  # waits for the restarted monitor
         for value in range(2, 10):
             sender.emit(value)
         await take(queue, 9)

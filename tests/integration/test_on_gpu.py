@@ -1,6 +1,6 @@
-"""Trainer, reference and embedded engine on a CUDA device: the CPU's numbers, and an empty device when they left.
+"""Trainer, reference and embedded engine on a CUDA device compute what the CPU does and leave the device empty.
 
-The CPU is the yardstick: what it computes is proved elsewhere.
+Other tests verify the CPU's results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.unit.tiny_models import make_model, ragged
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 CLOSE = 1e-3
-"""Of float32 on a GPU against a CPU."""
+"""Tolerance for float32 on a GPU against a CPU."""
 LOSS = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
 
 
@@ -59,7 +59,7 @@ def updated(
     moved: bool,
     backend: type[TorchBackend | MegatronBackend] = TorchBackend,
 ) -> dict[str, torch.Tensor]:
-    """The weights after two updates; `moved`: everything leaves the device between gradient and optimizer step."""
+    """Return the weights after two updates; if `moved`, everything leaves the device between gradient and update."""
     options = BackendOptions(max_tokens=4096, threads=1, device=device, scratch=scratch)
     made = backend(model, "float32", Optimizer(lr=1e-3), options, Layout(1).place(0))
     ids, lengths, mask = ragged()
@@ -84,13 +84,13 @@ def updated(
 
 
 def megatron_rank(place: Place, folder: Path) -> None:
-    """What a rank does on the device that its folder is named after."""
+    """Run a rank on the device named by its folder."""
     for moved in (False, True) if folder.name == "cuda" else (False,):
         weights = updated(folder.parent / "model", folder, folder.name, moved=moved, backend=MegatronBackend)
         save_file(weights, folder / f"rank-{place.rank}" / f"{moved}.safetensors")
 
 
-def test_megatron_s_updates_are_the_cpus_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
+def test_megatron_updates_match_the_cpu_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
     (tmp_path / "model").symlink_to(model)
     run_group("tests.integration.test_on_gpu:megatron_rank", Layout(1), tmp_path / DEVICE, DEVICE)
     stayed, moved = (load_file(tmp_path / DEVICE / "rank-0" / f"{each}.safetensors") for each in (False, True))
@@ -99,7 +99,7 @@ def test_megatron_s_updates_are_the_cpus_and_leaving_the_device_changes_no_bit(m
         torch.testing.assert_close(stayed[name], weight, rtol=CLOSE, atol=CLOSE)
 
 
-def test_updates_are_the_cpus_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
+def test_updates_match_the_cpu_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
     expected = updated(model, tmp_path / "cpu", "cpu", moved=False)
     stayed, moved = (updated(model, tmp_path / name, DEVICE, moved=name == "moved") for name in ("stayed", "moved"))
     for name, weight in expected.items():
@@ -134,7 +134,7 @@ def test_the_reference_scores_as_on_the_cpu_and_leaves_the_device(model: Path, t
     np.testing.assert_allclose(asyncio.run(scored(DEVICE))[0], asyncio.run(scored("cpu"))[0], rtol=CLOSE, atol=CLOSE)
 
 
-def test_the_engine_samples_what_it_says_and_leaves_the_device(model: Path) -> None:
+def test_the_engines_logprobs_match_its_samples_and_it_leaves_the_device(model: Path) -> None:
     async def scene() -> tuple[Array, Array, Array]:
         engine = TransformersEngine(model=model, dtype="float32", threads=1, deterministic=False, device=DEVICE)
         await engine.start()

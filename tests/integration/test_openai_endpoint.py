@@ -1,4 +1,4 @@
-"""An unmodified agent, which only knows OpenAI's chat completions, as a workflow: everything it samples is captured."""
+"""Unmodified agents that use OpenAI's chat completions as workflows: everything they sample is captured."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def test_tokens_and_logprobs_of_an_unmodified_agent_are_captured_for_each_sample
             mask = sequence.loss_mask == 1
             assert logprob_error(sequence) < 1e-4
             assert set(sequence.versions[mask]) == {VERSION}
-            # Two stretches of sampled tokens: the history came back over HTTP and continued the same sequence.
+            # Two spans of sampled tokens: the history that came back over HTTP continued the same sequence.
             assert (np.diff(sequence.loss_mask.astype(int)) == 1).sum() == 2
             assert each.sample.completion == each.sample.state["answers"][1]
 
 
-def test_a_stream_says_the_same_as_the_whole_answer() -> None:
+def test_a_streamed_answer_equals_the_whole_answer() -> None:
     made = only(run(f"{AGENTS}:streaming", tasks=1, samples=1)[0])
     assert made.sample.state["text"] == made.sample.completion
     assert made.sample.state["finish"] == made.sample.finish_reason
     assert made.sample.state["usage"] == made.rolled.sampled
 
 
-def test_several_choices_are_a_sequence_each_and_any_of_them_may_be_gone_on_with() -> None:
+def test_each_choice_is_a_sequence_and_any_of_them_may_be_continued() -> None:
     made = only(run(f"{AGENTS}:choices", tasks=1, samples=1)[0])
     texts, indices = made.sample.state["texts"], made.sample.state["indices"]
     assert indices == [0, 1, 2]
@@ -77,7 +77,7 @@ def test_max_tokens_and_stop_shorten_an_answer_and_sampling_is_the_topologys() -
     assert logprob_error(made.rolled.sequences[0]) < 1e-4  # at the topology's temperature, 1.0
 
 
-def test_an_agent_that_asks_for_other_sampling_is_told_of_once() -> None:
+def test_an_agent_that_requests_other_sampling_is_reported_once() -> None:
     async def scenario() -> None:
         async with rig() as made:
             assert made.endpoint.troubles() == []
@@ -91,12 +91,12 @@ def test_an_agent_that_asks_for_other_sampling_is_told_of_once() -> None:
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_done_is_refused_by_name_in_openais_form() -> None:
+def test_unsupported_requests_are_refused_by_name_in_openais_format() -> None:
     made = only(run(f"{AGENTS}:refused", params={"asked": [each for each, _, _ in REFUSED]}, tasks=1, samples=1)[0])
     for (asked, says, code), (message, kind, got) in zip(REFUSED, made.sample.state["errors"], strict=True):
         assert says in message, asked
         assert (kind, got) == ("invalid_request_error", code), asked
-    assert made.sample.turns == 1  # nothing that was refused has been sampled
+    assert made.sample.turns == 1  # no refused request was sampled
 
 
 def test_a_blocking_client_on_a_thread_is_an_agent_too() -> None:
@@ -107,7 +107,7 @@ def test_a_blocking_client_on_a_thread_is_an_agent_too() -> None:
         assert each.sample.state["answer"] == each.sample.completion
 
 
-def test_a_url_is_worth_nothing_to_others_and_after_the_sample() -> None:
+def test_a_url_is_useless_to_others_and_after_the_sample() -> None:
     async def scenario() -> None:
         async with rig() as made:
             (group,) = await made.make(f"{AGENTS}:notes_url", tasks=1, samples=2)
@@ -125,7 +125,7 @@ def test_a_url_is_worth_nothing_to_others_and_after_the_sample() -> None:
 
 
 async def raw(made: Rig, data: bytes) -> bytes:
-    url = made.endpoint.open(object())  # type: ignore[arg-type]  # an address nobody calls
+    url = made.endpoint.open(object())  # type: ignore[arg-type]  # an address that is never called
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].split("/")[0]))
     writer.write(data)
     writer.write_eof()
@@ -159,6 +159,6 @@ def test_bytes_that_are_no_request_end_their_connection_only(data: bytes) -> Non
 
 
 def test_an_agent_that_goes_away_leaves_nothing_behind() -> None:
-    # Room for one call only: those that were left have given theirs back, and nothing of theirs is trained on.
+    # There is room for one call only: abandoned calls release theirs, and their tokens are not trained on.
     made = only(run(f"{AGENTS}:goes_away", tasks=1, samples=1, max_tokens=40, timeout_s=10)[0])
     assert len(made.rolled.sequences) == 1

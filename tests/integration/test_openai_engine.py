@@ -1,6 +1,6 @@
-"""The `openai` engine against vLLM's own server on a CPU: what it samples, that updates arrive, what it refuses.
+"""The `openai` engine against vLLM's own server on a CPU: its samples, weight updates and refusals.
 
-The server is a process of its own; this process never imports vLLM.
+The server is a separate process; this process never imports vLLM.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def free_port() -> int:
 
 @contextmanager
 def server(folder: Path, *options: str, **environment: str) -> Iterator[str]:
-    """vLLM's server with the shipped model; yields its base URL once it answers."""
+    """Start vLLM's server with the shipped model and yield its base URL once it answers."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(TINY), "--dtype", "float32"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--kv-cache-memory-bytes", "268435456"]
@@ -99,7 +99,7 @@ def engine(url: str, temperature: float = 1.0, **arguments: str) -> OpenAIEngine
 
 @dataclass
 class Seen:
-    """What one engine did with one server, and what it raised."""
+    """What one engine did with one server, and the errors it raised."""
 
     case: Case
     answer: dict[str, Any]
@@ -114,7 +114,7 @@ async def failure(work: Any) -> str:
 
 
 def reference(case: Case, step: int) -> tuple[WeightsRef, dict[str, Array]]:
-    """A version with the trainer's canaries, by transformers."""
+    """Make a version and its canaries with transformers, as the trainer does."""
     tokens = np.arange(64, dtype=np.int32) % 60 + 3
     mask = np.ones(len(tokens), np.uint8)
     mask[0] = 0
@@ -168,7 +168,7 @@ async def scenario(case: Case, url: str, folder: Path) -> dict[str, Any]:
     answer["progress"] = progress
     name = next(iter(second[1]))
     answer["reshaped"] = await failure(made.set_weights(second[1] | {name: second[1][name][1:]}))
-    # Another run loads its weights into the same server, through a folder.
+    # Another run loads its weights into the same server through a folder.
     other = engine(url, weights_directory=str(folder))
     await other.start()
     await other.set_weights(first[1])
@@ -230,7 +230,7 @@ def test_a_block_is_cancelled(seen: Seen) -> None:
     assert seen.answer["cancelled"].startswith("GenerationCancelled")
 
 
-def test_samples_of_a_server_with_somebody_elses_weights_are_refused(seen: Seen) -> None:
+def test_samples_of_a_server_with_other_weights_are_refused(seen: Seen) -> None:
     assert "the server no longer holds the weights it was given" in seen.answer["taken"]
 
 
@@ -250,7 +250,7 @@ def test_a_run_trains_with_a_server_as_its_engine(tmp_path: Path) -> None:
 
 
 def test_what_a_plain_server_lacks_is_named_at_the_start(tmp_path: Path) -> None:
-    with server(tmp_path) as url:  # as anybody starts it
+    with server(tmp_path) as url:  # with its default options
         untrue = asyncio.run(failure(engine(url, 0.7).start()))
         closed = asyncio.run(failure(engine(url, 1.0).start()))
     assert "lacks log-probs at the sampling temperature 0.7" in untrue

@@ -1,4 +1,4 @@
-"""An engine that is killed in the midst of long samples: the next one, with newer weights, goes on where it was."""
+"""An engine is killed during long samples; the next one continues them with newer weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def topology(engine: str, temperature: float) -> str:
 
 
 def noted(processes: Processes, temperature: float) -> dict[str, list[Completion]]:
-    """What lies in the journal of the first block."""
+    """Return the partial completions noted for the first block."""
     journal = PartialJournal(processes.run.path / "partial", 1.0)
     wanted = ResumableNotes(SAMPLES, NEW_TOKENS, temperature, 0, 0, 0)
     names = [file.stem.split("-") for file in (processes.run.path / "partial").glob("train-*.msgpack")]
@@ -35,7 +35,7 @@ def noted(processes: Processes, temperature: float) -> dict[str, list[Completion
     return {task_id: answers for task_id, answers in found.items() if answers is not None}
 
 
-# Hot, so that few stop early; vLLM takes no more than 2.
+# A high temperature, so that few samples stop early; vLLM accepts at most 2.
 @pytest.mark.parametrize(
     ("engine", "hot"),
     [
@@ -51,7 +51,7 @@ def test_samples_of_a_killed_engine_go_on_under_newer_weights(engine: str, hot: 
             await driver.publish(0, 0)
             processes.start("rollout")
             async with asyncio.timeout(90):
-                while len(noted(processes, hot)) < 2 * TASKS:  # two leases, side by side
+                while len(noted(processes, hot)) < 2 * TASKS:  # two concurrent leases
                     await asyncio.sleep(0.01)
             processes.end("rollout", signal.SIGKILL)
             before = noted(processes, hot)

@@ -1,4 +1,4 @@
-"""What other data planes test and what they do not: requests in parts, errors midway, memory that stays flat."""
+"""Cases from the test suites of other data planes, and more: requests in parts, errors midway, flat memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.integration.stream_line import remote
 MEMORY = 64 << 20
 STEPS = 1000
 GROWTH_BYTES = 6 << 20
-"""Of a process over 900 steps: less than a thousandth of what passes through it."""
+"""Maximum growth of a process over 900 steps: less than a thousandth of the bytes that pass through it."""
 
 
 @pytest.fixture
@@ -76,11 +76,11 @@ def test_memory_of_store_and_client_stays_flat_over_a_thousand_steps(store: Stor
                     early = [process.memory_info().rss for process in processes]
             gc.collect()
             growth = [process.memory_info().rss - before for process, before in zip(processes, early, strict=True)]
-            # and the pages of a step more, if the reader was late once: both sides keep them mapped
+            # plus the pages of one more step if the reader was late once: both sides keep them mapped
             assert max(growth) < GROWTH_BYTES + 9 * values.nbytes, growth
             now = await stats(peer)
             assert (now.bytes, now.shards, now.files, now.zombie_bytes) == (now.spare_bytes, 0, 0, 0)
-            assert now.spare_bytes < 3 * 9 * values.nbytes  # a step's pages, and those of one whose reader was late
+            assert now.spare_bytes < 3 * 9 * values.nbytes  # the pages of a step, and of one whose reader was late
             assert STEPS - 4 < now.lent < STEPS
             assert (now.puts, now.clears) == (STEPS, 8 * STEPS)
 
@@ -100,7 +100,7 @@ def test_a_request_larger_than_one_message_is_asked_in_parts(
             found = await peer.data.fetch(meta_of(tasks, ["a"]), ["a"], deadline_s=20)
             assert [int(each["a"][0]) for each in found] == list(range(300))
             await clear(peer, [tasks[7], tasks[290]])
-            with pytest.raises(RpcError) as caught:  # one bad part is the answer for the whole
+            with pytest.raises(RpcError) as caught:  # one bad part fails the whole request
                 await peer.data.fetch(meta_of(tasks, ["a"]), ["a"], deadline_s=20)
             assert caught.value.code == ErrorCode.COLLECTED
             assert set(caught.value.names) <= {"train/0/7", "train/0/290"}
@@ -109,7 +109,7 @@ def test_a_request_larger_than_one_message_is_asked_in_parts(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_of_more_missing_shards_than_an_answer_names_it_says_how_many_more(store: StoreProcess, streamed: bool) -> None:
+def test_a_reply_counts_the_missing_shards_that_it_does_not_name(store: StoreProcess, streamed: bool) -> None:
     tasks = [TaskShards(f"train/0/{i}", 1, {"a": np.full(3, i)}) for i in range(200)]
 
     async def main() -> None:
@@ -123,7 +123,8 @@ def test_of_more_missing_shards_than_an_answer_names_it_says_how_many_more(store
             with pytest.raises(RpcError, match=r"100 shards are not there: train/0/0#b") as caught:
                 await data.fetch(meta_of(tasks[:100], ["a", "b"]), ["a", "b"], deadline_s=20)
             assert caught.value.names[:MAX_NAMES] == [f"train/0/{i}#b" for i in range(MAX_NAMES)]
-            assert ("36 more than are named" in str(caught.value)) == streamed  # else it was found out here
+            # without streaming, the client itself finds what is missing
+            assert ("36 more than are named" in str(caught.value)) == streamed
             if streamed:
                 data.close()
 
@@ -172,13 +173,13 @@ def test_nested_keys_and_scalars_and_empty_shards_come_back_and_clear_as_one_tas
             del found
             gc.collect()
             assert (await stats(peer)).bytes == 0
-            with pytest.raises(WireError):  # a task without any shard has nothing to be found by
+            with pytest.raises(WireError):  # a task must have at least one shard
                 await peer.data.put([TaskShards("train/0/1", 1, {})], store=STORE, deadline_s=20)
 
     asyncio.run(main())
 
 
-def test_a_dtype_outside_the_table_is_refused_before_anything_is_asked_of_the_store(store: StoreProcess) -> None:
+def test_a_dtype_outside_the_table_is_refused_before_any_request_to_the_store(store: StoreProcess) -> None:
     assert "complex128" not in {row.name for row in dtypes.TABLE}
     bad = [np.zeros(2, np.complex128), np.array(["a"]), np.array([None]), np.zeros(1, "M8[s]")]
 

@@ -1,4 +1,4 @@
-"""A producer that dies in the middle of a put: nobody ever finds the half, its room comes back, the next put works."""
+"""A producer dies during a put: the partial file is never visible, its room is reclaimed, and the next put works."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FILE = held_bytes(4 * ELEMENTS + 200)
 MEMORY = 2 * FILE + (1 << 20)
 CALL_S = 20.0
 ROUNDS = 30
-"""A put may be over before it can be stopped; then the next one is tried."""
+"""Maximum number of attempts: a put may end before it can be stopped."""
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def store(tmp_path: Path) -> Iterator[StoreProcess]:
 
 @dataclass
 class Producer:
-    """A process that puts when it is told to. `stop` and `kill` are signals that it cannot see coming."""
+    """A process that puts on command; `stop` and `kill` send it SIGSTOP and SIGKILL."""
 
     run: Path
     process: subprocess.Popen[str] = field(init=False)
@@ -117,7 +117,7 @@ async def stats(peer: Peer) -> StoreStats:
 
 
 def stopped_in_the_middle(store: StoreProcess, writer: Producer, number: int) -> bool:
-    """Stop the put once an eighth of its bytes is there. False: it was over already, and goes on."""
+    """Stop the put once an eighth of its bytes is written; return False if it had already ended."""
     before = grants(store)
     writer.put(number)
     until(lambda: bool(grants(store) - before))
@@ -133,7 +133,7 @@ def stopped_in_the_middle(store: StoreProcess, writer: Producer, number: int) ->
 
 
 async def half_put(store: StoreProcess, peer: Peer, writer: Producer, *, lent: bool) -> int:
-    """The number of the task that hangs in the middle of its put, in the pages of a collected file or in new ones."""
+    """Stop a put midway, into the pages of a collected file if `lent`, else into new ones; return its task number."""
     for number in range(1, ROUNDS):
         if not lent:
             await no_spares(peer)
@@ -147,16 +147,16 @@ async def half_put(store: StoreProcess, peer: Peer, writer: Producer, *, lent: b
 
 
 async def no_spares(peer: Peer) -> None:
-    """A put of the whole room, which is too large to be kept itself, pushes them out."""
+    """Evict all spares with a put of the whole room, which is itself too large to become a spare."""
     if (await stats(peer)).spare_bytes:
         whole = TaskShards("train/9/0", int(time.monotonic() * 1000), {"w": np.zeros(2 * ELEMENTS, np.int32)})
         await peer.data.put([whole], store=STORE, deadline_s=CALL_S)
         await clear(peer, whole.task_id, whole.fence)
 
 
-def test_half_put_is_never_shown_and_its_room_comes_back(store: StoreProcess) -> None:
-    """One into new pages, one into those of a file that was collected."""
-    values = np.arange(2 * ELEMENTS, dtype=np.int32)  # needs the room of both
+def test_partial_put_is_never_visible_and_its_room_is_reclaimed(store: StoreProcess) -> None:
+    """One put goes into new pages, another into those of a collected file."""
+    values = np.arange(2 * ELEMENTS, dtype=np.int32)  # needs the room of both halves
 
     async def main() -> None:
         async with peer_of(store.run) as peer:
@@ -166,10 +166,11 @@ def test_half_put_is_never_shown_and_its_room_comes_back(store: StoreProcess) ->
                 await asyncio.to_thread(into_lent.sealed)
                 await clear(peer, "train/0/1000")
                 halves.append(await half_put(store, peer, into_lent, lent=True))
-                await asyncio.sleep(GRANT_S + 1.0)  # past the grants' time
+                await asyncio.sleep(GRANT_S + 1.0)  # until the grants have expired
                 assert await held(peer, halves) == []
                 now = await stats(peer)
-                assert (now.bytes, now.files, now.zombie_bytes) == (2 * FILE, 0, 0)  # alive: not taken back
+                # the producers live, so their room is not reclaimed
+                assert (now.bytes, now.files, now.zombie_bytes) == (2 * FILE, 0, 0)
                 for each in (into_new, into_lent):
                     each.kill()
                 whole = TaskShards("train/1/0", 1, {"w": values})
@@ -186,7 +187,7 @@ def test_half_put_is_never_shown_and_its_room_comes_back(store: StoreProcess) ->
 
 
 async def held(peer: Peer, halves: list[int]) -> list[PutTask]:
-    """What the store lists; it finds none of `halves`."""
+    """Return the tasks that the store lists, none of which are `halves`."""
     for number in halves:
         wanted = Locate(tasks=[PutTask(f"train/0/{number}", 1)])
         with pytest.raises(RpcError) as caught:

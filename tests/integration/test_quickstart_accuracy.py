@@ -1,4 +1,4 @@
-"""The shipped quickstart, exactly as `make demo` runs it, learns its task, and as well as GRPO in one plain process."""
+"""The quickstart, exactly as `make demo` runs it, learns its task as well as GRPO in one plain process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3200)]
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 STEPS, EVERY = 200, 20
 LAST = 3
-"""Evaluations at the end whose mean is the accuracy: one evaluation of 256 rows has a standard error of 0.02."""
+"""Number of final evaluations averaged: one evaluation of 256 rows has a standard error of 0.02."""
 AT_LEAST = 0.80
 APART = 0.06
-"""The two sample with different random numbers, and so end as far apart as two seeds of one program do. Each mean has
-a standard error below 0.02 from the 256 rows alone, so a difference of 0.06 is twice that of the two together; a loss
-scaled wrongly or samples that were lost would cost more."""
+"""Maximum difference of the two accuracies. The programs use different random numbers, so they differ like two seeds of
+one program. Each mean has a standard error below 0.02 from the 256 rows alone, so 0.06 is twice the combined error. A
+wrongly scaled loss or lost samples would cost more."""
 LIMIT_S = 1500.0
 
 
@@ -36,7 +36,7 @@ def accuracy(evaluations: Sequence[float]) -> float:
 
 
 def plain_accuracy() -> float:
-    """Of the plain loop after as many steps, with samples as stale as the quickstart's may be."""
+    """Return the plain loop's accuracy after the same number of steps at the quickstart's maximum staleness."""
     command = [sys.executable, "-m", "tests.reference.plain_grpo", "--steps", str(STEPS), "--eval-every", str(EVERY)]
     command += ["--staleness", "1", "--threads", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)

@@ -1,4 +1,4 @@
-"""The quickstart under parallel backends: the same batches give the rows of one rank, and a run of its own learns."""
+"""The quickstart under parallel backends: the same batches give the rows of one rank, and a full run learns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.timeout(600)
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 STEPS = 30
 EPS = 1e-4
-"""Adam divides a gradient that is nothing but rounding by its own size. With the default of 1e-8 two layouts that round
-differently move such weights by the whole learning rate, apart, and after twenty steps a token at the clip's edge falls
-on the other side: grad_norm then differs by 1e-3. That is Adam, not the layout."""
+"""Adam's epsilon. Adam divides a gradient that is only rounding error by its own size. With the default of 1e-8, two
+layouts with different rounding move such weights apart by the whole learning rate, and after twenty steps a token at
+the clipping limit falls on the other side: grad_norm then differs by 1e-3."""
 LIMIT = 1e-4
 LIMIT_S = 500.0
 LAYOUTS = {
@@ -47,7 +47,7 @@ SAME = (
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
-    """Thirty steps of the quickstart on one rank; no checkpoint comes, so no task is collected."""
+    """Record thirty steps of the quickstart on one rank, without checkpoints, so that no task is collected."""
     folder = tmp_path_factory.mktemp("live")
     with cluster(QUICKSTART, folder, "checkpoint.every=1000", f"optimizer.eps={EPS}", limit_s=LIMIT_S) as running:
         kept = record(running, STEPS, folder)
@@ -61,13 +61,13 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
 def test_the_quickstart_writes_the_rows_of_one_rank_and_goes_on_learning(
     layout: str, recording: Recording, tmp_path: Path
 ) -> None:
-    """Sampling follows the weights, so two live runs drift apart: the journaled batches are trained again instead. Then
-    the driver's own process goes on where the workers stand.
+    """Sampling depends on the weights, so two live runs diverge; the journaled batches are trained again instead. Then
+    the driver's process continues from the workers' step.
     """
     with again(recording, tmp_path / "run", *LAYOUTS[layout], limit_s=LIMIT_S) as services:
         services.start("scheduler", "batch-store", "policy-trainer-worker", "rollout", "reference", "monitor")
         rows = asyncio.run(train_again(services, STEPS))
-        services.start("policy-trainer")  # goes on where the workers stand
+        services.start("policy-trainer")  # continues from the workers' step
         live = services.wait_for(
             "steps of its own", lambda: found if (found := services.rows()) and found[-1]["step"] >= 2 * STEPS else None
         )

@@ -1,4 +1,4 @@
-"""A reference in pieces on two ranks, in a whole run: its log-probs, its refreshes, and the death of one rank."""
+"""A reference sharded over two ranks in a whole run: its log-probs, its refreshes and the death of one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.integration.whole_cluster import Cluster, cluster
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
 EVERY, STEPS = 20, 50
-"""A step takes a tenth of a second: what is looked at between two refreshes must have the time for it."""
+"""A step takes a tenth of a second, and the test needs time to look between two refreshes."""
 SMALL = (
     f"run.steps={STEPS}",
     "data.eval={}",
@@ -34,7 +34,7 @@ KEYS = ("token_ids", "lengths", "loss_mask", "ref_logprobs")
 
 
 def scored_tasks(running: Cluster) -> dict[str, dict[str, Array]]:
-    """The shards of step 1's tasks, scored before any refresh, as they lie in the store's memory."""
+    """Return the shards of step 1's tasks, scored before any refresh, from the store's memory."""
     found: dict[str, dict[str, Array]] = {}
     for file in running.run.shm.glob("*/*"):
         with contextlib.suppress(FileNotFoundError, WireError):
@@ -85,5 +85,5 @@ def test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another(
         expected = frozen.logprobs(task["token_ids"], task["lengths"], task["loss_mask"], 1.0, lambda: None)
         assert np.abs(task["ref_logprobs"] - expected).max() <= 1e-5, task_id
     assert_follows(rows, every=EVERY, steps=STEPS, least_kl=1e-5)
-    # after the death both are in their next lives, which the leases told where to stand
+    # after the death both ranks restart, and their leases name the version to load
     assert loads == [{EVERY, 2 * EVERY}] * 2

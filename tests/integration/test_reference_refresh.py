@@ -1,4 +1,4 @@
-"""A reference that follows the policy every few steps, in a whole run, and killed on the way."""
+"""A reference that follows the policy every few steps in a whole run, and is killed during it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SMALL = (
 
 
 def refreshed(running: Cluster, instance: int = 0) -> list[int]:
-    """Steps of the versions that one rank of the reference loaded, over its lives."""
-    log = running.path / "logs" / f"reference-{instance}.jsonl"  # the run itself may not be there yet
+    """Return the steps of the versions that one rank of the reference loaded over all its lives."""
+    log = running.path / "logs" / f"reference-{instance}.jsonl"  # the run may not exist yet
     lines = log.read_text().splitlines() if log.exists() else []
     return [line["step"] for line in map(json.loads, lines) if line["event"] == "reference refreshed"]
 
 
 def assert_follows(rows: list[dict[str, float]], *, every: int, steps: int, least_kl: float) -> None:
-    """The KL of a step is nothing exactly when the policy that is trained is the reference: right after a refresh."""
+    """Check that a step's KL is 0 exactly when the reference equals the trained policy: right after a refresh."""
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row in rows:
         version = (row["step"] - 1) // every * every
@@ -44,8 +44,8 @@ def assert_follows(rows: list[dict[str, float]], *, every: int, steps: int, leas
 
 
 @pytest.mark.timeout(260)
-def test_the_reference_stands_at_the_policy_s_version_also_in_its_next_life(tmp_path: Path) -> None:
-    steps = 40  # of a quarter of a second: it is to be killed before the last of them
+def test_the_reference_keeps_its_refreshed_version_after_a_restart(tmp_path: Path) -> None:
+    steps = 40  # each takes a quarter of a second: time enough to kill the reference before the last
     with cluster(QUICKSTART, tmp_path, *SMALL, f"run.steps={steps}", limit_s=240) as running:
         running.wait_for("the first refresh", lambda: refreshed(running) == [EVERY])
         pid = running.wait_for("the reference", lambda: running.pid("reference"))
@@ -54,7 +54,7 @@ def test_the_reference_stands_at_the_policy_s_version_also_in_its_next_life(tmp_
         rows = running.rows()
         loads = refreshed(running)
     assert_follows(rows, every=EVERY, steps=steps, least_kl=1e-3)
-    # the second life has no memory: the leases told it where to stand
+    # the second life has no state: its leases name the version to load
     assert set(loads) == set(range(EVERY, steps, EVERY))
 
 
@@ -70,8 +70,8 @@ TOGETHER = (
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_refresh_determinism_and_colocation_go_together(tmp_path: Path) -> None:
-    """The reference leaves the devices between its turns: with the weights of its last refresh it has to come back,
-    also in a run that is killed, which ends with the same bits."""
+    """The reference leaves the devices between its turns and returns with the weights of its last refresh, also in a
+    run that is killed, which ends with the same bits."""
     paths = []
     for name in ("undisturbed", "killed"):
         with parity.start(tmp_path / name, *TOGETHER, small=SMALL) as running:

@@ -1,4 +1,4 @@
-"""A run that is watched and steered from another machine: everything through access files and tcp, nothing else.
+"""A run watched and controlled from another machine, only through access files and TCP.
 
 Scheduler, store, monitor and supervisor are real; the services that need torch are tiny ones.
 """
@@ -42,7 +42,7 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class Away:
-    """Another machine: an empty working directory with access files, and none of the run's."""
+    """Another machine: a working directory with access files and none of the run's files."""
 
     folder: Path
     here: Launched
@@ -62,7 +62,7 @@ class Away:
         return self.run("launch.ctl", "--access", str(self.folder / role), *arguments)
 
     def rows(self, role: str = "operator") -> dict[str, dict[str, Any]]:
-        """Services by name/instance, of `ctl status`."""
+        """Return the services of `ctl status` by name/instance."""
         done = self.ctl(role, "status", "--json")
         assert done.returncode == 0, done.stderr
         return {f"{row['service']}/{row['instance']}": row for row in json.loads(done.stdout)["services"]}
@@ -82,7 +82,7 @@ def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
         keys.create(folder / "strange")
         mine = access.read(folder / "operator")
         strange = keys.load(folder / "strange", Role.OPERATOR)
-        # right in everything but the pair: it knows the run's server key, and where to knock
+        # only its key pair is wrong: it knows the run's server key and endpoints
         known = {**mine.keys.known, Role.OPERATOR: strange.public}
         ring = keys.Keyring(Role.OPERATOR, strange.public, strange.secret, known)
         access.write(folder / "stranger", Access(mine.name, ring, mine.endpoints))
@@ -91,7 +91,7 @@ def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
 
 
 def security(away: Away, service: str) -> dict[str, float]:
-    """What a service tells about refusals, as an observer of another machine hears it."""
+    """Return a service's telemetry of refusals, received by an observer on another machine."""
     with subprocess.Popen(
         [sys.executable, "-m", "launch.monitor", "--access", str(away.folder / "observer"), "--json"],
         cwd=away.folder,
@@ -141,7 +141,7 @@ def test_an_operator_of_another_machine_reads_the_logs(away: Away) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "..", "", "scheduler-0.jsonl", "supervisor\0"])
-def test_no_name_reads_a_file_that_is_no_log_of_this_run(away: Away, name: str) -> None:
+def test_no_name_reads_a_file_other_than_a_log_of_this_run(away: Away, name: str) -> None:
     request = GetLog(service=name, instance=0, lines=1000)
     with pytest.raises(RpcError, match="no service") as refused:
         asyncio.run(with_client(access.read(away.folder / "operator"), SUPERVISOR, request, LogLines))
@@ -192,7 +192,7 @@ def test_the_stream_goes_on_after_the_monitor_was_restarted(away: Away) -> None:
             pid, begun = away.rows()["monitor/0"]["pid"], time.time()
             assert away.ctl("operator", "restart", "monitor").returncode == 0
             rows = (row for line in lines if (row := json.loads(line))["at"] > begun)
-            # the new life says so itself, on another port than the old one
+            # the restarted monitor announces its new port itself
             assert any(row["service"] == "monitor" and row["values"].get("state") == "READY" for row in rows)
             assert away.rows()["monitor/0"]["pid"] != pid
         finally:
@@ -225,7 +225,7 @@ def test_a_host_joins_with_its_file_and_a_service_started_there_by_hand_works(aw
 
 
 def test_an_operator_of_another_machine_stops_the_run(away: Away) -> None:
-    """The last one: the run is over after it."""
+    """This test comes last, because the run is over after it."""
     run = away.here.run
     done = away.ctl("operator", "stop")
     assert done.returncode == 0, done.stderr

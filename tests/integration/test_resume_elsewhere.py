@@ -1,4 +1,4 @@
-"""A run that is resumed under the other backend and another number of ranks goes on with the same training state."""
+"""A run resumed under the other backend and another number of ranks continues with the same training state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIVES = (
     {"backend": "megatron", "parallel": {"tp": 2}},
     {"backend": "torch", "workers": 2},
 )
-"""Of the trainer; each trains at least so many steps (the last one to the end) before it is killed."""
+"""The trainer's lives; each trains at least this many steps (the last to the end) before it is killed."""
 STEPS = EACH * len(LIVES) + 1
 SMALL = (
     f"run.steps={STEPS}",
@@ -33,7 +33,7 @@ SMALL = (
 
 
 def loaded(run: Cluster) -> list[int]:
-    """From which checkpoint each life of the workers began."""
+    """Return the checkpoint from which each life of the workers started."""
     return [line["step"] for line in run.log("policy-trainer") if line["event"] == "workers loaded"]
 
 
@@ -71,6 +71,6 @@ def test_training_goes_on_under_the_other_backend_and_back(tmp_path: Path) -> No
         if step > 1:
             before, _ = tensors(tmp_path / "run", step - 1)
             assert weights.keys() == before.keys()
-            # an AdamW update moves no weight by more than a few times the learning rate: nothing began anew
+            # an AdamW update moves a weight by at most a few times the learning rate, so training did not restart
             assert max(float(abs(weights[name] - before[name]).max()) for name in weights) <= 4 * LR
             assert any((weights[name] != before[name]).any() for name in weights)

@@ -83,7 +83,7 @@ def log_of(processes: Processes, event: str) -> list[dict[str, Any]]:
 
 
 def user_processes(processes: Processes, kind: str) -> list[psutil.Process]:
-    """Those that run users' code; the service's own children are their keepers."""
+    """Return the processes that run user code; the service's direct children are their keepers."""
     service = psutil.Process(processes.running["rollout"].pid)
     command = {"services.rollout.user_code.process", kind}
     keepers = [each for each in service.children() if command <= set(each.cmdline())]
@@ -91,7 +91,7 @@ def user_processes(processes: Processes, kind: str) -> list[psutil.Process]:
 
 
 async def until_there(processes: Processes, kind: str, count: int) -> None:
-    """Those that broke over a sample are replaced."""
+    """Wait until there are `count` user processes; broken ones are replaced."""
     async with asyncio.timeout(60):
         while len(user_processes(processes, kind)) < count:
             await asyncio.sleep(0.05)
@@ -114,7 +114,7 @@ def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp
     )
     topology = TOPOLOGY.replace(
         '{function: "builtin:exact_match"}', f"{{functions: {lines}, timeout_s: 4, memory: 64MiB}}"
-    ).replace('"builtin:addition"', '"builtin:addition", shuffle: false')  # the four kinds are in the first step
+    ).replace('"builtin:addition"', '"builtin:addition", shuffle: false')  # the first step has all four kinds
     topology += "lease: {lease_s: 3}\n"  # a reward may take longer
 
     async def scenario() -> None:
@@ -173,7 +173,7 @@ def test_a_workflow_of_two_turns_goes_through_the_whole_service(engine: str, tmp
             assert set(batch.scalars["reward"].reshape(8, 3)[:, 1:].ravel().tolist()) <= {0.0, 1.0}
             failed = log_of(processes, "samples failed")
             assert len(failed) >= 8
-            # Whichever of the two clocks is first: the tool's wait ends with the sample's time.
+            # The tool's wait ends with the sample's time limit; either timer may fire first.
             assert all(
                 "no trajectory within 2 s" in line["first"] or "gave no answer within" in line["first"]
                 for line in failed
@@ -195,7 +195,7 @@ def judged(sample, *, url):
 
 
 @pytest.mark.timeout(200)
-def test_a_judge_that_is_away_is_waited_for_and_costs_no_task(tmp_path: Path) -> None:
+def test_an_absent_judge_is_waited_for_and_costs_no_task(tmp_path: Path) -> None:
     (tmp_path / "my_judge.py").write_text(JUDGED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -217,7 +217,7 @@ def test_a_judge_that_is_away_is_waited_for_and_costs_no_task(tmp_path: Path) ->
             assert "Connection refused" in told.text
             assert "my_judge.py:5" in told.text
             waiting = asyncio.create_task(driver.batch(1, deadline_s=60))
-            done, _ = await asyncio.wait({waiting}, timeout=4)  # longer than a lease and its one attempt last
+            done, _ = await asyncio.wait({waiting}, timeout=4)  # longer than a lease and its single attempt
             assert not done
             assert (await driver.status()).tasks["LEASED"] > 0
             with judge(port):

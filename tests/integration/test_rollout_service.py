@@ -19,7 +19,7 @@ LEASE_S = 3
 
 
 async def check_batch(driver: Driver, step: int) -> None:
-    """The batch of `step` is whole, and its log-probs are those of the model."""
+    """Check that the batch of `step` is whole and that its log-probs are the model's."""
     batch = await driver.batch(step)
     assert len(batch.batch.tasks) == 8
     tasks = await driver.data.fetch(batch.batch, (*ROLLOUT.makes, *REFERENCE.makes), deadline_s=20)
@@ -42,9 +42,9 @@ def log_of(folder: Path, service: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "run" / "logs" / f"{service}-0.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(300)  # four starts of torch, on whatever cores are free
+@pytest.mark.timeout(300)  # imports torch four times, possibly on few cores
 def test_tasks_are_sampled_scored_referenced_and_survive_kills(tmp_path: Path) -> None:
-    """All that they read is streamed, in clear, because the topology says so."""
+    """All reads are streamed without encryption, as the topology says."""
 
     def far(module: str) -> tuple[str, str]:
         return "tests.integration.far_reader", module
@@ -56,7 +56,7 @@ def test_tasks_are_sampled_scored_referenced_and_survive_kills(tmp_path: Path) -
             info = await driver.begin()
             await driver.publish(info.lineage, 0)
             await check_batch(driver, 1)
-            # Two more steps' worth is admitted; whatever is under way now is done again by the next lives.
+            # The tasks of two more steps are admitted; the restarted services repeat those under way.
             processes.end("rollout", signal.SIGKILL)
             processes.end("reference", signal.SIGKILL)
             processes.start("rollout", *far("rollout"))
@@ -87,7 +87,7 @@ def test_a_store_that_dies_is_waited_for_longer_than_a_lease_lasts(tmp_path: Pat
             async with asyncio.timeout(90):
                 while not (await driver.status()).tasks.get("LEASED"):
                     await asyncio.sleep(0.1)
-            await asyncio.sleep(2.5 * LEASE_S)  # with a lease, and no weights to begin with
+            await asyncio.sleep(2.5 * LEASE_S)  # it holds a lease but has no weights
             assert not [line for line in log_of(tmp_path, "rollout") if line["event"] == "lease lost"]
             processes.start("batch_store")
             await check_batch(driver, 1)
@@ -95,7 +95,7 @@ def test_a_store_that_dies_is_waited_for_longer_than_a_lease_lasts(tmp_path: Pat
     asyncio.run(scenario())
 
 
-def test_weights_that_fail_the_canary_end_the_service_aloud(tmp_path: Path) -> None:
+def test_weights_that_fail_the_canary_end_the_service_with_a_message(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path) as (processes, driver):
             processes.start("rollout")
@@ -112,7 +112,7 @@ def test_weights_that_fail_the_canary_end_the_service_aloud(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-def test_an_engine_that_hangs_ends_its_process_aloud(tmp_path: Path) -> None:
+def test_an_engine_that_hangs_ends_its_process_with_a_message(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path, TOPOLOGY + "lease: {lease_s: 2}\n") as (processes, driver):
             processes.start("rollout", "tests.integration.hanging_rollout")
@@ -123,7 +123,7 @@ def test_an_engine_that_hangs_ends_its_process_aloud(tmp_path: Path) -> None:
             ends = b"2 s later (lease.lease_s) its computation has neither stopped nor moved: it hangs"
             lines = process.stderr
             said = await asyncio.to_thread(lambda: next(each for each in lines if each.startswith(b"rollout/0: ")))
-            assert ends in said  # and killed below: by itself it ends later, a thread that hangs is given time
+            assert ends in said  # killed below, because it would wait for the hanging thread before it ends
 
     asyncio.run(scenario())
 

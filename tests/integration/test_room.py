@@ -1,4 +1,4 @@
-"""A store just large enough, full of rollouts: later stages and training never meet BUSY. One byte less is refused."""
+"""A store of exactly the required size, full of rollouts: later stages never see BUSY, and one byte less is refused."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.integration.store_scheduler import (
 
 STEPS = 5
 FULL = 0.8
-"""Of the limit: what is left is reserved for the trainer's log-probs, and for making them once more."""
+"""Share of the limit: the rest is reserved for the trainer's log-probs and one replay of them."""
 
 
 def needed_bytes(folder: Path) -> int:
-    """What the topology check says would do."""
+    """Return the memory that the topology check requires."""
     folder.mkdir()
     run = make_run(folder, store="memory: 1GiB", steps=STEPS)
     run.remove_volatile()
@@ -43,7 +43,7 @@ def needed_bytes(folder: Path) -> int:
 
 
 async def roll_out(worker: Actor) -> int:
-    """As a rollout service works; the filter drops one task of every block. Returns how many were left."""
+    """Roll out as the service does, with a filter that drops one task per block; return the number of tasks left."""
     left = 0
     while (grant := await worker.lease()) is not None:
         rewards = np.ones((len(grant.batch.tasks), GROUP), np.float32)
@@ -68,7 +68,7 @@ async def roll_out(worker: Actor) -> int:
 
 
 async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor], Awaitable[int]]) -> float:
-    """A run whose rollouts always go on until admission stops them; returns the fullest the store was."""
+    """Play a run whose rollouts continue until admission stops them; return the largest fraction of `limit` in use."""
     fullest = 0.0
     run = make_run(folder, store=store, steps=STEPS, filter_zero_variance=roll_out is not Actor.work)
     async with bench_of(run) as bench:
@@ -80,17 +80,17 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
         ordered = False
         for step in range(1, STEPS + 1):
             made = await roll_out(rollout)
-            assert made or step == STEPS  # the last ones were rolled out before
+            assert made or step == STEPS  # the last tasks were rolled out earlier
             await reference.work()
             full = await driver.stats()
             fullest = max(fullest, full.bytes / limit)
-            if ordered:  # a trainer that takes its time: whatever there is room for is made meanwhile
+            if ordered:  # save late, so that rollouts fill the room first
                 saved.append(step - 1)
                 await driver.save(step - 1, saved[-2:])
             batch = await driver.train(step)
             assert len(batch.batch.tasks) == TASKS_PER_STEP
             assert batch.scalars["reward"].shape == (TASKS_PER_STEP * GROUP,)
-            ordered = batch.checkpoint_now  # nothing but room orders one here
+            ordered = batch.checkpoint_now  # here only a lack of room orders a checkpoint
             now = await driver.stats()
             assert now.bytes <= limit
             assert now.busy == 0
@@ -99,13 +99,13 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
 
 
 def test_a_store_full_of_rollouts_holds_up_neither_reference_nor_training(tmp_path: Path) -> None:
-    """Half of them are dropped at once, beside others that live on: what they took is free for those in their place."""
+    """Half of the rollouts are dropped at once beside others that live on; their room serves their replacements."""
     limit = needed_bytes(tmp_path / "check")
     assert asyncio.run(play(tmp_path, f"memory: {limit}", limit, roll_out)) > FULL
 
 
 @pytest.mark.long
-def test_so_it_is_with_two_thirds_of_it_on_disk(tmp_path: Path) -> None:
+def test_a_full_store_two_thirds_on_disk_holds_up_neither_reference_nor_training(tmp_path: Path) -> None:
     limit = needed_bytes(tmp_path / "check")
     memory = limit // 3
     store = f"memory: {memory}, spill: {tmp_path / 'spill'}, spill_limit: {limit - memory}"
@@ -114,7 +114,7 @@ def test_so_it_is_with_two_thirds_of_it_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_checkpoint_is_ordered_before_the_store_of_one_host_is_full(tmp_path: Path) -> None:
-    """Rollouts go into a store of their own, the rest into the trainer's, which never gets half as full."""
+    """Rollouts go into one store and all else into the trainer's, which never gets half as full."""
     limit = needed_bytes(tmp_path / "check")
     steps = 7
     run = make_run(tmp_path, store=f"memory: {limit}", steps=steps)
@@ -126,7 +126,7 @@ def test_a_checkpoint_is_ordered_before_the_store_of_one_host_is_full(tmp_path: 
             try:
                 driver = await bench.driver()
                 await driver.publish(0)
-                await driver.stats(1)  # it is there
+                await driver.stats(1)  # wait until it answers
                 rollout = await bench.actor("rollout", store="batch-store/1")
                 reference = await bench.actor("reference")
                 saved: list[int] = []
@@ -162,13 +162,13 @@ def test_a_step_replayed_again_and_again_holds_its_proximal_log_probs_once(tmp_p
             batch = await driver.train(1)
             sizes = [GROUP * (PROMPT + NEW)] * TASKS_PER_STEP
             once = await driver.stats()
-            for life in range(1, 60):  # a trainer that is killed at every attempt
+            for life in range(1, 60):  # the trainer is killed at every attempt
                 await driver.put_prox(batch, sizes, life)
             now = await driver.stats()
-            # version 0 may go meanwhile
+            # version 0 may be collected meanwhile
             assert (now.bytes <= once.bytes, now.shards <= once.shards, now.files <= once.files) == (True, True, True)
             assert now.busy == 0
-            # 59 times the step's log-probs are more than the whole store
+            # 59 copies of the step's log-probs would exceed the whole store
             assert 59 * 4 * sum(sizes) > limit
 
     asyncio.run(main())

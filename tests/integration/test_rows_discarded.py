@@ -1,4 +1,4 @@
-"""metrics.jsonl is always the first rows of the journal, and all of them when nothing is under way: after any end."""
+"""After any crash, metrics.jsonl is a prefix of the journal's rows, and equals them when nothing is in progress."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ def discarded(run: RunDir) -> list[dict[str, Any]]:
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL: nobody catches it."""
+    """Stands for SIGKILL; the code under test does not catch it."""
 
 
 class Kills:
-    """Ends the process, as it were, before the call number `at`, or in the middle of it."""
+    """Simulates a kill before call number `at` or in the middle of it."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -110,7 +110,7 @@ class Kills:
 
 
 class Life:
-    """One life of the actor, without its mailbox: requests go in, the journal and the files are the real ones."""
+    """One life of the scheduler without its mailbox; the journal and the files are real."""
 
     def __init__(self, run: RunDir) -> None:
         self.service = SchedulerService(run, 0)
@@ -159,7 +159,7 @@ def store(data_id: str) -> Register:
 def test_a_kill_at_any_point_of_going_back_neither_loses_nor_doubles_a_row(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows of steps 3 to 5 are discarded."""
+    """Going back discards the rows of steps 3 to 5."""
 
     async def scene() -> int:
         kills = 0
@@ -199,7 +199,7 @@ def test_a_kill_at_any_point_of_going_back_neither_loses_nor_doubles_a_row(
 
 
 def test_rows_of_commits_that_a_power_cut_took_are_kept_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The journal ends with step 3, the file with step 5; a kill comes at every possible point of mending that."""
+    """The journal ends with step 3, the file with step 5; the repair is killed at every possible point."""
     rows = [json.dumps({"step": step, "loss": step / 2}) for step in range(1, 6)]
     path = tmp_path / "metrics.jsonl"
     kept = tmp_path / "metrics.discarded.jsonl"
@@ -241,7 +241,7 @@ async def _train(life: Life, steps: int) -> None:
 
 
 def _arm(patched: pytest.MonkeyPatch, kills: Kills) -> None:
-    """Every call of the metrics file to the system may be the last one, a write may be cut, and so may the commit."""
+    """Let a kill come at every system call of the metrics file, within a write, or at the commit."""
 
     def wrapped(real: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -274,17 +274,17 @@ def _arm(patched: pytest.MonkeyPatch, kills: Kills) -> None:
 
 
 class Driving:
-    """A driver that saves a checkpoint every few steps, and remembers which of its commits made which step."""
+    """A driver that saves a checkpoint every few steps and records which commit made each step."""
 
     def __init__(self) -> None:
         self.saved: list[int] = []
         self.commits = 0
         self.made: dict[int, int] = {}
         self.discarded = 0
-        """Committed steps that were taken back."""
+        """Committed steps that were rolled back."""
 
     async def drive(self, world: World) -> None:
-        """Until it is cancelled."""
+        """Train until cancelled."""
         client, driver = world.client()
         info = await client.call(GetRunInfo(driver=driver), RunInfo, deadline_s=20)
         self.saved = [step for step in self.saved if step <= info.committed_step]
@@ -326,7 +326,7 @@ async def publish(client: Client, driver: int, lineage: int, step: int) -> None:
 
 
 async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, chance: random.Random) -> None:
-    """A life of the whole run, with empty stores at first: so many steps more, and a kill at some moment after."""
+    """Run one life with initially empty stores: `steps` more steps, then a kill at a random moment."""
     world = World(run)
     try:
         client, incarnation = world.client()
@@ -340,7 +340,7 @@ async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, 
                 done, _ = await asyncio.wait(world.tasks, timeout=0.002, return_when="FIRST_COMPLETED")
                 for task in done:
                     task.result()
-        await asyncio.sleep(chance.uniform(0, 0.05))  # anywhere in the steps after
+        await asyncio.sleep(chance.uniform(0, 0.05))  # at any point of the following steps
         scheduler.kill()
     finally:
         await world.close()
@@ -349,7 +349,7 @@ async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, 
 @pytest.mark.parametrize("evaluation", ['{held: {source: "builtin:addition?split=test", every: 3, rows: 10}}'])
 @pytest.mark.parametrize("ends", [3, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_metrics_are_the_first_rows_of_the_journal_after_any_end(run: RunDir, ends: int) -> None:
-    """ENDS_SEED=<the number it prints> repeats the moments of a failed run."""
+    """Setting ENDS_SEED to the printed number repeats the moments of a failed run."""
     seed = int(os.environ.get("ENDS_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"ENDS_SEED={seed}")
     chance, driving, scheduler = random.Random(seed), Driving(), Scheduler(run)
@@ -363,18 +363,18 @@ def test_metrics_are_the_first_rows_of_the_journal_after_any_end(run: RunDir, en
     written = lines(run.metrics)
     assert written == journal_rows(run)
     assert [row["step"] for row in written] == list(range(len(written)))
-    # a commit of which nobody heard before the end may be missing, and its step was then made again or never
+    # a commit that was not acknowledged may be missing; its step was then repeated or never made
     assert all(row["loss/policy"] <= driving.commits for row in written[1:])
     lost = Counter((row["lineage"], row["step"]) for row in discarded(run))
     assert set(lost.values()) <= {1}
-    # Few ends may all come right after a checkpoint, which discards nothing.
+    # With few kills, all may come right after a checkpoint and discard nothing.
     assert len(lost) > ends or ends < 20
     kept = {row["loss/policy"] for row in written[1:]}
     assert not kept & {row["loss/policy"] for row in discarded(run) if row["step"] > 0}
 
 
 async def settled(run: RunDir) -> None:
-    """The scheduler has read its journal, and the store has come back once more."""
+    """Wait until the scheduler has read its journal and the store has registered again."""
     world = World(run)
     try:
         client, incarnation = world.client()

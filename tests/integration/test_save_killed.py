@@ -1,5 +1,5 @@
-"""SIGKILL at random times of a large save that goes on beside training, as the worker's does: what was saved before is
-whole, and the next save works. `SAVE_SEED=<the number it prints>` repeats the times of a failed run.
+"""SIGKILL at random times during a large save beside training: the previous checkpoint stays whole and the next save
+works. Setting SAVE_SEED to the printed number repeats the times of a failed run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.policy_trainer.worker.checkpoint import SavedState
 from shared.rundir import checkpoint_steps
 
 ELEMENTS = 25_000_000
-"""Of float32, in the weights and in each of two moments: 300 MB."""
+"""Number of float32 elements in the weights and in each of two moments: 300 MB in all."""
 KILLS = 20
 BASE = torch.arange(ELEMENTS, dtype=torch.float32)
 
@@ -36,20 +36,20 @@ def is_whole(folder: Path, step: int) -> bool:
 
 
 def save_beside_training(folder: Path, state: SavedState) -> int:
-    """A process that saves `state` on its writer thread while its main thread computes; its id."""
+    """Fork a process that saves `state` on its writer thread while its main thread computes; return its pid."""
     child = os.fork()
     if child:
         return child
     writer = ThreadPoolExecutor(1, "checkpoint")
     saving = writer.submit(checkpoint.save, folder, state, keep_last=2)
     while not saving.done():
-        sum(range(10_000))  # plain Python: a forked process has lost torch's threads
+        sum(range(10_000))  # plain Python, because a forked process has no torch threads
     os._exit(1 if saving.exception() else 0)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_kills_at_random_times_of_a_large_save_leave_the_one_before(tmp_path: Path) -> None:
+def test_kills_at_random_times_of_a_large_save_keep_the_previous_checkpoint(tmp_path: Path) -> None:
     seed = int(os.environ.get("SAVE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"SAVE_SEED={seed}")
     chance = random.Random(seed)
@@ -62,7 +62,7 @@ def test_kills_at_random_times_of_a_large_save_leave_the_one_before(tmp_path: Pa
         newest, interrupted = 1, 0
         for kill in range(KILLS):
             child = save_beside_training(tmp_path, snapshot(newest + 1))
-            time.sleep(chance.uniform(0.0, whole_s))  # the time of the kill is what is varied
+            time.sleep(chance.uniform(0.0, whole_s))  # the kill comes at a random time
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             found = checkpoint_steps(tmp_path)

@@ -1,4 +1,4 @@
-"""A journal that cannot be written ends the scheduler with one line, and nothing that was not written has left it."""
+"""A journal that cannot be written ends the scheduler with one line, and no unwritten decision was sent."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.integration.test_scheduler_service import TASKS_PER_STEP, TOPOLOGY, W
 
 MOUNT_BYTES = 4 << 20
 MORE_BYTES = 24 << 10
-"""What the journal may still grow by, where it may not grow as it likes."""
+"""Bytes that a limited journal may still grow by."""
 
 
 def make_run(folder: Path, where: Path) -> RunDir:
-    """Everything of the run is at `where`, sockets and shared memory left out."""
+    """Make a run with all files at `where`, except sockets and shared memory."""
     model = folder / "model"
     model.mkdir()
     save_file({"w": np.zeros((4, 4), np.float32)}, model / "model.safetensors")
@@ -53,7 +53,7 @@ def start(run: RunDir) -> subprocess.Popen[bytes]:
 
 
 async def join(world: World) -> int:
-    """A driver with a version and a worker, whose incarnation this is."""
+    """Connect a driver that publishes a version, and a worker; return the worker's incarnation."""
     driving, driver = world.client()
     await driving.call(GetRunInfo(driver=driver), RunInfo, deadline_s=20)
     await world.publish(driving, driver, 0)
@@ -63,7 +63,7 @@ async def join(world: World) -> int:
 
 
 async def lease(world: World, life: int, most: int) -> list[int]:
-    """The leases that the worker is told of, until it has `most` or is answered no more."""
+    """Return the leases that the worker is granted until it has `most` or gets no reply."""
     client, _ = world.client()
     told: list[int] = []
     request = LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=life, max_tasks=1)
@@ -74,7 +74,7 @@ async def lease(world: World, life: int, most: int) -> list[int]:
 
 
 async def lost(world: World, life: int, leases: list[int]) -> list[int]:
-    """Which of the leases a scheduler that began anew does not know."""
+    """Return the leases that a restarted scheduler does not know."""
     client, _ = world.client()
     beat = Heartbeat(
         service="rollout",
@@ -94,7 +94,7 @@ def mount(tmp_path: Path) -> Iterator[Path]:
 
 
 def ended(process: subprocess.Popen[bytes]) -> str:
-    """The last line that a scheduler which failed has said."""
+    """Return the last line that a failed scheduler wrote to stderr."""
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
     return errors.decode().splitlines()[-1]
@@ -129,7 +129,7 @@ def test_full_disk_is_one_line_and_no_lease_is_lost(mount: Path, tmp_path: Path)
 
 
 def test_scheduler_that_fails_while_a_store_hangs_ends(tmp_path: Path) -> None:
-    """A clear that no store acknowledges is tried for ever, but not without end."""
+    """A clear that no store acknowledges is retried indefinitely but does not delay the scheduler's end."""
     run = make_run(tmp_path, tmp_path)
     process = start(run)
     clears: list[int] = []
@@ -146,7 +146,7 @@ def test_scheduler_that_fails_while_a_store_hangs_ends(tmp_path: Path) -> None:
             first = await join(world)
             assert len(await lease(world, first, 3)) == 3
             client, second = world.client()
-            await world.join("rollout", 0, client, second)  # what the first one put is to be cleared
+            await world.join("rollout", 0, client, second)  # the first worker's puts must now be cleared
             async with asyncio.timeout(20):
                 while not clears:
                     await asyncio.sleep(0.05)

@@ -1,7 +1,7 @@
-"""The scheduler as a real process under real sockets: a whole run, and whole runs with kill -9 at random moments.
+"""The scheduler as a real process with real sockets: a whole run, and whole runs with SIGKILL at random moments.
 
-The other actors are played by this file, torch-free: workers that lease and complete, a store that counts what it is
-told to clear, a driver that commits. They keep to the protocol and retry as the real ones do.
+This file plays the other actors without torch: workers that lease and complete, a store that counts what it is told to
+clear, and a driver that commits. They follow the protocol and retry as the real ones do.
 """
 
 from __future__ import annotations
@@ -143,13 +143,13 @@ def scheduler(run: RunDir) -> Iterator[Scheduler]:
 
 
 def ask_again(error: RpcError) -> None:
-    """A long poll that found nothing is repeated; any other refusal fails the test."""
+    """Return if a long poll found nothing, so that it is repeated; raise any other refusal."""
     if error.code not in (ErrorCode.NOT_READY, ErrorCode.DEADLINE):
         raise error
 
 
 class World:
-    """Everybody but the scheduler."""
+    """All actors except the scheduler."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -159,7 +159,7 @@ class World:
         self.cleared: Counter[str] = Counter()
         self.clear_came = asyncio.Event()
         self.refusals = 2
-        """Clears that the store refuses first."""
+        """Number of clears that the store refuses first."""
         self.trained: list[list[str]] = []
         self.store = Mailbox("batch-store/0", new_incarnation())
         self.store.handle(Clear, self._clear)
@@ -208,7 +208,7 @@ class World:
         )
 
     async def work(self, stage: str, instance: int) -> None:
-        """A worker of `stage`: lease, put, complete, for ever; what is lost on the way is leased again."""
+        """Lease, put and complete tasks of `stage` for ever; lost tasks are leased again."""
         client, incarnation = self.client()
         await self.join(stage, instance, client, incarnation)
         while True:
@@ -252,7 +252,7 @@ class World:
         )
 
     async def drive(self) -> dict[str, float]:
-        """The driver: trains every step, publishes, saves checkpoints; returns the last evaluation."""
+        """Train every step as the driver, publish and save checkpoints; return the last evaluation."""
         client, driver = self.client()
         info = await client.call(GetRunInfo(driver=driver), RunInfo, deadline_s=20)
         assert info.committed_step == 0
@@ -329,7 +329,7 @@ def steps_of(run: RunDir) -> list[tuple[int, str, list[str]]]:
 
 
 def check_finished(run: RunDir, world: World) -> None:
-    """Every row once, every step once, every task once, nothing of a trained task left to clear."""
+    """Check that every row, step and task occurs once and that no trained task is left to clear."""
     assert [row["step"] for row in rows_of(run)] == list(range(len(world.trained) + 1))
     steps = steps_of(run)
     assert [(step, state) for step, state, _ in steps] == [(step, "TRAINED") for step in range(1, len(rows_of(run)))]
@@ -339,7 +339,7 @@ def check_finished(run: RunDir, world: World) -> None:
 
 
 async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) -> int:
-    """A whole run; kills the scheduler at random moments for `kill_for` seconds. Returns how often."""
+    """Play a whole run and kill the scheduler at random moments for `kill_for` seconds; return the number of kills."""
     chance = random.Random(seed)
     kills = 0
     async with world_of(run) as world:
@@ -348,7 +348,7 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
         driver = asyncio.create_task(world.drive())
         until = time.monotonic() + kill_for
         while not driver.done() and time.monotonic() < until:
-            # by progress and not by time alone: however fast the machine is, there is something left to kill
+            # limited by progress as well as time, so that a fast machine does not finish before the kills
             step, late = len(world.trained) + chance.randint(5, 25), time.monotonic() + chance.uniform(0.5, 1.6)
             while not driver.done() and len(world.trained) < step and time.monotonic() < late:
                 await asyncio.wait({driver, *world.tasks}, timeout=0.005, return_when="FIRST_COMPLETED")
@@ -365,7 +365,7 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
         oldest = [task for step in world.trained[:-2] for task in step]
         await world.until_cleared(oldest)
         status = await client.call(GetStatus(), Status, deadline_s=10)
-        async with asyncio.timeout(20):  # what the store has cleared it has yet to acknowledge
+        async with asyncio.timeout(20):  # the store must still acknowledge its clears
             while status.tasks["TRAINED"] != 2 * TASKS_PER_STEP:
                 await asyncio.sleep(0.02)
                 status = await client.call(GetStatus(), Status, deadline_s=10)
@@ -400,7 +400,7 @@ def test_a_heartbeat_tells_lost_leases_and_a_new_life_frees_the_old_ones(run: Ru
                 client, life = world.client()
                 await world.join("rollout", 0, client, life)
                 request = LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=life, max_tasks=64)
-                # of the evaluation of version 0 and of training in turn
+                # alternately of the evaluation of version 0 and of training
                 while (grant := await client.call(request, LeaseGrant, deadline_s=10)).split != "held":
                     pass
                 grants.append(grant)

@@ -1,4 +1,4 @@
-"""Two hosts, as two network namespaces: scheduler, store and monitor on one, a service and a stranger on the other."""
+"""Two network namespaces as two hosts: scheduler, store and monitor on one, a service and a stranger on the other."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def process(host: Host, module: str, *arguments: str) -> Iterator[subprocess.Pop
 
 
 def ask(host: Host, *arguments: str) -> dict[str, object]:
-    """What `tests.integration.remote_peer` finds out on that host."""
+    """Run `tests.integration.remote_peer` on `host` and return its result."""
     done = subprocess.run(
         host.command(sys.executable, "-m", "tests.integration.remote_peer", *arguments),
         cwd=REPOSITORY,
@@ -64,7 +64,7 @@ def ask(host: Host, *arguments: str) -> dict[str, object]:
 
 @pytest.fixture
 def cluster(hosts: Sequence[Host], tmp_path: Path) -> Iterator[tuple[RunDir, RunDir, Callable[..., None]]]:
-    """The home run with its services listening, and the run directory of the host that joined."""
+    """Yield the home run, whose services listen, and the run directory of the joined host."""
     home = make_run(tmp_path, memory=64 << 20, shm_root=tmp_path / "shm")
     scheduler = f"tcp://{hosts[0].address}:{PORT}"
     access = Access("run", keys.load(home.keys, Role.SERVICE), {"scheduler": scheduler}, home.topology.read_text())
@@ -105,7 +105,7 @@ def test_strangers_observers_and_clear_text_are_kept_out_on_the_line(
 ) -> None:
     home, away, _ = cluster
     assert ask(hosts[1], "operator", away.scheduler, str(home.keys), "operator", str(home.keys)) == {"answered": True}
-    keys.create(tmp_path / "other-run")  # somebody with keys, of another run
+    keys.create(tmp_path / "other-run")  # a stranger with the keys of another run
     for which, folder, role in (
         ("stranger", tmp_path / "other-run", Role.SERVICE),
         ("observer", home.keys, Role.OBSERVER),

@@ -1,4 +1,4 @@
-"""How old the tokens of a batch are, from the shards themselves, over many steps of real runs."""
+"""The age of a batch's tokens, read from the shards over many steps of real runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHEAP = [
     "algorithm.group_size=2",
     "services.rollout.block_tasks=1",
     "services.batch-store.memory=256MiB",
-    # A shard is collected when the second newest checkpoint covers it: long after it was read here.
+    # A shard is collected when the second newest checkpoint covers it, long after it is read here.
     "checkpoint.every=50",
 ]
 
@@ -30,7 +30,7 @@ CHEAP = [
     ("staleness", "consume", "steps"),
     [
         (0, "order", STEPS),
-        (1, "order", STEPS // 5),  # what the quickstart has
+        (1, "order", STEPS // 5),  # the quickstart's setting
         pytest.param(1, "order", STEPS, marks=pytest.mark.long),
         pytest.param(2, "order", STEPS, marks=pytest.mark.long),
         (2, "completion", STEPS),
@@ -43,7 +43,7 @@ def test_no_token_is_older_than_staleness_allows(staleness: int, consume: str, s
         versions.read_to_the_end(steps)
         found, rows = versions.by_step(), run.rows()
     assert sorted(found) == list(range(1, steps + 1))
-    # All but what was put and trained on between two looks at the folder at the very end.
+    # All but the tokens put and trained on between the last two looks at the folder.
     assert sum(map(len, found.values())) >= (steps - 2) * TASKS
     ages = [step - 1 - each for step, tasks in found.items() for task in tasks for each in task]
     assert min(int(each.min()) for each in ages) >= 0
@@ -51,7 +51,7 @@ def test_no_token_is_older_than_staleness_allows(staleness: int, consume: str, s
     assert oldest <= staleness
     assert max(row["rollout/staleness_max"] for row in rows) <= staleness
     if staleness:
-        assert oldest > 0  # it ran ahead at all
+        assert oldest > 0  # some rollouts ran ahead
     if consume == "completion":
         assert sum(row["rollout/tasks_checked"] for row in rows) >= steps * TASKS
         assert sum(row["rollout/tasks_stale"] for row in rows) == sum(row["rollout/tasks_dropped"] for row in rows)

@@ -1,4 +1,4 @@
-"""The shards of a step in a worker that streams them: what one call fetched serves the calls after it."""
+"""The shards of a step in a worker that streams them: later calls reuse what one call fetched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYS = ["a", "b"]
 SIZE = 50_000
 
 
-def test_shards_of_a_step_cross_the_line_once_and_those_of_the_next_one_anew(tmp_path: Path) -> None:
+def test_shards_of_a_step_are_streamed_once_per_step(tmp_path: Path) -> None:
     tasks = [TaskShards(f"train/0/{i}", 1, {key: np.full(SIZE, i) for key in KEYS}) for i in range(4)]
     handles = [TaskHandle(task.task_id, 1, stores=[0]) for task in tasks]
 
@@ -34,7 +34,7 @@ def test_shards_of_a_step_cross_the_line_once_and_those_of_the_next_one_anew(tmp
             shards = StepShards(data)
 
             async def fetched(keys: list[str], *places: int) -> int:
-                """Shards that crossed the line."""
+                """Fetch `keys` and return the number of shards streamed."""
                 before = data.streams.counts.received_bytes
                 found = await shards.fetch(Batch(meta(*places), data), keys, deadline_s=10)
                 assert (list(found.keys), len(found)) == (keys, len(places))
@@ -46,7 +46,7 @@ def test_shards_of_a_step_cross_the_line_once_and_those_of_the_next_one_anew(tmp
             assert await fetched(KEYS, 1, 2) == 0
             assert await fetched(KEYS, 3, 2, 1) == 1
             shards.drop()
-            both = await asyncio.gather(fetched(KEYS, 0, 1), fetched(KEYS, 1, 0))  # one of them waits for the other
+            both = await asyncio.gather(fetched(KEYS, 0, 1), fetched(KEYS, 1, 0))  # one call waits for the other
             assert max(both) == 4
             absent = BatchMeta(tasks=[TaskHandle("train/0/9", 1, stores=[0])], parts=meta(0).parts, stores=[STORE])
             with pytest.raises(RpcError) as caught:

@@ -1,5 +1,5 @@
-"""Processes of a real run that are stopped (SIGSTOP), not killed: nothing of theirs ends by itself, so each has to be
-noticed. One run serves all tests; its supervisor and its leases are less patient than a user's."""
+"""Processes of a real run that are stopped (SIGSTOP) instead of killed: their sockets stay open, so their peers must
+detect the stop. One run with short timeouts serves all tests."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Seen:
     run: Cluster
     status: int = -1
     rows_at: dict[str, int] = field(default_factory=dict)
-    """Rows written when it was stopped."""
+    """Number of rows written when each service was stopped."""
     stopped_at: dict[str, str] = field(default_factory=dict)
-    """Of each, as logs tell the time."""
+    """Time at which each service was stopped, in the format of the logs."""
 
 
 def _ready(run: Cluster, name: str) -> tuple[int, int] | None:
-    """(process id, restarts) of a READY service."""
+    """Return (process id, restarts) of a service, or None unless it is READY."""
     for row in run.status().get("services", []):
         if f"{row['service']}/{row['instance']}" == name and row["state"] == "READY":
             return int(row["pid"]), int(row["restarts"])
@@ -55,7 +55,7 @@ def _ready(run: Cluster, name: str) -> tuple[int, int] | None:
 
 
 def _stop(run: Cluster, name: str, seen: Seen) -> None:
-    """Stop it in the midst of its work; wait until another stands in its place and the run has gone on."""
+    """Stop the service during its work; wait until it is replaced and the run has made progress."""
     pid, restarts = run.wait_for(f"a ready {name}", lambda: _ready(run, name))
     os.kill(pid, signal.SIGSTOP)
     seen.stopped_at[name] = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
@@ -65,7 +65,7 @@ def _stop(run: Cluster, name: str, seen: Seen) -> None:
             f"another {name}", lambda: again if (again := _ready(run, name)) and again[0] != pid else None
         )
         assert found[1] > restarts
-        # Two more: one may have been under way without it.
+        # Two more rows, because one step may have been under way without it.
         run.wait_for(f"steps after {name}", lambda: len(run.rows()) >= seen.rows_at[name] + 2)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -106,9 +106,9 @@ def test_every_task_is_trained_once(seen: Seen) -> None:
     assert len(trained) == len(set(trained)) == STEPS * TASKS
 
 
-def test_no_task_is_dropped_and_whoever_waits_for_the_store_keeps_its_leases(seen: Seen) -> None:
+def test_no_task_is_dropped_and_services_that_wait_for_the_store_keep_their_leases(seen: Seen) -> None:
     assert [row["rollout/tasks_dropped"] for row in seen.run.rows()] == [0] * STEPS
-    # the next one's leases may end over its answer: a completion that was accepted before the stop is asked again
+    # the restarted service may lose leases to a completion that was accepted before the stop and is then retried
     since, until = seen.stopped_at["batch-store/0"], seen.stopped_at["scheduler/0"]
     for waiting in ("rollout", "reference"):
         lines = [line for line in seen.run.log(waiting) if since <= line["timestamp"] < until]
@@ -116,7 +116,7 @@ def test_no_task_is_dropped_and_whoever_waits_for_the_store_keeps_its_leases(see
 
 
 def _causes(seen: Seen) -> dict[str, list[str]]:
-    """What the launcher said of each process that ended over something, by name."""
+    """Return the causes that the launcher logged for processes that failed, by name."""
     lines = [json.loads(line) for line in seen.run.run.log_file("supervisor", 0).read_text().splitlines()]
     causes: dict[str, list[str]] = {}
     for line in lines:
@@ -126,13 +126,13 @@ def _causes(seen: Seen) -> dict[str, list[str]]:
 
 
 def test_the_rank_that_did_not_come_to_the_collective_is_named_by_the_other(seen: Seen) -> None:
-    # In the midst of a collective, or before it: the other rank ends over it long before the launcher notices.
+    # The stop is within a collective or before it: the other rank fails long before the launcher notices.
     (cause, *_) = _causes(seen)["policy-trainer-worker/0"]
     missed = ("policy-trainer-worker/1 died or does not answer", "policy-trainer-worker/1 did not come within 5 s")
     assert any(each in cause for each in missed), cause
 
 
-def test_the_launcher_says_who_gave_no_answer(seen: Seen) -> None:
+def test_the_launcher_names_the_services_that_did_not_answer(seen: Seen) -> None:
     causes = _causes(seen)
     silent = {name for name, said in causes.items() if f"no answer for {SILENCE_S:g} s" in said}
     assert silent == set(STOPPED)

@@ -1,4 +1,4 @@
-"""The batch store and its data plane as processes see them: real store, real files, real bus."""
+"""The batch store and its data plane, with a real store process, real files and a real bus."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_batch_fetches_keys_of_several_puts_and_missing_ones_are_named(store: St
 
 
 def test_nested_shards_come_back_by_path_and_go_with_their_task(store: StoreProcess) -> None:
-    """A structure is a path a leaf; empty ones and scalars are shards, what is no array is refused by its name."""
+    """Each leaf of a structure has a path; empty arrays and scalars are shards, other values are refused by name."""
     turns = {
         "turn/0/ids": np.arange(3),
         "turn/0/score": np.float32(0.5).reshape(()),
@@ -191,7 +191,7 @@ def test_nested_shards_come_back_by_path_and_go_with_their_task(store: StoreProc
     asyncio.run(main())
 
 
-def test_writing_to_a_fetched_array_changes_nobody_elses(store: StoreProcess) -> None:
+def test_writing_to_a_fetched_array_changes_no_other_readers_array(store: StoreProcess) -> None:
     tasks = block(1, 1)
 
     async def main() -> None:
@@ -223,7 +223,7 @@ def test_collected_task_stays_valid_where_it_is_mapped_and_its_bytes_count_until
                 now = await stats(peer)
                 assert (now.bytes, now.zombie_bytes, now.shards, now.files) == (whole, whole, 0, 0)
                 assert [int(each["a"][0]) for each in held] == [0, 1, 2, 3]
-                store.kill()  # a restarted store must count what is still mapped, too
+                store.kill()  # a restarted store must also count bytes that are still mapped
                 store.start()
             one = held[2]["b"][0]  # a view of a view of the mapping
             del held
@@ -246,7 +246,7 @@ def test_late_put_to_a_tombstoned_task_is_refused_before_and_after_a_restart(sto
                 assert (caught.value.code, caught.value.names) == (ErrorCode.COLLECTED, ["train/0/0"])
                 with pytest.raises(RpcError) as caught:
                     await fetch(peer, block(0, 2, fence=4))
-                assert caught.value.code == ErrorCode.COLLECTED  # its file is still there for task 1
+                assert caught.value.code == ErrorCode.COLLECTED  # its file still exists for task 1
                 assert (await stats(peer)).shards == 2
                 store.kill()
                 store.start()
@@ -380,14 +380,14 @@ def test_readers_that_race_with_clear_get_whole_tasks_or_collected(store: StoreP
                 await clear(peer, tasks)
                 await asyncio.gather(*readers)
             assert outcomes == {"read", ErrorCode.COLLECTED}
-            gc.collect()  # tracebacks of the errors above hold frames, and those the arrays
+            gc.collect()  # tracebacks of the errors above hold frames, which hold the arrays
             assert (await stats(peer)).bytes == 0
 
     asyncio.run(main())
 
 
-def test_mapping_keeps_its_lock_when_every_descriptor_of_ours_is_closed(store: StoreProcess) -> None:
-    """The whole reader protocol stands on this: locks belong to the open file description, mappings keep it open."""
+def test_mapping_keeps_its_lock_when_the_reader_closes_every_descriptor(store: StoreProcess) -> None:
+    """The reader protocol depends on this: a lock belongs to the open file description, which a mapping keeps open."""
     tasks = block(0, 1)
 
     async def main() -> None:
@@ -401,7 +401,7 @@ def test_mapping_keeps_its_lock_when_every_descriptor_of_ours_is_closed(store: S
             await clear(peer, tasks)
             assert (await stats(peer)).zombie_bytes > 0
             assert int(held[0]["a"][0]) == 0
-            os.open(os.devnull, os.O_RDONLY)  # the mapping will close its number when it goes: let it be a live one
+            os.open(os.devnull, os.O_RDONLY)  # reuse the number, because the mapping closes it at its end
             del held
             assert (await stats(peer)).zombie_bytes == 0
 
@@ -429,7 +429,7 @@ def test_batch_of_more_files_than_the_usual_descriptor_limit_can_be_mapped_and_c
             assert store.process is not None
             open_ones = len(os.listdir(f"/proc/{store.process.pid}/fd"))
             resource.prlimit(store.process.pid, resource.RLIMIT_NOFILE, (open_ones + 40, hard))
-            await clear(peer, tasks[:500])  # all of them mapped: they keep the descriptors that there are
+            await clear(peer, tasks[:500])  # all are mapped and use up the free descriptors
             await clear(peer, tasks[500:])
             assert (await stats(peer)).tasks == 0
             assert (await stats(peer)).zombie_bytes == (await stats(peer)).bytes > 0

@@ -1,5 +1,5 @@
-"""A shared-memory mount that something else fills, a store without descriptors: puts wait and then say so, and clearing
-still makes room.
+"""A shared-memory mount filled by something else, or a store without descriptors: puts wait, then fail by name, and
+clearing still makes room.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def mount(tmp_path: Path) -> Iterator[Path]:
 
 
 async def busy(peer: Peer) -> int:
-    """How often producers had to wait, as the store's telemetry says it too."""
+    """Return how often the store made producers wait."""
     stats: StoreStats = await peer.store.call(GetStoreStats(), StoreStats, deadline_s=10)
     return stats.busy
 
@@ -77,7 +77,7 @@ def test_a_store_without_a_descriptor_is_busy_and_goes_on_when_it_has_one_again(
             await peer.store.call(begun, PutGrant, deadline_s=10)
             await peer.data.put([task(0)], store=STORE, deadline_s=10)
             await peer.data.put([task(1)], store=STORE, deadline_s=10)
-            await peer.store.call(Clear(tasks=[PutTask("t/0/0", 1)]), Ack, deadline_s=10)  # a spare
+            await peer.store.call(Clear(tasks=[PutTask("t/0/0", 1)]), Ack, deadline_s=10)  # leaves a spare
             taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
             limit(next(number for number in range(len(taken) + 1) if number not in taken))
             begin = PutBegin(put_id="b" * 32, nbytes=1 << 18, tasks=[PutTask("t/0/9", 1)])
@@ -122,7 +122,7 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
             made.append(mount / f"file-{len(made)}")
 
     async def quota_used_up(peer: Peer) -> None:
-        """Quotas need a file system and privileges that are not here: what the kernel would say."""
+        """Simulate the kernel's quota error; real quotas need a file system and privileges that tests lack."""
         before = await busy(peer)
         refused = [OSError(errno.EDQUOT, "Disk quota exceeded")] * 3
         writes = os.pwritev
@@ -156,7 +156,7 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
             await peer.data.put(second, store=STORE, deadline_s=5)  # into the pages of the first
             await peer.store.call(Clear(tasks=[PutTask("t/0/2", 1)]), Ack, deadline_s=10)
             before = await busy(peer)
-            waiting = asyncio.ensure_future(peer.data.put(third, store=STORE, deadline_s=20))  # needs more than those
+            waiting = asyncio.ensure_future(peer.data.put(third, store=STORE, deadline_s=20))  # needs still more
             while await busy(peer) == before:
                 await asyncio.sleep(0.01)
             assert not waiting.done()

@@ -1,4 +1,4 @@
-"""A store killed with SIGKILL at any instant loses nothing that it acknowledged and serves nothing half-written."""
+"""A store killed with SIGKILL at any instant loses nothing it acknowledged and serves nothing partly written."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_acknowledged_puts_and_clears_survive_kills_at_random_instants(store: St
             number += 12
             if number > first + 60:
                 gone = [old for old in list(acknowledged) if old < number - 60 and old not in cleared][:4]
-                cleared.update(gone)  # from the moment of asking nobody may rely on them
+                cleared.update(gone)  # from the request on, their shards may be gone
                 for old in gone:
                     del acknowledged[old]
                 request = Clear(tasks=[PutTask(f"train/0/{old}", 1) for old in gone])
@@ -182,8 +182,8 @@ def test_file_damaged_while_the_store_was_down_is_not_served(store: StoreProcess
     asyncio.run(main())
 
 
-def test_what_was_being_cleared_when_the_store_died_stays_collected(store: StoreProcess) -> None:
-    """It dies after the first file of two has gone: whatever it did before that, it did for good."""
+def test_a_clear_interrupted_by_the_stores_death_stays_in_effect(store: StoreProcess) -> None:
+    """The store dies after it removes the first of two files; what it did before is permanent."""
     tasks = [shards_of(number) for number in (1, 2)]
     names = [PutTask(task.task_id, task.fence) for task in tasks]
 
@@ -198,7 +198,7 @@ def test_what_was_being_cleared_when_the_store_died_stays_collected(store: Store
     async def look(peer: Peer) -> None:
         page = await peer.store.call(GetInventory(), Inventory, deadline_s=10)
         assert page.tasks == []
-        for task in tasks:  # a late attempt under the fence that is over
+        for task in tasks:  # a late attempt under the expired fence
             with pytest.raises(RpcError, match="were collected"):
                 await peer.data.put([task], store=STORE, deadline_s=10)
 
@@ -228,7 +228,7 @@ def test_superseded_shards_stay_gone_after_a_kill_although_their_file_lives_on(s
             for tasks in (
                 revised([1, 2], "a", 1.0),  # task 2 keeps the file alive
                 revised([1], "b", 2.0),
-                revised([1], "a", 3.0),  # the first revision with other bytes: the file before is gone
+                revised([1], "a", 3.0),  # the first revision with other bytes: the previous file is gone
             ):
                 await peer.data.put(tasks, store=STORE, deadline_s=10)
                 before = await shards()

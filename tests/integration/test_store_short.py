@@ -1,4 +1,4 @@
-"""A store that begins anew, or goes on, where somebody else has used up the room: what it acknowledged is not lost."""
+"""A store that restarts or continues where something else has used up the room loses nothing that it acknowledged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_peer(store: StoreProcess, body: Callable[[Peer], Coroutine[Any, Any, No
 
 
 @pytest.mark.parametrize("where", ["memory", "spill"])
-def test_restart_on_a_mount_that_somebody_else_has_used_serves_what_was_acknowledged(
+def test_restart_on_a_mount_filled_by_others_serves_what_was_acknowledged(
     mount: Path, tmp_path: Path, where: str
 ) -> None:
     if where == "memory":
@@ -79,7 +79,7 @@ def test_restart_on_a_mount_that_somebody_else_has_used_serves_what_was_acknowle
 
 
 def test_full_disk_under_run_directory_and_spill_is_busy(mount: Path, tmp_path: Path) -> None:
-    """Every line of its log would fail, too."""
+    """Every line of the store's log would fail too."""
     (mount / "r").mkdir()
     run = make_run(mount / "r", memory=3 * MIB, shm_root=tmp_path, spill=mount / "spill", spill_limit=4 * MIB)
 
@@ -89,7 +89,7 @@ def test_full_disk_under_run_directory_and_spill_is_busy(mount: Path, tmp_path: 
             await peer.data.put([shard(number, size)], store=STORE, deadline_s=10)
         fill(mount / "junk")
         [log] = (run.path / "logs").glob("batch-store*")
-        fill(log, 1)  # what is left of its last page
+        fill(log, 1)  # fill the rest of its last page
         for _ in range(2):
             with pytest.raises(RpcError) as caught:
                 await peer.data.put([shard(3, size)], store=STORE, deadline_s=1.5)
@@ -107,7 +107,7 @@ def test_full_disk_under_run_directory_and_spill_is_busy(mount: Path, tmp_path: 
 @pytest.mark.parametrize(
     "task", [PutTask("x", 1), PutTask("a/0/0\nt/0/1", 1), PutTask("t/0/1", -3), PutTask("t/0/1", 1 << 63)]
 )
-def test_clear_of_what_is_no_task_is_refused_and_no_restart_stumbles_over_it(tmp_path: Path, task: PutTask) -> None:
+def test_clear_of_an_invalid_task_is_refused_and_breaks_no_restart(tmp_path: Path, task: PutTask) -> None:
     async def before(peer: Peer) -> None:
         await peer.data.put([shard(1, 1000)], store=STORE, deadline_s=10)
         with pytest.raises(RpcError) as caught:
@@ -127,7 +127,7 @@ def test_clear_of_what_is_no_task_is_refused_and_no_restart_stumbles_over_it(tmp
 
 @pytest.mark.parametrize("again", [True, False])
 def test_task_cleared_on_a_full_mount_stays_cleared_after_a_kill(mount: Path, tmp_path: Path, again: bool) -> None:
-    """`again`: something else is cleared once there is room; otherwise the store catches up by itself."""
+    """`again`: another task is cleared once there is room; otherwise the store catches up by itself."""
     tombstones = f"{STORE.replace('/', '-')}/tombstones"
     run = make_run(tmp_path, memory=6 * MIB, shm_root=mount)
 

@@ -1,5 +1,5 @@
-"""The same shapes step after step through a real store: pages go round, what is mapped never changes, room for others
-is made at once, and a store killed in between starts clean.
+"""The same shapes pass through a real store in every step: pages are reused, mapped data never changes, spares make way
+for other files at once, and a store killed meanwhile starts clean.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def stats(peer: Peer) -> StoreStats:
 
 
 def inode(store: StoreProcess) -> int:
-    """Of the one sealed file."""
+    """Return the inode of the only sealed file."""
     (path,) = (store.run.shm / "batch-store-0").glob("*.blk")
     return os.stat(path).st_ino
 
@@ -74,7 +74,7 @@ def store(tmp_path: Path) -> Iterator[StoreProcess]:
 
 
 @pytest.mark.parametrize("name", ["weights/0", "train/0"])
-def test_pages_go_round_and_what_is_mapped_stays_what_it_was(store: StoreProcess, name: str) -> None:
+def test_pages_are_reused_and_mapped_data_does_not_change(store: StoreProcess, name: str) -> None:
     async def scenario() -> None:
         async with peer_of(store.run) as peer:
             await put(peer, f"{name}/0", np.zeros(ELEMENTS, np.float32))
@@ -83,10 +83,10 @@ def test_pages_go_round_and_what_is_mapped_stays_what_it_was(store: StoreProcess
             await clear(peer, f"{name}/0")
             await put(peer, f"{name}/1", np.ones(ELEMENTS, np.float32))
             second = inode(store)
-            assert second != first  # mapped: not lent
+            assert second != first  # still mapped, so not lent
             assert not held.any()
             del held
-            # from here on two files are enough; the last puts and fetches go through mappings that were kept
+            # from here on two files are enough; the last puts and fetches use kept mappings
             for step in range(2, 6):
                 await clear(peer, f"{name}/{step - 1}")
                 values = np.full(ELEMENTS + step % 3, step, np.float32)
@@ -95,7 +95,7 @@ def test_pages_go_round_and_what_is_mapped_stays_what_it_was(store: StoreProcess
                 found = await fetch(peer, f"{name}/{step}")
                 assert np.array_equal(found, values)
                 other = await fetch(peer, f"{name}/{step}")
-                found[step::100] = -1  # into the mapping that is kept
+                found[step::100] = -1  # into the kept mapping
                 assert np.array_equal(other, values)
                 del other
                 assert np.array_equal(await fetch(peer, f"{name}/{step}"), values)
@@ -116,11 +116,11 @@ def test_pages_go_round_and_what_is_mapped_stays_what_it_was(store: StoreProcess
     asyncio.run(scenario())
 
 
-def test_who_has_no_descriptor_left_gives_up_the_mappings_it_kept_and_then_says_so(store: StoreProcess) -> None:
+def test_client_without_descriptors_releases_its_kept_mappings_and_then_fails_by_name(store: StoreProcess) -> None:
     values = np.arange(ELEMENTS, dtype=np.float32)
 
     async def keep_mappings(peer: Peer, step: int) -> None:
-        """One to write through, one to read through: two descriptors each."""
+        """Keep one mapping for writing and one for reading, with two descriptors each."""
         await put(peer, f"train/0/{step}", values)
         assert np.array_equal(await fetch(peer, f"train/0/{step}"), values)
         await clear(peer, f"train/0/{step}")
@@ -146,12 +146,12 @@ def test_who_has_no_descriptor_left_gives_up_the_mappings_it_kept_and_then_says_
             await new.store.call(Ping(), Pong, deadline_s=CALL_S)
             with descriptors_left(0), pytest.raises(RpcError, match="ulimit -n"):
                 await put(new, "train/1/2", values)
-            await put(new, "train/1/2", values)  # it was not taken for a store of another host
+            await put(new, "train/1/2", values)  # the store was not mistaken for one on another host
 
     asyncio.run(scenario())
 
 
-def test_a_spare_of_a_put_that_is_refused_was_lent_to_nobody(store: StoreProcess) -> None:
+def test_a_refused_put_is_lent_no_spare(store: StoreProcess) -> None:
     async def scenario() -> None:
         async with peer_of(store.run) as peer:
             await put(peer, "train/0/0", np.zeros(MEMORY * 5 // 8, np.uint8))
@@ -177,7 +177,7 @@ def test_a_store_killed_while_a_spare_is_rewritten_never_serves_it(store: StoreP
     async def scenario() -> None:
         async with peer_of(store.run) as peer:
             await put(peer, "train/0/0", kept)
-            for half in (0, 4096, ELEMENTS * 2, ELEMENTS * 4):  # bytes that the producer has got to
+            for half in (0, 4096, ELEMENTS * 2, ELEMENTS * 4):  # bytes that the producer has written
                 name = f"train/1/{half}"
                 await put(peer, name, old)
                 (path,) = {*(store.run.shm / "batch-store-0").glob("*.blk")} - sealed(store, "train/0/0")
@@ -188,7 +188,7 @@ def test_a_store_killed_while_a_spare_is_rewritten_never_serves_it(store: StoreP
                 assert os.stat(grant.path).st_ino == lent
                 locked = lock_named(grant.path, os.O_RDWR)
                 assert locked is not None
-                rest = image[half:]  # what it has not reached is what was there
+                rest = image[half:]  # the rest still has the previous contents
                 assert os.pread(locked, len(rest), half) == (bytes(64) + rest[64:] if half == 0 else rest)
                 os.pwrite(locked, new.tobytes()[:half], len(image) - new.nbytes)
                 store.kill()
@@ -208,7 +208,7 @@ def test_a_store_killed_while_a_spare_is_rewritten_never_serves_it(store: StoreP
 
 
 def sealed(store: StoreProcess, task_id: str) -> set[Path]:
-    """The files that hold a task."""
+    """Return the files that hold a task."""
     found = set()
     for path in (store.run.shm / "batch-store-0").glob("*.blk"):
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Shards that travel to a reader which shares no memory with the store: real store processes, real TCP."""
+"""Shards streamed to a reader that shares no memory with the store: real store processes, real TCP."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_chunks_are_sealed_unless_the_topology_says_otherwise(store: TcpStorePro
     async def body(peer: Peer) -> None:
         tasks = block(0, 3, 50_000)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
-        data = remote(peer, plain=True)  # takes both
+        data = remote(peer, plain=True)  # accepts both
         assert_same(await fetch(data, tasks), tasks)
         data.close()
 
@@ -160,7 +160,7 @@ def test_store_whose_token_is_not_seen_here_is_streamed_from_and_takes_no_put(st
     async def body(peer: Peer) -> None:
         tasks = block(0, 3)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
-        # what a reader with a shared memory of its own would find at that path
+        # what a reader with its own shared memory would find at that path
         (store.run.shm / "batch-store-0" / "place").write_text("another file")
         stranger = DataClient(lambda service, instance: peer.store)
         stranger._shares[STORE] = False
@@ -200,7 +200,7 @@ def test_large_request_comes_in_many_streams_and_one_large_task_in_one(
             await peer.data.put(many[begin : begin + 8], store=STORE, deadline_s=10)
         await peer.data.put([large], store=STORE, deadline_s=10)
         data = remote(peer, inflight_bytes=4 << 20)
-        # one after the other begins while the one before it has all the credit there is
+        # each stream begins while the previous one has all the credit
         found = await asyncio.gather(fetch(data, many), fetch(data, [large]))
         assert_same([*found[0], *found[1]], [*many, large])
         assert data.streams.counts.inflight_peak_bytes <= 4 << 20
@@ -237,7 +237,7 @@ def test_missing_and_collected_shards_are_named(store: TcpStoreProcess) -> None:
     with_peer(store, body)
 
 
-def test_fetched_array_that_is_written_to_changes_nobody_elses(store: TcpStoreProcess) -> None:
+def test_writing_to_a_streamed_array_changes_no_other_readers_array(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 2)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
@@ -256,7 +256,7 @@ def test_fetched_array_that_is_written_to_changes_nobody_elses(store: TcpStorePr
     with_peer(store, body)
 
 
-def test_memory_of_earlier_streams_is_used_again_only_when_nobody_has_arrays_in_it(store: TcpStoreProcess) -> None:
+def test_memory_of_earlier_streams_is_reused_only_when_no_array_refers_to_it(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         blocks = [block(10 * i, 2, 50_000) for i in range(6)]
         for tasks in blocks:
@@ -276,7 +276,7 @@ def test_memory_of_earlier_streams_is_used_again_only_when_nobody_has_arrays_in_
     with_peer(store, body)
 
 
-def test_fetches_that_give_up_do_not_take_another_one_on_their_line_with_them(store: TcpStoreProcess) -> None:
+def test_cancelled_fetches_do_not_disturb_another_on_their_connection(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         line = TcpLine(store.port, 8e6)
         line.port = int(store.advertised.rpartition(":")[2])
@@ -311,7 +311,7 @@ def test_collected_task_cannot_be_fetched_from_then_on(store: TcpStoreProcess) -
             await fetch(data, tasks)
         assert caught.value.code == ErrorCode.COLLECTED
         assert caught.value.names == ["train/0/0"]
-        assert_same(await fetch(data, tasks[1:]), tasks[1:])  # though their file holds a collected task, too
+        assert_same(await fetch(data, tasks[1:]), tasks[1:])  # although their file also holds a collected task
         data.close()
 
     store.start()
@@ -336,7 +336,8 @@ def test_task_collected_while_it_streams_comes_whole_and_its_room_is_free_afterw
             await until(lambda: data.streams.counts.chunks > 0, "the first chunk")
             await clear(peer, tasks)
             assert not coming.done()
-            with pytest.raises(RpcError, match="collected"):  # who comes later gets nothing, not even what is under way
+            # later readers get nothing, not even from the stream in progress
+            with pytest.raises(RpcError, match="collected"):
                 await fetch(data, tasks)
             assert not coming.done()
             assert_same(await coming, tasks)
@@ -368,7 +369,7 @@ def test_cut_connection_goes_on_where_it_was(store: TcpStoreProcess) -> None:
             line.cut()
             assert_same(await coming, tasks)
             assert line.connections >= 3
-            assert data.streams.counts.received_bytes < nbytes + (1 << 20)  # nothing that was here came again
+            assert data.streams.counts.received_bytes < nbytes + (1 << 20)  # nothing received was sent again
             data.close()
 
     line = slowed(store, 20e6)
@@ -437,7 +438,7 @@ def test_fetch_that_takes_far_longer_than_its_deadline_goes_on_while_something_c
     with_peer(store, body)
 
 
-def test_reader_closed_in_the_midst_of_a_stream_writes_to_nobody_elses_descriptor(store: TcpStoreProcess) -> None:
+def test_reader_closed_during_a_stream_writes_to_no_reused_descriptor(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         async with line.open():
             tasks = block(0, 8, 130_000)
@@ -446,7 +447,8 @@ def test_reader_closed_in_the_midst_of_a_stream_writes_to_nobody_elses_descripto
             coming = asyncio.create_task(fetch(data, tasks))
             await until(lambda: data.streams.counts.chunks >= 1, "1 chunk")
             data.close()
-            others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(8)]  # in the place of what it has closed
+            # these reuse the numbers of the closed descriptors
+            others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(8)]
             with pytest.raises(RpcError, match="this reader was closed") as caught:
                 await coming
             assert caught.value.code == ErrorCode.DRAINING
@@ -462,7 +464,7 @@ def test_reader_closed_in_the_midst_of_a_stream_writes_to_nobody_elses_descripto
 def test_store_that_is_away_holds_up_no_fetch_from_another(
     store: TcpStoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "STREAM_BYTES", 1 << 20)  # more streams than run at a time
+    monkeypatch.setattr(stream, "STREAM_BYTES", 1 << 20)  # more streams than run concurrently
     (tmp_path / "other").mkdir()
     other = TcpStoreProcess(make_run(tmp_path / "other", memory=MEMORY))
     line = slowed(store, 2e6)
@@ -478,7 +480,7 @@ def test_store_that_is_away_holds_up_no_fetch_from_another(
             coming = asyncio.create_task(reader.fetch("away", handles, ("a",), 40))
             await until(lambda: reader.counts.chunks >= 1, "1 chunk")
             store.kill()
-            line.cut()  # and what it holds
+            line.cut()  # and drop what it buffers
             found = await reader.fetch("there", handles, ("a",), 15)
             assert_same(found, tasks, ["a"])
             assert not coming.done()
@@ -494,7 +496,7 @@ def test_store_that_is_away_holds_up_no_fetch_from_another(
         other.run.remove_volatile()
 
 
-def test_store_whose_sending_thread_dies_ends_aloud_and_readers_go_on_with_its_next_life(
+def test_store_whose_sending_thread_dies_ends_with_a_message_and_readers_use_its_next_life(
     store: TcpStoreProcess,
 ) -> None:
     async def body(peer: Peer) -> None:
@@ -504,7 +506,7 @@ def test_store_whose_sending_thread_dies_ends_aloud_and_readers_go_on_with_its_n
         coming = asyncio.create_task(fetch(data, tasks))
         assert store.process is not None
         assert await asyncio.to_thread(store.process.wait, 20) == 1
-        store.kill()  # its pipes
+        store.kill()  # closes its pipes
         store.start()
         assert_same(await coming, tasks)
         data.close()
@@ -516,15 +518,15 @@ def test_store_whose_sending_thread_dies_ends_aloud_and_readers_go_on_with_its_n
 
 
 class Mischief:
-    """What `Meddler` does to what a store sends: each of the ways once, each on a line of its own."""
+    """Damages a store's messages for `Meddler`: each kind of damage once, on a connection of its own."""
 
     def __init__(self) -> None:
         self.done = 0
-        """Ways that were tried."""
+        """Number of kinds that were tried."""
         self.former: dict[threading.Thread, Message] = {}
-        """The message before, of each line."""
+        """The previous message of each connection."""
         self.spent: set[threading.Thread] = set()
-        """Lines on which a way was tried; each has a thread of its own."""
+        """Connections that were damaged, by their threads."""
 
     def __call__(self, message: Message) -> list[Message]:
         head, payload = message
@@ -532,15 +534,15 @@ class Mischief:
         line = threading.current_thread()
         former, self.former[line] = self.former.get(line), message
         if former is None or line in self.spent or bulk.unpack_head(former[0]).stream != parsed.stream:
-            return [message]  # some ways need a message before of the same stream
+            return [message]  # some kinds need a previous message of the same stream
         ways: list[list[Message]] = [
-            [[head, payload[:1000] + bytes([payload[1000] ^ 1]) + payload[1001:]]],  # one bit
-            [[bulk.pack_head(parsed._replace(offset=parsed.offset + parsed.nbytes)), payload]],  # in another place
-            [[bulk.pack_head(parsed._replace(stream=parsed.stream + 1)), payload]],  # in another stream
-            [former, message],  # twice
-            [[head, former[1]], message],  # an old one as if it were the next
-            [],  # one is left out, and so the next one comes in its place
-            [[head, payload[:-1]], message],  # cut off and so out of step
+            [[head, payload[:1000] + bytes([payload[1000] ^ 1]) + payload[1001:]]],  # one bit flipped
+            [[bulk.pack_head(parsed._replace(offset=parsed.offset + parsed.nbytes)), payload]],  # at another offset
+            [[bulk.pack_head(parsed._replace(stream=parsed.stream + 1)), payload]],  # of another stream
+            [former, message],  # the previous message repeated
+            [[head, former[1]], message],  # the previous payload as the next
+            [],  # one message left out, so that the next takes its place
+            [[head, payload[:-1]], message],  # truncated, so that the framing is lost
             [[b"RLBX" + head[4:], payload]],
         ]
         if self.done == len(ways):

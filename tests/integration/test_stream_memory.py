@@ -1,4 +1,4 @@
-"""A store and a reader of its streams, step after step: neither grows. Sealed and in clear."""
+"""The memory of a store and of a reader of its streams does not grow over many steps, encrypted or not."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.integration.stream_line import TcpStoreProcess, remote
 
 MEMORY = 64 << 20
 CALL_S = 3.0
-"""Answers are kept for retries until their deadline and 5 s more: with long ones the run would end before they go."""
+"""Replies are kept for retries until 5 s after their deadline: with a longer one, none would expire during the run."""
 TASKS = 8
 FETCHES = 2
-"""Of each task."""
+"""Fetches of each task."""
 WARM_STEPS = 40
-"""Until then memory is still being taken for the first time: of streams, copies, answers that are kept."""
+"""Steps in which streams, copies and kept replies still allocate memory for the first time."""
 GROWTH_BYTES = {"reader": 24 << 20, "store": 8 << 20}
-"""After that, however long; 8 MB pass in a step. A store notes 8 tombstones a step, up to 65536."""
+"""Maximum growth after the warm-up. Each step moves 8 MB and adds 8 tombstones to the store, up to 65536."""
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_store_and_reader_of_its_streams_do_not_grow(store: TcpStoreProcess, ste
                     sizes.append([process.memory_info().rss for process in processes])
             counts = data.streams.counts
             passed = FETCHES * steps * sum(array.nbytes for task in tasks for array in task.shards.values())
-            assert passed <= counts.received_bytes < 1.01 * passed + (1 << 20)  # over the line, and once
+            assert passed <= counts.received_bytes < 1.01 * passed + (1 << 20)  # streamed, and only once
             assert counts.refused == 0
             now = await peer.store.call(GetStoreStats(), StoreStats, deadline_s=CALL_S)
             assert (now.shards, now.files) == (0, 0)

@@ -1,4 +1,4 @@
-"""Several ranks behind one dispatch, real processes: the same training as on one, whatever dies or goes missing."""
+"""Several real ranks behind one dispatch train as one rank does, also after deaths and missing shards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def weights(bench: Bench, workers: WorkerDispatch, step: int, fence: int =
 
 
 async def recovered(workers: WorkerDispatch, step: int) -> None:
-    """Take over and load, as the driver does, until the group has formed anew."""
+    """Take over and load, as the driver does, until the group has formed again."""
     give_up = time.monotonic() + RECOVERY_S
     while True:
         try:
@@ -60,10 +60,10 @@ async def recovered(workers: WorkerDispatch, step: int) -> None:
 
 
 def assert_same_training(one: dict[str, Array], two: dict[str, Array]) -> None:
-    """Compare weights after updates that differ in the order of their sums only.
+    """Compare weights after updates that differ only in the order of their sums.
 
-    AdamW divides by the size of the gradient, so where that is about zero rounding alone moves a weight by a share of
-    the learning rate (1e-3): 4 of 796,032 weights by more than 1e-5 on one processor, none on another. All weights
+    AdamW divides by the size of the gradient, so where it is nearly zero, rounding alone moves a weight by a fraction
+    of the learning rate (1e-3): 4 of 796,032 weights by more than 1e-5 on one processor, none on another. All weights
     together moved by about 1 (Euclidean norm).
     """
     difference = np.concatenate([np.abs(value - two[name]).ravel() for name, value in one.items()])
@@ -91,10 +91,10 @@ def test_two_ranks_train_as_one_and_a_killed_rank_changes_no_bit(run: RunDir) ->
         again = await weights(bench, workers, 2, fence=2)
         assert all(again[name].tobytes() == value.tobytes() for name, value in found["two"].items())
         sums = await bench.train(workers, 3, PROXIMAL_ANCHOR)
-        assert sums["clipped"] == 0  # each rank put its own tasks' proximal log-probs
+        assert sums["clipped"] == 0  # each rank put the proximal log-probs of its own tasks
         assert group.restarts[0] >= 1
         assert group.restarts[1] >= 1
-        assert set(group.statuses[0]) == {PEER_LOST_STATUS}  # it did nothing wrong
+        assert set(group.statuses[0]) == {PEER_LOST_STATUS}  # it ended because it lost its peer
         assert set(group.statuses[1]) <= {-signal.SIGKILL, PEER_LOST_STATUS}
 
     async def one(bench: Bench, _: WorkerGroup) -> None:
@@ -104,7 +104,7 @@ def test_two_ranks_train_as_one_and_a_killed_rank_changes_no_bit(run: RunDir) ->
         await bench.train(workers, 2)
         found["one"] = await weights(bench, workers, 2, fence=3)
         assert_same_training(found["one"], found["two"])
-        # what two ranks saved, one loads
+        # one rank loads what two saved
         await workers.load_checkpoint(1)
         await bench.train(workers, 2)
         loaded = await weights(bench, workers, 2, fence=4)

@@ -1,4 +1,4 @@
-"""Thirty steps on the same batches: two ranks write the metrics of one; and one checkpoint serves every layout."""
+"""Two ranks write the metrics of one over thirty steps on the same batches, and a checkpoint serves every layout."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["run"]
 STEPS = 30
 LIMIT = 1e-4
 WEIGHTED = ("policy", "kl", "loss")
-"""Sums that the tokens' weights have made means of already."""
+"""Sums that the token weights have already turned into means."""
 
 
 async def rows(bench: Bench, layout: Layout) -> list[dict[str, float]]:
-    """What the metrics of each step are made of; batches depend on the step alone."""
+    """Train and return the values behind the metrics of each step; batches depend only on the step."""
     workers = await driver_of(bench, layout, 5)
     await workers.init_model()
     found = []
@@ -45,8 +45,8 @@ ROLLOUT = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout
     [pytest.param(Layout(2), (), marks=pytest.mark.long), (Layout(2, cp=2), ("parallel: {cp: 2}",))],
 )
 def test_two_ranks_write_the_metrics_of_one(run: RunDir, layout: Layout, options: tuple[str, ...]) -> None:
-    # the quickstart's learning rate: Adam's first updates have its size however small a gradient is, so with
-    # 1e-3 rounding alone drives two runs apart by more than the limit within ten steps
+    # The quickstart's learning rate: Adam's first updates have its size however small the gradient is, so with 1e-3
+    # rounding alone would drive two runs apart by more than the limit within ten steps.
     run.topology.write_text(run.topology.read_text().replace("lr: 1.0e-3", "lr: 3.0e-4"))
 
     async def scene(of: Layout) -> list[dict[str, float]]:
@@ -65,7 +65,7 @@ def test_two_ranks_write_the_metrics_of_one(run: RunDir, layout: Layout, options
 
 
 def test_a_checkpoint_goes_through_other_backends_and_world_sizes_without_a_bit_lost(run: RunDir) -> None:
-    """What one torch rank saved, two tensor-parallel megatron ranks load and save again, and torch goes on from it."""
+    """Two tensor-parallel megatron ranks load and save again what one torch rank saved, and torch continues from it."""
     found: dict[str, dict[str, bytes]] = {}
 
     async def weights(bench: Bench, workers: WorkerDispatch, lineage: int, step: int) -> dict[str, bytes]:
@@ -87,7 +87,7 @@ def test_a_checkpoint_goes_through_other_backends_and_world_sizes_without_a_bit_
             workers = await driver_of(bench, of, 5)
             assert (await workers.load_checkpoint(2)).step == 2
             assert await weights(bench, workers, lineage, 2) == found["2"]
-            await workers.save_checkpoint(2, keep_last=1)  # with the optimizer state as this backend holds it
+            await workers.save_checkpoint(2, keep_last=1)  # with the optimizer state in this backend's layout
             await bench.train(workers, 3)
             mine = await weights(bench, workers, lineage, 3)
             if of.world_size == 1:

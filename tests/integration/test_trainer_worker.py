@@ -1,4 +1,4 @@
-"""A real worker process and a real store, called the way the driver calls them; killed the way users fear."""
+"""A real worker process and a real store, called as the driver calls them, and killed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PROXIMAL_ANCHOR = LossSpec(
 
 
 def made_run(folder: Path) -> RunDir:
-    """A run directory for a store and one worker of the tiny model."""
+    """Make a run directory for a store and one worker of the tiny model."""
     model = REPOSITORY / "launch" / "topologies" / "models" / "tiny-qwen3"
     made = RunDir.create(folder / "run")
     made.topology.write_text(
@@ -80,7 +80,7 @@ START = ("-m", "services.policy_trainer.worker")
 
 
 def hurried(fetch_s: float) -> tuple[str, str]:
-    """A worker with another limit of one attempt to fetch."""
+    """Return program and arguments of a worker with a different limit for one fetch attempt."""
     main = f"runpy.run_module({START[1]!r}, run_name='__main__', alter_sys=True)"
     return "-c", f"import runpy; from {START[1]} import batch_reader; batch_reader.FETCH_S = {fetch_s}; {main}"
 
@@ -124,7 +124,7 @@ def store_and_worker(
 
 
 class Bench:
-    """One driver's dispatch, and a data client that plays the rollout."""
+    """Drivers' dispatches, and a data client that acts as the rollout."""
 
     def __init__(self, run: RunDir, context: Any) -> None:
         self._run = run
@@ -139,15 +139,15 @@ class Bench:
         return self._clients[name]
 
     async def driver(self, incarnation: int) -> WorkerDispatch:
-        """A driver that has taken the worker over."""
+        """Return the dispatch of a driver that has taken the worker over."""
         workers = WorkerDispatch([self.client(WORKER)], Layout(1), incarnation)
         await workers.take_over()
         return workers
 
     async def batch(self, step: int, *, broken_task: int = -1, short_task: int = -1) -> Batch:
-        """Shards of a made-up batch in the store, with advantages and weights of its samples.
+        """Put the shards of a synthetic batch and return it with advantages and weights of its samples.
 
-        `broken_task`: one of its log-probs is no number; `short_task`: its versions are one too few.
+        `broken_task` has a log-prob that is NaN; `short_task` has one version too few.
         """
         rng = np.random.default_rng(step)
         handles, tasks = [], []
@@ -187,7 +187,7 @@ class Bench:
         return done.sums
 
     async def weights(self, ref: WeightsRef) -> dict[str, Array]:
-        """Fetched as an engine fetches them."""
+        """Fetch a version as an engine does."""
         handle = TaskHandle(task_id=ref.task_id, fence=ref.fence, nbytes=ref.nbytes, stores=[0])
         (found,) = await self.data.fetch(BatchMeta(tasks=[handle], stores=[ref.store]), (), deadline_s=20)
         return found
@@ -244,7 +244,7 @@ def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: Run
             await old.init_model()
             base = await old.publish_weights(0, 0, store=STORE, fence=1)
             sums = await bench.train(old, 1, PROXIMAL_ANCHOR)
-            assert sums["clipped"] == 0  # the proximal policy is the present one at the first update
+            assert sums["clipped"] == 0  # at the first update the proximal policy is the current one
             assert sums["tokens"] > 0
             batch = await bench.batch(9)
             first, _ = await old.forward(batch, ["prox_logprobs"])
@@ -256,7 +256,7 @@ def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: Run
             (other,) = again.keys
             theirs = await bench.data.fetch(again.meta, [other], deadline_s=20)
             assert all((one[key] != two[other]).any() for one, two in zip(mine, theirs, strict=True))
-            with pytest.raises(RpcError, match="prox_logprobs:5-"):  # the former making is never taken for the later
+            with pytest.raises(RpcError, match="prox_logprobs:5-"):  # earlier values never replace the later ones
                 await bench.data.fetch(first.meta, [key], deadline_s=20)
             assert ref.task_id == "weights/0/1"
             assert np.abs(ref.canary.logprobs - base.canary.logprobs).max() > ref.canary.tolerance
@@ -285,7 +285,7 @@ def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: Run
 
 
 async def _check_canary(bench: Bench, ref: WeightsRef) -> None:
-    """Load the published bytes into a model of our own; it must agree with the trainer's canary."""
+    """Load the published bytes into a separate model and compare it with the trainer's canary."""
     import torch
 
     from shared.model.load import load_model, named_weights
@@ -368,7 +368,7 @@ def test_a_store_that_is_away_is_waited_for_until_it_comes_or_another_driver_or_
 
 
 def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -> None:
-    """The batch is streamed, in clear, because the topology says so."""
+    """The batch is streamed without encryption, as the topology says."""
 
     async def scenario() -> None:
         async with bench_of(run) as bench:
@@ -382,7 +382,7 @@ def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir)
             *_, whole = await asyncio.gather(gradient(1.0), workers.optim_step())
             first = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE, fence=1))
             await workers.init_model()
-            # all five on their way before the first is answered
+            # all five are sent before the first is answered
             *_, parts, ref = await asyncio.gather(
                 gradient(0.25),
                 gradient(0.5),
@@ -409,8 +409,8 @@ def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir)
     assert tap.clear_bytes > 0 == tap.sealed_bytes
 
 
-def test_a_version_that_was_swept_up_is_put_again_before_its_weights_change(run: RunDir) -> None:
-    """The publication is retried where the weights are: a retry that came as a new call would come after the update."""
+def test_a_version_that_was_collected_is_put_again_before_its_weights_change(run: RunDir) -> None:
+    """The worker retries the publication itself; a retry as a new call would come after the update."""
 
     async def scenario() -> None:
         async with bench_of(run) as bench:
@@ -432,7 +432,7 @@ def test_a_version_that_was_swept_up_is_put_again_before_its_weights_change(run:
         asyncio.run(scenario())
 
 
-def test_what_is_not_finite_is_refused_with_its_tasks_and_leaves_the_weights(run: RunDir) -> None:
+def test_values_that_are_not_finite_are_refused_by_task_and_leave_the_weights(run: RunDir) -> None:
     async def scenario() -> None:
         async with bench_of(run) as bench:
             workers = await bench.driver(5)
@@ -448,24 +448,24 @@ def test_what_is_not_finite_is_refused_with_its_tasks_and_leaves_the_weights(run
                 await workers.go_on(step)
                 return errors[0]
 
-            # a log-prob of the engine
+            # an engine's log-prob is not finite
             error = await refused(await bench.batch(1, broken_task=2))
             assert error.names == ["train/1/2"]
             assert "rollout_logprobs holds 1 values that are not finite" in str(error)
-            # a gradient: every shard is fine, the loss is not
+            # a gradient is not finite: every shard is fine, the loss is not
             batch = await bench.batch(2)
             huge = np.full(TASKS * GROUP, 3e38, np.float32)
             error = await refused(batch.with_scalars({**batch.scalars, "weights": huge}))
             assert error.names == list(batch.task_ids)
             assert "gradient norm is" in str(error)
-            # shards of another shape than their lengths say
+            # shards whose shape differs from their lengths
             error = await refused(await bench.batch(3, short_task=1))
             assert error.names == ["train/3/1"]
             assert "versions has shape" in str(error)
-            await workers.skip_update()  # counts as step 1 all the same
+            await workers.skip_update()  # still counts as step 1
             after = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE))
             assert after == before
-            workers.begin_step(updates=2)  # the second of two updates is skipped: the first stays
+            workers.begin_step(updates=2)  # the second of two updates is skipped, the first is kept
             batch = await bench.batch(4)
             await asyncio.gather(workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step())
             await refused(await bench.batch(5, broken_task=0), step=1)

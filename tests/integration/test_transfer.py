@@ -1,5 +1,5 @@
-"""Weight transfers over gloo between real processes that are stopped and killed in their midst: nobody waits for
-another one, nobody gets a part of a version, and whoever comes back begins anew.
+"""Weight transfers over gloo between real processes that are stopped and killed midway: no process waits for another,
+none receives a partial version, and a restarted one begins a new transfer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.integration.transfer_process import DEADLINE_S, digest, made
 
 pytestmark = pytest.mark.timeout(240)
 ANSWER_S = 90.0
-"""For a process that imports torch on a busy machine."""
+"""Enough for a process that imports torch on a busy machine."""
 
 
 @dataclass
 class End:
-    """One process of `transfer_process`."""
+    """A process of `transfer_process`."""
 
     run: RunDir
     who: str
@@ -37,7 +37,7 @@ class End:
         self.start()
 
     def start(self) -> None:
-        """A new life of it."""
+        """Start the process again."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.transfer_process", str(self.run.path), self.who],
             cwd=REPOSITORY,
@@ -59,7 +59,7 @@ class End:
         self.process.stdin.flush()
 
     def hears(self, key: str) -> dict[str, Any]:
-        """What it says next that has `key`."""
+        """Return its next line that has `key`."""
         while True:
             answer = self.said.get(timeout=ANSWER_S)
             if key in answer:
@@ -106,7 +106,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
         run.remove_volatile()
 
 
-def test_versions_and_the_drill_come_whole_over_one_communicator_an_engine(ends: Ends) -> None:
+def test_versions_and_the_drill_arrive_whole_over_one_communicator_per_engine(ends: Ends) -> None:
     first = ends.publish(1)
     got = [engine.receives(1) for engine in ends.engines]
     assert [each["digest"] for each in got] == [first, first]
@@ -118,7 +118,7 @@ def test_versions_and_the_drill_come_whole_over_one_communicator_an_engine(ends:
     again = [engine.receives(2) for engine in ends.engines]
     assert [each["digest"] for each in again] == [second, second]
     assert [each["communicator"] for each in again] == communicators
-    assert ends.engines[1].receives(1)["digest"] == first  # as long as the store has it
+    assert ends.engines[1].receives(1)["digest"] == first  # while the store has it
 
 
 def test_a_version_that_was_not_published_is_refused_and_costs_nothing(ends: Ends) -> None:
@@ -134,17 +134,17 @@ def test_a_version_that_was_not_published_is_refused_and_costs_nothing(ends: End
     }
 
 
-def test_an_engine_that_stops_in_the_midst_is_given_up_at_the_deadline_and_comes_back_anew(ends: Ends) -> None:
+def test_an_engine_that_stops_midway_is_given_up_at_the_deadline_and_can_return(ends: Ends) -> None:
     published = ends.publish(4)
     stopped, other = ends.engines
     held = stopped.receives(4)["communicator"]
     stopped.tell(hurt="stop", after=3)
     stopped.tell(step=4)
     stopped.hears("hurt")
-    assert other.receives(4)["digest"] == published  # while the trainer waits for the first one
+    assert other.receives(4)["digest"] == published  # while the trainer waits for the first engine
     aborted = ends.trainer.hears("topic")
     assert (aborted["topic"], aborted["engine"]) == ("weights/aborted", 0)
-    for _ in range(2):  # and when it has been given up
+    for _ in range(2):  # and after it was given up
         assert other.receives(4)["digest"] == published
     stopped.process.send_signal(signal.SIGCONT)
     failed = stopped.hears("communicator")
@@ -155,7 +155,7 @@ def test_an_engine_that_stops_in_the_midst_is_given_up_at_the_deadline_and_comes
     assert again["communicator"] not in (0, held)
 
 
-def test_an_engine_killed_in_the_midst_is_noticed_at_once_and_its_next_life_is_served(ends: Ends) -> None:
+def test_an_engine_killed_midway_is_noticed_at_once_and_its_next_life_is_served(ends: Ends) -> None:
     published = ends.publish(5)
     killed, other = ends.engines[1], ends.engines[0]
     held = killed.receives(5)["communicator"]
@@ -164,7 +164,7 @@ def test_an_engine_killed_in_the_midst_is_noticed_at_once_and_its_next_life_is_s
     killed.hears("hurt")
     aborted = ends.trainer.hears("topic")
     assert (aborted["topic"], aborted["engine"]) == ("weights/aborted", 1)
-    assert "no end within" not in aborted["why"]  # its sockets told, not the deadline
+    assert "no end within" not in aborted["why"]  # found by its closed sockets, not at the deadline
     assert other.receives(5)["digest"] == published
     killed.end()
     killed.start()
@@ -193,7 +193,7 @@ def test_samples_go_on_until_weights_are_sent_and_take_the_shards_of_a_trainer_t
     assert max(sent["stood_still_s"], taken["stood_still_s"]) < DEADLINE_S / 2
 
 
-def test_a_trainer_killed_in_the_midst_leaves_an_engine_with_nothing_new(ends: Ends) -> None:
+def test_a_trainer_killed_midway_leaves_an_engine_with_its_old_version(ends: Ends) -> None:
     ends.publish(6)
     engine = ends.engines[0]
     engine.receives(6)
@@ -203,7 +203,7 @@ def test_a_trainer_killed_in_the_midst_leaves_an_engine_with_nothing_new(ends: E
     failed = engine.hears("communicator")
     assert "failed" in failed
     assert failed["communicator"] == 0
-    assert "Operation timed out" not in failed["failed"]  # its sockets told, not the deadline
+    assert "Operation timed out" not in failed["failed"]  # found by its closed sockets, not at the deadline
     ends.trainer.end()
     ends.trainer.start()
     assert "not published by this life" in engine.receives(6)["failed"]

@@ -1,5 +1,5 @@
-"""Weight transfers with CUDA: NCCL's communicator keeps its deadline, and memory that a trainer shows is read by
-another process on the same GPU. One GPU is enough but for the last test.
+"""Weight transfers with CUDA: NCCL's communicator keeps its deadline, and another process on the same GPU reads memory
+that a trainer exports. Only the last test needs more than one GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tensors() -> dict[str, torch.Tensor]:
     return {"a": torch.arange(10.0), "b": torch.arange(3).to(torch.bfloat16), "none": torch.zeros(0, 2)}
 
 
-def test_another_process_reads_what_is_shown_and_the_memory_comes_back() -> None:
+def test_another_process_reads_exported_memory_which_is_then_freed() -> None:
     before = torch.cuda.memory_allocated()
     copy = packed(tensors(), DEVICE)
     shown = msgspec.msgpack.encode(exported(copy))
@@ -67,13 +67,13 @@ def test_another_process_reads_what_is_shown_and_the_memory_comes_back() -> None
     assert torch.cuda.memory_allocated() == before
 
 
-def test_a_communicator_that_nobody_joins_is_given_up_at_the_deadline() -> None:
+def test_a_communicator_that_no_peer_joins_is_given_up_at_the_deadline() -> None:
     group = NcclGroup(new_unique_id(), 2, device=DEVICE, deadline_s=3.0)
     began = time.monotonic()
     with pytest.raises(TransferLost, match="join: not done within 3 s"):
         group.broadcast(tensors().values())
     assert time.monotonic() - began < 30
-    with pytest.raises(TransferLost):  # never mended: this is a new one with a used id
+    with pytest.raises(TransferLost):  # a used id is never valid again
         group.broadcast(tensors().values())
 
 

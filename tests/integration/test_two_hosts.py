@@ -1,4 +1,4 @@
-"""A store and a reader on two hosts: network namespaces of their own, the reader with a /dev/shm of its own."""
+"""A store and a reader on two hosts: each has its own network namespace, and the reader its own /dev/shm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEMORY = 128 << 20
 PORT = 17_301
 LINE_BYTES_PER_S = 10_000_000
 QUEUE_BYTES = 100_000
-"""10 ms of the line: with longer queues TCP takes longer than a test to share it."""
+"""10 ms of the link: with longer queues TCP takes longer than the test to share it fairly."""
 KEYS = ["tokens", "logprobs"]
 
 
@@ -37,7 +37,7 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
 
 @pytest.fixture
 def run(tmp_path: Path, hosts: Hosts) -> Iterator[RunDir]:
-    """A run whose store serves on its namespace's address."""
+    """Make a run whose store serves on its namespace's address."""
     made = make_run(tmp_path, memory=MEMORY)
     keys.create(made.keys)
     listen = f"tcp://{STORE_ADDRESS}:{PORT}"
@@ -69,7 +69,7 @@ def run(tmp_path: Path, hosts: Hosts) -> Iterator[RunDir]:
 
 
 def put(run: RunDir, tasks: list[TaskShards]) -> None:
-    """As a producer on the store's host does."""
+    """Put tasks as a producer on the store's host."""
 
     async def main() -> None:
         async with peer_of(run) as peer:
@@ -81,7 +81,7 @@ def put(run: RunDir, tasks: list[TaskShards]) -> None:
 
 @contextlib.contextmanager
 def reader(hosts: Hosts, run: RunDir, tasks: int, *, told: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """`told`: it begins when it is given a line."""
+    """Start a reader; if `told`, it begins when it gets a line of input."""
     words = [sys.executable, "-m", "tests.integration.stream_reader", str(run.path), f"tcp://{STORE_ADDRESS}:{PORT}"]
     process = subprocess.Popen(
         [*with_own_memory(hosts.reader), *words, str(tasks), *KEYS],
@@ -113,7 +113,7 @@ def digests(tasks: list[TaskShards]) -> list[dict[str, int]]:
 
 
 def shape_line(hosts: Hosts) -> None:
-    """What the store's host sends: `LINE_BYTES_PER_S`."""
+    """Limit what the store's host sends to `LINE_BYTES_PER_S`."""
     shape = f"root tbf rate {LINE_BYTES_PER_S * 8} burst 64kb latency 50ms"
     command(*inside(hosts.store), "tc", "qdisc", "add", "dev", "rlb0", *shape.split())
 
@@ -126,7 +126,7 @@ def test_shards_cross_a_line_that_loses_two_packets_in_a_hundred(hosts: Hosts, r
         out, _ = process.communicate(timeout=100)
     result = json.loads(out.splitlines()[-1])
     assert result["digests"] == digests(tasks)
-    # everything came over the line, sealed, once
+    # everything was streamed once and encrypted
     nbytes = sum(array.nbytes for task in tasks for array in task.shards.values())
     assert nbytes <= result["counts"]["received_bytes"] < 1.01 * nbytes
     assert result["counts"]["refused"] == 0
@@ -137,14 +137,14 @@ def test_line_that_goes_silent_for_seconds_delays_and_damages_nothing(hosts: Hos
     tasks = made_tasks(64, 50_000)
     put(run, tasks)
     hosts.lose_packets(0.02)
-    shape_line(hosts)  # the transfer takes seconds, so that the silence falls into it
+    shape_line(hosts)  # the transfer takes seconds, so that the silence falls within it
     with reader(hosts, run, len(tasks)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begins\n"
         time.sleep(1.0)
         silent_s = 3.0
         hosts.firewall("-I", "-j", "DROP")
-        time.sleep(silent_s)  # the length of the silence is what is tested
+        time.sleep(silent_s)  # the length of the silence is under test
         hosts.firewall("-D", "-j", "DROP")
         out, _ = process.communicate(timeout=100)
     result = json.loads(out.splitlines()[-1])
@@ -155,11 +155,11 @@ def test_line_that_goes_silent_for_seconds_delays_and_damages_nothing(hosts: Hos
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["switched"], indirect=True)
 def test_readers_share_the_line_fairly(hosts: Hosts, run: RunDir) -> None:
-    """Three processes that want the same at the same time: none is left behind, and nothing is sent for nobody.
+    """Three concurrent processes read the same shards at similar speed, and nothing is sent without a reader.
 
-    One after the other, the last would take three times as long as the first.
+    If they were served in turn, the last would take three times as long as the first.
     """
-    tasks = made_tasks(128, 50_000)  # 77 MB: seconds enough for TCP to share them
+    tasks = made_tasks(128, 50_000)  # 77 MB: long enough for TCP to share the link
     nbytes = sum(array.nbytes for task in tasks for array in task.shards.values())
     put(run, tasks)
     hosts.use_cubic()
@@ -178,5 +178,5 @@ def test_readers_share_the_line_fairly(hosts: Hosts, run: RunDir) -> None:
     assert all(nbytes <= result["counts"]["received_bytes"] < 1.01 * nbytes for result in results)
     seconds = [result["seconds"] for result in results]
     assert max(seconds) < 1.5 * min(seconds), seconds
-    assert max(seconds) > 0.9 * 3 * nbytes / LINE_BYTES_PER_S, seconds  # it is the line that they wait for
+    assert max(seconds) > 0.9 * 3 * nbytes / LINE_BYTES_PER_S, seconds  # the link is the bottleneck
     print(f"{[round(each, 1) for each in seconds]} s for {nbytes / 1e6:.0f} MB each at {LINE_BYTES_PER_S / 1e6:g} MB/s")

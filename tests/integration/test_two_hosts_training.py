@@ -1,5 +1,5 @@
-"""A store on one host serves a trainer's worker on another: joined by an access file, encrypted, over a line that loses
-two packets in a hundred. What the worker computes is what a worker beside the store computes.
+"""A store on one host serves a trainer's worker on another, joined by an access file and encrypted, over a link that
+loses 2% of packets. The worker computes what a worker on the store's host computes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def started(host: list[str], service: str, run: RunDir, *words: str) -> Iterator
 
 
 def joined(run: RunDir, folder: Path) -> RunDir:
-    """As `ctl join` makes it of an access file."""
+    """Make the run directory that `ctl join` makes from an access file."""
     endpoints = {name: SCHEDULER for name in ("scheduler", "supervisor", "monitor")}
     access = Access(run.name, keys.load(run.keys, Role.SERVICE), endpoints, run.topology.read_text())
     return RunDir.join(folder / "joined", access, shm_root=folder / "away")
@@ -60,7 +60,7 @@ async def bench_of(run: RunDir) -> AsyncIterator[trainer.Bench]:
 
 
 async def train(home: trainer.Bench, place: trainer.Bench, enough: Callable[[int], bool]) -> list[dict[str, float]]:
-    """What the worker of `place` makes of batches whose shards lie in the store of `home`, until it is `enough`."""
+    """Train the worker of `place` on batches in the store of `home` until `enough`; return the rows."""
     await place.client(trainer.WORKER).call(Ping(), Pong, deadline_s=START_S)
     workers = await place.driver(5)
     await workers.init_model()
@@ -75,7 +75,7 @@ async def train(home: trainer.Bench, place: trainer.Bench, enough: Callable[[int
 def test_a_worker_on_another_host_trains_as_one_beside_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "PROMPT", 250)  # of some size: 40 kB a step
+    monkeypatch.setattr(trainer, "PROMPT", 250)  # larger shards: 40 kB per step
     run = trainer.made_run(tmp_path)
     away = joined(run, tmp_path)
 

@@ -1,5 +1,5 @@
-"""vLLM in a whole run: it learns, its log-probs are the trainer's, it survives a kill, refuses wrong weights, which are
-sent to it over gloo, and loses a prompt that is longer than its context, by name.
+"""vLLM in a whole run: it learns, its log-probs match the trainer's, it survives a kill, refuses wrong weights (all are
+sent over gloo), and drops by name a prompt longer than its context.
 
 One run serves all but the last test. This process never imports vLLM.
 """
@@ -32,19 +32,19 @@ TASKS = 64
 HURT_AFTER = 5
 LONG_ROW = 1000
 EARLY_TOKENS = 2
-"""Of a sum: its digits are two or three, then comes the end."""
+"""Number of early tokens of a sum: it has two or three digits and an end token."""
 
 
 @dataclass
 class Seen:
-    """The run, and what was done to it."""
+    """A run and what the fixture did to it."""
 
     run: Cluster
     status: int = -1
     step_at_kill: int = -1
     leased_at_kill: int = 0
     begun_at_kill: int = 0
-    """Samples that had tokens and were not finished."""
+    """Number of unfinished samples with tokens at the kill."""
     causes: list[str] = field(default_factory=list)
 
 
@@ -55,13 +55,13 @@ def _overrides(engine: str, steps: int) -> list[str]:
         "data.eval={}",
         "algorithm.kl=null",
         "services.reference=null",
-        # The difference of log-probs is then of one and the same version.
+        # The log-probs that are compared then belong to the same version.
         "staleness=0",
     ]
 
 
 def _write_rows(file: Path) -> None:
-    """Additions, one of which is longer than the model's context of 512 tokens."""
+    """Write additions, one of which is longer than the model's context of 512 tokens."""
     source = open_source("builtin:addition", where="test")
     rows = [source.row(index) for index in range(STEPS * TASKS + 1)]
     rows[LONG_ROW]["prompt"] = "1+" * 300
@@ -69,18 +69,20 @@ def _write_rows(file: Path) -> None:
 
 
 def _begun(run: Cluster) -> int:
-    """Samples that have tokens and are not finished; 0 too when any has so many that it may have ended since its note
-    was written. Notes of completed tasks are gone."""
+    """Return the number of unfinished samples with tokens, from their notes (those of completed tasks are gone).
+
+    Return 0 if any sample has so many tokens that it may have ended since its note was written.
+    """
     begun = []
     for file in (run.path / "partial").glob("train-*.msgpack"):
-        with contextlib.suppress(FileNotFoundError):  # a process stops a moment after it was told to
+        with contextlib.suppress(FileNotFoundError):  # a process stops a moment after the signal
             for ids, _, _, reason in msgspec.msgpack.decode(file.read_bytes())["samples"]:
                 begun += [len(ids) // 4] if ids and not reason else []
     return len(begun) if max(begun, default=0) <= EARLY_TOKENS else 0
 
 
 def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
-    """Stop the engine until a moment between the first and the last token of a group, and kill it there."""
+    """Kill the engine between the first and the last token of a group; stop it repeatedly to find such a moment."""
     pid = run.wait_for("a ready engine", lambda: run.pid("rollout"))
 
     def caught() -> bool:
@@ -94,8 +96,8 @@ def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
         return True
 
     run.wait_for("an engine in the midst of samples", caught)
-    # Nobody trains while its tasks are missing: this version is the next engine's first. Its bytes are wrong,
-    # its checksums (of the header, which was checked when it was sealed) and its canary are right.
+    # Training waits for the missing tasks, so this version is the next engine's first. Its bytes are wrong; its
+    # checksums (of the header, checked at sealing) and its canary are right.
     weights = run.newest_weights()
     offset, values = first_matrix(weights)
     overwrite(weights, offset, values + 0.05)
@@ -114,7 +116,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("vllm")
     _write_rows(folder / "rows.jsonl")
     rows = [f"data.train.source=jsonl:{folder}/rows.jsonl", "data.train.shuffle=false"]
-    noted = "services.rollout.partial_s=0.001"  # after every step
+    noted = "services.rollout.partial_s=0.001"  # a note after every step
     overrides = [*_overrides("vllm", STEPS), *rows, "services.rollout.weights=gloo", noted]
     with cluster(TOPOLOGIES / "quickstart.yaml", folder, *overrides, limit_s=580) as run:
         result = Seen(run)
@@ -165,7 +167,8 @@ def test_every_version_was_sent_and_proved(seen: Seen) -> None:
 
 
 def test_reward_rises(seen: Seen) -> None:
-    """A run rose by 0.20, with steps that spread by 0.037: without learning, two means of five differ by 0.023."""
+    """The reward of a run rose by 0.20 with a spread of 0.037 per step: without learning, two means of five steps
+    differ by 0.023."""
     rewards = [row["reward/mean"] for row in seen.run.rows()]
     assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 > 0.1
 

@@ -1,6 +1,6 @@
 """vLLM on the trainer's devices: two tensor-parallel ranks of the engine beside two data-parallel ranks of the trainer.
 
-On a CPU the devices' memory is the host's; who may have it when is decided as on GPUs.
+On a CPU the devices' memory is the host's; the turns are scheduled as on GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OVERRIDES = [
     f"run.steps={STEPS}",
     "algorithm.tasks_per_step=16",
     "algorithm.group_size=4",
-    "algorithm.loss.anchor=proximal",  # engine and trainer are compared before the first of the two updates
+    "algorithm.loss.anchor=proximal",  # compares engine and trainer before the first of the two updates
     "services.policy-trainer.workers=2",
     "services.rollout={engine: vllm, parallel: {tp: 2}, block_tasks: 16}",
     "services.batch-store.memory=256MiB",

@@ -1,6 +1,6 @@
-"""The real vLLM engine against transformers: what it samples, that its log-probs are true, that updates arrive.
+"""The real vLLM engine against transformers: its samples, log-probs and weight updates.
 
-vLLM runs in a process of its own (`vllm_process`), one for each model; this process must never import it.
+vLLM runs in a separate process (`vllm_process`) per model; this process must never import it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_logprobs_equal_those_of_transformers(case: Case, name: str, temperature
     assert case.error(name, 2, temperature) < TOLERANCE
 
 
-def test_logprobs_of_the_other_temperature_are_other_logprobs(case: Case) -> None:
+def test_logprobs_of_another_temperature_differ(case: Case) -> None:
     assert case.error("cold", 2, 1.0) > 0.05
 
 
@@ -150,7 +150,7 @@ def test_a_pause_holds_decoding_and_progress_counts_every_step(case: Case) -> No
     assert case.answer["stats"]["generated_tokens"] > 0
 
 
-def test_samples_that_were_given_up_are_noted_and_gone_on_with(case: Case) -> None:
+def test_abandoned_samples_are_noted_and_continued(case: Case) -> None:
     assert case.answer["cut_off"].startswith("GenerationCancelled")
     went_on = 0
     for noted, group, whole in zip(case.answer["noted"], case.answer["went_on"], case.answer["warm"], strict=True):
@@ -166,7 +166,7 @@ def test_samples_that_were_given_up_are_noted_and_gone_on_with(case: Case) -> No
     assert case.error("went_on", 2, 1.0) < TOLERANCE
 
 
-def test_notes_are_the_beginnings_of_what_is_returned_with_the_version_of_each_token(case: Case) -> None:
+def test_notes_are_prefixes_of_the_answers_with_the_version_of_each_token(case: Case) -> None:
     assert len(case.answer["midway_noted"]) > 3
     for noted in case.answer["midway_noted"]:
         for before, after in zip(flat(noted), flat(case.answer["midway"]), strict=True):
@@ -178,14 +178,14 @@ def test_notes_are_the_beginnings_of_what_is_returned_with_the_version_of_each_t
     assert {swaps for each in last for swaps in each["swaps"]} == {old, old + 1}
 
 
-def test_tokens_of_weights_that_nobody_has_proved_are_not_noted(case: Case) -> None:
+def test_tokens_of_unverified_weights_are_not_noted(case: Case) -> None:
     assert case.answer["given_up_in_pause"].startswith("GenerationCancelled")
     noted = flat(case.answer["noted_in_pause"])
     assert {swaps for each in noted for swaps in each["swaps"]} == {case.answer["pause_began"]}
-    # whoever had not said EOS by then goes on, whatever it said in the pause
+    # a sample without EOS by then continues, whatever it sampled during the pause
     assert all(each["finish"] == ("stop" if each["ids"][-1] == EOS else "") for each in noted)
     assert any(not each["finish"] for each in noted)
-    # as many as when it was held
+    # as many as at the pause
     assert all(len(each["ids"]) <= 3 for each in noted)
 
 
@@ -208,7 +208,7 @@ def test_a_block_after_an_update_midway_reads_no_prompt_of_the_old_version(case:
 
 def test_a_sleep_gives_memory_back_and_the_next_version_is_proved_before_it_is_used(case: Case) -> None:
     _, _, awake, asleep = case.answer["sleep_rss"]
-    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))  # of 256 MiB of cache
+    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))  # the cache has 256 MiB
     assert "before its weights were set" in case.answer["unset"]
     assert case.answer["sleep_error"] <= TOLERANCE
     assert case.error("slept_2", 2, 1.0) < TOLERANCE

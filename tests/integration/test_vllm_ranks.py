@@ -1,4 +1,4 @@
-"""vLLM with a model cut over two processes: updates reach every rank, also midway, and a lost rank ends the engine."""
+"""vLLM with a model sharded over two processes: updates reach every rank, also midway; a lost rank ends the engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_drill_and_updates_reach_both_ranks(case: Case) -> None:
     assert "canary mismatch after version 1" in case.answer["stale"]
 
 
-def test_weights_that_are_sent_reach_both_ranks_and_what_breaks_off_changes_nothing(case: Case) -> None:
+def test_sent_weights_reach_both_ranks_and_an_interrupted_transfer_changes_nothing(case: Case) -> None:
     assert max(case.answer["sent_errors"]) <= TOLERANCE
     assert "receive: " in case.answer["broken_off"]
     assert case.answer["error_after_it"] <= TOLERANCE
@@ -58,7 +58,7 @@ def test_samples_go_on_midway_with_keys_and_values_of_the_newer_weights(case: Ca
 
 def test_a_sleep_gives_memory_back_and_the_next_version_is_proved_before_it_is_used(case: Case) -> None:
     _, _, awake, asleep = case.answer["sleep_rss"]
-    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))  # of 256 MiB of cache
+    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))  # the cache has 256 MiB
     assert "before its weights were set" in case.answer["unset"]
     assert case.answer["sleep_error"] <= TOLERANCE
     assert case.error("slept_2", 2, 1.0) < TOLERANCE

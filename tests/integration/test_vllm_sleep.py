@@ -1,4 +1,4 @@
-"""vLLM's sleep on a GPU behind the engine's protocol: memory goes, comes back in parts, new weights are proved.
+"""vLLM's sleep on a GPU through the engine's protocol: memory is freed and restored in parts, new weights are verified.
 
 Needs a CUDA device and `make setup-vllm`; on a CPU see `test_vllm_colocated`.
 """
@@ -26,7 +26,7 @@ def test_a_sleep_frees_all_and_the_next_version_is_proved_after_the_cache_is_bac
     case = Case(TINY)
     case.run(tmp_path, "tests.integration.vllm_sleep_process")
     awake, asleep, with_weights, again = case.answer["free_bytes"]
-    assert asleep - awake > 1 << 30  # keys and values are most of it
+    assert asleep - awake > 1 << 30  # mostly keys and values
     assert asleep - with_weights < 1 << 30
     assert with_weights - again > 1 << 30
     assert case.answer["canary_error"] <= TOLERANCE

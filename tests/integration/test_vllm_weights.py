@@ -1,4 +1,4 @@
-"""Weights that vLLM does not hold to the bit are found and named: packed, fused or tied, on one rank and on two."""
+"""Weights that vLLM does not hold bit for bit are found and named: packed, fused or tied, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_every_defect_is_found_and_its_weight_is_named(answer: dict[str, Any]) -
     assert sum(each.startswith("swapped ") for each in refused) >= len(names) - 2
 
 
-def test_what_does_not_get_to_where_it_is_used_is_found(answer: dict[str, Any]) -> None:
+def test_weights_that_do_not_reach_their_use_are_found(answer: dict[str, Any]) -> None:
     if answer["ranks"] > 1:
-        return  # seen in the worker's own process only
+        return  # visible only in the worker's own process
     refused = answer["refused"]
     kinds = {each.partition(" ")[0] for each in refused}
     assert {"handle", "overwritten", "skipped", "crossed"} <= kinds

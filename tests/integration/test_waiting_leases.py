@@ -1,4 +1,4 @@
-"""Leases whose data calls take longer than `lease_s`: real stores, real lines, the scheduler's own clock of leases."""
+"""Leases whose data calls take longer than `lease_s`, with real stores, real links and the scheduler's lease clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEASE_S, BEAT_S = 0.6, 0.1
 
 
 class Holder:
-    """A service that holds one lease, and the scheduler that hears its heartbeats."""
+    """A service that holds one lease, and the scheduler that receives its heartbeats."""
 
     def __init__(self) -> None:
         log = SimpleNamespace(warning=lambda *_, **__: None)
@@ -42,7 +42,7 @@ class Holder:
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """Meanwhile the lease lives from its heartbeats, or is lost."""
+        """Send heartbeats during the block; the lease is lost if they stop reporting progress."""
 
         async def beat() -> None:
             clock = asyncio.get_running_loop().time

@@ -1,4 +1,4 @@
-"""Reads the versions of tokens from the shards of a run while it goes on: its store goes with it. Judges nothing."""
+"""Reads token versions from the shards of a run while it goes on, because its store ends with it. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.integration.whole_cluster import Cluster
 
 
 class TokenVersions:
-    """`of[task_id, fence]`: versions of the sampled tokens, one array a sequence, of every task that was ever put."""
+    """`of[task_id, fence]`: versions of the sampled tokens of every task ever put, one array per sequence."""
 
     def __init__(self, run: Cluster) -> None:
         self._run = run
@@ -20,7 +20,7 @@ class TokenVersions:
         self.of: dict[tuple[str, int], list[Array]] = {}
 
     def read_to_the_end(self, steps: int) -> None:
-        """Until the run has written its last row; then waits until it is done, well."""
+        """Read until the run has written its last row, then wait for its successful end."""
 
         def ended() -> bool:
             if len(self._run.rows()) >= steps or self._run.process.poll() is not None:
@@ -32,7 +32,7 @@ class TokenVersions:
         assert self._run.end() == 0, self._run.output()
 
     def by_step(self) -> dict[int, list[list[Array]]]:
-        """For every step of the journal the sequences of each of its tasks, as last put."""
+        """Return, for every journaled step, the sequences of each of its tasks as last put."""
         newest = dict(sorted(self.of))
         return {
             step: [self.of[task, newest[task]] for task in tasks if task in newest]

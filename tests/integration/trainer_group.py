@@ -1,4 +1,4 @@
-"""Worker processes of one group, kept alive the way the supervisor does it, for the tests of several ranks."""
+"""Worker processes of one group, restarted as the supervisor does, for tests of several ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ POLL_S = 0.1
 
 
 class WorkerGroup:
-    """Ranks 0 to n-1 of `run`; `keep_alive` starts a rank again when it has ended."""
+    """Ranks 0 to n-1 of `run`; `keep_alive` restarts a rank that has ended."""
 
     def __init__(self, run: RunDir, ranks: int) -> None:
         self._run = run
         self.processes: list[subprocess.Popen[bytes]] = []
         self.restarts = [0] * ranks
         self.statuses: list[list[int]] = [[] for _ in range(ranks)]
-        """What each rank's lives ended with."""
+        """Exit statuses of each rank's lives."""
         for rank in range(ranks):
             self.processes.append(self._start(rank))
 
@@ -43,7 +43,7 @@ class WorkerGroup:
                     self.statuses[rank].append(status)
                     self.restarts[rank] += 1
                     self.processes[rank] = self._start(rank)
-            await asyncio.sleep(POLL_S)  # a supervisor's poll, nothing waits on it
+            await asyncio.sleep(POLL_S)  # the poll of a supervisor; no test waits for it
 
     def kill(self, rank: int) -> None:
         self.processes[rank].kill()
@@ -63,7 +63,7 @@ class WorkerGroup:
 
 @contextmanager
 def group_of(run: RunDir, ranks: int, *overrides: str) -> Iterator[WorkerGroup]:
-    """A store and `ranks` workers; `overrides` are lines of services.policy-trainer."""
+    """Start a store and `ranks` workers; `overrides` are lines of services.policy-trainer."""
     text = run.topology.read_text()
     options = ", ".join([f"workers: {ranks}", *overrides])
     run.topology.write_text(text.replace("services: {", f"services: {{policy-trainer: {{{options}}}, "))
@@ -79,7 +79,7 @@ def group_of(run: RunDir, ranks: int, *overrides: str) -> Iterator[WorkerGroup]:
 
 
 async def driver_of(bench: Bench, layout: Layout, incarnation: int) -> WorkerDispatch:
-    """A driver that has taken all ranks over."""
+    """Return the dispatch of a driver that has taken all ranks over."""
     clients = [bench.client(f"policy-trainer-worker/{rank}") for rank in range(layout.world_size)]
     workers = WorkerDispatch(clients, layout, incarnation)
     await workers.take_over()

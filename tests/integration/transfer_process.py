@@ -1,7 +1,7 @@
 """One end of weight transfers as a process: `python -m tests.integration.transfer_process RUN trainer|ENGINE`.
 
-Reads commands from standard input, one of JSON a line, and prints one line of JSON for each thing that happens. It runs
-what the services run; only the hand that stops or kills it in the midst of a transfer is its own.
+Reads one JSON command per line from standard input and prints one line of JSON per event. It runs the services' code,
+plus a hook that stops or kills it during a transfer.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ NAMES = [*(f"layer.{i}.weight" for i in range(TENSORS)), "scalar", "none"]
 
 
 def made(step: int) -> dict[str, Array]:
-    """48 MiB that no other step has, and every kind of shape that could be forgotten."""
+    """Return 48 MiB of weights unique to `step`, with all kinds of shapes."""
     chance = np.random.default_rng(step)
     weights = {f"layer.{i}.weight": chance.random((ROWS, 4), np.float32) for i in range(TENSORS)}
     return {**weights, "scalar": np.array(step, np.float32), "none": np.zeros((0, 3), np.float32)}
 
 
 def hurt(how: str, after: int) -> None:
-    """In the next transfer, once `after` tensors have passed, this process gets a signal."""
+    """Send this process a signal in the next transfer, once `after` tensors have passed."""
     broadcast = gloo.GlooGroup.broadcast
 
     def passing(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -94,7 +94,7 @@ def client_of(run: RunDir, context: zmq.Context[zmq.Socket[bytes]], service: str
 
 
 def reference(step: int, nbytes: int = 0) -> WeightsRef:
-    digests = [0] * len(NAMES)  # the engine here has no parameters that it could be asked for
+    digests = [0] * len(NAMES)  # the engine here has no parameters to digest
     canary = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0, digests=digests)
     return WeightsRef(
         lineage=1,
@@ -138,7 +138,7 @@ async def trainer(run: RunDir) -> None:
 
 
 class Sampler(ToldEngine):
-    """Takes what is sent between two steps, as vLLM does, and samples without end."""
+    """An engine that samples for ever and receives weights between two steps, as vLLM does."""
 
     ranks = 1
 
@@ -146,7 +146,7 @@ class Sampler(ToldEngine):
         super().__init__()
         self._memory = HostMemory()
         self.longest_s = 0.0
-        """Between two steps."""
+        """Longest time between two steps."""
 
     async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
         await self.set_weights(await self._memory.receive(offer, meeting))
@@ -174,7 +174,7 @@ class Sampler(ToldEngine):
 
 
 class UnderWay:
-    """A block that is sampled while newer weights are announced with every heartbeat."""
+    """A block in progress while newer weights are announced with every heartbeat."""
 
     def __init__(self, transfers: EngineTransfers, data: DataClient) -> None:
         self._engine = Sampler()
@@ -186,14 +186,14 @@ class UnderWay:
         self._work: list[asyncio.Task[None]] = []
 
     async def begin(self, step: int) -> None:
-        """With version `step`, which has come by both ways."""
+        """Begin with version `step`, which has arrived by both routes."""
         for fetch in (self._source.from_store, self._source.fetch):
             await self._sync.load(reference(step), await fetch(reference(step)))
         self._in_flight.begin(step, exact=False)
         self._work = [asyncio.create_task(self._engine.sample()), asyncio.create_task(self._in_flight.run())]
 
     async def go_on(self, newest: int, within_s: float) -> dict[str, Any]:
-        """Once it goes on with `newest`: the longest that it stood still, and by which way that came."""
+        """Wait until the block continues with `newest`; return its longest pause and the route of that version."""
         self._engine.longest_s = 0.0
         async with asyncio.timeout(within_s):
             while self._sync.holds.step != newest or self._engine.is_held:
@@ -232,6 +232,6 @@ async def engine(run: RunDir, instance: int) -> None:
 
 if __name__ == "__main__":
     folder, who = sys.argv[1:]
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # standard output is the test's
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is reserved for the test
     opened = RunDir.open(Path(folder))
     asyncio.run(trainer(opened) if who == "trainer" else engine(opened, int(who)))

@@ -1,4 +1,4 @@
-"""Two hosts on one machine, for tests: network namespaces joined by one line."""
+"""Two hosts on one machine for tests: network namespaces joined by one link."""
 
 from __future__ import annotations
 
@@ -14,64 +14,64 @@ import pytest
 
 STORE_ADDRESS, READER_ADDRESS = "10.203.77.1", "10.203.77.2"
 OWN_MEMORY = 'mount -t tmpfs none /dev/shm && exec "$@"'
-"""`ip netns exec` gives a process mounts of its own; this makes its shared memory its own too."""
+"""`ip netns exec` gives a process its own mount namespace; this gives it its own shared memory too."""
 
 
 def inside(host: str) -> list[str]:
-    """What to put before a command."""
+    """Return the prefix that runs a command on `host`."""
     return ["ip", "netns", "exec", host]
 
 
 def with_own_memory(host: str) -> list[str]:
-    """The same, and it shares no memory with other hosts."""
+    """Return the prefix that runs a command on `host` without memory shared with other hosts."""
     return [*inside(host), "sh", "-c", OWN_MEMORY, "host"]
 
 
 def command(*words: str) -> str:
-    """Run it; returns what it prints."""
+    """Run a command and return its output."""
     return subprocess.run(words, check=True, capture_output=True, timeout=10, text=True).stdout
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two namespaces, joined by one line, in which there may be a switch."""
+    """Two namespaces joined by one link, which may contain a switch."""
 
     store: str
     reader: str
     switch: str = ""
 
     def queue_in_the_switch(self, bytes_per_s: int, queue_bytes: int) -> None:
-        """Towards the reader; what finds the queue full is lost.
+        """Shape the link towards the reader; packets that find the queue full are lost.
 
-        A queue on the store's own host is none: it makes senders wait without a loss, so who came first keeps the line.
+        A queue on the store's host would make senders wait without loss, so the first stream would keep the link.
         """
         shape = f"root tbf rate {8 * bytes_per_s} burst 64kb limit {queue_bytes}"
         command(*inside(self.switch), "tc", "qdisc", "add", "dev", "rlb3", *shape.split())
 
     def use_cubic(self) -> None:
-        """The store's TCP, whatever this machine's is: how streams come to share a line is for TCP to say."""
+        """Let the store's host use TCP CUBIC whatever the machine's default: how streams share a link depends on it."""
         for route in command(*inside(self.store), "ip", "route", "show", "dev", "rlb0").splitlines():
             words = [*route.split(), "dev", "rlb0", "congctl", "cubic"]
             command(*inside(self.store), "ip", "route", "replace", *words)
 
     def firewall(self, action: str, *rule: str) -> None:
-        """On both ends, for what comes in."""
+        """Apply a rule to incoming packets on both ends."""
         for host in (self.store, self.reader):
             command(*inside(host), "iptables", action, "INPUT", *rule)
 
     def lose_packets(self, share: float) -> None:
-        """Of a hundred, `100 * share` do not arrive, at either end."""
+        """Drop the fraction `share` of packets at both ends."""
         self.firewall("-A", "-m", "statistic", "--mode", "random", "--probability", f"{share}", "-j", "DROP")
 
     def lost(self) -> int:
-        """Packets that did not arrive."""
+        """Return the number of packets dropped."""
         listings = [command(*inside(host), "iptables", "-nvxL", "INPUT") for host in (self.store, self.reader)]
         return sum(int(count) for text in listings for count in re.findall(r"^\s*(\d+)\s+\d+\s+DROP", text, re.M))
 
 
 @contextlib.contextmanager
 def two_hosts(*, switched: bool = False) -> Iterator[Hosts]:
-    """Made for one test."""
+    """Create two hosts for one test."""
     for tool in ("ip", "iptables", "tc"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed (apt package {'iptables' if tool == 'iptables' else 'iproute2'})")

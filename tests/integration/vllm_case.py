@@ -1,4 +1,4 @@
-"""What transformers says of a model and of the answers of a vLLM engine. Never imports vLLM, never judges."""
+"""What transformers computes for a model and for the answers of a vLLM engine. Never imports vLLM; asserts nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REFUSED = {
 
 
 class Case:
-    """A model, what the engine answered about it, and the model's versions in transformers."""
+    """A model, the engine's answers about it, and the model's versions in transformers."""
 
     def __init__(self, model: Path) -> None:
         self.model = model
@@ -45,12 +45,12 @@ class Case:
         return {name: perturb(name, values, 1000 + step) for name, values in self.base.items()}
 
     def logprobs(self, weights: dict[str, Array], *sequence: Any, temperature: float) -> Array:
-        """Of (token ids, lengths, mask), by transformers."""
+        """Return the log-probs of `sequence` (token ids, lengths, mask), computed by transformers."""
         with torch.no_grad():
             return to_numpy(token_logprobs(self.loaded(weights), *sequence, temperature, 4096)[0]).copy()
 
     def loaded(self, weights: dict[str, Array]) -> Any:
-        """The model with `weights`."""
+        """Return the model with `weights` loaded."""
         model = load_model(self.model, "float32").eval()
         with torch.no_grad():
             for name, parameter in named_weights(model).items():
@@ -58,7 +58,7 @@ class Case:
         return model
 
     def error(self, name: str, step: int, temperature: float) -> float:
-        """Largest difference between the log-probs in answer `name` and transformers' with version `step`."""
+        """Return the largest difference between the log-probs in answer `name` and transformers' at version `step`."""
         parts = [
             (prompt, each) for prompt, group in zip(self.prompts, self.answer[name], strict=True) for each in group
         ]
@@ -74,10 +74,10 @@ class Case:
         return float(np.abs(theirs - ours).max())
 
     def midway_errors(self, name: str) -> dict[str, float]:
-        """Largest differences of the log-probs in answer `name`, of samples that went from version 1 to version 2, to
+        """Return the largest log-prob differences in answer `name`, whose samples went from version 1 to version 2.
 
-        `before` version 1, of its tokens; `recomputed` version 2 alone, `kept` version 2 with the keys and values of
-        version 1 for what version 1 had read, of the tokens after.
+        `before`: tokens of version 1 against version 1. The tokens after: `recomputed` against version 2 alone, `kept`
+        against version 2 with version 1's keys and values for what version 1 had read.
         """
         old, new = self.loaded(self.version(1)), self.loaded(self.version(2))
         errors = dict.fromkeys(("before", "recomputed", "kept"), 0.0)

@@ -1,5 +1,5 @@
-"""One vLLM engine put through everything its tests judge, in a process of its own. Must never judge anything itself:
-vLLM patches torch, so the expected values are computed by the process that reads the answers.
+"""Runs one vLLM engine through everything that its tests check, in a separate process. It asserts nothing: vLLM patches
+torch, so the process that reads the answers computes the expected values.
 
 `python -m tests.integration.vllm_process MODEL CASE.json ANSWER.json`
 """
@@ -40,14 +40,13 @@ from shared.weights.drill import perturb
 SEED = 7
 TOLERANCE = 1e-4
 HOT = 2.0
-"""The highest temperature that vLLM takes: samples end late."""
+"""The highest temperature that vLLM accepts; it makes samples long."""
 
 
 class AskedLater(threading.Event):
-    """Calls `reached` on the engine's own thread when it is asked for the so-manieth time whether it is set; it
-    never is before `give_up`.
+    """An event that calls `reached` on the engine's thread at a given check of `is_set`, and is set only by `give_up`.
 
-    An engine asks before each step: what `reached` does is done between the same two steps every time.
+    An engine checks before each step, so `reached` is always called between the same two steps.
     """
 
     def __init__(self, asked: int, reached: Callable[[], object]) -> None:
@@ -67,7 +66,7 @@ class AskedLater(threading.Event):
 
 
 class Shown:
-    """Keeps each note that an engine shows."""
+    """Records each note of an engine."""
 
     def __init__(self) -> None:
         self.taken: list[list[list[dict[str, Any]]]] = []
@@ -77,7 +76,7 @@ class Shown:
 
 
 class CancelLater(threading.Event):
-    """Set by being asked often: cancels in the middle of a block, between the same two steps every time."""
+    """An event that is set after a number of checks: cancels a block always between the same two steps."""
 
     def __init__(self, asked: int) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ def plain(groups: list[list[Generation]]) -> list[list[dict[str, Any]]]:
 
 
 async def failure(work: Awaitable[object]) -> str:
-    """`Type: message` of what `work` raised, empty if nothing."""
+    """Return `Type: message` of the exception that `work` raised, or an empty string."""
     try:
         await work
     except (RpcError, WeightsMismatch, GenerationCancelled) as error:
@@ -160,7 +159,7 @@ class Scenario:
     async def _weights(self) -> None:
         engine, answer = self._engine, self._answer
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
-        # First: with the repair left out. The drill itself must find it.
+        # First without the repair: the drill itself must find it.
         repair = vllm_worker.rebuild_tied_heads
         vllm_worker.rebuild_tied_heads = lambda model: 0
         answer["unrepaired"] = await failure(sync.load(*self._version(1)))
@@ -181,7 +180,7 @@ class Scenario:
         answer["names"] = list(self._base)
         await sync.load(*self._version(1))
         await self._generate("first_version", SamplingParams(4, 1.0, 16, 0))
-        # The long prompt's first block, as version 1 read it, is in the prefix cache now.
+        # The prefix cache now holds the long prompt's first block, computed by version 1.
         answer["second_error"] = (await sync.load(*self._version(2))).canary_error
 
     async def _sampling(self) -> None:
@@ -198,7 +197,7 @@ class Scenario:
         self._answer["tokens_per_s"] = tokens / (time.perf_counter() - started)
 
     async def _cut_off(self) -> None:
-        """A block that is given up, and its samples gone on with."""
+        """Give up a block and continue its samples."""
         sampling = SamplingParams(4, 1.0, 16, 0)
         notes = Shown()
         cut = self._engine.generate(self._prompts, sampling, CancelLater(3), notes.watch(every_s=1e9))
@@ -243,7 +242,7 @@ class Scenario:
         answer["last_error"] = float(np.abs(await engine.score(canary.token_ids) - canary.logprobs).max())
 
     async def _updated_midway(self) -> None:
-        """A block that begins under version 1 and goes on under version 2; then one that must know nothing of it."""
+        """Run a block that begins under version 1 and continues under version 2, then one independent of version 1."""
         engine, answer = self._engine, self._answer
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
         await sync.load(*self._version(1))
@@ -257,7 +256,7 @@ class Scenario:
             reached.clear()
             block = engine.generate(self._prompts, SamplingParams(16, HOT, 48, 0), cancel, notes.watch(every_s))
             task = asyncio.create_task(block)
-            task.add_done_callback(lambda _: reached.set())  # it failed: its error comes up below
+            task.add_done_callback(lambda _: reached.set())  # on failure, its error is raised below
             await reached.wait()
             assert not task.done(), task.result()
             return task
@@ -271,7 +270,7 @@ class Scenario:
         answer["midway"] = plain(await task)
         answer["midway_noted"] = notes.taken
         await self._generate("after_midway", SamplingParams(4, 1.0, 16, 0))
-        # Given up after other weights were scored, with which its samples took steps, before anyone called them right.
+        # Given up after steps with other weights that were scored but not yet verified.
         notes, cancel = Shown(), AskedLater(3, hold)
         task = await held(cancel, notes, 1e9)
         answer["pause_began"] = engine.swaps
@@ -283,7 +282,7 @@ class Scenario:
         await engine.resume()
 
     async def _slept(self, computing: list[psutil.Process]) -> None:
-        """Two sleeps, each followed by another version; `computing`: the processes with the weights."""
+        """Sleep twice, each time followed by another version; `computing`: the processes with the weights."""
         engine, answer = self._engine, self._answer
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
         await sync.load(*self._version(1))

@@ -1,4 +1,4 @@
-"""A vLLM engine of two tensor-parallel ranks put through what its test judges, in a process of its own.
+"""Runs a vLLM engine of two tensor-parallel ranks through what its test checks, in a separate process.
 
 `python -m tests.integration.vllm_ranks_process MODEL CASE.json ANSWER.json`
 """
@@ -35,7 +35,7 @@ LEFT = 3
 
 
 def shared_memory(pid: int) -> list[str]:
-    """Paths of the memory that ranks reduce in, as the kernel names them: with ` (deleted)` where the name is gone."""
+    """Return the kernel's paths of the ranks' reduction buffers, with ` (deleted)` where the name is unlinked."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [line[line.index("/dev/shm") :] for line in lines if "/dev/shm/vllm_dist" in line]
 
@@ -86,7 +86,7 @@ class Ranks(Scenario):
         return answer
 
     async def _sent(self) -> None:
-        """Versions that come through vLLM's weight-transfer API: two over one group, and one that breaks off."""
+        """Send versions through vLLM's weight-transfer API: two over one group, and one that breaks off."""
         engine, answer = self._engine, self._answer
         answer["sent_errors"] = []
         with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,7 @@ class Ranks(Scenario):
 
 
 def understood() -> dict[str, Any]:
-    """What vLLM's own engines make of our offers; what they do not know they refuse."""
+    """Return what vLLM's own engines read from our offers; they refuse unknown fields."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
@@ -147,7 +147,7 @@ class Sender:
         self._group: GlooGroup | None = None
 
     async def send(self, engine: VllmEngine, weights: dict[str, Array], leaves_after: int | None = None) -> None:
-        """`leaves_after`: so many tensors."""
+        """Send `weights`; leave after `leaves_after` tensors if given."""
         tensors = {name: to_torch(values) for name, values in weights.items()}
         offer = TransferOffer(communicator=1, number=1, deadline_s=20.0, parameters=described(tensors))
         work = asyncio.get_running_loop().run_in_executor(

@@ -1,4 +1,4 @@
-"""A vLLM engine on a GPU that sleeps between two blocks, in a process of its own. Judges nothing.
+"""Runs a vLLM engine on a GPU that sleeps between two blocks, in a separate process. Asserts nothing.
 
 `python -m tests.integration.vllm_sleep_process MODEL CASE.json ANSWER.json`
 """

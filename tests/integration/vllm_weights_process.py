@@ -1,7 +1,7 @@
-"""A vLLM engine that is given weights with one defect after the other, in a process of its own. Its canary is not
-asked: the digests alone have to find everything. Must never judge the answers.
+"""Gives a vLLM engine weights with one defect after another, in a separate process. The canary is not used: the digests
+alone must find every defect. Asserts nothing.
 
-`python -m tests.integration.vllm_weights_process MODEL DTYPE RANKS EVERY ANSWER.json`       every so-manieth weight
+`python -m tests.integration.vllm_weights_process MODEL DTYPE RANKS EVERY ANSWER.json`    damages every EVERY-th weight
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Scenario:
         self._announced = digests_of({name: to_torch(values) for name, values in self._new.items()})
         answer["names"] = list(self._base)
         began = time.perf_counter()
-        answer["first"] = await self._verdict(self._new)  # with everything that is packed read back
+        answer["first"] = await self._verdict(self._new)  # with all packed weights read back
         answer["first_s"] = time.perf_counter() - began
         await self._each(every)
         if self._ranks == 1:
@@ -75,7 +75,7 @@ class Scenario:
                 refused[f"swapped {name}"] = await self._verdict({**new, name: new[other], other: new[name]})
 
     async def _left_in_the_worker(self) -> None:
-        """What the engine is given is right, and does not get to where it is used."""
+        """Give the engine correct weights that do not reach the place where they are used."""
         new, refused = self._new, self._answer["refused"]
         model = self._model()
         module = model.get_submodule(STALE)
@@ -110,7 +110,7 @@ class Scenario:
         type(model).load_weights = load
 
     def _unpacked(self) -> dict[str, bool]:
-        """Of every packed linear layer: whether products with unit vectors give exactly its fused weights."""
+        """Return whether products with unit vectors give exactly the fused weights, for every packed linear layer."""
         found: dict[str, bool] = {}
         for path, module in self._model().named_modules():
             if getattr(module, "cpu_linear", None) is None:
@@ -131,7 +131,7 @@ class Scenario:
         return await self._judged()
 
     async def _judged(self) -> str:
-        """What `verify` says of the announced version; empty: nothing."""
+        """Return the error of `verify` for the announced version, or an empty string."""
         try:
             await self._engine.verify({}, self._announced)
         except WeightsMismatch as mismatch:
@@ -144,7 +144,7 @@ class Scenario:
 
 def main() -> None:
     model, dtype, ranks, every, answer = sys.argv[1:]
-    load_trace.READ_BACK_FLOP = 10**12  # all of it
+    load_trace.READ_BACK_FLOP = 10**12  # read back all weights
     engine = VllmEngine(
         model=Path(model),
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""A whole run of `launch.cluster` with real services, which a test looks at and hurts while it goes. Judges nothing."""
+"""A whole run of `launch.cluster` with real services that a test observes and disturbs. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass
 class Cluster:
-    """A launcher, its run directory, and until when (monotonic seconds) the test waits for it."""
+    """A launcher, its run directory, and the deadline of the test (monotonic seconds)."""
 
     process: subprocess.Popen[bytes]
     path: Path
@@ -39,9 +39,9 @@ class Cluster:
         return RunDir.open(self.path)
 
     def wait_for(self, what: str, answer: Callable[[], T | None]) -> T:
-        """The first answer that is not None or False; fails once the launcher is gone or time is up."""
+        """Return the first answer that is not None or False; fail once the launcher is gone or time is up."""
         while True:
-            ended = self.process.poll() is not None  # before asking: what it did last is not missed
+            ended = self.process.poll() is not None  # checked first, so that its last action is not missed
             found = answer()
             if found is not None and found is not False:
                 return found
@@ -50,7 +50,7 @@ class Cluster:
             time.sleep(POLL_S)
 
     def end(self) -> int:
-        """Its exit status, once it is done."""
+        """Wait for the end and return the exit status."""
         return self.wait_for("end of the run", lambda: None if self.process.poll() is None else (self.process.poll(),))[
             0
         ]
@@ -59,7 +59,7 @@ class Cluster:
         return (self.path / "cluster.out").read_text()[-3000:]
 
     def rows(self) -> list[dict[str, float]]:
-        """metrics.jsonl as far as it is written, training steps only."""
+        """Return the training rows of metrics.jsonl written so far."""
         if not (self.path / "metrics.jsonl").exists():
             return []
         text = (self.path / "metrics.jsonl").read_text()
@@ -67,18 +67,18 @@ class Cluster:
         return [row for row in rows if row["step"] > 0]
 
     def journaled_steps(self) -> dict[int, tuple[str, list[str]]]:
-        """State and task ids of every step in the scheduler's journal."""
+        """Return the state and task ids of every step in the scheduler's journal."""
         with contextlib.closing(sqlite3.connect(f"file:{self.run.journal}?mode=ro", uri=True)) as journal:
             found = journal.execute("SELECT step, state, task_ids FROM steps").fetchall()
         return {step: (state, json.loads(ids)) for step, state, ids in found}
 
     def status(self) -> dict[str, Any]:
-        """What `ctl status --json` says; {} while nobody answers."""
+        """Return the output of `ctl status --json`, or {} while the run does not answer."""
         done = ctl(self.path, "status", "--json")
         return json.loads(done.stdout) if done.returncode == 0 else {}
 
     def pid(self, service: str) -> int | None:
-        """Of instance 0 of a service that is READY, else None."""
+        """Return the pid of instance 0 of a service, or None unless it is READY."""
         for row in self.status().get("services", []):
             if row["service"] == service and row["state"] == "READY":
                 return int(row["pid"])
@@ -88,7 +88,7 @@ class Cluster:
         return [json.loads(line) for line in self.run.log_file(service, 0).read_text().splitlines()]
 
     def newest_weights(self) -> Path:
-        """The file with the newest version in the store's shared memory."""
+        """Return the file with the newest version in the store's shared memory."""
         found: dict[int, Path] = {}
         for file in self.run.shm.glob("*/*"):
             with contextlib.suppress(FileNotFoundError, blockfile.WireError):
@@ -100,14 +100,14 @@ class Cluster:
 
 
 def first_matrix(file: Path) -> tuple[int, Array]:
-    """Offset and values of the first parameter with two dimensions in a file of weights."""
+    """Return offset and values of the first two-dimensional parameter in a file of weights."""
     data = file.read_bytes()
     shard = next(each for each in blockfile.parse(data, len(data)).shards(0) if len(each.shape) == 2)
     return shard.offset, np.frombuffer(data, np.float32, shard.nbytes // 4, shard.offset).copy()
 
 
 def overwrite(file: Path, offset: int, values: Array) -> None:
-    """Put `values` into a file that others have mapped, without a new inode."""
+    """Write `values` into a file that other processes have mapped, without a new inode."""
     with file.open("r+b") as stream:
         stream.seek(offset)
         stream.write(values.tobytes())
@@ -123,9 +123,9 @@ def cluster(
     launcher: str = "launch.cluster",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Cluster]:
-    """Runs `topology`, or goes on with the run that `folder` holds; whatever is left at the end is killed.
+    """Run `topology`, or resume the run in `folder`; kill all remaining processes at the end.
 
-    `launcher`: the module that launches it; `environment`: beyond this process's.
+    `launcher`: the module that launches it; `environment`: variables added to this process's.
     """
     path = folder / "run"
     path.mkdir(parents=True, exist_ok=resume)

@@ -1,8 +1,8 @@
-"""Puts each defect of the list into a copy of the tree and runs the test that must find it.
+"""Applies each listed defect to a copy of the tree and runs the test that must find it.
 
-`python -m tests.mutants [WORD...]`: only those whose name or file contains one of the words. The exit status is 1 when
-a mutant survives, does not apply, or its test fails without it. The working tree is never changed. JOBS copies of it
-are used at the same time.
+`python -m tests.mutants [WORD...]` runs only those whose name or file contains one of the words. The exit status is 1
+when a mutant survives, does not apply, or its test fails without it. JOBS copies of the working tree are used
+concurrently; the tree itself is never changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _versions = itertools.count(1_000_000_000)
 
 
 def copy_tree(target: Path) -> None:
-    """Copy what git tracks or would track, as it stands in the working tree."""
+    """Copy the files of the working tree that git tracks or would track."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, names.split("\0")):
@@ -45,17 +45,17 @@ def copy_tree(target: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a source file under a time of change of its own: cached byte code never stands for another version."""
+    """Write a source file with a unique modification time, so that cached bytecode of another version is not used."""
     path.write_text(text)
     now = next(_versions)
     os.utime(path, (now, now))
 
 
 def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Exit status and output of pytest over these tests of a tree."""
+    """Return exit status and output of pytest for these tests of a tree."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-rN", "-p", "no:cacheprovider"]
     command += [f"--timeout={LIMIT_S}", "--hypothesis-profile=mutants"]
-    # CI: the same examples in each run, and what cannot run here fails without the mutation too
+    # CI: the same examples in each run; a test that cannot run here fails without the mutation too
     done = subprocess.run(
         [*command, *tests],
         cwd=tree,
@@ -70,12 +70,12 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 
 def is_there(tree: Path, mutation: Mutation) -> bool:
-    """Whether the file of its test exists."""
+    """Return whether the file of the mutation's test exists."""
     return (tree / mutation.test.partition("::")[0]).exists()
 
 
 def judge(tree: Path, mutation: Mutation) -> tuple[bool, str]:
-    """Whether the mutant is killed, and what is printed for it. The tree is as before afterwards."""
+    """Return whether the mutant is killed, and the line to print for it. The tree is restored afterwards."""
     path = tree / mutation.file
     before = path.read_text()
     if not is_there(tree, mutation):

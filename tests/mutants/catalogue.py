@@ -1,4 +1,4 @@
-"""All mutations, each under the name of what its code would do wrong."""
+"""All mutations."""
 
 from __future__ import annotations
 

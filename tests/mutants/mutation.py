@@ -1,4 +1,4 @@
-"""A mutation: one defect that could be put into the code, and the test that must find it. No list of them, no I/O."""
+"""A mutation: one possible defect of the code and the test that must find it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """`name` says what the changed code would do wrong.
+    """`name` says what the changed code does wrong.
 
     `file` is relative to the repository; `old` occurs in it exactly once and is replaced by `new`. `test` is the node
-    id that must fail then (pass without the change).
+    id of a test that fails with the change and passes without it.
     """
 
     name: str
@@ -20,7 +20,7 @@ class Mutation:
     test: str
 
     def apply(self, text: str) -> str:
-        """The changed text of the file. Raises ValueError when `old` does not occur exactly once."""
+        """Return the changed text of the file. Raises ValueError if `old` does not occur exactly once."""
         found = text.count(self.old)
         if found != 1:
             raise ValueError(f"{self.file}: {self.old!r} occurs {found} times, not once: {self.name}")

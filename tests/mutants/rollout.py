@@ -1,4 +1,4 @@
-"""Defects of rollout and of weight syncs: what is sampled with what, and what is proved of it."""
+"""Defects of rollout and weight syncs: versions, verification of weights, and samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARDS = "tests/unit/rollout/test_assemble.py::test_shards_are_ragged_and_mark_w
 
 ROLLOUT = [
     Mutation(
-        "the drill counts before it is proved",
+        "the drill counts before it is verified",
         SYNC,
         "        error = await self._prove(ref.drill, ref.drill.tolerance",
         "        self._drilled.add(loaded.entry)\n        error = await self._prove(ref.drill, ref.drill.tolerance",
@@ -36,7 +36,7 @@ ROLLOUT = [
         f"{WEIGHTS}::test_an_engine_with_the_right_weights_and_a_wrong_computation_fails_the_canary",
     ),
     Mutation(
-        "what the engine holds is not compared with what it was given",
+        "the engine's weights are not compared with those it was given",
         SYNC,
         "            await self._engine.verify(loaded.given, announced)\n",
         "            pass\n",
@@ -50,21 +50,21 @@ ROLLOUT = [
         f"{WEIGHTS}::test_the_production_tolerances",
     ),
     Mutation(
-        "a canary that is no number passes",
+        "a canary that is NaN passes",
         SYNC,
         "        if not error <= tolerance:",
         "        if error > tolerance:",
         f"{WEIGHTS}::test_a_nan_in_the_trainers_canary_is_a_mismatch",
     ),
     Mutation(
-        "an engine that is behind its lease samples with what it has",
+        "an engine behind its lease samples with its old version",
         SYNC,
         "return held != wanted if exact else held < wanted",
         "return held != wanted if exact else False",
         f"{WEIGHTS}::test_an_engine_loads_what_is_newer_or_exactly_asked_for",
     ),
     Mutation(
-        "an engine that is ahead of an exact lease samples with what it has",
+        "an engine ahead of an exact lease samples with its newer version",
         SYNC,
         "return held != wanted if exact else held < wanted",
         "return held < wanted",
@@ -85,14 +85,14 @@ ROLLOUT = [
         f"{WEIGHTS}::test_a_parameter_of_another_shape_is_named",
     ),
     Mutation(
-        "a token of weights that nobody has proved gets a version",
+        "a token of unverified weights gets a version",
         "services/rollout/versions.py",
         "if (known[at] != swaps).any():",
         "if False:",
         f"{VERSIONS}::test_weights_that_fail_verification_sample_no_token",
     ),
     Mutation(
-        "the drill leaves parameters of zeros as they are",
+        "the drill does not change parameters that are zero",
         "shared/weights/drill.py",
         "RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE",
         "RELATIVE_SCALE * mean",
@@ -113,7 +113,7 @@ ROLLOUT = [
         SHARDS,
     ),
     Mutation(
-        "log-probs belong to the token before",
+        "log-probs are attributed to the previous token",
         TRAJECTORY,
         "logprobs[before:] = answer.logprobs",
         "logprobs[before - 1 : -1] = answer.logprobs",

@@ -30,7 +30,7 @@ SCHEDULER = [
         f"{UNIT}::test_a_result_of_an_earlier_incarnation_of_the_holder_is_refused",
     ),
     Mutation(
-        "a completion is accepted for a stage that its lease is not of",
+        "a completion is accepted for a stage other than its lease's",
         COMPLETING,
         " or lease.stage != stage:",
         ":",
@@ -65,7 +65,7 @@ SCHEDULER = [
         f"{UNIT}::test_one_surviving_sample_drops_a_train_task",
     ),
     Mutation(
-        "the next attempt of a task has the fence of the one before",
+        "the next attempt of a task keeps the previous fence",
         "services/scheduler/tasks.py",
         "task.fence += 1",
         "task.fence += 0",
@@ -135,14 +135,14 @@ SCHEDULER = [
         f"{UNIT}::test_a_commit_is_carried_out_once",
     ),
     Mutation(
-        "a step that is asked for again gets other tasks",
+        "a step that is requested again gets other tasks",
         STEPPING,
         "if step > run.batched_step:\n        if step",
         "if step >= run.batched_step:\n        if step",
         f"{UNIT}::test_asking_for_a_batch_again_gives_the_same_and_out_of_order_is_a_conflict",
     ),
     Mutation(
-        "a driver that was replaced is obeyed",
+        "a replaced driver is obeyed",
         STEPPING,
         "if driver != run.driver:",
         "if False:",
@@ -184,14 +184,14 @@ SCHEDULER = [
         f"{STORES}::test_a_task_is_admitted_when_every_store_could_hold_it",
     ),
     Mutation(
-        "what changes the state is not journaled",
+        "a change of the state is not journaled",
         "services/scheduler/state.py",
         "self._answer(asked, self._durable(request) or Ack())",
         "self._answer(asked, self.run.apply(request) or Ack())",
         f"{UNIT}::test_replay_gives_the_same_state",
     ),
     Mutation(
-        "a row leaves before the evaluation of its version",
+        "a row is written before the evaluation of its version",
         EVALUATIONS,
         " and evaluated(run, run.next_row) is not None:",
         ":",
@@ -205,7 +205,7 @@ SCHEDULER = [
         "tests/unit/scheduler/test_refusals.py::test_an_existing_row_is_not_written_again",
     ),
     Mutation(
-        "an answer leaves before what it says is in the journal",
+        "a reply is sent before its decision is in the journal",
         "services/scheduler/server.py",
         """\
             self._journal.commit()

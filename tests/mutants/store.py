@@ -1,4 +1,4 @@
-"""Defects of the batch store and of what its readers check."""
+"""Defects of the batch store and of its readers' checks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ STORE = [
         except OSError as error:
             self.log.error("tombstones not written", error=str(error))
 """,
-        f"{KILLED}::test_what_was_being_cleared_when_the_store_died_stays_collected",
+        f"{KILLED}::test_a_clear_interrupted_by_the_stores_death_stays_in_effect",
     ),
     Mutation(
         "a restarted store forgets its tombstones",
         SERVER,
         "self.index.recall(files.tombstones())",
         "files.tombstones()",
-        f"{KILLED}::test_what_was_being_cleared_when_the_store_died_stays_collected",
+        f"{KILLED}::test_a_clear_interrupted_by_the_stores_death_stays_in_effect",
     ),
     Mutation(
         "recovery ignores tombstones",
@@ -47,7 +47,7 @@ STORE = [
         f"{UNIT}::test_recovery_of_a_file_skips_the_tasks_that_were_cleared",
     ),
     Mutation(
-        "recovery brings back what was cleared",
+        "recovery restores cleared shards",
         STATE,
         "            if self.tombstones.get(task_id, -1) < fence\n",
         "",
@@ -103,7 +103,7 @@ STORE = [
         PROPERTY,
     ),
     Mutation(
-        "a file that somebody maps is no longer counted",
+        "a file that is still mapped is no longer counted",
         "services/batch_store/room.py",
         "        self.zombie_bytes += held_bytes(nbytes)\n        if lend",
         "        self.used[place] -= held_bytes(nbytes)\n        if lend",
@@ -117,42 +117,42 @@ STORE = [
         PROPERTY,
     ),
     Mutation(
-        "a reader takes a row whose checksum is wrong",
+        "a reader accepts a row with a wrong checksum",
         "shared/dataplane/stream_arrival.py",
         "if found != checksums[mine]:",
         "if False:",
         f"{WIRE}::test_one_wrong_bit_anywhere_is_found",
     ),
     Mutation(
-        "a reader takes a large row whose checksum is wrong",
+        "a reader accepts a large row with a wrong checksum",
         "shared/dataplane/stream_arrival.py",
         "if self._partial.intdigest() != checksum:",
         "if False:",
         f"{WIRE}::test_one_wrong_bit_anywhere_is_found",
     ),
     Mutation(
-        "a reader takes shards of other tasks than it asked for",
+        "a reader accepts shards of tasks that it did not request",
         "shared/dataplane/stream_arrival.py",
         "            self._check_content(table)\n",
         "",
         f"{WIRE}::test_stream_of_other_shards_than_requested_is_refused",
     ),
     Mutation(
-        "nonces are used again: the counter of a line stands still",
+        "nonces are reused: a connection's counter does not advance",
         "shared/dataplane/bulk_seal.py",
         "        self._counter += 1\n",
         "        self._counter = 1\n",
         f"{WIRE}::test_sealed_messages_open_in_order_and_never_share_a_nonce",
     ),
     Mutation(
-        "a bulk message opens with another head than it was sealed with",
+        "a bulk message decrypts with a head other than its own",
         "shared/dataplane/bulk_seal.py",
         "            self._cipher.decrypt_into(self._nonce(into), sealed, associated, into)\n",
         "            self._cipher.decrypt_into(self._nonce(into), sealed, associated[:8], into)\n",
         f"{WIRE}::test_sealed_messages_open_in_order_and_never_share_a_nonce",
     ),
     Mutation(
-        "both directions of a line share their keys",
+        "both directions of a connection share their keys",
         "shared/dataplane/bulk_seal.py",
         'b"rlbus bulk " + direction',
         'b"rlbus bulk "',

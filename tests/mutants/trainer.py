@@ -1,4 +1,4 @@
-"""Defects of the trainer: weights of tokens, losses, gradients over ranks, updates, checkpoints, the driver."""
+"""Defects of the trainer: token weights, losses, gradients over ranks, updates, checkpoints, the driver."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TRAINER = [
         "tests/unit/shared/test_model_tree.py::test_every_masked_token_is_predicted_from_exactly_its_prefix",
     ),
     Mutation(
-        "a token is scored that the mask leaves out",
+        "a masked token is scored",
         "shared/model/tree.py",
         "mask = np.asarray(loss_mask) != 0",
         "mask = np.arange(len(tokens)) != 0 if np.any(loss_mask) else np.asarray(loss_mask) != 0",
@@ -104,7 +104,7 @@ TRAINER = [
         f"{GRADIENTS}::test_gradients_equal_those_of_one_process_and_one_micro_batch[cp2]",
     ),
     Mutation(
-        "a micro-batch's gradient takes the place of those before it",
+        "a micro-batch's gradient replaces the previous ones",
         f"{WORKER}/backend_torch.py",
         "            total.backward()",
         "            self.drop_gradients()\n            total.backward()",
@@ -146,7 +146,7 @@ TRAINER = [
         "tests/integration/test_trainer_group.py::test_offload_between_gradient_and_update_changes_no_bit",
     ),
     Mutation(
-        "a call of an older driver is carried out",
+        "a call of an older driver is executed",
         f"{WORKER}/call_queue.py",
         "if request.driver != self.driver:",
         "if False:",
@@ -167,7 +167,7 @@ TRAINER = [
         f"{STATE}::test_a_damaged_checkpoint_is_refused_in_one_line",
     ),
     Mutation(
-        "the last checkpoint goes before the new one is whole",
+        "the last checkpoint is deleted before the new one is whole",
         f"{WORKER}/checkpoint.py",
         "_exchange(partial, target)  #",
         "(shutil.rmtree(target), partial.rename(target))  #",

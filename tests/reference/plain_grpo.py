@@ -1,11 +1,11 @@
-"""GRPO in one process and one file: the run that the cluster's curve and speed are compared with. Must never
-import the product's trainer, rollout or losses: written a second time, a shared mistake cannot hide.
+"""GRPO in one process and one file: the run that the cluster's curve and speed are compared with. It must never
+import the product's trainer, rollout or losses: an independent implementation reveals their mistakes.
 
     python -m tests.reference.plain_grpo --steps 200 --threads 1
 
-Prints one JSON object a step. 64 tasks x 8 samples, one update a step; model, data, reward and numbers are
-those of the quickstart topology. With `--staleness 1` an update learns from samples that the weights before the
-last update made (the first two updates both from the initial weights).
+Prints one JSON object per step. A step has 64 tasks x 8 samples and one update; model, data, reward and numbers are
+those of the quickstart topology. With `--staleness 1` an update learns from samples of the weights before the last
+update (the first two updates both from the initial weights).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Samples:
 
 @torch.no_grad()
 def sample(model: Any, prompt_BP: torch.Tensor, *, temperature: float, eos: int) -> Samples:
-    """Continues equally long prompts up to MAX_NEW_TOKENS; temperature 0 takes the likeliest token."""
+    """Continue equally long prompts up to MAX_NEW_TOKENS; temperature 0 takes the likeliest token."""
     output = model(input_ids=prompt_BP, use_cache=True, logits_to_keep=1)
     running_B1 = torch.ones(len(prompt_BP), 1)
     ids, logprobs, mask = [], [], []
@@ -62,16 +62,16 @@ def sample(model: Any, prompt_BP: torch.Tensor, *, temperature: float, eos: int)
 
 
 def score(model: Any, samples: Samples) -> torch.Tensor:
-    """Log-probs [B, T] of the sampled tokens at logits / temperature; meaningless where the mask is 0."""
+    """Return log-probs [B, T] of the sampled tokens at logits / temperature; undefined where the mask is 0."""
     tokens = samples.ids_BT.shape[1]
-    # No attention mask: what follows the end of a sequence is on its right, where causal attention is blind.
+    # No attention mask is needed: causal attention does not see the tokens after the end of a sequence.
     ids = torch.cat([samples.prompt_BP, samples.ids_BT], dim=1)[:, :-1]
     logits_BTV = model(input_ids=ids, logits_to_keep=tokens, use_cache=False).logits.float() / TEMPERATURE
     return logits_BTV.log_softmax(-1).gather(2, samples.ids_BT[:, :, None]).squeeze(2)
 
 
 def grpo_advantages(reward_B: torch.Tensor) -> torch.Tensor:
-    """(reward - group mean) / (group std + epsilon): DeepSeekMath (arXiv 2402.03300), section 4.1.2."""
+    """Return (reward - group mean) / (group std + epsilon): DeepSeekMath (arXiv 2402.03300), section 4.1.2."""
     reward_NG = reward_B.view(-1, GROUP_SIZE)
     deviation_NG = reward_NG - reward_NG.mean(1, keepdim=True)
     return (deviation_NG / (reward_NG.std(1, keepdim=True) + STD_EPSILON)).flatten()
@@ -80,7 +80,7 @@ def grpo_advantages(reward_B: torch.Tensor) -> torch.Tensor:
 def grpo_loss(
     cur_BT: torch.Tensor, samples: Samples, reference_BT: torch.Tensor, advantage_B: torch.Tensor
 ) -> torch.Tensor:
-    """Clipped objective against the rollout's log-probs plus k3 to the reference, a mean over all tokens."""
+    """Return the clipped objective against the rollout's log-probs plus k3 to the reference, a mean over all tokens."""
     ratio_BT = (cur_BT - samples.logprobs_BT).exp()
     advantage_B1 = advantage_B[:, None]
     gain_BT = torch.minimum(ratio_BT * advantage_B1, ratio_BT.clamp(1 - CLIP, 1 + CLIP) * advantage_B1)
@@ -90,7 +90,7 @@ def grpo_loss(
 
 
 def rewards(samples: Samples, answers: list[str], tokenizer: Any) -> torch.Tensor:
-    """1 where the text before the end is exactly the answer, else 0."""
+    """Return 1 where the text before the end is exactly the answer, else 0."""
     ids = [
         [i for i, kept in zip(row, mask, strict=True) if kept]
         for row, mask in zip(samples.ids_BT.tolist(), samples.mask_BT.tolist(), strict=True)
@@ -131,7 +131,7 @@ def main() -> None:
 
     for step in range(1, args.steps + 1):
         started = time.perf_counter()
-        first = (step - 1) * TASKS_PER_STEP  # the source is shuffled already
+        first = (step - 1) * TASKS_PER_STEP  # the source is already shuffled
         rows = [train.row(index % len(train)) for index in range(first, first + TASKS_PER_STEP)]
         prompt_BP = prompts(tokenizer, rows).repeat_interleave(GROUP_SIZE, 0)
         samples = sample(engine, prompt_BP, temperature=TEMPERATURE, eos=tokenizer.eos_token_id)

@@ -1,11 +1,11 @@
-"""What Ray's object store and TransferQueue's SimpleStorage do with the data of `tests.bench.bench_data`, from a fresh
-start of each; prints one JSON line.
+"""Measures newly started Ray object stores and TransferQueue SimpleStorages on the data of `tests.bench.bench_data`.
+Prints one JSON line.
 
     .venv-data/bin/python tests/bench/peers/data_peers.py ray|transfer-queue [--settings '{"threads": 2}'] [--rounds N]
 
-Runs in an environment of its own (`make peers-data`, lock beside this file). The work is `tasks` tasks of `keys`
-float32 tensors of `length`, put, got back, and every byte read (xxh3, as there). The first round is the first use of a
-fresh store. `SETTINGS` holds what can be set; the sweep in data_sweep.json says which are fastest.
+Runs in its own environment (`make peers-data`, lock beside this file). The work is `tasks` tasks of `keys` float32
+tensors of `length`, which are put, fetched, and hashed as in `bench_data` (xxh3). The first round is the first use of a
+fresh store. `SETTINGS` holds the defaults; data_sweep.json records which settings are fastest.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import psutil
 from xxhash import xxh3_64_intdigest as digest
 
 BLOCK_TASKS = 64
-"""Tasks of a block, as many as `bench_data` puts at once."""
+"""Tasks per block, as many as `bench_data` puts at once."""
 SETTINGS: dict[str, dict[str, Any]] = {
-    "ray": {"threads": 2},  # that put blocks: two are under way, as with rlbus
+    "ray": {"threads": 2},  # threads that put blocks: two at a time, as with rlbus
     "transfer-queue": {"threads": 8, "io_threads": 8, "units": 2, "blocks": False},  # its defaults
 }
 QUIET_S, QUIET_CORES, SETTLE_S = 1.0, 0.05, 60.0
@@ -35,11 +35,11 @@ Round = dict[str, float]
 
 
 def settle() -> None:
-    """Wait until the processes that Ray started have done their imports. Raises SystemExit after SETTLE_S."""
+    """Wait until the processes that Ray started have finished their imports. Raises SystemExit after SETTLE_S."""
     until = time.monotonic() + SETTLE_S
     before = _children_cpu_s()
     while time.monotonic() < until:
-        time.sleep(QUIET_S)  # the interval over which their CPU time is looked at
+        time.sleep(QUIET_S)  # the interval over which their CPU time is measured
         now = _children_cpu_s()
         if now - before < QUIET_CORES * QUIET_S:
             return
@@ -65,7 +65,7 @@ def measure(
     sums: list[int],
     rounds: int,
 ) -> list[Round]:
-    """Seconds of `put(round)` and of `got_back(round)`, which reads every byte and returns the digests."""
+    """Return the seconds of `put(round)` and of `got_back(round)`, which reads every byte and returns the digests."""
     results = []
     for number in range(rounds):
         began = time.perf_counter()
@@ -81,7 +81,7 @@ def measure(
 
 
 def ray_store(arrays: dict[str, np.ndarray], settings: dict[str, Any], rounds: int) -> list[Round]:
-    """One object a block of tasks (a list of dicts of their tensors), put by `threads` threads."""
+    """Measure Ray with one object per block of tasks (a list of dicts of tensors), put by `threads` threads."""
     import ray
 
     tasks = len(next(iter(arrays.values())))
@@ -100,7 +100,7 @@ def ray_store(arrays: dict[str, np.ndarray], settings: dict[str, Any], rounds: i
 
 
 def transfer_queue(arrays: dict[str, np.ndarray], settings: dict[str, Any], rounds: int) -> list[Round]:
-    """`kv_batch_put` of all tasks at once, as its own performance test does, or of a block at a time."""
+    """Measure `kv_batch_put` of all tasks at once, as its own performance test does, or of one block at a time."""
     import torch
     import transfer_queue as tq
     from omegaconf import OmegaConf
@@ -127,7 +127,7 @@ def transfer_queue(arrays: dict[str, np.ndarray], settings: dict[str, Any], roun
         found = []
         for first in starts:
             back = tq.kv_batch_get(keys=names(number, first), partition_id="bench")
-            # fields come back as nested tensors, taken apart once: back[key][task] takes all of it apart each time
+            # fields come back as nested tensors; unbind once, because back[key][task] unbinds everything each time
             found += [digest(row.numpy()) for key in arrays for row in back[key].unbind()]
         return found
 
@@ -162,7 +162,7 @@ def main() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cores = len(os.sched_getaffinity(0))
     if options.system == "transfer-queue":
-        # read when the package is imported, by its storage units too: they inherit the environment
+        # read at import, also by the package's storage units, which inherit the environment
         os.environ["TQ_NUM_THREADS"] = str(settings["threads"])
         os.environ["TQ_CLIENT_ZMQ_IO_THREADS"] = str(settings["io_threads"])
         cores = max(cores, settings["units"] + 1)  # its controller and each unit ask Ray for one

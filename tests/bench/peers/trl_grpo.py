@@ -1,5 +1,5 @@
 """TRL's GRPOTrainer on the quickstart's task: the peer in `tests.bench.against_trl`. It runs in `.venv-trl` (see
-trl.txt), so it must never import the product.
+trl.txt), so it cannot import the product.
 
     .venv-trl/bin/python tests/bench/peers/trl_grpo.py --rows train.jsonl --model launch/topologies/models/tiny-qwen3
 
@@ -16,8 +16,8 @@ beside the standard deviation; no evaluation, checkpoint or metrics file; the qu
 
 Set for speed: no gradient checkpointing (TRL's default is on), fused AdamW, no logging. `--threads`, `--micro-batch`
 and `--generation-batch` come from a recorded sweep (trl_sweep.json). A generation batch of up to one step's samples is
-on policy, and TRL then computes no log-probs of the old policy. One of two steps' samples is TRL's form of staleness 1:
-every second update learns from samples of the weights before the last update, and TRL scores them once more.
+on policy, and TRL then computes no log-probs of the old policy. A batch of two steps' samples is TRL's form of
+staleness 1: every second update learns from samples of the weights before the last update, and TRL scores them again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LEARNING_RATE, CLIP_NORM = 3e-4, 1.0
 
 
 class Clock(TrainerCallback):
-    """When each step ended, in seconds of `time.perf_counter`; entry 0 is the beginning of training."""
+    """Records when each step ended, in seconds of `time.perf_counter`; entry 0 is the beginning of training."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -57,7 +57,7 @@ class Clock(TrainerCallback):
 
 
 class ExactMatch:
-    """1.0 where the completion is exactly the answer; it also keeps the means of each call, a generation batch."""
+    """Rewards 1.0 where the completion is exactly the answer; records the means of each call (a generation batch)."""
 
     __name__ = "exact_match"
 

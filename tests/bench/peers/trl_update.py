@@ -3,8 +3,8 @@ loss (log-probs with a gradient, entropies, clipped objective) and the backward 
 
     .venv-trl/bin/python tests/bench/peers/trl_update.py --model DIR --batch batch.json
 
-Runs in `.venv-trl` (see trl.txt), so it must never import the product. Prints one JSON line; times are CPU
-seconds, as in `train_parts`, so that other work on the machine does not count.
+Runs in `.venv-trl` (see trl.txt), so it cannot import the product. Prints one JSON line; times are CPU seconds, as in
+`train_parts`, so that other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _inputs(prompts: list[list[int]], completions: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Prompts padded on the left, completions on the right, as the trainer's own generation leaves them."""
+    """Return prompts padded on the left and completions padded on the right, as the trainer's own generation does."""
     width, longest = max(map(len, prompts)), max(map(len, completions))
     prompt_ids = [[0] * (width - len(each)) + each for each in prompts]
     prompt_mask = [[0] * (width - len(each)) + [1] * len(each) for each in prompts]

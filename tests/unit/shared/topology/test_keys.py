@@ -272,8 +272,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.rollout.transfer_s": (
         ROLLOUT,
         "settings.transfer_s",
-        "integration/test_transfer.py::"
-        "test_an_engine_that_stops_in_the_midst_is_given_up_at_the_deadline_and_comes_back_anew",
+        "integration/test_transfer.py::test_an_engine_that_stops_midway_is_given_up_at_the_deadline_and_can_return",
     ),
     "services.rollout.engine_args": (
         "services/rollout/engines/__init__.py",
