@@ -58,8 +58,8 @@ class Watch:
         for process in processes:
             try:
                 found[process.pid] = process.memory_info().rss
-                if process.pid not in self.names:
-                    self.names[process.pid] = name_of(process.cmdline())
+                if command := process.cmdline():  # a child has its parent's until it executes its program
+                    self.names[process.pid] = name_of(command)
             except psutil.NoSuchProcess:
                 continue
         self.looks.append((len(arrivals), found))
