@@ -1,4 +1,4 @@
-"""Reads the logs in a run directory and formats them for people. Never writes there."""
+"""Reads the logs in a run directory and formats them for people. It never writes there."""
 
 from __future__ import annotations
 

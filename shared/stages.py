@@ -13,7 +13,7 @@ Shards of one task (S sequences, T tokens in total, prompt included; ragged, nev
 | rollout_logprobs | float32 [T] | the engine's log-prob of each sampled token at the sampling temperature, else 0 |
 | versions | int32 [T] | policy version that sampled the token, else -1 |
 | ref_logprobs | float32 [T] | the reference's log-prob from logits / temperature where loss_mask is 1, else 0 |
-| prox_logprobs:<call> | float32 [T] | likewise, the trainer's log-prob at the start of the step |
+| prox_logprobs:<call> | float32 [T] | the trainer's log-prob at the start of the step, defined like ref_logprobs |
 
 `<call>` is the driver's incarnation (hexadecimal), `-` and the number of its `Forward`. A replayed step may give other
 bits (other weights, another number of ranks), while a shard never changes, hence the new name. It is a revision

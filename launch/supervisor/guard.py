@@ -25,7 +25,7 @@ class Left(NamedTuple):
 
     descriptor: int
     limit_s: float
-    """Seconds that it has to end by itself, as announced by the supervisor."""
+    """Seconds that the process has to end after SIGTERM, as announced by the supervisor."""
 
 
 def watch(lines: Iterable[str]) -> dict[int, Left]:
@@ -44,7 +44,7 @@ def watch(lines: Iterable[str]) -> dict[int, Left]:
 
 
 def end(left: dict[int, Left]) -> None:
-    """Send SIGTERM to all, and SIGKILL to those alive when their limit is over. Return when all are gone."""
+    """Send SIGTERM to all, and SIGKILL to those alive when their limit is over. Return when all have ended."""
     begun = time.monotonic()
     _signal(left.values(), signal.SIGTERM)
     for limit_s in sorted({each.limit_s for each in left.values()}):

@@ -2,7 +2,7 @@
 
 A reader has one connection, its line, and opens streams on it. It receives the ranges that it requested, in that order,
 and nothing else. Readers take turns, one range per turn: a stalled reader holds one range and its requests, at most
-`READER_BYTES`, and delays nobody. A stream lasts until its last byte is sent, its reader closes it or its line ends.
+`READER_BYTES`, and delays no other. A stream lasts until its last byte is sent, its reader closes it or its line ends.
 """
 
 from __future__ import annotations

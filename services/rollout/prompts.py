@@ -124,7 +124,7 @@ class PromptBuilder:
     def _after_an_answer(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         """Return what the template writes for `messages` after an answer, including the answer's end."""
         # The messages are rendered after a stand-in conversation, because templates that rewrite earlier answers
-        # (dropping their reasoning) would give other tokens than those that were sampled. The stand-in answer must
+        # (dropping their reasoning) would change the tokens that were sampled. The stand-in answer must
         # occur exactly once, but tools and messages may contain digits, too. It has each digit once, so that no two
         # occurrences can overlap.
         for digits in itertools.islice(itertools.permutations(_DIGITS), _STAND_INS):

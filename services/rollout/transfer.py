@@ -38,9 +38,9 @@ class Receiver(Protocol[R]):
         """Number of processes that join."""
 
     async def receive(self, offer: TransferOffer, meeting: Path) -> R:
-        """Receive all of `offer`. Joins its communicator first (gloo: at `meeting`) if it differs from the last one.
+        """Receive all of `offer`. Join its communicator first (gloo: at `meeting`) if it differs from the last one.
 
-        Ends by itself at the offer's deadline. After any exception the communicator has been left. An engine that no
+        This ends at the offer's deadline. After any exception the communicator has been left. An engine that no
         longer has a whole version raises RpcError.
         """
 

@@ -14,7 +14,7 @@ class BlockVersions:
     """The versions that sample one lease. Extended on the service's loop, read on any thread.
 
     Engines count how often their weights were replaced since they started (`Engine.swaps`) and report the count for
-    each token, so it does not matter when a block of the lease began, as long as it was after this was created.
+    each token, so it does not matter when a block of the lease began, as long as this object existed by then.
     """
 
     def __init__(self, step: int, swaps: int) -> None:

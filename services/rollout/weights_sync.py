@@ -173,7 +173,7 @@ class WeightsSync:
     async def _drilled_and_set(self, coming: _Coming) -> Loaded:
         """Return what is in the engine now, loaded by a drilled entry.
 
-        Raises TransferFailed if the drill had to use another entry: the weights would most likely have to as well.
+        Raises TransferFailed if the drill had to use another entry: the weights would most likely need that one, too.
         """
         entry = coming.delivery.entry
         if entry not in self._drilled:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 FAILURE = 4
 """Cost of a failed attempt. A task whose costs reach `FAILURE` times the allowed attempts is dropped."""
 DEATH = 1
-"""Cost of the death of a task's holder. It is lower because the task is rarely the cause; a task that always kills its
-process still ends after `FAILURE` times as many deaths as attempts."""
+"""Cost of the death of a task's holder. It is lower than `FAILURE` because the task is rarely the cause. A task that
+always kills its process is still dropped, after `FAILURE` deaths for each allowed attempt."""
 
 
 def retry_or_drop(run: RunState, task: Task, cost: int, reason: str) -> None:

@@ -53,7 +53,7 @@ class Leased(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
-    """A lease made no progress for `lease_s`. `not_started` tells whether its work had not begun."""
+    """A lease made no progress for `lease_s`. `not_started` is true if its work had not begun."""
 
     lease_id: int
     not_started: bool = False

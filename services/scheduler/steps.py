@@ -96,7 +96,7 @@ def rewind(run: RunState, step: int) -> None:
 def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
     """Put the tasks of the steps after `step` before the waiting ones, which are sampled again, too.
 
-    The versions of the waiting tasks were taken back, or chosen for other steps than those that they now belong to.
+    The versions of the waiting tasks were taken back, or chosen for steps that they no longer belong to.
     Evaluations of versions after `step` are discarded: scores of old and new weights are not mixed, and each set is
     evaluated again as a whole when its version is published again. None of these tasks may be leased.
     """

@@ -1,4 +1,4 @@
-"""Sends telemetry to the monitor. Messages may be dropped, which is counted, so training does not depend on them.
+"""Sends telemetry to the monitor. Training does not depend on it: messages may be dropped, and drops are counted.
 
 `report_refusals` emits the offences of a process's peers: unknown peers, unreadable messages, requests above their
 role. It only reports counts; the mailbox and the gate decide on admission.

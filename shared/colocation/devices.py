@@ -110,7 +110,7 @@ class DeviceLedger:
         return self._held.get(holder, NOTHING)
 
     def in_the_way(self, holder: Holder, parts: Parts) -> dict[Holder, Parts]:
-        """Return the parts that other processes must give up before `holder` may have `parts`."""
+        """Return the parts that other processes must give up before `holder` may use `parts`."""
         barred = barred_by(parts)
         return {
             other: held & barred
@@ -154,7 +154,7 @@ class Holding:
         return False
 
     def done(self) -> None:
-        """Stop using and waiting. Held parts stay on the device until another process needs the room."""
+        """Stop using parts and waiting for them. Held parts stay on the device until another process needs the room."""
         if self.using or self.wants:
             self.using = self.wants = NOTHING
             self.number += 1

@@ -417,7 +417,7 @@ def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_ReadRequest]:
             raise WireError(f"task {first}: {len(stores)} stores for {len(meta.parts)} parts")
         for number, mine in _split(stores, keys, part_of).items():
             if not 0 <= number < len(meta.stores):
-                raise WireError(f"task {first}: store {number} of {len(meta.stores)}")
+                raise WireError(f"task {first}: store number {number}, but only {len(meta.stores)} stores are listed")
             wanted.setdefault((number, mine), []).extend(ats)
     tasks = [PutTask(handle.task_id, handle.fence) for handle in meta.tasks]
     return [

@@ -122,14 +122,14 @@ class Arrival:
         return True
 
     def _check_content(self, table: Table) -> None:
-        """Raise WireError if a well-formed head describes other tasks or keys than those that were requested."""
+        """Raise WireError if a well-formed head does not describe the requested tasks and keys."""
         held = len(table.task_ids)
         if [task.task_id for task in self._tasks] != table.task_ids or [
             task.fence for task in self._tasks
         ] != table.fences:
             raise WireError(f"stream: holds {held} tasks that are not the {len(self._tasks)} asked for")
         if self._keys and (set(table.keys) != set(self._keys) or table.row_count != held * len(set(self._keys))):
-            raise WireError("stream: holds other keys than were asked for")
+            raise WireError("stream: does not hold the keys that were asked for")
 
 
 def _head_limit(tasks: Sequence[PutTask], keys: Sequence[str]) -> int:

@@ -129,7 +129,7 @@ class LogprobScorer(nn.Module):
         part = batch if cut is None else cut.batch
         logprobs_C, entropy_P = self(part, cut, temperature, entropy)
         device = logprobs_C.device
-        # Where sequences share a prefix, several tokens are the same child.
+        # Where sequences share a prefix, several tokens belong to one child.
         child_M = torch.from_numpy(part.token_child).to(device)
         entropy_M: Tensor | None = None
         if entropy_P is not None:

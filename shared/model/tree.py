@@ -82,7 +82,7 @@ class _Targets:
 def plan(
     token_ids: Array, lengths: Array, loss_mask: Array, *, max_tokens: int, hidden_size: int, share: bool = True
 ) -> list[MicroBatch]:
-    """Return micro-batches that score every token with mask 1 once.
+    """Return micro-batches that score each token with mask 1 exactly once.
 
     A micro-batch has at most `max_tokens` nodes, unless it holds one longer sequence. `token_ids` is int [T], `lengths`
     int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` weighs attention against the linear layers when rows

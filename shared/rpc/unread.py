@@ -33,7 +33,7 @@ MESSAGE_BYTES = 512
 @dataclass(slots=True)
 class _Peer:
     account: Account | None
-    """None for a service, which is counted by itself."""
+    """None for a service, whose answers count towards its own limit only."""
     nbytes: int = 0
     waiting: deque[tuple[int, zmq.MessageTracker]] = field(default_factory=deque)
     """In the order of sending, which is the order in which libzmq releases them."""
@@ -48,7 +48,7 @@ class Unread:
         """Bytes by account."""
         self._guests_bytes = 0
         self._look_at = 64
-        """Number of peers with unread answers above which those that are gone are forgotten."""
+        """Number of peers with unread answers above which disconnected peers are forgotten."""
 
     def counts(self, sender: Sender, nbytes: int) -> bool:
         """Return whether an answer of `nbytes` bytes to `sender` is to be counted."""

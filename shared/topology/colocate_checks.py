@@ -1,4 +1,4 @@
-"""Checks that the services of `placement.colocate` can take turns on the same devices. Does not look at the machine."""
+"""Checks that the services of `placement.colocate` can take turns on the same devices, from the topology alone."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class GlooGroup:
     """A group whose constructor blocks until all ranks have joined."""
 
     def __init__(self, meeting: Path, rank: int, ranks: int, *, deadline_s: float) -> None:
-        """`meeting` is the path of a new file, to be kept until all ranks have joined, which they may notice at
-        different times. Of the `ranks` ranks, rank 0 sends and the others receive.
+        """`meeting` is the path of a new file, which must exist until all ranks know that all have joined. Rank 0 sends
+        and the other ranks receive.
 
         Raises TransferLost if not all ranks join within `deadline_s`.
         """

@@ -55,8 +55,8 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Attack:
-    """The attack on these processes. `requests` is the number of rounds of well-formed messages, `flood` that of unread
-    answers."""
+    """The attack on these processes. `requests` is the number of rounds of well-formed messages, and `flood` the number
+    of unread answers."""
 
     processes: tuple[str, ...]
     requests: int

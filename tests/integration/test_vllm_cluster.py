@@ -69,7 +69,7 @@ def _write_rows(file: Path) -> None:
 
 
 def _begun(run: Cluster) -> int:
-    """Return the number of unfinished samples with tokens, from their notes (those of completed tasks are gone).
+    """Return the number of unfinished samples with tokens, from their notes (notes of completed tasks are deleted).
 
     Return 0 if any sample has so many tokens that it may have ended since its note was written.
     """

@@ -38,7 +38,7 @@ class HttpClient:
         self._headers = {"content-type": "application/json", **headers}
         self._who = who
         self._silence_s = silence_s
-        # Loading the certificate authorities takes 50 ms. A context that trusts none is enough where no TLS is used.
+        # Loading the certificate authorities takes 50 ms. Without TLS, an empty context is enough.
         https = base_url.startswith("https:")
         self._tls = ssl.create_default_context() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 

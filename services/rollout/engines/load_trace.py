@@ -294,7 +294,7 @@ class _Names:
         self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
         self._modules = {path.rpartition(".")[2] for path, _ in model.named_modules()}
         self._first: dict[int, nn.Module] = {}
-        """The first module with a parameter at each address. The others are tied to it."""
+        """The first module with a parameter at each address. Later modules at that address are tied to it."""
 
     def misplaced(self, module: nn.Module, name: str, parts: Sequence[Part]) -> list[str]:
         """Return what is wrong with `parts`, in their order, in parameter `name` of `module`."""

@@ -255,7 +255,7 @@ class TransformersEngine:
 
         tokenizer = AutoTokenizer.from_pretrained(self._path)
         # A token is at least one byte of text, so a stop text that has just ended lies within as many tokens as it has
-        # bytes. Special tokens have no text, hence a few more.
+        # bytes. Special tokens have no text, so a few more are decoded.
         tail = max(len(text.encode()) for text in texts) + 4
 
         def stopped(token_ids: list[int]) -> bool:

@@ -376,7 +376,7 @@ class VllmEngine:
         check_proofs(proofs, self._expected, digests)
         placed = [[part for part, _ in proof.parts] for proof in proofs]
         if placed != (self._placed or placed):
-            raise WeightsMismatch("the parameters hold other parts of the weights than after the drill")
+            raise WeightsMismatch("the parameters no longer hold the same parts of the weights as after the drill")
         self._placed = placed
         self._compute.progress += 1
 

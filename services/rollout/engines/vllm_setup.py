@@ -55,7 +55,7 @@ def prepare_process(threads: int) -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for tensor-parallel ranks, which are processes of their own
-    # vLLM compiles some helpers even in eager mode. On a CPU this takes 30 s in the first generate, for no gain.
+    # vLLM compiles some helpers even in eager mode. On a CPU this adds 30 s to the first generation, for no gain.
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # The engine forbids this later. OpenMP's count belongs to the thread that sets it.

@@ -73,7 +73,7 @@ class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._arrived = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive weights as vLLM's method does, but without waiting for an accelerator, which is not there."""
+        """Receive weights as vLLM's method does, but without waiting for an accelerator, because there is none."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdate) -> None:
@@ -148,7 +148,7 @@ class TransferredWeights(PolicyWeights):
         return _failure(finish)
 
     def _bounded(self, work: Callable[[], None], within_s: float) -> str:
-        """Run `work`. After `within_s` seconds (0: it ends by itself), abort its communicator, which ends it.
+        """Run `work`. After `within_s` seconds (0: `work` has its own deadline), abort its communicator, which ends it.
 
         If the process cannot be freed, because NCCL has not made the communicator yet, it exits and is started again.
         """

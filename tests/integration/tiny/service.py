@@ -1,7 +1,7 @@
 """A real service of any name that does nothing but live, steered by files in the run directory; never imports torch.
 
-`fail-<service>`: it fails in its start. `refuse-<service>`: its start is refused, with one line. `finish`: the driver
-is done. `scheduler` answers registrations and status.
+`fail-<service>`: the service fails while it starts. `refuse-<service>`: the service refuses to start, with one line.
+`finish`: the driver is done. `scheduler` answers registrations and status.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TinyDriver(TinyService):
 
 
 class TinyScheduler(TinyService):
-    """Knows who is registered, and a run of one step that is done when the file `finish` is there."""
+    """Keeps the registered services, and a run of one step that is done when the file `finish` exists."""
 
     NAME = "scheduler"
     HEARTBEATS = False

@@ -31,7 +31,7 @@ largest one, over 20 canaries of the quickstart's model, between the trainer's s
 token-by-token decode."""
 FLOOR = {"bfloat16": 0.02, "float16": 0.003}
 """Minimum tolerance, for the median difference, that an engine calibrates for 16-bit weights: eight and three times the
-median between the same passes of that model. Larger models differ more, hence the calibration."""
+median between the same passes of that model. Larger models differ more, so engines calibrate."""
 MEDIAN = 0.5
 SIGNAL = 2.0
 """Minimum number of tolerances by which the drill moves the median log-prob. It bounds the calibrated tolerance."""
@@ -105,8 +105,8 @@ def _sequence(vocab_size: int, seed: int, length: int) -> Sequences:
 async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Publish) -> Receipt:
     """Put all `weights` under `weights/<lineage>/<step>` on rank 0. Raises the errors of `DataClient.put`.
 
-    The weights must not change until this returns, but may be read (for their canary). Fences are tried here rather
-    than by the caller, who would have to make another request, by which time the weights may be those of the next step.
+    The weights must not change until this returns, but may be read (for their canary). Fences are tried here: a
+    caller that tried them would need another request, and the weights may be those of the next step by then.
     """
     shards = {name: to_numpy(tensor) for name, tensor in weights.items()}
     task_id = make_task_id(WEIGHTS, request.lineage, request.step)
