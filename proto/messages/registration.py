@@ -128,7 +128,7 @@ class DeviceOrder(Message, frozen=True, kw_only=True):
     """
 
     parts: list[str]  # the parts of this process that may be on the devices
-    granted: bool = False  # all parts that it wants are among them and now count as in use
+    granted: bool = False  # all parts that it wants are included and now count as in use
 
 
 @message(27, reply=DeviceOrder)

@@ -110,7 +110,7 @@ class CheckpointSaved(Request, frozen=True, kw_only=True):
     step: int
     kept: list[int]  # steps of all present checkpoints, including this one
     at_stop: bool = False
-    """As in `SaveCheckpoint`: recovery may still fall back to as many other checkpoints as before."""
+    """As in `SaveCheckpoint`: recovery may still fall back to the same number of earlier checkpoints."""
 
 
 @message(47)

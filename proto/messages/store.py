@@ -52,7 +52,7 @@ class PutSeal(Request, frozen=True, kw_only=True):
     After bad_request, collected or conflict the grant is gone.
 
     Errors:
-        bad_request: the file is malformed, or holds other tasks than were granted.
+        bad_request: the file is malformed, or does not hold the granted tasks.
         busy: the mount has no room, or no descriptor is left. Nothing is sealed: ask again.
         collected: tasks (`names`) were tombstoned meanwhile. The whole put is refused.
         conflict: shards (`names`) are sealed with other bytes.

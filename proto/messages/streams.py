@@ -8,7 +8,7 @@ from proto.registry import Message, Request, message
 
 @message(75)
 class StorePlace(Message, frozen=True, kw_only=True):
-    """The means to find out whether a process shares memory with the store."""
+    """What a process needs to find out whether it shares memory with the store."""
 
     path: str  # path of a file
     token: str  # its content, as processes read it that share memory with the store
@@ -67,4 +67,4 @@ class OpenStream(Request, frozen=True, kw_only=True):
     line_id: str  # the line over which the ranges will travel
     tasks: list[PutTask]  # the tasks, in the order of the stream
     keys: list[str] = []  # the keys of each task, in the order of the stream; none: all, in file order
-    max_bytes: int = 1 << 26  # tasks are taken while their shards have at most this size; the first always is
+    max_bytes: int = 1 << 26  # tasks are taken up to this size of their shards; the first is always taken
