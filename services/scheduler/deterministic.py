@@ -8,11 +8,12 @@ shapes and versions decide the last bits (docs/architecture.md, promise 9).
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from proto.ids import make_task_id
 from services.scheduler.attempts import FAILURE, revive, sample_again
-from services.scheduler.consumption import Consumption
+from services.scheduler.consumption import IN_ORDER
 from services.scheduler.evaluations import next_rows
 from services.scheduler.leases import Version
 from services.scheduler.leasing import first_waiting, waits
@@ -105,7 +106,8 @@ def _reopen(run: RunState, step: int, tasks: list[Task]) -> None:
         heapq.heappush(run.waiting[0], task.admission)
 
 
-DETERMINISTIC = Consumption(
+DETERMINISTIC = replace(
+    IN_ORDER,
     fixed=True,
     step_of=lambda run, admission: 1 + admission // run.plan.tasks_per_step,
     room=_room,
@@ -117,7 +119,4 @@ DETERMINISTIC = Consumption(
     versions_needed=lambda run: (0, max(0, run.batched_step - run.plan.staleness)),
     retry=_retry,
     take_back=_reopen,
-    drop_if_stale=lambda run, task: False,
-    drop_stale=lambda run: None,
-    metrics=lambda run: {},
 )
