@@ -72,7 +72,7 @@ CREATE TABLE steps (
     step INTEGER PRIMARY KEY, state TEXT NOT NULL, task_ids TEXT NOT NULL, committed_at REAL, metrics TEXT NOT NULL,
     sum BLOB NOT NULL);
 CREATE TABLE evals (
-    name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL NOT NULL, samples INTEGER NOT NULL,
+    name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL, samples INTEGER NOT NULL,
     dropped INTEGER NOT NULL, at REAL NOT NULL, sum BLOB NOT NULL, PRIMARY KEY (name, version));
 CREATE TABLE rows (step INTEGER PRIMARY KEY, row TEXT NOT NULL, sum BLOB NOT NULL);
 CREATE TABLE rewinds (
@@ -194,6 +194,8 @@ class Journal:
             raise self._unwritable(str(error)) from None
         self.lost = self._lost()
         """In one line, why the end of the journal is lost, or empty if the journal is complete."""
+        self.unmarked = self._mark.missing and self.seq > 0
+        """Whether the journal has no mark, so that a lost end cannot be seen."""
         self._wal = WalCheckpoints(path, page_bytes)
 
     def _check_tables(self, fingerprint: str) -> None:
@@ -265,8 +267,10 @@ class Journal:
         return self._mark.found or self._reached()
 
     def _lost(self) -> str:
-        if self._mark.missing or self._mark.found is None:
-            return "its mark cannot be read" if self.seq and not self._mark.missing else ""
+        if self._mark.missing:
+            return ""
+        if self._mark.found is None:
+            return "its mark cannot be read" if self.seq else ""
         seq, chain = self._mark.found[:2]
         if self.seq < seq:
             return f"it ends with event {self.seq}, its mark names event {seq}"

@@ -137,6 +137,8 @@ class SchedulerService(Service):
         run = self._state.run
         if self._journal.seq:
             self.log.info("journal replayed", events=events, step=run.committed_step)
+        if self._journal.unmarked:
+            self.log.warning("the journal has no mark and counts as complete")
         lost = self._lost_tail()
         lineage = run.lineage if lost is None else max(run.lineage, lost.lineage)
         self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, run.next_row - 1, lineage)
