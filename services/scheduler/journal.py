@@ -249,7 +249,7 @@ class Journal:
         try:
             yield
         except _DAMAGE as error:
-            cause = " ".join(str(error).split())[:200]
+            cause = "".join(each if each.isprintable() else "?" for each in " ".join(str(error).split()))[:200]
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _ENVIRONMENT:
                 raise self.broken(f"cannot be read: {cause}; make room or repair the disk, then resume") from None
             raise self.broken(f"{what} is damaged: {cause}; {_REMEDY}") from None

@@ -235,10 +235,10 @@ def test_a_flipped_bit_is_named_or_without_effect(history: History, tmp_path: Pa
 
 
 VALUES = {
-    "events": "body = body || x'00'",
+    "events": "body = flipped(body)",
     "events at": "at = at + 1",
     "events kind": "kind = kind + 1",
-    "parts": "body = body || x'00'",
+    "parts": "body = flipped(body)",
     "snapshot": "parts = parts - 1",
     "steps": "task_ids = '[]'",
     "evals": "accuracy = 2.0",
@@ -254,6 +254,7 @@ def test_one_changed_value_anywhere_is_named(history: History, tmp_path: Path, w
     table = what.split()[0]
     copy_files(history.folder, tmp_path / "copy")
     with contextlib.closing(sqlite3.connect(tmp_path / "copy" / MAIN)) as db:
+        db.create_function("flipped", 1, lambda body: flipped(body, len(body) - 1, 0))
         last = db.execute(f"SELECT max(rowid) FROM {table}").fetchone()  # noqa: S608
         db.execute(f"UPDATE {table} SET {VALUES[what]} WHERE rowid = ?", last)  # noqa: S608
         db.commit()
