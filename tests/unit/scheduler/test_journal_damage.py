@@ -17,7 +17,7 @@ import pytest
 
 from proto.messages import CheckpointSaved, GetRunInfo
 from services.scheduler import snapshot
-from services.scheduler.events import Configure, DiscardRows, Persist, Rewound, SaveEval, SaveStep, WriteRow
+from services.scheduler.events import Cleared, Configure, DiscardRows, Persist, Rewound, SaveEval, SaveStep, WriteRow
 from services.scheduler.journal import Journal
 from services.scheduler.mark import SLOT_BYTES, Mark, Reached
 from services.scheduler.plan import EvalPlan
@@ -333,3 +333,41 @@ def test_a_torn_mark_leaves_the_one_before_it(tmp_path: Path) -> None:
     whole = Mark(tmp_path / "mark")
     assert whole.found == second
     whole.close()
+
+
+@pytest.mark.parametrize(
+    ("mark", "lost", "unmarked"),
+    [(bytes(600), "its mark cannot be read", False), (None, "", True)],
+    ids=["zeros", "none"],
+)
+def test_a_mark_that_cannot_be_read_is_a_lost_end_and_a_missing_one_is_none(
+    tmp_path: Path, mark: bytes | None, lost: str, *, unmarked: bool
+) -> None:
+    (tmp_path / "run").mkdir()
+    made = Recorder(tmp_path / "run")
+    made.journal.close()
+    if mark is None:
+        (tmp_path / "run" / MARK).unlink()
+    else:
+        (tmp_path / "run" / MARK).write_bytes(mark)
+    journal, _ = opened(tmp_path / "run")
+    assert (journal.lost, journal.unmarked) == (lost, unmarked)
+    journal.close()
+    if mark is None:
+        journal, _ = opened(tmp_path / "run")
+        assert (journal.lost, journal.unmarked) == ("", False)
+        journal.close()
+
+
+def test_the_journal_is_synced_after_a_checkpoint_of_the_run(tmp_path: Path) -> None:
+    sizes = []
+    for event in (Cleared("batch-store/0", 1), CheckpointSaved(driver=1, step=1, kept=[1])):
+        path = tmp_path / f"{type(event).__name__}.sqlite"
+        journal = Journal(path, "plan")
+        before = path.stat().st_size
+        journal.append(event, 0.0)
+        journal.commit()
+        journal._wal.close()  # it waits for a pass in progress
+        sizes.append(path.stat().st_size > before)
+        journal._db.close()
+    assert sizes == [False, True]
