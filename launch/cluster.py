@@ -195,8 +195,8 @@ class _Rewinds:
 
     def show(self, screen: Screen) -> None:
         found = rewinds(self._journal)
-        for step, committed in found[self._told :]:
-            screen.notice(rewind_text(step, committed, deterministic=self._deterministic))
+        for step, committed, cause in found[self._told :]:
+            screen.notice(rewind_text(step, committed, deterministic=self._deterministic, cause=cause))
         self._told = max(self._told, len(found))
 
 

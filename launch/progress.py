@@ -167,11 +167,14 @@ def starting_text(states: Mapping[str, str], status: Status | None) -> str:
     return f"step {status.step}/{status.steps}  {tasks}"
 
 
-def rewind_text(step: int, committed: int, *, deterministic: bool) -> str:
-    """Return `back to step 20 of 48: the weights of steps 21-48 died with their processes`."""
+def rewind_text(step: int, committed: int, *, deterministic: bool, cause: str = "") -> str:
+    """Return `back to step 20 of 48: the weights of steps 21-48 died with their processes`, or another `cause`."""
     lost = f"steps {step + 1}-{committed}" if committed > step + 1 else f"step {committed}"
+    if cause and not deterministic:
+        return f"back to step {step} of {committed}: {cause}; {lost} will be trained again"
     if deterministic:
-        return f"back to step {step} of {committed}: {lost} will be trained again, with the same bits"
+        because = f"{cause}; " if cause else ""
+        return f"back to step {step} of {committed}: {because}{lost} will be trained again, with the same bits"
     return f"back to step {step} of {committed}: the weights of {lost} died with their processes"
 
 

@@ -72,7 +72,20 @@ class StoreGone(msgspec.Struct, frozen=True, tag=True):
     store: str
 
 
-Internal = Configure | Leased | LeaseExpired | Cleared | StoreGone
+class TailLost(msgspec.Struct, frozen=True, tag=True):
+    """The end of the journal was lost, and what it held is known only from its traces.
+
+    `agreed` is the last step up to which no row of `metrics.jsonl` contradicts the journal. `reached` is the newest
+    committed step, and `fence` and `lineage` are the highest ones, that any trace shows.
+    """
+
+    agreed: int
+    reached: int
+    fence: int
+    lineage: int
+
+
+Internal = Configure | Leased | LeaseExpired | Cleared | StoreGone | TailLost
 DriverRequest = GetRunInfo | NextBatch | CommitStep | PublishWeights | CheckpointSaved | FinishRun
 Durable = Internal | DriverRequest | Register | Complete
 Request = DriverRequest | Register | Complete | Heartbeat | HoldDevices | Resolve | LeaseRequest | WaitEvals | GetStatus
@@ -201,11 +214,15 @@ class WriteRow:
 
 @dataclass(frozen=True, slots=True)
 class Rewound:
-    """The run returned to `step`. Steps after it, up to `committed`, belonged to this lineage or earlier ones."""
+    """The run returned to `step`. Steps after it, up to `committed`, belonged to this lineage or earlier ones.
+
+    `cause` is the cause in a few words, or empty if the steps cannot be replayed without their shards.
+    """
 
     lineage: int
     step: int
     committed: int
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
+import xxhash
 
 from proto import codec
 from proto.errors import WireError
-from proto.messages import ErrorCode
+from proto.messages import CheckpointSaved, ErrorCode
 from proto.registry import Message
 from services.scheduler.events import (
     Cleared,
@@ -33,8 +35,10 @@ from services.scheduler.events import (
     SaveEval,
     SaveStep,
     StoreGone,
+    TailLost,
     WriteRow,
 )
+from services.scheduler.mark import Mark, Reached
 from services.scheduler.snapshot import LAYOUT
 from services.scheduler.tasks import TaskState
 from services.scheduler.wal import WalCheckpoints
@@ -51,35 +55,101 @@ PART_BYTES = 1 << 20
 PART_EVENTS = 1024
 """Maximum number of old events that one transaction deletes."""
 
-_INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared, StoreGone)
+_INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared, StoreGone, TailLost)
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
 _COMPLETE = object()
 _KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}
 _TABLES = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS events (
-    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind INTEGER NOT NULL, body BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS snapshot (id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS parts (
-    seq INTEGER NOT NULL, part INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (seq, part));
-CREATE TABLE IF NOT EXISTS steps (
-    step INTEGER PRIMARY KEY, state TEXT NOT NULL, task_ids TEXT NOT NULL, committed_at REAL, metrics TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS evals (
-    name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL NOT NULL, samples INTEGER NOT NULL,
-    dropped INTEGER NOT NULL, at REAL NOT NULL, PRIMARY KEY (name, version));
-CREATE TABLE IF NOT EXISTS rows (step INTEGER PRIMARY KEY, row TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS rewinds (
-    lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, committed INTEGER NOT NULL, at REAL NOT NULL);
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum BLOB NOT NULL);
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind INTEGER NOT NULL, body BLOB NOT NULL, chain BLOB NOT NULL);
+CREATE TABLE snapshot (
+    id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL, chain BLOB NOT NULL, parts INTEGER NOT NULL,
+    last BLOB NOT NULL, sum BLOB NOT NULL);
+CREATE TABLE parts (
+    seq INTEGER NOT NULL, part INTEGER NOT NULL, body BLOB NOT NULL, chain BLOB NOT NULL, PRIMARY KEY (seq, part));
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY, state TEXT NOT NULL, task_ids TEXT NOT NULL, committed_at REAL, metrics TEXT NOT NULL,
+    sum BLOB NOT NULL);
+CREATE TABLE evals (
+    name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL, samples INTEGER NOT NULL,
+    dropped INTEGER NOT NULL, at REAL NOT NULL, sum BLOB NOT NULL, PRIMARY KEY (name, version));
+CREATE TABLE rows (step INTEGER PRIMARY KEY, row TEXT NOT NULL, sum BLOB NOT NULL);
+CREATE TABLE rewinds (
+    lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, committed INTEGER NOT NULL, at REAL NOT NULL,
+    cause TEXT NOT NULL, sum BLOB NOT NULL);
 """
+_SAVE_STEP = "INSERT OR REPLACE INTO steps VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
+_COMMIT_STEP = """
+UPDATE steps SET state=?1, committed_at=?2, metrics=?3, sum=checksum(step, ?1, task_ids, ?2, ?3) WHERE step=?4
+"""
+_TAKE_BACK = """
+UPDATE steps SET state='TAKEN_BACK', sum=checksum(step, 'TAKEN_BACK', task_ids, committed_at, metrics) WHERE step > ?
+"""
+_SAVE_EVAL = "INSERT OR REPLACE INTO evals VALUES (?1, ?2, ?3, ?4, ?5, ?6, checksum(?1, ?2, ?3, ?4, ?5, ?6))"
+_SAVE_ROW = "INSERT OR IGNORE INTO rows VALUES (?1, ?2, checksum(?1, ?2))"
+_SAVE_REWIND = "INSERT OR REPLACE INTO rewinds VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
+_SAVE_SNAPSHOT = "INSERT OR REPLACE INTO snapshot VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
+_SUMMED = ("meta", "snapshot", "steps", "evals", "rows", "rewinds")
+"""The tables whose rows end with `sum`, the checksum of their other columns."""
+_START = bytes(16)
+"""The chain before the first event."""
+_EVENT = struct.Struct("<qqd")
+_DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
+"""What reading damaged bytes raises. ValueError includes UnicodeDecodeError."""
+_ENVIRONMENT = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_READONLY,
+    }
+)
+"""Errors of SQLite that say nothing about the content of the file."""
+_REMEDY = "restore the file from a backup or begin a new run"
 
 
-def rewinds(path: Path) -> list[tuple[int, int]]:
-    """Return `(step, committed)` of each rewind of a run, oldest first, or [] if its journal cannot be read."""
+def _link(chain: bytes, seq: int, kind: int, at: float, body: bytes) -> bytes:
+    """Return the chain after an event: the checksum of the chain before it and of the event."""
+    return xxhash.xxh3_128_digest(b"".join((chain, _EVENT.pack(seq, kind, at), body)))
+
+
+def _checksum(*values: object) -> bytes:
+    """Return the checksum of the columns of a row. SQLite stores no sign of zero."""
+    return xxhash.xxh3_128_digest(
+        msgspec.msgpack.encode([each + 0.0 if isinstance(each, float) else each for each in values])
+    )
+
+
+def _schema(db: sqlite3.Connection) -> list[tuple[str, ...]]:
+    return db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name").fetchall()
+
+
+def _create_tables(db: sqlite3.Connection) -> None:
+    for statement in _TABLES.split(";"):
+        db.execute(statement)
+
+
+def rewinds(path: Path) -> list[tuple[int, int, str]]:
+    """Return `(step, committed, cause)` of each rewind of a run, oldest first, or [] if its journal cannot be read."""
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as journal:
-            return journal.execute("SELECT step, committed FROM rewinds ORDER BY lineage").fetchall()
+            return journal.execute("SELECT step, committed, cause FROM rewinds ORDER BY lineage").fetchall()
     except sqlite3.Error:
         return []
+
+
+class _SnapshotRow(NamedTuple):
+    """The newest complete snapshot: its event, the chain there, the number of parts, and their chain."""
+
+    seq: int
+    chain: bytes
+    parts: int
+    last: bytes
 
 
 class Journal:
@@ -92,84 +162,181 @@ class Journal:
         release or under another plan.
         """
         self._path = path
-        try:
+        with self._reading("the file"):
             self._db = sqlite3.connect(path, isolation_level=None)
+            self._db.create_function("checksum", -1, _checksum)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA wal_autocheckpoint=0")  # these sync on this thread: see wal.py
             page_bytes = self._db.execute("PRAGMA page_size").fetchone()[0]
-            found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            found = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if found != "ok":
                 raise sqlite3.DatabaseError(found)
-            self._db.execute("BEGIN IMMEDIATE")
-            tables = {name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if tables and "meta" not in tables:
-                raise sqlite3.DatabaseError(f"not a scheduler's journal (tables {', '.join(sorted(tables))})")
-            for statement in _TABLES.split(";"):
-                self._db.execute(statement)
-            meta = dict(self._db.execute("SELECT key, value FROM meta"))
-            if not meta:
-                rows = [("format", FORMAT), ("plan", fingerprint)]
-                self._db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
-                meta = dict(rows)
-            self._db.execute("COMMIT")
-            self.seq = self._db.execute("SELECT max(seq) FROM events").fetchone()[0] or self._snapshot_seq()
-            kept = self._snapshot_seq()
+            self._check_tables(fingerprint)
+            kept, chain, *_ = self._snapshot_row()
+            query = "SELECT seq, chain FROM events WHERE seq > ? ORDER BY seq DESC LIMIT 1"
+            self.seq, self._chain = self._db.execute(query, (kept,)).fetchone() or (kept, chain)
             self._event_bytes = self._total("SELECT total(length(body)) FROM events WHERE seq > ?", kept)
             self._snapshot_bytes = self._total("SELECT total(length(body)) FROM parts WHERE seq = ?", kept)
-            self._db.execute("DELETE FROM parts WHERE seq <> ?", (kept,))  # parts of an unfinished snapshot
-        except sqlite3.Error as error:
-            raise self._broken(str(error)) from None
-        if meta.get("format") != FORMAT:
-            raise self._broken(f"format {meta.get('format')!r}, this release reads {FORMAT!r}; use the same release")
-        if meta.get("plan") != fingerprint:
-            raise self._broken(
-                "written with another seed, data, staleness, stages or batch sizes, which cannot change within a run; "
-                "start a new run"
-            )
-        self._events: list[tuple[int, float, int, bytes]] = []
+        self._events: list[tuple[int, float, int, bytes, bytes]] = []
         self._saves: list[tuple[str, tuple[Any, ...]]] = []
         self._writing: Iterator[None] | None = None
         self._pending_bytes = 0
         """Bytes of the transaction that is being assembled."""
+        self._sync = False
+        self.fence = self.lineage = self.step = 0
+        """The highest fence, lineage and committed step of the run, which each mark records."""
+        try:
+            self._mark = Mark(path.with_name(f"{path.name}-mark"))
+            if self._mark.missing:
+                self._mark.create(self._reached())
+        except OSError as error:
+            raise self._unwritable(str(error)) from None
+        self.lost = self._lost()
+        """In one line, why the end of the journal is lost, or empty if the journal is complete."""
+        self.unmarked = self._mark.missing and self.seq > 0
+        """Whether the journal has no mark, so that a lost end cannot be seen."""
         self._wal = WalCheckpoints(path, page_bytes)
+
+    def _check_tables(self, fingerprint: str) -> None:
+        """Create the tables of a new journal, or check those of an old one. Raises RpcError."""
+        with contextlib.closing(sqlite3.connect(":memory:")) as new:
+            _create_tables(new)
+            expected = _schema(new)
+        tables = _schema(self._db)
+        if not tables:
+            rows = [("format", FORMAT), ("plan", fingerprint)]
+            self._db.execute("BEGIN IMMEDIATE")
+            _create_tables(self._db)
+            self._db.executemany("INSERT INTO meta VALUES (?1, ?2, checksum(?1, ?2))", rows)
+            self._db.execute("COMMIT")
+        elif "meta" not in (names := sorted(name for _, name, *_ in tables)):
+            raise sqlite3.DatabaseError(f"not a scheduler's journal (tables {', '.join(names)})")
+        elif tables != expected:
+            written = dict(self._db.execute("SELECT key, value FROM meta")).get("format")
+            if written != FORMAT:
+                raise self.broken(f"format {written!r}, this release reads {FORMAT!r}; use the same release")
+            raise sqlite3.DatabaseError("its tables are not those of a journal")
+        for table in _SUMMED:
+            self._check_rows(table)
+        meta = dict(self._db.execute("SELECT key, value FROM meta"))
+        if meta.get("format") != FORMAT:
+            raise self.broken(f"format {meta.get('format')!r}, this release reads {FORMAT!r}; use the same release")
+        if meta.get("plan") != fingerprint:
+            raise self.broken(
+                "written with another seed, data, staleness, stages or batch sizes, which cannot change within a run; "
+                "start a new run"
+            )
+
+    def _check_rows(self, table: str) -> None:
+        """Raise RpcError if the checksum of a row does not match."""
+        with self._reading(f"table {table}"):
+            columns = [name for _, name, *_ in self._db.execute(f"PRAGMA table_info({table})")][:-1]
+            query = f"SELECT {columns[0]} FROM {table} WHERE sum IS NOT checksum({', '.join(columns)})"  # noqa: S608
+            for (key,) in self._db.execute(query):
+                raise ValueError(f"the checksum of row {key!r} does not match")
+
+    def _snapshot_row(self) -> _SnapshotRow:
+        row = self._db.execute("SELECT seq, chain, parts, last FROM snapshot").fetchone()
+        return _SnapshotRow(*row) if row else _SnapshotRow(0, _START, 0, _START)
 
     def _total(self, query: str, seq: int) -> int:
         return int(self._db.execute(query, (seq,)).fetchone()[0])
 
-    def _snapshot_seq(self) -> int:
-        row = self._db.execute("SELECT seq FROM snapshot").fetchone()
-        return row[0] if row else 0
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Raise damage found while reading as an RpcError that names the file and `what` is damaged."""
+        try:
+            yield
+        except _DAMAGE as error:
+            cause = "".join(each if each.isprintable() else "?" for each in " ".join(str(error).split()))[:200]
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _ENVIRONMENT:
+                raise self.broken(f"cannot be read: {cause}; make room or repair the disk, then resume") from None
+            raise self.broken(f"{what} is damaged: {cause}; {_REMEDY}") from None
 
-    def _broken(self, cause: str) -> RpcError:
-        return RpcError(ErrorCode.BAD_REQUEST, f"journal {self._path}: {cause}"[:500])
+    def broken(self, cause: str) -> RpcError:
+        """Return the error for a journal that cannot be used, which names the file."""
+        return RpcError(ErrorCode.BAD_REQUEST, f"journal {self._path}: {cause}"[:800])
+
+    def _reached(self) -> Reached:
+        return Reached(self.seq, self._chain, self.fence, self.lineage, self.step)
+
+    @property
+    def marked(self) -> Reached:
+        """The mark of the previous life, or what is known without it."""
+        return self._mark.found or self._reached()
+
+    def _lost(self) -> str:
+        if self._mark.missing:
+            return ""
+        if self._mark.found is None:
+            return "its mark cannot be read" if self.seq else ""
+        seq, chain = self._mark.found[:2]
+        if self.seq < seq:
+            return f"it ends with event {self.seq}, its mark names event {seq}"
+        with self._reading(f"event {seq}"):
+            kept = self._snapshot_row()
+            rows = self._db.execute("SELECT chain FROM events WHERE seq = ?", (seq,)).fetchall()
+        known = [(kept.chain,)] if seq == kept.seq else rows
+        return f"event {seq} is not the one that its mark names" if known not in ([], [(chain,)]) else ""
 
     @property
     def has_snapshot(self) -> bool:
-        return self._snapshot_seq() > 0
+        return self._snapshot_row().seq > 0
 
     def snapshot(self) -> Iterator[bytes]:
-        """Yield the parts of the newest snapshot. Raises RpcError if they cannot be read."""
-        try:
-            query = "SELECT body FROM parts WHERE seq = ? ORDER BY part"
-            for (body,) in self._db.execute(query, (self._snapshot_seq(),)):
-                yield body
-        except sqlite3.Error as error:
-            raise self._broken(f"snapshot: {error}; restore the file from a backup") from None
+        """Yield the parts of the newest snapshot. Raises RpcError if one is missing or damaged."""
+        seq, chain, parts, last = self._snapshot_row()
+        for number in range(parts):
+            with self._reading(f"part {number} of snapshot {seq}"):
+                query = "SELECT body, chain FROM parts WHERE seq = ? AND part = ?"
+                body, found = self._db.execute(query, (seq, number)).fetchone() or (b"", b"")
+                chain = _link(chain, seq, number, 0.0, body)
+                if found != chain:
+                    raise ValueError("its checksum does not match")
+            yield body
+        if chain != last:
+            raise self.broken(f"snapshot {seq} is damaged: its parts are not those that it names; {_REMEDY}")
 
     def events(self) -> Iterator[Durable]:
-        """Yield every event after the snapshot, in order. Raises RpcError if one is missing or cannot be read."""
-        seq = self._snapshot_seq()
-        try:
-            query = "SELECT seq, kind, body FROM events WHERE seq > ? ORDER BY seq"
-            for found, kind, body in self._db.execute(query, (seq,)):
-                if found != seq + 1:
-                    raise self._broken(f"event {seq + 1} is missing; restore the file from a backup")
-                seq = found
+        """Yield every event after the snapshot, in order. Raises RpcError if one is missing or damaged."""
+        last, chain, *_ = self._snapshot_row()
+        with self._reading(f"event {last + 1}"):
+            events = self._db.execute(
+                "SELECT seq, at, kind, body, chain FROM events WHERE seq > ? ORDER BY seq", (last,)
+            )
+        while True:
+            with self._reading(f"event {last + 1}"):
+                row = next(events, None)
+                if row is None:
+                    return
+                seq, at, kind, body, found = row
+                if seq != last + 1:
+                    raise ValueError("it is missing")
+                chain = _link(chain, seq, kind, at, body)
+                if chain != found:
+                    raise ValueError("its checksum does not match")
+                last = seq
+            try:
                 decoder = _DECODERS.get(kind)
-                yield decoder.decode(body) if decoder is not None else cast(Durable, codec.decode_body(kind, body))
-        except (sqlite3.Error, WireError, msgspec.MsgspecError) as error:
-            raise self._broken(f"event {seq}: {error}; restore the file from a backup") from None
+                event = decoder.decode(body) if decoder is not None else cast(Durable, codec.decode_body(kind, body))
+            except (WireError, msgspec.MsgspecError) as error:
+                raise self.broken(f"event {last}: {error}; use the release that wrote it") from None
+            yield event
+
+    def check(self, rows: range, steps: int, evals: set[tuple[str, int]]) -> None:
+        """Raise RpcError unless the tables have what the events imply: metrics rows of exactly the steps `rows`, the
+        batches of at least the first `steps` steps, and at least the results `evals`, each (set, version)."""
+        with self._reading("table rows"):
+            found = {step for (step,) in self._db.execute("SELECT step FROM rows")}
+            if wrong := found ^ set(rows):
+                raise ValueError(f"the row of step {min(wrong)} is {'too many' if wrong & found else 'missing'}")
+        with self._reading("table steps"):
+            if wrong := set(range(1, steps + 1)) - {step for (step,) in self._db.execute("SELECT step FROM steps")}:
+                raise ValueError(f"the row of step {min(wrong)} is missing")
+        with self._reading("table evals"):
+            if lost := evals - set(self._db.execute("SELECT name, version FROM evals")):
+                raise ValueError(f"the result {min(lost)} is missing")
 
     def append(self, event: Durable, at: float) -> None:
         """Add a durable event. `at` is in seconds since 1970 and only for human readers."""
@@ -180,28 +347,29 @@ class Journal:
             message = cast(Message, event)
             kind, body = message.TYPE, codec.encode_body(message)
         self.seq += 1
+        self._chain = _link(self._chain, self.seq, kind, at, body)
         self._event_bytes += len(body)
         self._pending_bytes += len(body)
-        self._events.append((self.seq, at, kind, body))
+        self._events.append((self.seq, at, kind, body, self._chain))
+        self._sync = self._sync or isinstance(event, CheckpointSaved)
 
     def save(self, effect: SaveStep | SaveEval | WriteRow | Rewound | DiscardRows, at: float) -> None:
         """Add a row to a readable table, or remove rows of steps that were taken back."""
         match effect:
             case SaveStep(state=TaskState.BATCHED):
                 values: tuple[Any, ...] = (effect.step, effect.state, json.dumps(effect.task_ids), None, "{}")
-                self._saves.append(("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?)", values))
+                self._saves.append((_SAVE_STEP, values))
             case SaveStep():
-                values = (effect.state, at, json.dumps(effect.metrics), effect.step)
-                self._saves.append(("UPDATE steps SET state=?, committed_at=?, metrics=? WHERE step=?", values))
+                self._saves.append((_COMMIT_STEP, (effect.state, at, json.dumps(effect.metrics), effect.step)))
             case SaveEval():
                 values = (effect.name, effect.version, effect.accuracy, effect.samples, effect.dropped, at)
-                self._saves.append(("INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?)", values))
+                self._saves.append((_SAVE_EVAL, values))
             case WriteRow():
-                self._saves.append(("INSERT OR IGNORE INTO rows VALUES (?, ?)", (effect.step, json.dumps(effect.row))))
+                self._saves.append((_SAVE_ROW, (effect.step, json.dumps(effect.row))))
             case Rewound():
-                values = (effect.lineage, effect.step, effect.committed, at)
-                self._saves.append(("INSERT OR REPLACE INTO rewinds VALUES (?, ?, ?, ?)", values))
-                self._saves.append(("UPDATE steps SET state='TAKEN_BACK' WHERE step > ?", (effect.step,)))
+                values = (effect.lineage, effect.step, effect.committed, at, effect.cause)
+                self._saves.append((_SAVE_REWIND, values))
+                self._saves.append((_TAKE_BACK, (effect.step,)))
             case DiscardRows():
                 self._saves.append(("DELETE FROM rows WHERE step > ?", (effect.step,)))
                 self._saves.append(("DELETE FROM evals WHERE version > ?", (effect.step,)))
@@ -221,14 +389,18 @@ class Journal:
             return
         try:
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?)", self._events)
+            self._db.executemany("INSERT INTO events VALUES (?, ?, ?, ?, ?)", self._events)
             for statement, values in self._saves:
                 self._db.execute(statement, values)
             self._end()
-        except sqlite3.Error as error:
+            self._mark.write(self._reached())
+        except (sqlite3.Error, OSError) as error:
             raise self._unwritable(str(error)) from None
         self._events.clear()
         self._saves.clear()
+        if self._sync:  # a power cut must not take the newest checkpoint from the journal
+            self._sync = False
+            self._wal.order()
 
     def _end(self) -> None:
         """Commit a transaction and report its size to the WAL checkpoints."""
@@ -239,7 +411,7 @@ class Journal:
             raise sqlite3.OperationalError(self._wal.error)
 
     def _unwritable(self, cause: str) -> RpcError:
-        return self._broken(
+        return self.broken(
             f"cannot be written: {cause}; nothing that was not written has left this process: make room or repair "
             "the disk, then resume the run"
         )
@@ -248,7 +420,7 @@ class Journal:
         """Begin a snapshot of the state after the last appended event. `write_part` writes it to disk."""
         self.commit()
         self._event_bytes = self._snapshot_bytes = 0
-        self._writing = self._replace_events(self.seq, parts)
+        self._writing = self._replace_events(self.seq, self._chain, parts)
 
     def write_part(self) -> bool:
         """Write a bounded part of the snapshot in progress. Return False if there is none or it is complete."""
@@ -264,17 +436,20 @@ class Journal:
             self._writing = None
         return more
 
-    def _replace_events(self, seq: int, parts: Iterator[bytes]) -> Iterator[None]:
+    def _replace_events(self, seq: int, chain: bytes, parts: Iterator[bytes]) -> Iterator[None]:
         """Write the snapshot, then delete what it replaces. Each iteration is one transaction.
 
-        A kill between two iterations leaves either the old snapshot or the new one complete.
+        A kill between two iterations leaves either the old snapshot or the new one complete. Parts of an unfinished
+        one are replaced here.
         """
+        last, part = chain, -1
         for part, body in enumerate(parts):
-            self._db.execute("INSERT INTO parts VALUES (?, ?, ?)", (seq, part, body))
+            last = _link(last, seq, part, 0.0, body)
+            self._db.execute("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)", (seq, part, body, last))
             self._snapshot_bytes += len(body)
             self._pending_bytes += len(body)
             yield
-        self._db.execute("INSERT OR REPLACE INTO snapshot VALUES (1, ?)", (seq,))
+        self._db.execute(_SAVE_SNAPSHOT, (1, seq, chain, part + 1, last))
         yield
         for old, part in self._db.execute("SELECT seq, part FROM parts WHERE seq <> ?", (seq,)).fetchall():
             self._db.execute("DELETE FROM parts WHERE seq = ? AND part = ?", (old, part))
@@ -305,3 +480,4 @@ class Journal:
     def close(self) -> None:
         self._wal.close()
         self._db.close()
+        self._mark.close()

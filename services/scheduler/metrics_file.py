@@ -11,12 +11,31 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 _NO_ROW = -1
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+
+
+def traces(path: Path, rows: Iterable[str]) -> tuple[int, int]:
+    """Compare the file with all rows of the journal (JSON), without changing either.
+
+    Return the last step up to which no row of the file contradicts the journal, which may be beyond the last row of
+    both, and the newest step of the file. Incomplete and damaged lines count as absent.
+    """
+    expected: dict[int, dict[str, Any]] = {row["step"]: row for row in map(json.loads, map(tidy, rows))}
+    agreed, newest = sys.maxsize, 0
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        row = _parsed(line)
+        step = row.get("step")
+        if isinstance(step, int):
+            newest = max(newest, step)
+            if expected.get(step, row) != row:
+                agreed = min(agreed, step - 1)
+    return max(agreed, 0), newest
 
 
 class MetricsFile:
@@ -119,8 +138,9 @@ def _discarded_keys(descriptor: int) -> Iterator[tuple[int, int]]:
     whole = data.rfind(b"\n") + 1
     os.ftruncate(descriptor, whole)
     for line in data[:whole].splitlines():
-        row = json.loads(line)
-        yield row["lineage"], row["step"]
+        row = _parsed(line)
+        if "lineage" in row and "step" in row:
+            yield row["lineage"], row["step"]
 
 
 def tidy(row: str) -> str:

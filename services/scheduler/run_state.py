@@ -36,13 +36,22 @@ from services.scheduler.completion import complete
 from services.scheduler.consumption import IN_ORDER
 from services.scheduler.deterministic import DETERMINISTIC
 from services.scheduler.evaluations import Evaluations, write_rows
-from services.scheduler.events import Cleared, Configure, Durable, Effect, Leased, LeaseExpired, StoreGone
+from services.scheduler.events import (
+    Cleared,
+    Configure,
+    Durable,
+    Effect,
+    Leased,
+    LeaseExpired,
+    StoreGone,
+    TailLost,
+)
 from services.scheduler.leases import CallId, Holder, Leases
 from services.scheduler.losses import Losses
 from services.scheduler.plan import EpochOrder, Plan
 from services.scheduler.staleness import BY_COMPLETION
 from services.scheduler.steps import check_driver, checkpoint, commit, form_batch, take_over
-from services.scheduler.store_loss import come_back_empty, lost_data, remove_departed_store
+from services.scheduler.store_loss import come_back_empty, lose_tail, lost_data, remove_departed_store
 from services.scheduler.stores import STORE, held_in, limits
 from services.scheduler.tasks import Task, Tasks, TaskState, Transition
 from services.scheduler.versions import Versions, publish
@@ -175,6 +184,8 @@ class RunState:
                 cleared(self, event.store, event.count)
             case StoreGone():
                 changed = remove_departed_store(self, event.store)
+            case TailLost():
+                lose_tail(self, event)
             case _:
                 assert_never(event)
         return Ack() if changed else None

@@ -37,13 +37,14 @@ from services.scheduler.events import (
     SaveStep,
     SendClear,
     StopClear,
+    TailLost,
     Tell,
     TellDevices,
     Tick,
     WriteRow,
 )
 from services.scheduler.journal import Journal
-from services.scheduler.metrics_file import MetricsFile
+from services.scheduler.metrics_file import MetricsFile, traces
 from services.scheduler.planning import configuration, device_limits, make_plan
 from services.scheduler.state import Scheduler
 from shared.actor.service import Service
@@ -59,6 +60,29 @@ SNAPSHOT_S = 0.02
 """Maximum seconds per tick for writing parts of a snapshot."""
 SUPERVISOR = "supervisor"
 SUPERVISOR_CALL_S = 5.0
+
+
+def rebuild(journal: Journal, state: Scheduler) -> int:
+    """Bring a new state machine to the end of the journal and return the number of events after its snapshot.
+
+    Raises RpcError that names what is missing or damaged.
+    """
+    if journal.has_snapshot:
+        try:
+            state.run = snapshot.load(state.run.plan, journal.snapshot())
+        except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
+            raise journal.broken(f"its snapshot cannot be read ({error}); use the release that wrote it") from None
+    count = 0
+    for event in journal.events():
+        state.replay(event)
+        count += 1
+    done = state.run.evaluations.done.items()
+    journal.check(
+        rows=range(0 if state.run.plan.evals else 1, state.run.next_row),
+        steps=state.run.batched_step,
+        evals={(name, step) for step, sets in done for name, row in sets.items() if row[f"eval/{name}/rows_scored"]},
+    )
+    return count
 
 
 class SchedulerService(Service):
@@ -107,29 +131,32 @@ class SchedulerService(Service):
         self._journal = Journal(self.run.journal, plan.fingerprint())
         gc.disable()  # what the journal makes stays: collections would only traverse it, again and again
         try:
-            self._rebuild()
+            events = rebuild(self._journal, self._state)
         finally:
             gc.enable()
         run = self._state.run
-        self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, run.next_row - 1, run.lineage)
+        if self._journal.seq:
+            self.log.info("journal replayed", events=events, step=run.committed_step)
+        if self._journal.unmarked:
+            self.log.warning("the journal has no mark and counts as complete")
+        lost = self._lost_tail()
+        lineage = run.lineage if lost is None else max(run.lineage, lost.lineage)
+        self._metrics = MetricsFile(self.run.metrics, self._journal.rows_after, run.next_row - 1, lineage)
         self._state.last_row = self._journal.last_row()
         self._state.bad_rows = len(bad)
-        self._take(self._state.begin(configuration(topology), self._now()))
+        self._take(self._state.begin(configuration(topology), self._now(), lost))
 
-    def _rebuild(self) -> None:
-        resumed = self._journal.has_snapshot
-        if resumed:
-            try:
-                self._state.run = snapshot.load(self._state.run.plan, self._journal.snapshot())
-            except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
-                cause = f"journal {self.run.journal}: snapshot cannot be read ({error}); restore the file from a backup"
-                raise RpcError(ErrorCode.BAD_REQUEST, cause) from None
-        count = 0
-        for event in self._journal.events():
-            self._state.replay(event)
-            count += 1
-        if resumed or count:
-            self.log.info("journal replayed", events=count, step=self._state.run.committed_step)
+    def _lost_tail(self) -> TailLost | None:
+        """Return what the traces of a lost end of the journal show, or None if the journal is complete."""
+        cause = self._journal.lost
+        if not cause:
+            return None
+        marked = self._journal.marked
+        agreed, newest = traces(self.run.metrics, self._journal.rows_after(-1))
+        reached = max(marked.step, newest)
+        committed = self._state.run.committed_step
+        self.log.warning("the end of the journal is lost", cause=cause, committed=committed, reached=reached)
+        return TailLost(min(agreed, committed), reached, marked.fence, marked.lineage)
 
     async def serve(self) -> None:
         """Advance the clock until the service stops or the journal cannot be written."""
@@ -193,7 +220,9 @@ class SchedulerService(Service):
                     self._journal.save(effect, time.time())
                 case Rewound():
                     self._journal.save(effect, time.time())
-                    self.log.warning("back to an earlier step", step=effect.step, committed=effect.committed)
+                    self.log.warning(
+                        "back to an earlier step", step=effect.step, committed=effect.committed, cause=effect.cause
+                    )
                 case DiscardRows():
                     self._journal.save(effect, time.time())
                     self._discards.append(effect)
@@ -211,6 +240,9 @@ class SchedulerService(Service):
             for discard in self._discards:  # before the commit: the file has no row that the journal lacks
                 self._metrics.discard(discard.lineage, discard.step, discard.waiting)
             self._discards.clear()
+            run = self._state.run
+            self._journal.fence, self._journal.lineage = run.highest_fence, run.lineage
+            self._journal.step = run.committed_step
             self._journal.commit()
             effects, self._effects = self._effects, []
             for effect in effects:

@@ -24,8 +24,8 @@ from services.scheduler.run_state import RunState
 from services.scheduler.scalars import Layout
 from services.scheduler.tasks import Row, TaskState
 
-LAYOUT = 12
-"""Version of the snapshot layout, raised with every change of what `begin` writes. Others are refused."""
+LAYOUT = 13
+"""Version of the journal, raised with every change of its tables or of what `begin` writes. Others are refused."""
 PART_ROWS = 2048
 
 _VALUES = (
@@ -43,6 +43,7 @@ class _Head(msgspec.Struct):
     config: Configure
     registry: list[Register]
     collected: int
+    least_fence: int
     window: tuple[int, int, list[int]]
     """Head, tail, and the admission numbers of the READY tasks."""
     next_lease: int
@@ -82,6 +83,7 @@ def _head(run: RunState) -> bytes:
         config=run.config,
         registry=list(run.registry.values()),
         collected=run.tasks.counts[TaskState.COLLECTED],
+        least_fence=run.tasks.least_fence,
         window=(run.window.head, run.window.tail, list(run.window.finished)),
         next_lease=run.leases.next_id,
         leases=[
@@ -109,6 +111,7 @@ def load(plan: Plan, parts: Iterable[bytes]) -> RunState:
     run.config = head.config
     run.registry = {(row.service, row.instance): row for row in head.registry}
     run.tasks.counts[TaskState.COLLECTED] = head.collected
+    run.tasks.least_fence = head.least_fence
     for part in rest:
         store, rows = msgspec.msgpack.decode(part)
         if store:

@@ -66,6 +66,7 @@ from services.scheduler.events import (
     SendClear,
     StopClear,
     StoreGone,
+    TailLost,
     Tell,
     Tick,
     WriteRow,
@@ -137,9 +138,15 @@ class Scheduler:
                 self.last_row = effect.row
         self.run.out.clear()
 
-    def begin(self, config: Configure, now: float) -> list[Effect]:
-        """Start after replay: renew live leases, reconcile known stores and send them their pending clears."""
+    def begin(self, config: Configure, now: float, lost: TailLost | None = None) -> list[Effect]:
+        """Start after replay: renew live leases, reconcile known stores and send them their pending clears.
+
+        `lost` is given if the end of the journal was lost.
+        """
         self._now = now
+        self._reconcile_at = now + (RECONCILE_S if lost is None else 0.0)
+        if lost is not None:
+            self._durable(lost)
         for lease in self.run.leases:
             self._paces.begin(lease.lease_id, now)
         for holder in self.run.registry:
@@ -148,7 +155,6 @@ class Scheduler:
         self.run.dropped_in_a_row = 0  # the reward function may have been fixed before resuming
         if config != self.run.config:
             self._durable(config)
-        self._reconcile_at = now + RECONCILE_S
         self._settle()
         return self._take()
 

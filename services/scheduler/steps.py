@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from proto.ids import make_task_id
 from proto.messages import CheckpointSaved, CommitStep, ErrorCode, GetRunInfo, NextBatch, RunInfo, StepBatch
 from services.scheduler import scalars
 from services.scheduler.collection import clear_weights, collect_steps, set_aside
@@ -21,6 +22,7 @@ from services.scheduler.stores import count_uncovered, held_in, replayable, want
 from services.scheduler.tasks import Task, TaskState
 from services.scheduler.versions import free_versions, lost_reference
 from shared.rpc.errors import RpcError
+from shared.stages import TRAIN
 
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
@@ -65,11 +67,12 @@ def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
 # ---- the return to an earlier step
 
 
-def rewind(run: RunState, step: int) -> None:
+def rewind(run: RunState, step: int, *, reached: int = 0, cause: str = "") -> None:
     """Return the run to `step`: the weights of later steps are lost and their tasks cannot be replayed.
 
     Their tasks are sampled again before all others. Their metrics rows are discarded, except in deterministic mode,
-    where the steps produce the same bits again. The caller begins a new lineage.
+    where the steps produce the same bits again. The caller begins a new lineage. `reached` is the newest step that was
+    committed if the journal no longer has it, and `cause` is described at `Rewound`.
     """
     taken_back: list[Task] = []
     for later in [each for each in run.batches if each > step]:
@@ -77,8 +80,9 @@ def rewind(run: RunState, step: int) -> None:
         taken_back += tasks
         if later <= run.committed_step:
             count_uncovered(run, tasks, -1)
-    if step < run.committed_step:
-        run.out.append(Rewound(run.lineage, step, run.committed_step))
+    committed = max(run.committed_step, reached)
+    if step < committed:
+        run.out.append(Rewound(run.lineage, step, committed, cause))
         waiting = {later: run.waiting_rows.pop(later) for later in [row for row in run.waiting_rows if row > step]}
         if not run.order.fixed:
             run.out.append(DiscardRows(run.lineage, step, waiting))
@@ -99,14 +103,20 @@ def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
     The versions of the waiting tasks were taken back, or chosen for steps that they no longer belong to.
     Evaluations of versions after `step` are discarded: scores of old and new weights are not mixed, and each set is
     evaluated again as a whole when its version is published again. None of these tasks may be leased.
+
+    If the initial model is all that is left, and the tasks of the first steps are no longer remembered because a
+    checkpoint covered them, every task that was ever admitted is sampled again.
     """
     set_aside(run, tasks)
     set_aside(run, map(run.tasks.known, run.evaluations.take_back(step)))
+    remembered = step + 1 in run.identities
     again: list[str] = []
     for later in [each for each in run.identities if each > step]:
         again += run.identities.pop(later)
     window = run.window.clear()
     run.reopened = [*again, *(task.task_id for task in window), *run.reopened]
+    if step == 0 and run.checkpoint_step > 0 and not remembered:
+        run.reopened = [make_task_id(TRAIN, *run.epochs.at(position)) for position in range(run.position)]
     set_aside(run, window)
     run.line_up()
 

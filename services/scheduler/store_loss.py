@@ -1,5 +1,6 @@
-"""Recovery from a store that comes back without its data (host lost, run resumed elsewhere) or not at all. Pure.
+"""Recovery from lost data: a store comes back without it or not at all, or the end of the journal is lost. Pure.
 
+A store comes back without its data if its host is lost or the run is resumed elsewhere.
 Its unfinished tasks are sampled again under higher fences. If it held anything of a batched step or a version, the run
 returns to the newest checkpoint: steps after it cannot be replayed, so their tasks are reopened and trained again
 (docs/architecture.md, promise 1; in deterministic mode from the same versions). The trainer reloads the checkpoint,
@@ -8,6 +9,10 @@ step, no step is taken back.
 
 The permanent loss of a store of a joined host costs less. Its shards of trained tasks matter only to a trainer that
 reloads, so a checkpoint is ordered and the run continues without waiting for the store.
+
+After a power cut the end of the journal may be missing. What happened then is unknown: tasks may have been sampled,
+trained and collected, versions published, leases granted. The run returns to the newest checkpoint of the journal with
+fences, lineages and leases that exceed all of that, so stores and peers take nothing of it for the present.
 """
 
 from __future__ import annotations
@@ -16,16 +21,22 @@ from typing import TYPE_CHECKING
 
 from proto.messages import DropReason, Register
 from services.scheduler.attempts import drop
-from services.scheduler.collection import cleared, collect_steps
-from services.scheduler.events import Tell
+from services.scheduler.collection import clear_weights, cleared, collect_steps
+from services.scheduler.events import TailLost, Tell
 from services.scheduler.leasing import give_up
 from services.scheduler.steps import rewind
 from services.scheduler.stores import TRAINER_STORE, holders_without_store, lies_in, stores_of
-from services.scheduler.tasks import Task
+from services.scheduler.tasks import Task, TaskState
 from shared.rundir import parse_service_name, service_name
 
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
+
+
+TAIL_LOST = "the end of the journal was lost"
+MARGIN = 1 << 16
+"""How far fences, lineages and leases jump beyond the highest ones that a trace shows. The mark of a lost end names the
+highest ones of its last commit, but it may be an older mark, or unreadable."""
 
 
 def lost_data(run: RunState, old: Register | None, new: Register) -> bool:
@@ -58,20 +69,43 @@ def _lose_store(run: RunState, store: str, why: str) -> None:
     step = max(run.checkpoint_step, 0)
     again = run.window.live
     replayed = run.committed_step - step
+    _go_back(run, step, f"{store} lost its data")
+    run.versions.forget(store)
+    cause = f"{store} {why}: back to step {step}, {replayed} steps and {again} tasks again"
+    run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
+
+
+def _go_back(run: RunState, step: int, why: str, *, reached: int = 0, cause: str = "") -> None:
+    """Return to `step` without any result of a later step or of a task that waits. See `rewind` for the options."""
     for lease in list(run.leases):
         give_up(run, lease, 0)
-    rewind(run, step)
+    rewind(run, step, reached=reached, cause=cause)
     run.finished = run.finished and run.committed_step >= run.config.steps
     run.lineage += 1  # versions trained from now on differ from those published before
     run.driver = 0  # the driver must resume: its workers and its published version are not at `step`
     collect_steps(run, step)
     for task in list(run.window.tasks.values()):
         if task.made:
-            run.order.retry(run, task, 0, f"{store} lost its data")
-    run.versions.forget(store)
+            run.order.retry(run, task, 0, why)
     _lose_evaluations(run, step)
-    cause = f"{store} {why}: back to step {step}, {replayed} steps and {again} tasks again"
-    run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
+
+
+def lose_tail(run: RunState, event: TailLost) -> None:
+    """Return to the newest checkpoint that the journal and the rows agree on."""
+    run.highest_fence = max(run.highest_fence, event.fence) + MARGIN
+    run.tasks.least_fence = run.highest_fence + 1
+    run.lineage = max(run.lineage, event.lineage)
+    step = min(max(run.checkpoint_step, 0), event.agreed)
+    _go_back(run, step, TAIL_LOST, reached=event.reached, cause=TAIL_LOST)
+    run.checkpoint_step = min(run.checkpoint_step, step or -1)  # later checkpoints hold the weights of other steps
+    run.lineage += MARGIN
+    run.leases.next_id += MARGIN
+    for ref in run.versions.take_back(-1):
+        clear_weights(run, ref)
+    for task in run.tasks:
+        if task.state == TaskState.PENDING:
+            run.tasks.edit(task).fence = max(task.fence, run.tasks.least_fence)
+    run.highest_fence = max(run.highest_fence, run.tasks.least_fence)
 
 
 def remove_departed_store(run: RunState, store: str) -> bool:

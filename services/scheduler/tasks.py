@@ -131,6 +131,8 @@ class Tasks:
         self.log: deque[Transition] = deque(maxlen=REMEMBERED)
         self.cause = ""
         """Kind of the event that is being applied."""
+        self.least_fence = 1
+        """Minimum fence of a new attempt."""
         self._nothing: tuple[StagePart | None, ...] = (None,) * stages
         self._by_id: dict[str, Task] = {}
         self._copies: dict[Task, Row] | None = None
@@ -150,7 +152,8 @@ class Tasks:
         return self._by_id[task_id]
 
     def add(self, task_id: str, admission: int, fence: int = 1) -> Task:
-        """Add a PENDING task."""
+        """Add a PENDING task, under at least this fence."""
+        fence = max(fence, self.least_fence)
         task = self._by_id[task_id] = Task(task_id, admission, self._nothing, fence=fence)
         self.counts[TaskState.PENDING] += 1
         self.log.append(Transition(task_id, fence, None, TaskState.PENDING, self.cause))
@@ -186,7 +189,7 @@ class Tasks:
     def begin_attempt(self, task: Task) -> None:
         """Discard the results of the last attempt: the task is PENDING under a higher fence."""
         self.move(task, TaskState.PENDING)
-        task.fence += 1
+        task.fence = max(task.fence + 1, self.least_fence)
         task.parts = self._nothing
         task.samples = task.failed = task.tokens = task.clears = task.layout = 0
         task.scalars = b""

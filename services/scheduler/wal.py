@@ -46,6 +46,10 @@ class WalCheckpoints:
         if self._left_bytes > HARD_BYTES:
             self._pass(db)
             return
+        self.order()
+
+    def order(self) -> None:
+        """Have the thread make a pass, which syncs everything that is committed now."""
         self._running = True
         self._orders.put(True)
 

@@ -13,6 +13,9 @@ STEPPING = "services/scheduler/steps.py"
 UNIT = "tests/unit/scheduler/test_scheduler.py"
 COMPLETION = "tests/unit/scheduler/test_completion.py"
 STORES = "tests/unit/scheduler/test_stores.py"
+JOURNAL = "services/scheduler/journal.py"
+DAMAGE = "tests/unit/scheduler/test_journal_damage.py"
+LOST_END = "tests/unit/scheduler/test_lost_end.py"
 
 SCHEDULER = [
     Mutation(
@@ -67,8 +70,8 @@ SCHEDULER = [
     Mutation(
         "the next attempt of a task keeps the previous fence",
         "services/scheduler/tasks.py",
-        "task.fence += 1",
-        "task.fence += 0",
+        "task.fence = max(task.fence + 1, self.least_fence)",
+        "task.fence = max(task.fence, self.least_fence)",
         f"{UNIT}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
     ),
     Mutation(
@@ -235,5 +238,92 @@ SCHEDULER = [
         "if False:",
         "tests/property/test_scheduler_model.py"
         "::test_a_snapshot_shows_the_run_as_it_was_when_it_was_begun_however_the_run_goes_on",
+    ),
+    Mutation(
+        "the chain does not cover the body of an event",
+        JOURNAL,
+        "_EVENT.pack(seq, kind, at), body)",
+        "_EVENT.pack(seq, kind, at))",
+        f"{DAMAGE}::test_one_changed_value_anywhere_is_named",
+    ),
+    Mutation(
+        "the chain of a journal is not compared with its events",
+        JOURNAL,
+        """\
+                if chain != found:
+                    raise ValueError("its checksum does not match")
+                last = seq
+""",
+        "                last = seq\n",
+        f"{DAMAGE}::test_one_changed_value_anywhere_is_named",
+    ),
+    Mutation(
+        "rows of the readable tables are not checked",
+        JOURNAL,
+        "WHERE sum IS NOT checksum(",
+        "WHERE sum IS NULL AND sum IS NOT checksum(",
+        f"{DAMAGE}::test_one_changed_value_anywhere_is_named",
+    ),
+    Mutation(
+        "a missing row of a table is not noticed",
+        JOURNAL,
+        "if wrong := found ^ set(rows):",
+        "if wrong := found - set(rows):",
+        f"{DAMAGE}::test_a_missing_row_is_named",
+    ),
+    Mutation(
+        "the mark is not compared with the journal",
+        JOURNAL,
+        "if self.seq < seq:",
+        "if False:",
+        f"{DAMAGE}::test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_one",
+    ),
+    Mutation(
+        "another history is taken for the one that the mark names",
+        JOURNAL,
+        "if known not in ([], [(chain,)]) else",
+        "if False else",
+        f"{DAMAGE}::test_another_history_of_the_same_length_is_not_taken_for_the_marked_one",
+    ),
+    Mutation(
+        "the mark names events before they are in the journal",
+        JOURNAL,
+        """\
+            self._end()
+            self._mark.write(self._reached())
+""",
+        """\
+            self._mark.write(self._reached())
+            self._end()
+""",
+        f"{DAMAGE}::test_a_kill_between_commit_and_mark_loses_nothing",
+    ),
+    Mutation(
+        "tasks admitted after the loss of the journal's end get fences that stores may know",
+        "services/scheduler/tasks.py",
+        "fence = max(fence, self.least_fence)",
+        "fence = max(fence, 1)",
+        f"{LOST_END}::test_a_journal_that_ends_anywhere_is_continued_without_anything_that_happened_later",
+    ),
+    Mutation(
+        "waiting tasks keep their fences when the end of the journal is lost",
+        "services/scheduler/store_loss.py",
+        "if task.state == TaskState.PENDING:",
+        "if False:",
+        f"{LOST_END}::test_a_journal_that_ends_anywhere_is_continued_without_anything_that_happened_later",
+    ),
+    Mutation(
+        "leases are numbered as before when the end of the journal is lost",
+        "services/scheduler/store_loss.py",
+        "run.leases.next_id += MARGIN",
+        "run.leases.next_id += 0",
+        f"{LOST_END}::test_a_journal_that_ends_anywhere_is_continued_without_anything_that_happened_later",
+    ),
+    Mutation(
+        "the run keeps steps whose rows contradict metrics.jsonl when the end of the journal is lost",
+        "services/scheduler/store_loss.py",
+        "step = min(max(run.checkpoint_step, 0), event.agreed)",
+        "step = max(run.checkpoint_step, 0)",
+        f"{LOST_END}::test_steps_whose_rows_are_of_another_history_are_taken_back_too",
     ),
 ]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from proto.messages import LeaseRequest
+from services.scheduler.events import DiscardRows, Durable, Tell, WriteRow
 from services.scheduler.leasing import training_version
+from services.scheduler.plan import Plan
 from services.scheduler.run_state import RunState
+from services.scheduler.state import Scheduler
 from services.scheduler.tasks import Task
 
 
@@ -39,6 +44,24 @@ def waits_for_clears(run: RunState) -> bool:
 def could_train(run: RunState, request: LeaseRequest) -> bool:
     """Whether a training task waits whose version is published."""
     return training_version(run, request, set()) is not None
+
+
+def replayed(plan: Plan, events: Iterable[Durable]) -> tuple[Scheduler, dict[int, dict[str, float]], set[str]]:
+    """Return a machine after `events`, the metrics rows that they leave by step, and the tasks that they drop."""
+    machine = Scheduler(plan, lease_s=5.0, incarnation=2)
+    rows: dict[int, dict[str, float]] = {}
+    dropped: set[str] = set()
+    for event in events:
+        machine.run.apply(event)
+        for effect in machine.run.out:
+            if isinstance(effect, WriteRow):
+                rows[effect.step] = effect.row
+            elif isinstance(effect, DiscardRows):
+                rows = {step: row for step, row in rows.items() if step <= effect.step}
+            elif isinstance(effect, Tell) and effect.topic == "scheduler/dropped":
+                dropped.add(str(effect.values["task"]))
+        machine.run.out.clear()
+    return machine, rows, dropped
 
 
 def validate(run: RunState) -> None:

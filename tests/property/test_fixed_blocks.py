@@ -38,6 +38,7 @@ from services.scheduler.events import (
     Effect,
     Persist,
     SendClear,
+    TailLost,
     Tick,
     WriteRow,
 )
@@ -50,7 +51,7 @@ CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32
 STORE = "batch-store/0"
 TASKS, BLOCK, PART, EVAL_BLOCK = 6, 3, 2, 3
 WORKERS = (ROLLOUT.name, ROLLOUT.name, REFERENCE.name)
-HURTS = ("silence", "reborn", "missing", "late", "new_driver", "reload", "lose_store")
+HURTS = ("silence", "reborn", "missing", "late", "new_driver", "reload", "lose_store", "lose_end")
 WORK = ("lease", "finish", "finish", "train", "clear")
 ROUND = 25
 LAST = 1000
@@ -90,7 +91,8 @@ class Run:
         self.checkpoints: list[int] = []
         self.holds = 0
         """The version that the trainer's workers hold."""
-        self.take(self.machine.begin(Configure(LAST, 100, 2, collect_at_commit), 0.0))
+        self.config = Configure(LAST, 100, 2, collect_at_commit)
+        self.take(self.machine.begin(self.config, 0.0))
         self.lose_store()
         for worker in range(3):
             self.reborn(worker)
@@ -296,6 +298,21 @@ class Run:
         self.data += 1
         self.tombstones.clear()
         self.register("batch-store", 0, 1000 + self.data, f"data-{self.data}")
+        self.new_driver()
+
+    def lose_end(self) -> None:
+        """Kill the scheduler. A power cut takes the last events, but the store knows of what these decided."""
+        fence = self.machine.run.highest_fence
+        lineage, reached = self.machine.run.lineage, self.machine.run.committed_step
+        del self.journal[len(self.journal) - self.chance.randrange(min(len(self.journal), 40)) :]
+        self.machine, rows, _ = view.replayed(self.plan, self.journal)
+        self.rows = [row for row in self.rows if row[0] in rows]
+        self.clears = []
+        lost = TailLost(self.machine.run.committed_step, reached, fence, lineage)
+        self.take(self.machine.begin(self.config, self.now, lost))
+        self.register("batch-store", 0, 1000 + self.data, f"data-{self.data}")
+        for worker in range(3):
+            self.reborn(worker)
         self.new_driver()
 
 

@@ -40,6 +40,7 @@ from services.scheduler.events import (
     Persist,
     SendClear,
     StopClear,
+    TailLost,
     Tell,
     Tick,
     WriteRow,
@@ -64,6 +65,7 @@ ACTIONS = (
         "reload",
         "fall_back",
         "store_is_lost",
+        "end_is_lost",
     ),
 )
 WORKER = 1000
@@ -107,7 +109,10 @@ class Model:
         self.clears: list[SendClear] = []
         self.away = False
         """Whether a host with a store of its own takes part at present."""
-        self.take(self.machine.begin(Configure(1000, 50, 2, collect_at_commit), 0.0))
+        self.config = Configure(1000, 50, 2, collect_at_commit)
+        self.data_id = ""
+        """Of the first store."""
+        self.take(self.machine.begin(self.config, 0.0))
         self.register("batch-store", 1)
         self.register("rollout", self.life)
         self.ask(GetRunInfo(driver=1))
@@ -285,11 +290,35 @@ class Model:
         """The host of the first store lost its memory, or the whole run was killed and resumed."""
         self.life += 1
         before = self.machine.run.window.tail
-        self.register("batch-store", self.life, data_id=f"{self.life}")
+        self.data_id = f"{self.life}"
+        self.register("batch-store", self.life, data_id=self.data_id)
         run = self.machine.run
         assert run.window.head >= before  # all waiting tasks have new admission numbers
         assert run.committed_step == max(run.checkpoint_step, 0)
         self.reload()
+
+    def end_is_lost(self) -> None:
+        """Kill the scheduler. A power cut takes the last events, but stores and workers know of what these decided."""
+        del self.journal[len(self.journal) - self.chance.randrange(min(len(self.journal), 40)) :]
+        self.machine, rows, self.dropped = view.replayed(self.plan, self.journal)
+        run = self.machine.run
+        makings = {step: int(row["making"]) for step, row in rows.items()}
+        agreed = min((step - 1 for step, making in self.rows if makings.get(step, making) != making), default=1000)
+        fence, reached = max(self.fences.values(), default=1), max((step for step, _ in self.rows), default=0)
+        lost = TailLost(min(agreed, run.committed_step), reached, fence, self.lineage)
+        kept = [row for row in self.rows if row[0] in makings]
+        self.rows = kept + [each for each in makings.items() if each[0] not in dict(kept)]
+        self.clears = []
+        self.take(self.machine.begin(self.config, self.now, lost))
+        assert run.committed_step <= agreed
+        self.away = ("batch-store", 1) in run.registry
+        self.life += 1
+        self.register("batch-store", self.life, data_id=self.data_id)
+        self.register("rollout", self.life)
+        self.saved = [step for step in self.saved if step <= run.committed_step]
+        self.reload()
+        if not self.saved:  # nothing is in the weights: dropped tasks may have been sampled again, too
+            self.dropped -= {*view.live_ids(run), *view.taken_back_ids(run)}
 
     def load(self, loaded: int) -> None:
         info = self.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))

@@ -91,6 +91,14 @@ def test_a_rewound_run_reports_what_was_lost(step: int, committed: int, text: st
     assert rewind_text(step, committed, deterministic=deterministic) == text
 
 
+@pytest.mark.parametrize(
+    ("deterministic", "end"), [(False, "trained again"), (True, "trained again, with the same bits")]
+)
+def test_a_return_with_a_cause_of_its_own_names_it(end: str, *, deterministic: bool) -> None:
+    text = rewind_text(20, 48, deterministic=deterministic, cause="the end of the journal was lost")
+    assert text == f"back to step 20 of 48: the end of the journal was lost; steps 21-48 will be {end}"
+
+
 def test_the_guard_gives_each_process_its_own_limit() -> None:
     programs = {
         0.2: "trap '' TERM; echo; while :; do sleep 0.1; done",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 
 from services.scheduler import journal as journal_module
-from services.scheduler.events import Cleared
+from services.scheduler.events import Cleared, SaveEval
 from services.scheduler.journal import Journal
 
 
@@ -75,3 +76,14 @@ def test_a_part_is_bounded_and_old_events_are_deleted_in_parts_too(
         rounds += 1
     assert rounds >= 1 + 1 + 30 // 7
     journal.close()
+
+
+def test_an_evaluation_whose_rewards_have_no_mean_is_saved(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite", "plan")
+    journal.save(SaveEval("held", 3, math.nan, 2, 0), 1.0)
+    journal.save(SaveEval("held", 6, -0.0, 2, 0), 1.0)
+    journal.commit()
+    journal.close()
+    again = Journal(tmp_path / "journal.sqlite", "plan")
+    again.check(range(0), 0, {("held", 3), ("held", 6)})
+    again.close()

@@ -167,3 +167,11 @@ def test_client_given_an_unusable_endpoint_can_use_the_next_one() -> None:
 
     with short_directory() as folder:
         asyncio.run(main(folder))
+
+
+def test_damaged_lines_of_discarded_rows_hide_no_other_row(tmp_path: Path) -> None:
+    kept = tmp_path / "metrics.discarded.jsonl"
+    kept.write_bytes(b'{"lineage": 0, "step": 2}\n\xff{"lin\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    MetricsFile(tmp_path / "metrics.jsonl", lambda _: [], 1, 0).close()
+    assert kept.read_bytes().splitlines()[2:] == [b'{"lineage": 0, "step": 3}']

@@ -1,0 +1,76 @@
+"""The mark beside the journal: what the journal held at its last commit.
+
+SQLite replays a shortened write-ahead log without an error, as a shorter history. The mark, written after each commit,
+shows that the end is lost. It is not synced: a kill of the process keeps it, and after a power cut an older mark only
+names events that the journal has as well. Two slots are written by turns, so a torn write leaves the previous mark.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+SLOT_BYTES = 512
+"""Distance of the slots, in different sectors of the disk."""
+_SLOTS = 2
+_FIELDS = struct.Struct("<8sQq16sqqq")
+_MAGIC = b"rlbusmrk"
+_DIGEST_BYTES = 16
+
+
+class Reached(NamedTuple):
+    """The sequence number and chain of the last event, and the highest fence, lineage and committed step."""
+
+    seq: int
+    chain: bytes
+    fence: int
+    lineage: int
+    step: int
+
+
+class Mark:
+    """An open mark file. `found` is the mark of the previous life, or None if it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file. Raises OSError."""
+        self._folder = path.parent
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        data = os.pread(self._fd, _SLOTS * SLOT_BYTES, 0)
+        self.missing = not data
+        """Whether there was no mark, as in a new run or beside the copy of a journal."""
+        slots = [_unpacked(data[at : at + SLOT_BYTES]) for at in range(0, _SLOTS * SLOT_BYTES, SLOT_BYTES)]
+        self._number, self.found = max((slot for slot in slots if slot is not None), default=(0, None))
+
+    def write(self, reached: Reached) -> None:
+        """Replace the older slot. Raises OSError."""
+        self._number += 1
+        fields = _FIELDS.pack(_MAGIC, self._number, *reached)
+        slot = fields + xxhash.xxh3_128_digest(fields)
+        if os.pwrite(self._fd, slot, self._number % _SLOTS * SLOT_BYTES) != len(slot):
+            raise OSError("the mark was written in part; is the disk full?")
+
+    def create(self, reached: Reached) -> None:
+        """Write the first mark and make the file durable, so that a power cut cannot remove it. Raises OSError."""
+        self.write(reached)
+        os.fsync(self._fd)
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _unpacked(slot: bytes) -> tuple[int, Reached] | None:
+    """Return the number and content of a slot, or None if its checksum does not match."""
+    fields, digest = slot[: _FIELDS.size], slot[_FIELDS.size : _FIELDS.size + _DIGEST_BYTES]
+    if len(fields) < _FIELDS.size or xxhash.xxh3_128_digest(fields) != digest:
+        return None
+    magic, number, *reached = _FIELDS.unpack(fields)
+    return (number, Reached(*reached)) if magic == _MAGIC else None

@@ -1,0 +1,36 @@
+"""What a power cut leaves of a journal: its log ends anywhere after what SQLite has synced. Asserts nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from pathlib import Path
+
+_LOG_HEADER, _FRAME_HEADER = struct.Struct(">6I"), struct.Struct(">4I")
+_LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
+_COPIED = struct.Struct("=I")
+_COPIED_AT = 96
+"""Offset in the shared memory of the log of the number of frames that were copied into the database (nBackfill)."""
+
+
+def cut(journal: Path, chance: random.Random, most: float = 1.0) -> bool:
+    """Cut the log of a journal that no process has open, by up to the share `most` of its frames that are not copied.
+
+    Return False, without any change, if all frames are copied.
+    """
+    log = journal.with_name(f"{journal.name}-wal")
+    data = log.read_bytes()
+    _, _, page_bytes, _, *salts = _LOG_HEADER.unpack_from(data)
+    frame_bytes = _FRAME_HEADER_BYTES + page_bytes
+    frames = 0
+    while (at := _LOG_HEADER_BYTES + frames * frame_bytes) + frame_bytes <= len(data):
+        if list(_FRAME_HEADER.unpack_from(data, at)[2:]) != salts:
+            break  # left over from before the log was restarted
+        frames += 1
+    (copied,) = _COPIED.unpack_from(journal.with_name(f"{journal.name}-shm").read_bytes(), _COPIED_AT)
+    if frames <= copied:
+        return False
+    lost = max(int((frames - copied) * chance.uniform(0, most)), 1)
+    os.truncate(log, _LOG_HEADER_BYTES + (frames - lost) * frame_bytes + chance.randrange(frame_bytes))
+    return True
