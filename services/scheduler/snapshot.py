@@ -24,14 +24,14 @@ from services.scheduler.run_state import RunState
 from services.scheduler.scalars import Layout
 from services.scheduler.tasks import Row, TaskState
 
-LAYOUT = 12
+LAYOUT = 13
 """Version of the snapshot layout, raised with every change of what `begin` writes. Others are refused."""
 PART_ROWS = 2048
 
 _VALUES = (
     "position", "highest_fence", "driver", "old_drivers", "lineage", "batched_step", "committed_step",
     "checkpoint_step", "finished", "broken", "uncovered", "gone", "eval_lease_debt", "next_row", "store_names",
-    "reopened", "checked", "stale",
+    "reopened", "checked", "stale", "lost_version",
 )  # fmt: skip
 """Attributes of `RunState` that msgpack holds as they are."""
 

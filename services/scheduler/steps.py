@@ -43,6 +43,9 @@ def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
         if run.driver:
             run.old_drivers.append(run.driver)
         run.driver = request.driver
+    run.lost_version = ""  # a driver that resumes publishes the versions that may be needed
+    if any(task.lost for task in run.open_batch):
+        reopen(run)
     if request.reload:
         loaded = max(run.checkpoint_step, 0) if request.loaded_step < 0 else request.loaded_step
         if not all(replayable(run, step) for step in range(loaded + 1, run.committed_step + 1)):
@@ -63,6 +66,22 @@ def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
 
 
 # ---- the return to an earlier step
+
+
+def reopen(run: RunState) -> None:
+    """Take back the batch of the open step. Its tasks with lost shards are sampled again, the others stay ready."""
+    step = run.batched_step
+    tasks = run.batches.pop(step)
+    del run.identities[step]
+    run.batched_step = run.committed_step
+    for task in tasks:
+        run.tasks.move(task, TaskState.READY)
+    run.window.put_back(tasks)
+    run.losses.put_back()
+    for task in [each for each in tasks if each.lost]:
+        run.tasks.edit(task).lost = False
+        if task.made:  # the retry of another task may have begun a new attempt of this one
+            run.order.retry(run, task, 0, "its shards are lost")
 
 
 def rewind(run: RunState, step: int) -> None:
@@ -140,6 +159,8 @@ def batch(run: RunState, request: NextBatch) -> StepBatch | None:
     if step > run.batched_step:
         if step != run.committed_step + 1:
             raise RpcError(ErrorCode.CONFLICT, f"step {step}: the next step is {run.committed_step + 1}")
+        if run.lost_version:
+            raise RpcError(ErrorCode.MISSING, f"{run.lost_version}: its store has lost it; publish it again")
         check_hope(run)
         return None
     tasks = run.batches.get(step)

@@ -69,7 +69,7 @@ def _lose_store(run: RunState, store: str, why: str) -> None:
         if task.made:
             run.order.retry(run, task, 0, f"{store} lost its data")
     run.versions.forget(store)
-    _lose_evaluations(run, step)
+    lose_evaluations(run, step)
     cause = f"{store} {why}: back to step {step}, {replayed} steps and {again} tasks again"
     run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
@@ -115,14 +115,15 @@ def _sample_without(run: RunState, store: str, why: str) -> int:
     return len(lost)
 
 
-def _lose_evaluations(run: RunState, step: int) -> None:
+def lose_evaluations(run: RunState, step: int) -> None:
     """Drop the waiting tasks of evaluations whose versions will not be published again; their rows stay unscored.
 
-    These are versions before `step`, or in deterministic mode versions too old to be sampled with. Other open
+    These are lost versions before `step`, or in deterministic mode those too old to be sampled with. Other open
     evaluations continue when their version is published again. Scored rows keep their scores.
     """
     first = step - run.plan.staleness if run.order.fixed else step
-    for one in [each for each in run.evaluations.open.values() if each.version[1] < first]:
+    evaluations = [each for each in run.evaluations.open.values() if run.versions.get(each.version) is None]
+    for one in [each for each in evaluations if each.version[1] < first]:
         waiting, one.waiting = one.waiting, []
         for task_id in waiting:
             why = "the version's weights were lost with their store"
