@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from proto.ids import split_task_id
 from proto.messages import PutTask
-from services.scheduler.collection import clear_weights
 from services.scheduler.events import Claim, ShardsLost, Tell
 from services.scheduler.leases import Version
 from services.scheduler.store_loss import lose_evaluations
@@ -133,10 +132,8 @@ def _is_live_version(run: RunState, each: PutTask) -> bool:
 
 
 def _lose_version(run: RunState, each: PutTask) -> None:
+    """Forget a version. The store holds nothing of it, so it may be put again under the same fence."""
     version = _version(each.task_id)
-    ref = run.versions.remove(version) if version is not None else None
-    if ref is None:
-        return
-    clear_weights(run, ref)
-    run.lost_version = ref.task_id
-    lose_evaluations(run, run.committed_step)
+    if version is not None and run.versions.remove(version) is not None:
+        run.lost_version = each.task_id
+        lose_evaluations(run, run.committed_step)

@@ -60,7 +60,7 @@ LOCATE_TASKS = 16384
 _PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
 """dtypes of most shards. Arrays of other types are checked individually."""
 FULL_RETRY_S = 0.5
-REPORT_S = 40.0
+REPORT_S = 10.0
 """Maximum seconds that a reader waits until its report is acted upon. The store reads the shards again meanwhile."""
 LARGE_BYTES = 256 << 20
 R = TypeVar("R", bound=Message)
