@@ -174,9 +174,8 @@ def test_damage_that_the_reference_or_an_engine_finds_changes_no_bit(undisturbed
         run.wait_for("step 4", lambda: parity.committed(run, 4))
         with parity.stopped(run, "rollout"):
             before = run.newest_weights()
-            newest = run.wait_for(
-                "another version", lambda: run.newest_weights() if run.newest_weights() != before else None
-            )
+            run.wait_for("another version", lambda: run.newest_weights() != before)
+            newest = run.newest_weights()
             flip(newest, next(offset for file, _, _, offset in shards(folder) if file == newest))
         run.wait_for("the report of the engine", lambda: parity.losses(run) > found)
         assert run.end() == 0, run.output()
