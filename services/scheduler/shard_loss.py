@@ -39,7 +39,7 @@ def claims(run: RunState, store: str, tasks: Iterable[PutTask]) -> list[Claim]:
     """Return what the store has to hold of these tasks, as far as they are current and under these fences."""
     found: list[Claim] = []
     for each in tasks:
-        if _is_live_version(run, each):
+        if _is_live_version(run, store, each):
             found.append(Claim(each))
             continue
         task = run.tasks.find(each.task_id)
@@ -96,7 +96,7 @@ def lose_shards(run: RunState, event: ShardsLost) -> bool:
     """Make the tasks again whose shards the store has lost. Return False if none of them is current."""
     store, count = event.store, 0
     for each in event.tasks:
-        if _is_live_version(run, each):
+        if _is_live_version(run, store, each):
             _lose_version(run, each)
             count += 1
             continue
@@ -125,10 +125,10 @@ def _version(task_id: str) -> Version | None:
     return (lineage, step) if split == WEIGHTS else None
 
 
-def _is_live_version(run: RunState, each: PutTask) -> bool:
+def _is_live_version(run: RunState, store: str, each: PutTask) -> bool:
     version = _version(each.task_id)
     ref = run.versions.get(version) if version is not None else None
-    return ref is not None and ref.fence == each.fence
+    return ref is not None and (ref.store, ref.fence) == (store, each.fence)
 
 
 def _lose_version(run: RunState, each: PutTask) -> None:

@@ -81,7 +81,7 @@ from services.scheduler.plan import Plan
 from services.scheduler.plausible import check_numbers
 from services.scheduler.run_state import Reply, RunState
 from services.scheduler.shard_loss import Audit, claims, whole_steps
-from services.scheduler.steps import batch, check_driver
+from services.scheduler.steps import batch, check_driver, check_versions
 from services.scheduler.stores import STORE
 from services.scheduler.view import Seen
 from shared.rpc.errors import RpcError
@@ -470,6 +470,7 @@ class Scheduler:
 
     def _try_evals(self, asked: Asked, request: WaitEvals) -> bool:
         check_driver(self.run, request.driver)
+        check_versions(self.run)
         results = evaluated(self.run, request.step)
         if results is None:
             self._check_troubles()

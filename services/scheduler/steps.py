@@ -148,6 +148,12 @@ def check_hope(run: RunState) -> None:
     )
 
 
+def check_versions(run: RunState) -> None:
+    """Raise RpcError(missing) if a store has lost a version and the driver has not resumed since."""
+    if run.lost_version:
+        raise RpcError(ErrorCode.MISSING, f"{run.lost_version}: its store has lost it; resume and publish it again")
+
+
 def batch(run: RunState, request: NextBatch) -> StepBatch | None:
     """Return the batch of a journaled step, always the same, or None if it is not journaled. Changes nothing."""
     check_driver(run, request.driver)
@@ -159,8 +165,7 @@ def batch(run: RunState, request: NextBatch) -> StepBatch | None:
     if step > run.batched_step:
         if step != run.committed_step + 1:
             raise RpcError(ErrorCode.CONFLICT, f"step {step}: the next step is {run.committed_step + 1}")
-        if run.lost_version:
-            raise RpcError(ErrorCode.MISSING, f"{run.lost_version}: its store has lost it; publish it again")
+        check_versions(run)
         check_hope(run)
         return None
     tasks = run.batches.get(step)

@@ -18,7 +18,7 @@ from proto.messages import DropReason, Register
 from services.scheduler.attempts import drop
 from services.scheduler.collection import cleared, collect_steps
 from services.scheduler.events import Tell
-from services.scheduler.leasing import give_up
+from services.scheduler.leasing import give_up, measures
 from services.scheduler.steps import rewind
 from services.scheduler.stores import TRAINER_STORE, holders_without_store, lies_in, stores_of
 from services.scheduler.tasks import Task
@@ -116,7 +116,7 @@ def _sample_without(run: RunState, store: str, why: str) -> int:
 
 
 def lose_evaluations(run: RunState, step: int) -> None:
-    """Drop the waiting tasks of evaluations whose versions will not be published again; their rows stay unscored.
+    """Drop the open tasks of evaluations whose versions will not be published again; their rows stay unscored.
 
     These are lost versions before `step`, or in deterministic mode those too old to be sampled with. Other open
     evaluations continue when their version is published again. Scored rows keep their scores.
@@ -124,6 +124,8 @@ def lose_evaluations(run: RunState, step: int) -> None:
     first = step - run.plan.staleness if run.order.fixed else step
     evaluations = [each for each in run.evaluations.open.values() if run.versions.get(each.version) is None]
     for one in [each for each in evaluations if each.version[1] < first]:
+        for lease in [each for each in run.leases if measures(each) and each.version == one.version]:
+            give_up(run, lease, 0)
         waiting, one.waiting = one.waiting, []
         for task_id in waiting:
             why = "the version's weights were lost with their store"

@@ -22,7 +22,8 @@ from proto.messages import (
     TaskHandle,
 )
 from services.scheduler import shard_loss, snapshot
-from services.scheduler.events import Checked, CheckShards, Effect, Fail, Listed, RequestInventory, Tick
+from services.scheduler.events import Checked, CheckShards, Effect, Fail, Listed, RequestInventory, Tick, WriteRow
+from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
 from shared.stages import train_graph
 from tests.unit.scheduler.test_scheduler import STORE, Bench, ids, plan
@@ -107,6 +108,13 @@ def test_a_report_of_what_is_not_current_is_answered_at_once(entry: PutTask) -> 
     bench = Bench().start()
     bench.complete(bench.granted())
     assert isinstance(bench.ask(ReportShards(store=STORE, tasks=[entry])), Ack)
+    assert ordered(bench.effects) == []
+
+
+def test_a_report_about_another_store_than_that_of_a_version_does_not_lose_it() -> None:
+    bench = Bench().start()
+    bench.register("batch-store", 1, 1, limit_bytes=1 << 30)
+    assert isinstance(bench.ask(ReportShards(store="batch-store/1", tasks=[PutTask("weights/0/0", 1)])), Ack)
     assert ordered(bench.effects) == []
 
 
@@ -264,6 +272,25 @@ def test_a_lost_version_makes_the_driver_resume_and_publish_it_again() -> None:
     assert bench.ask(NextBatch(driver=1, step=1)) is None
     bench.publish(0, fence=2)
     assert bench.granted().weights is not None
+    assert replays_alike(bench)
+
+
+def test_an_evaluation_of_a_lost_version_that_is_not_published_again_delays_no_row() -> None:
+    bench = Bench(plan(evals=(EvalPlan("test", range(3), 1, 1),))).start()
+    measured = bench.granted(most=1)
+    assert measured.split == "test"
+    bench.complete(bench.granted(most=4, instance=1))
+    while bench.machine.run.committed_step < 1:
+        if bench.ask(NextBatch(driver=1, step=1)) is None:
+            bench.complete(bench.granted(most=4, instance=1), samples=2)
+        else:
+            bench.ask(CommitStep(driver=1, step=1, metrics={}))
+    bench.publish(1)
+    report(bench, [PutTask("weights/0/0", 1)], "weights/0/0")
+    bench.ask(GetRunInfo(driver=1))
+    bench.publish(1)
+    assert [effect.step for effect in bench.effects if isinstance(effect, WriteRow)] == [0]
+    assert {each.code for each in bench.complete(measured, samples=1)} == {ErrorCode.COLLECTED}
     assert replays_alike(bench)
 
 
