@@ -306,8 +306,8 @@ class SchedulerService(Service):
             for at in range(0, len(order.claims), CHECKED_AT_ONCE):
                 tasks = [claim.task for claim in order.claims[at : at + CHECKED_AT_ONCE]]
                 found = await client.call(GetInventory(tasks=tasks), Inventory, deadline_s=CHECK_CALL_S)
-                pairs = zip(found.tasks, found.hashes, strict=True)
-                held.update(((task.task_id, task.fence), hashes) for task, hashes in pairs)
+                hashes = _hashes(found, order.store)
+                held.update(((task.task_id, task.fence), each) for task, each in zip(found.tasks, hashes, strict=True))
         except RpcError as error:
             self.log.warning("shards not checked", store=order.store, error=str(error))
             held = None
@@ -322,10 +322,18 @@ class SchedulerService(Service):
                 first = cursor == 0
                 page = await client.call(GetInventory(cursor=cursor), Inventory, deadline_s=STORE_CALL_S)
                 cursor = page.cursor
-                self._happened(Listed(store, list(page.tasks), list(page.hashes), first, last=cursor == 0))
+                self._happened(Listed(store, list(page.tasks), _hashes(page, store), first, last=cursor == 0))
                 if cursor == 0:
                     return
         except RpcError as error:
             self.log.warning("inventory not read", store=store, error=str(error))
         finally:
             self._listing.discard(store)
+
+
+def _hashes(page: Inventory, store: str) -> list[list[int]]:
+    """Return the content hashes of a page, one list per task. Raises RpcError(bad_request) if there are not as many."""
+    if len(page.hashes) != len(page.tasks):
+        text = f"{store}: inventory of {len(page.tasks)} tasks with {len(page.hashes)} lists of hashes"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    return list(page.hashes)

@@ -207,7 +207,8 @@ class BlockMapping:
         return _views(self._table, self._data, picked)
 
     def _verify(self, rows: Array, helper: Executor | None) -> None:
-        rows = rows[~self._verified[rows]]
+        """Compare those of these rows with their checksums that this process has not compared yet."""
+        rows = np.sort(rows[~self._verified[rows]])
         if not len(rows):
             return
         begins, ends, checksums = selection.placed(self._table, rows)
@@ -217,12 +218,13 @@ class BlockMapping:
                 bounds = zip(begins[first:last], ends[first:last], strict=True)
                 return [xxhash.xxh3_64_intdigest(view[begin:end]) for begin, end in bounds]
 
-            middle = bisect_right(ends, (begins[0] + ends[-1]) // 2) if ends[-1] - begins[0] >= HALVE_BYTES else 0
-            if helper is None or len(rows) * SMALL_BYTES > ends[-1] - begins[0]:
-                middle = 0  # the other thread would only wait for the interpreter lock
-            other = helper.submit(hashed, 0, middle) if helper is not None and middle else None
-            found = hashed(middle, len(rows))
-            found = [*other.result(), *found] if other is not None else found
+            nbytes = ends[-1] - begins[0]
+            if helper is None or nbytes < max(HALVE_BYTES, SMALL_BYTES * len(rows)):
+                found = hashed(0, len(rows))  # for small rows a second thread would only wait for the interpreter lock
+            else:
+                middle = bisect_right(ends, begins[0] + nbytes // 2)
+                other = helper.submit(hashed, middle, len(rows))
+                found = hashed(0, middle) + other.result()
         wrong = np.array(found, np.uint64) != np.array(checksums, np.uint64)
         if wrong.any():
             raise DamagedShards(self._path, selection.named(self._table, rows[wrong]))
