@@ -301,7 +301,7 @@ class SchedulerService(Service):
     async def _check(self, order: CheckShards) -> None:
         """Have a store read shards again, and report what it holds intact."""
         client = self.client(*parse_service_name(order.store))
-        held: dict[tuple[str, int], list[int]] | None = {}
+        held: dict[tuple[str, int], list[int]] = {}
         try:
             for at in range(0, len(order.claims), CHECKED_AT_ONCE):
                 tasks = [claim.task for claim in order.claims[at : at + CHECKED_AT_ONCE]]
@@ -310,8 +310,9 @@ class SchedulerService(Service):
                 held.update(((task.task_id, task.fence), each) for task, each in zip(found.tasks, hashes, strict=True))
         except RpcError as error:
             self.log.warning("shards not checked", store=order.store, error=str(error))
-            held = None
-        self._happened(Checked(order, held))
+            self._happened(Checked(order, None))
+        else:
+            self._happened(Checked(order, held))
 
     async def _list(self, store: str) -> None:
         """Read the inventory of a store once. After a failure the next round reads it again."""

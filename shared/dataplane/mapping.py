@@ -68,7 +68,7 @@ class DamagedShards(Exception):
     """Bytes of shards (`names`, each `task_id#key`) are not the ones that were put."""
 
     def __init__(self, path: str, names: list[str]) -> None:
-        super().__init__(f"{path}: {len(names)} shards do not have their checksums")
+        super().__init__(f"{path}: {len(names)} shards do not have their checksums, the first is {names[0]}")
         self.names = names
 
 
