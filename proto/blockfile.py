@@ -128,6 +128,11 @@ class Table:
             yield Shard(self.keys[key], dtypes.by_code(code), tuple(dims[at : at + ndim]), offset, nbytes, checksum)
             at += ndim
 
+    def content_hash(self, task: int) -> int:
+        """Return the content hash of a task's shards in this file, as its producer computed it (`BlockLayout.sums`)."""
+        rows = self._rows[int(self._starts[task]) : int(self._starts[task + 1])]
+        return xxhash.xxh3_64_intdigest(rows["checksum"].tobytes())
+
     def checksums(self, task: int) -> dict[str, int]:
         """Return the checksum of every shard of a task by key."""
         rows = self._rows[int(self._starts[task]) : int(self._starts[task + 1])]

@@ -28,6 +28,8 @@ class Selection(NamedTuple):
     end: Array
     shapes: dict[int, tuple[int, ...]]
     """Row -> shape, if that is not (end - first,)."""
+    numbers: Array
+    """Numbers of the rows in the table."""
 
     def columns(self) -> int:
         """Return the number of rows per task if all tasks have the same keys and types, as is usual, else 0."""
@@ -58,11 +60,25 @@ def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None) -> Se
             wanted = wanted[np.lexsort((rank[wanted], owner[wanted]))]
             picked = picked[wanted]
             counts = np.bincount(owner[wanted], minlength=len(where))
+    numbers = np.arange(picked.start, picked.stop) if isinstance(picked, slice) else picked
     rows = table._rows[picked]
     sizes = _ITEMSIZES[rows["dtype"]]
     first = rows["offset"].astype(np.int64) // sizes
     end = first + rows["nbytes"].astype(np.int64) // sizes
-    return Selection(counts, rows["key"], rows["dtype"], first, end, _shapes(table, picked, rows["ndim"]))
+    return Selection(counts, rows["key"], rows["dtype"], first, end, _shapes(table, picked, rows["ndim"]), numbers)
+
+
+def placed(table: Table, numbers: Array) -> tuple[list[int], list[int], list[int]]:
+    """Return the begins, ends and checksums of rows given by number."""
+    rows = table._rows[numbers]
+    return rows["offset"].tolist(), (rows["offset"] + rows["nbytes"]).tolist(), rows["checksum"].tolist()
+
+
+def named(table: Table, numbers: Array) -> list[str]:
+    """Return `task_id#key` of rows given by number."""
+    owners = np.searchsorted(table._starts, numbers, side="right") - 1
+    keys = table._rows["key"][numbers]
+    return [f"{table.task_ids[task]}#{table.keys[key]}" for task, key in zip(owners, keys, strict=True)]
 
 
 def _together(table: Table, where: Array, counts: Array, keys: Sequence[str] | None) -> slice | None:

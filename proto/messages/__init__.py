@@ -71,6 +71,7 @@ from proto.messages.tasks import (
     LossReason,
     Outcome,
     Refusal,
+    ReportShards,
     TaskHandle,
     TaskResult,
     WeightsRef,

@@ -65,6 +65,7 @@ class NextBatch(Request, frozen=True, kw_only=True):
         bad_data: too many tasks in a row were dropped, or a trouble ended the run.
         bad_request: the run has no such step, or can no longer produce the bits of an undisturbed run.
         conflict: a newer driver has taken over, the step is not the next one, or its tasks were collected.
+        missing: a store has lost a version of the weights: send `GetRunInfo` and publish it again.
         not_ready: the batch was not ready before the deadline.
     """
 
@@ -128,6 +129,7 @@ class WaitEvals(Request, frozen=True, kw_only=True):
     Errors:
         bad_data: a trouble ended the run.
         conflict: a newer driver has taken over.
+        missing: as for `NextBatch`.
         not_ready: the evaluations were not done before the deadline.
     """
 

@@ -101,13 +101,22 @@ class Inventory(Message, frozen=True, kw_only=True):
 
     tasks: list[PutTask]  # the tasks with their fences
     cursor: int  # cursor of the next page; 0: this was the last one
+    hashes: list[list[int]] = []  # for each task, the content hash (section 8) of its shards in each of its files
 
 
 @message(68, reply=Inventory)
 class GetInventory(Request, frozen=True, kw_only=True):
-    """The scheduler asks a store for its contents, page by page, to reconcile."""
+    """The scheduler asks a store for its contents, page by page, to reconcile.
+
+    With `tasks`, the store reads the shards of these tasks again, drops those whose checksums fail, and lists what is
+    left of these tasks on one page.
+
+    Errors:
+        busy: no descriptor is left.
+    """
 
     cursor: int = 0  # `Inventory.cursor` of the previous page; 0 for the first
+    tasks: list[PutTask] = []  # the tasks to check; empty: list everything
 
 
 @message(69)

@@ -6,7 +6,8 @@ from enum import IntEnum, StrEnum
 
 import msgspec
 
-from proto.messages.common import Array
+from proto.messages.common import Ack, Array
+from proto.messages.store import PutTask
 from proto.registry import Message, Record, Request, message
 
 
@@ -193,3 +194,18 @@ class Complete(Request, frozen=True, kw_only=True):
     (`workflow/<name>`): float32, NaN for a sample without the value."""
     final: bool = True  # the lease ends; its tasks without a result are leased again
     untouched: bool = False  # no work was done on those tasks, so this counts as no attempt
+
+
+@message(34, reply=Ack)
+class ReportShards(Request, frozen=True, kw_only=True):
+    """A reader could not read shards of these tasks: they are missing, or their checksums failed.
+
+    The store checks them before anything is done about them. With the answer, the scheduler has given the tasks whose
+    shards are lost a higher fence, or has arranged for their step to be repeated.
+
+    Errors:
+        not_ready: the store did not answer.
+    """
+
+    store: str  # the store from which they were read, such as `batch-store/0`
+    tasks: list[PutTask]  # the tasks with the fences that were read

@@ -160,6 +160,24 @@ class StoreFiles:
         finally:
             os.close(descriptor)
 
+    def damaged(self, put_id: str, place: Tier, tasks: Sequence[int]) -> list[int] | None:
+        """Return those of a sealed file's tasks (by index) whose bytes are no longer those put. None: the whole file.
+
+        Slow: call it on a thread. A file that was collected meanwhile counts as lost.
+        """
+        descriptor = lock_named(self.path(f"{put_id}.blk", place), os.O_RDONLY)
+        if descriptor is None:
+            return None
+        try:
+            table = _read_table(descriptor)
+            return [index for index in tasks if _damage(descriptor, table, index)]
+        except (WireError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+                raise
+            return None
+        finally:
+            os.close(descriptor)
+
     def seal(self, put_id: str) -> None:
         """Rename a file to its sealed name. Its mtime exceeds that of every other, so a restart knows the order."""
         path = self.path(f"{put_id}.tmp")
@@ -471,10 +489,18 @@ def _read_table(descriptor: int) -> Table:
 
 def _verify(descriptor: int, table: Table) -> None:
     """Raise WireError naming the first shard whose bytes differ from those put."""
-    for index, task_id in enumerate(table.task_ids):
-        for shard in table.shards(index):
-            digest = xxhash.xxh3_64()
-            for at in range(0, shard.nbytes, _VERIFY_BYTES):
-                digest.update(os.pread(descriptor, min(_VERIFY_BYTES, shard.nbytes - at), shard.offset + at))
-            if digest.intdigest() != shard.checksum:
-                raise WireError(f"{task_id}#{shard.key}: checksum does not match its {shard.nbytes} bytes")
+    for index in range(len(table.task_ids)):
+        damage = _damage(descriptor, table, index)
+        if damage:
+            raise WireError(damage)
+
+
+def _damage(descriptor: int, table: Table, task: int) -> str:
+    """Return which shard of a task differs from what was put, or an empty text."""
+    for shard in table.shards(task):
+        digest = xxhash.xxh3_64()
+        for at in range(0, shard.nbytes, _VERIFY_BYTES):
+            digest.update(os.pread(descriptor, min(_VERIFY_BYTES, shard.nbytes - at), shard.offset + at))
+        if digest.intdigest() != shard.checksum:
+            return f"{table.task_ids[task]}#{shard.key}: checksum does not match its {shard.nbytes} bytes"
+    return ""

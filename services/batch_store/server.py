@@ -82,7 +82,7 @@ class StoreService(Service):
         handle(PutSeal, self._busy_without_descriptor(self._seal))
         handle(Locate, self._locate)
         handle(Clear, self._clear)
-        handle(GetInventory, self._inventory)
+        handle(GetInventory, self._busy_without_descriptor(self._inventory))
         handle(GetStoreStats, self._stats)
         self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=not loaded.transport.encrypt_bulk)
@@ -345,9 +345,27 @@ class StoreService(Service):
         return Ack()
 
     async def _inventory(self, request: GetInventory, call: Call) -> Inventory:
-        await self._ready()
-        tasks, cursor = self.index.inventory(request.cursor)
-        return Inventory(tasks=tasks, cursor=cursor)
+        files = await self._ready()
+        if request.tasks:
+            await self._check(files, request.tasks)
+            tasks, cursor = [task for task in request.tasks if self.index.content_hashes(task)], 0
+        else:
+            tasks, cursor = self.index.inventory(request.cursor)
+        return Inventory(tasks=tasks, cursor=cursor, hashes=[self.index.content_hashes(task) for task in tasks])
+
+    async def _check(self, files: StoreFiles, tasks: Sequence[PutTask]) -> None:
+        """Read all shards of these tasks and forget those whose bytes are no longer the ones that were put."""
+        for put_id, indices in self.index.files_of(tasks).items():
+            place = self.index.place_of(put_id)
+            if place is None:
+                continue
+            damaged = await asyncio.to_thread(files.damaged, put_id, place, indices)
+            if damaged == [] or self.index.place_of(put_id) is not place:  # cleared or moved meanwhile
+                continue
+            table = self.index.sealed(put_id).table
+            names = table.task_ids if damaged is None else [table.task_ids[index] for index in damaged]
+            self.log.error("damaged shards dropped", put_id=put_id, tasks=names[:8], count=len(names))
+            self._retirement.take(self.index.lose(put_id, damaged))
 
     async def _stats(self, request: GetStoreStats, call: Call) -> StoreStats:
         await self._ready()

@@ -219,11 +219,25 @@ class StoreState:
         """Return a sealed file."""
         return self._sealed[put_id]
 
-    def lose(self, put_id: str) -> list[Retire]:
-        """Remove a sealed file that another process deleted. Its shards are missing from now on."""
+    def place_of(self, put_id: str) -> Tier | None:
+        """Return where a sealed file is, or None if it is no longer sealed."""
+        sealed = self._sealed.get(put_id)
+        return sealed.place if sealed is not None else None
+
+    def files_of(self, tasks: Iterable[PutTask]) -> dict[str, list[int]]:
+        """Return put id -> the indices of those of these tasks that the file holds."""
+        found: dict[str, list[int]] = {}
+        for task in tasks:
+            held = self._tasks.get(task.task_id)
+            for put_id in held.files.get(task.fence, ()) if held is not None else ():
+                found.setdefault(put_id, []).append(self._sealed[put_id].table.index[task.task_id, task.fence])
+        return found
+
+    def lose(self, put_id: str, tasks: Iterable[int] | None = None) -> list[Retire]:
+        """Remove a sealed file, or these of its tasks, whose bytes are gone. Their shards are missing from now on."""
         table = self._sealed[put_id].table
         effects: list[Retire] = []
-        for index in sorted(self._sealed[put_id].alive):
+        for index in sorted(self._sealed[put_id].alive if tasks is None else self._sealed[put_id].alive & set(tasks)):
             task_id, fence = table.task_ids[index], table.fences[index]
             files = self._tasks[task_id].files
             self._remove_entry(task_id, fence, files[fence], put_id)
@@ -246,6 +260,12 @@ class StoreState:
             page.extend(PutTask(task_id, fence) for fence in held.files)
             last = held.serial
         return page, 0
+
+    def content_hashes(self, task: PutTask) -> list[int]:
+        """Return the content hash of a task's shards in each file that holds some. Empty if there are none."""
+        held = self._tasks.get(task.task_id)
+        tables = [self._sealed[put_id].table for put_id in held.files.get(task.fence, ())] if held is not None else []
+        return [table.content_hash(table.index[task.task_id, task.fence]) for table in tables]
 
     def stats(self) -> StoreStats:
         """Return exact counts. Bytes are in whole pages, the sum of memory and spill."""

@@ -24,6 +24,8 @@ from shared.topology import Topology, stop_limit_s
 STORE = service_name("batch-store", 0)
 MAX_RECOVERIES = 5
 """Maximum number of consecutive losses of workers without a committed step in between."""
+MAX_DAMAGES = 20
+"""Maximum number of times that shards are lost, and made again, without a committed step in between."""
 SUPERVISOR_S = 2.0
 """Seconds to wait for the supervisor's answer. A killed supervisor gives none."""
 
@@ -77,28 +79,31 @@ class PolicyTrainerService(Service):
         topology = topologies.load(self.run.topology)
         scheduler = SchedulerCalls(self.scheduler, self.incarnation)
         workers = group_dispatch(topology, self.client, self.incarnation)
-        lost_at, losses = -1, 0
+        lost_at, losses, damages = -1, 0, 0
         if (await scheduler.run_info()).stopping:
             return  # an earlier life of the driver finished the run
         while True:
             try:
                 await self._train(topology, scheduler, workers)
                 return
-            except WorkersLost as error:
+            except RpcError as error:
                 self._trains = False
+                if error.code == ErrorCode.BAD_DATA:  # a later life would meet the same data again
+                    self.exit_status = UNUSABLE_STATUS
+                damaged = error.code == ErrorCode.MISSING  # of a batch (WorkersLost), or of a version (`NextBatch`)
+                if not damaged and not isinstance(error, WorkersLost):
+                    raise
                 if self._stop.asked:
                     self.log.warning("stopped, the committed step is not saved: workers lost", error=str(error))
                     return
                 committed = (await scheduler.run_info()).committed_step
-                losses = losses + 1 if committed == lost_at else 1
-                lost_at = committed
-                if losses > MAX_RECOVERIES:
+                if committed != lost_at:
+                    lost_at, losses, damages = committed, 0, 0
+                losses, damages = losses + (not damaged), damages + damaged
+                if losses > MAX_RECOVERIES or damages > MAX_DAMAGES:
                     raise
-                self.log.warning("workers lost, resuming", committed=committed, error=str(error))
-            except RpcError as error:
-                if error.code == ErrorCode.BAD_DATA:  # a later life would meet the same data again
-                    self.exit_status = UNUSABLE_STATUS
-                raise
+                cause = "shards lost" if damaged else "workers lost"
+                self.log.warning(f"{cause}, resuming", committed=committed, error=str(error))
 
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         deterministic = topology.run.deterministic

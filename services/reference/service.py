@@ -6,7 +6,6 @@ It scores at the temperature at which the tokens were sampled, with the version 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,7 +23,7 @@ from shared.colocation.devices import REFERENCE as WEIGHTS
 from shared.colocation.devices import Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient, Receipt, TaskShards
-from shared.lease import Lease, LeaseBook, LeaseLost
+from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
 from shared.ranks.group import Group, ends_with_its_peers
 from shared.ranks.layout import Layout
@@ -57,7 +56,7 @@ class ReferenceService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._topology = topologies.load(run.topology)
-        self._data = DataClient(self.client, plain=not self._topology.transport.encrypt_bulk)
+        self._data = DataClient(self.client, reports=True, plain=not self._topology.transport.encrypt_bulk)
         settings = self._topology.services.reference
         ranks = 1 if settings is None else settings.parallel.model_ranks
         self._first = instance - instance % ranks
@@ -186,26 +185,14 @@ class ReferenceWorker:
         )
 
     async def _fetch(self, lease: Lease) -> Shards:
+        """Return the shards of a lease. Lost ones are reported, and the scheduler has their tasks rolled out again."""
         meta = lease.grant.batch
-        try:
-            return await self.leases.persist(
-                lease,
-                "fetch",
-                lambda on_progress: self._data.fetch(
-                    meta, self._needs, deadline_s=DATA_CALL_S, on_progress=on_progress
-                ),
-                DATA_CALL_S,
-            )
-        except RpcError as error:
-            # Lost shards do not return under this fence. Reporting them makes the scheduler roll the tasks out again.
-            gone = _tasks_of(error, meta.tasks) if error.code == ErrorCode.MISSING else []
-            if not gone:
-                raise
-            reason = str(error)[:400]
-            await self.leases.complete(
-                lease, [TaskResult(task.task_id, task.fence, Outcome.RETRY, reason=reason) for task in gone]
-            )
-            raise LeaseLost(f"ended: {reason}") from None
+        return await self.leases.persist(
+            lease,
+            "fetch",
+            lambda on_progress: self._data.fetch(meta, self._needs, deadline_s=DATA_CALL_S, on_progress=on_progress),
+            DATA_CALL_S,
+        )
 
     async def _score(self, lease: Lease, shards: Shards) -> tuple[list[Array], float]:
         self._computing = True
@@ -261,12 +248,6 @@ def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
         tokens=len(values),
         nbytes=receipt.nbytes,
     )
-
-
-def _tasks_of(error: RpcError, tasks: Sequence[TaskHandle]) -> list[TaskHandle]:
-    """Return the tasks whose shards the error names (`task_id#key`)."""
-    named = {name.partition("#")[0] for name in error.names}
-    return [task for task in tasks if task.task_id in named]
 
 
 def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> FrozenScorer:

@@ -54,7 +54,7 @@ class RolloutService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._text = ThreadPoolExecutor(1, thread_name_prefix="text")  # rows and the tokenizer: one thread at a time
-        self._data = DataClient(self.client)
+        self._data = DataClient(self.client, reports=True)
         self._engine: Engine | None = None
         self._rewards: RewardPool | None = None
         self._workflows: UserPool | None = None

@@ -5,7 +5,8 @@ Durable events are journaled and replayed in order. Wire requests that change th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -23,6 +24,7 @@ from proto.messages import (
     PublishWeights,
     PutTask,
     Register,
+    ReportShards,
     Resolve,
     WaitEvals,
 )
@@ -85,10 +87,28 @@ class TailLost(msgspec.Struct, frozen=True, tag=True):
     lineage: int
 
 
-Internal = Configure | Leased | LeaseExpired | Cleared | StoreGone | TailLost
+class ShardsLost(msgspec.Struct, frozen=True, tag=True):
+    """A store has confirmed that it no longer holds shards of these tasks (with their fences) intact."""
+
+    store: str
+    tasks: list[PutTask]
+
+
+Internal = Configure | Leased | LeaseExpired | Cleared | StoreGone | TailLost | ShardsLost
 DriverRequest = GetRunInfo | NextBatch | CommitStep | PublishWeights | CheckpointSaved | FinishRun
 Durable = Internal | DriverRequest | Register | Complete
-Request = DriverRequest | Register | Complete | Heartbeat | HoldDevices | Resolve | LeaseRequest | WaitEvals | GetStatus
+Request = (
+    DriverRequest
+    | Register
+    | Complete
+    | ReportShards
+    | Heartbeat
+    | HoldDevices
+    | Resolve
+    | LeaseRequest
+    | WaitEvals
+    | GetStatus
+)
 """The wire requests that the scheduler answers."""
 
 
@@ -120,10 +140,38 @@ class ClearDone:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One page of the inventory of a store."""
+    """One page of the inventory of a store. `hashes` holds the content hashes of each task's shards."""
 
     store: str
     tasks: list[PutTask]
+    hashes: list[list[int]] = field(default_factory=list)
+    first: bool = False
+    last: bool = False
+
+
+Held = Mapping[tuple[str, int], list[int]]
+"""(task id, fence) -> content hashes of the shards that a store holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a store has to hold: a task with the content hashes of its accepted results. Weights have none."""
+
+    task: PutTask
+    hashes: tuple[int, ...] = ()
+
+    def met(self, held: Held) -> bool:
+        """Return whether a store that holds this meets the claim."""
+        found = held.get((self.task.task_id, self.task.fence))
+        return found is not None and set(self.hashes) <= set(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A store has read shards again as ordered and holds these intact. None: it did not answer."""
+
+    order: CheckShards
+    held: Held | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +183,7 @@ class ProcessGone:
     incarnation: int
 
 
-Event = Tick | Asked | ClearDone | Listed | ProcessGone
+Event = Tick | Asked | ClearDone | Listed | Checked | ProcessGone
 
 
 # ---------------------------------------------------------------------------------------------------- effects
@@ -183,6 +231,15 @@ class RequestInventory:
     """Request the inventory of `store`, which arrives page by page (`Listed`)."""
 
     store: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckShards:
+    """Have `store` read the shards of these tasks again. `Checked` follows. `ref` is the call of a waiting reader."""
+
+    store: str
+    claims: list[Claim]
+    ref: Ref | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +330,7 @@ Effect = (
     | SendClear
     | StopClear
     | RequestInventory
+    | CheckShards
     | SaveStep
     | SaveEval
     | WriteRow

@@ -34,6 +34,7 @@ from services.scheduler.events import (
     Rewound,
     SaveEval,
     SaveStep,
+    ShardsLost,
     StoreGone,
     TailLost,
     WriteRow,
@@ -55,7 +56,7 @@ PART_BYTES = 1 << 20
 PART_EVENTS = 1024
 """Maximum number of old events that one transaction deletes."""
 
-_INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared, StoreGone, TailLost)
+_INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared, StoreGone, TailLost, ShardsLost)
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
 _COMPLETE = object()
 _KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}

@@ -29,6 +29,9 @@ class Filtered:
     samples: int = 0
     reward_sum: float = 0.0
 
+    def __add__(self, other: Filtered) -> Filtered:
+        return Filtered(self.tasks + other.tasks, self.samples + other.samples, self.reward_sum + other.reward_sum)
+
 
 @dataclass
 class Losses:
@@ -36,8 +39,10 @@ class Losses:
 
     dropped: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
-    batch_drops: dict[str, int] = field(default_factory=dict)
-    batch_lost: dict[str, int] = field(default_factory=dict)
+    counted_drops: dict[int, str] = field(default_factory=dict)
+    """Reason of each drop that the newest batch has counted, by admission number."""
+    counted_lost: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Lost samples that the newest batch has counted, by admission number."""
     open_drops: dict[int, str] = field(default_factory=dict)
     """Reason of each drop that no batch has counted, by admission number."""
     open_lost: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -66,9 +71,26 @@ class Losses:
     def batched(self, taken: Iterable[int], is_over: Callable[[int], bool]) -> None:
         """Count a batch of the tasks `taken` and the drops that `is_over` assigns to this or an earlier batch."""
         over = [admission for admission in self.open_drops if is_over(admission)]
-        self.batch_drops = dict(sorted(Counter(self.open_drops.pop(admission) for admission in over).items()))
-        lost: Counter[str] = Counter()
-        for admission in (*taken, *over):
-            lost.update(self.open_lost.pop(admission, {}))
-        self.batch_lost = dict(sorted(lost.items()))
+        self.counted_drops = {admission: self.open_drops.pop(admission) for admission in over}
+        self.counted_lost = {each: self.open_lost.pop(each) for each in (*taken, *over) if each in self.open_lost}
         self.batch_filtered, self.filtered = self.filtered, Filtered()
+
+    def put_back(self) -> None:
+        """Undo `batched`: the batch that is formed next counts everything again that the newest one has counted."""
+        self.open_drops |= self.counted_drops
+        self.open_lost |= self.counted_lost
+        self.filtered += self.batch_filtered
+        self.counted_drops, self.counted_lost, self.batch_filtered = {}, {}, Filtered()
+
+    @property
+    def batch_drops(self) -> dict[str, int]:
+        """Number of drops that the newest batch has counted, by reason."""
+        return dict(sorted(Counter(self.counted_drops.values()).items()))
+
+    @property
+    def batch_lost(self) -> dict[str, int]:
+        """Number of lost samples that the newest batch has counted, by reason."""
+        lost: Counter[str] = Counter()
+        for counts in self.counted_lost.values():
+            lost.update(counts)
+        return dict(sorted(lost.items()))

@@ -43,12 +43,14 @@ from services.scheduler.events import (
     Effect,
     Leased,
     LeaseExpired,
+    ShardsLost,
     StoreGone,
     TailLost,
 )
 from services.scheduler.leases import CallId, Holder, Leases
 from services.scheduler.losses import Losses
 from services.scheduler.plan import EpochOrder, Plan
+from services.scheduler.shard_loss import lose_shards
 from services.scheduler.staleness import BY_COMPLETION
 from services.scheduler.steps import check_driver, checkpoint, commit, form_batch, take_over
 from services.scheduler.store_loss import come_back_empty, lose_tail, lost_data, remove_departed_store
@@ -60,6 +62,7 @@ from shared.rundir import service_name
 
 Reply = LeaseGrant | CompleteAck | StepBatch | RunInfo | Ack
 _LEASABLE = frozenset({TaskState.LEASED, TaskState.ROLLED_OUT})
+_UNFINISHED = frozenset({TaskState.PENDING, TaskState.LEASED, TaskState.ROLLED_OUT, TaskState.READY})
 _ACKNOWLEDGING = frozenset({TaskState.TRAINED, TaskState.SCORED, TaskState.DROPPED})
 
 
@@ -115,6 +118,8 @@ class RunState:
         """Bytes of trained tasks that wait for a checkpoint, by store."""
         self.gone: dict[str, str] = {}
         """Joined stores that are gone for good, each with the `data_id` of its data."""
+        self.lost_version = ""
+        """Task id of a version that its store has lost, until the driver resumes and publishes it again, or empty."""
         self.eval_lease_debt = 0
         """Number of leases by which evaluations are ahead of training, at most those of a step."""
         self.waiting_rows: dict[int, dict[str, float]] = {}
@@ -186,6 +191,8 @@ class RunState:
                 changed = remove_departed_store(self, event.store)
             case TailLost():
                 lose_tail(self, event)
+            case ShardsLost():
+                changed = lose_shards(self, event)
             case _:
                 assert_never(event)
         return Ack() if changed else None
@@ -303,6 +310,8 @@ class RunState:
             return "its fields contradict its state"
         if task.lease and (task.state not in _LEASABLE or lease is None or task.task_id not in lease.tasks):
             return f"lease {task.lease} does not hold it"
+        if task.lost and task.state in _UNFINISHED:
+            return "an unfinished task with lost shards is made again"
         if task.clears and task.state not in _ACKNOWLEDGING:
             return f"{task.clears} stores are to acknowledge its last clear"
         return ""

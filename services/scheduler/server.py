@@ -21,6 +21,8 @@ from services.scheduler.devices import DeviceTurns
 from services.scheduler.events import (
     Answer,
     Asked,
+    Checked,
+    CheckShards,
     ClearDone,
     DiscardRows,
     Effect,
@@ -36,6 +38,7 @@ from services.scheduler.events import (
     SaveEval,
     SaveStep,
     SendClear,
+    ShardsLost,
     StopClear,
     TailLost,
     Tell,
@@ -56,6 +59,9 @@ from shared.topology import TopologyError, load
 
 TICK_S = 0.1
 STORE_CALL_S = 5.0
+CHECK_CALL_S = 30.0
+CHECKED_AT_ONCE = 512
+"""Maximum number of tasks whose shards a store reads for one call."""
 SNAPSHOT_S = 0.02
 """Maximum seconds per tick for writing parts of a snapshot."""
 SUPERVISOR = "supervisor"
@@ -216,6 +222,9 @@ class SchedulerService(Service):
             match effect:
                 case Persist():
                     self._journal.append(effect.event, time.time())
+                    if isinstance(effect.event, ShardsLost):
+                        names = [task.task_id for task in effect.event.tasks]
+                        self.log.warning("shards lost", store=effect.event.store, tasks=names[:8], count=len(names))
                 case SaveStep() | SaveEval():
                     self._journal.save(effect, time.time())
                 case Rewound():
@@ -269,6 +278,8 @@ class SchedulerService(Service):
                 if effect.store not in self._listing:
                     self._listing.add(effect.store)
                     self._start(self._list(effect.store))
+            case CheckShards():
+                self._start(self._check(effect))
             case WriteRow():
                 self._metrics.write(json.dumps(effect.row))
             case Tell():
@@ -319,19 +330,43 @@ class SchedulerService(Service):
                 self._happened(ClearDone(effect.store, len(effect.tasks)))
             return
 
+    async def _check(self, order: CheckShards) -> None:
+        """Have a store read shards again, and report what it holds intact."""
+        client = self.client(*parse_service_name(order.store))
+        held: dict[tuple[str, int], list[int]] = {}
+        try:
+            for at in range(0, len(order.claims), CHECKED_AT_ONCE):
+                tasks = [claim.task for claim in order.claims[at : at + CHECKED_AT_ONCE]]
+                found = await client.call(GetInventory(tasks=tasks), Inventory, deadline_s=CHECK_CALL_S)
+                hashes = _hashes(found, order.store)
+                held.update(((task.task_id, task.fence), each) for task, each in zip(found.tasks, hashes, strict=True))
+        except RpcError as error:
+            self.log.warning("shards not checked", store=order.store, error=str(error))
+            self._happened(Checked(order, None))
+        else:
+            self._happened(Checked(order, held))
+
     async def _list(self, store: str) -> None:
         """Read the inventory of a store once. After a failure the next round reads it again."""
         client = self.client(*parse_service_name(store))
         cursor = 0
         try:
             while True:
+                first = cursor == 0
                 page = await client.call(GetInventory(cursor=cursor), Inventory, deadline_s=STORE_CALL_S)
-                if page.tasks:
-                    self._happened(Listed(store, list(page.tasks)))
                 cursor = page.cursor
+                self._happened(Listed(store, list(page.tasks), _hashes(page, store), first, last=cursor == 0))
                 if cursor == 0:
                     return
         except RpcError as error:
             self.log.warning("inventory not read", store=store, error=str(error))
         finally:
             self._listing.discard(store)
+
+
+def _hashes(page: Inventory, store: str) -> list[list[int]]:
+    """Return the content hashes of a page, one list per task. Raises RpcError(bad_request) if there are not as many."""
+    if len(page.hashes) != len(page.tasks):
+        text = f"{store}: inventory of {len(page.tasks)} tasks with {len(page.hashes)} lists of hashes"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    return list(page.hashes)

@@ -31,7 +31,7 @@ PART_ROWS = 2048
 _VALUES = (
     "position", "highest_fence", "driver", "old_drivers", "lineage", "batched_step", "committed_step",
     "checkpoint_step", "finished", "broken", "uncovered", "gone", "eval_lease_debt", "next_row", "store_names",
-    "reopened", "checked", "stale",
+    "reopened", "checked", "stale", "lost_version",
 )  # fmt: skip
 """Attributes of `RunState` that msgpack holds as they are."""
 

@@ -36,6 +36,7 @@ from proto.messages import (
     PublishWeights,
     Register,
     Registered,
+    ReportShards,
     Resolve,
     Resolved,
     WaitEvals,
@@ -49,6 +50,8 @@ from services.scheduler.evaluations import evaluated
 from services.scheduler.events import (
     Answer,
     Asked,
+    Checked,
+    CheckShards,
     ClearDone,
     Cleared,
     Configure,
@@ -64,6 +67,7 @@ from services.scheduler.events import (
     RequestInventory,
     Rewound,
     SendClear,
+    ShardsLost,
     StopClear,
     StoreGone,
     TailLost,
@@ -77,7 +81,8 @@ from services.scheduler.pace import Paces
 from services.scheduler.plan import Plan
 from services.scheduler.plausible import check_numbers
 from services.scheduler.run_state import Reply, RunState
-from services.scheduler.steps import batch, check_driver
+from services.scheduler.shard_loss import Audit, claims, whole_steps
+from services.scheduler.steps import batch, check_driver, check_versions
 from services.scheduler.stores import STORE
 from services.scheduler.view import Seen
 from shared.rpc.errors import RpcError
@@ -124,6 +129,8 @@ class Scheduler:
         self._paces = Paces(lease_s)
         self._seen: dict[Holder, Seen] = {}
         self._clearing: set[str] = set()
+        self._audits: dict[str, Audit] = {}
+        """Inventories that are being read or compared, by store."""
         self._reconcile_at = 0.0
         self._tell_at = 0.0
         self._teller = view.Teller()
@@ -173,10 +180,9 @@ class Scheduler:
             case ProcessGone():
                 self._devices.gone((event.service, event.instance), event.incarnation)
             case Listed():
-                strays = [entry for entry in event.tasks if is_stray(self.run, entry)]
-                if strays:
-                    self._out.append(SendClear(event.store, strays, tracked=False))
-                    self._tell("scheduler/gc", {"strays": float(len(strays)), "store": event.store})
+                self._listed(event)
+            case Checked():
+                self._checked(event)
             case _:
                 assert_never(event)
         self._settle()
@@ -190,6 +196,8 @@ class Scheduler:
                     self._register(asked, request)
                 case Heartbeat():
                     self._heartbeat(asked, request)
+                case ReportShards():
+                    self._report(asked, request)
                 case HoldDevices():
                     self._devices.hold(request, asked.ref, self._answer_by(asked), self._now)
                 case Resolve():
@@ -295,6 +303,8 @@ class Scheduler:
             if store in self._clearing:
                 self._clearing.discard(store)
                 self._out.append(StopClear(store))
+        for audit in list(self._audits.values()):
+            self._audit(audit)
         if self._reconcile_at <= self._now:
             self._reconcile_at = self._now + RECONCILE_S
             self._out.extend(RequestInventory(store) for store in self.run.clears.stores)
@@ -374,6 +384,53 @@ class Scheduler:
             return None
         return self.run.versions.get(newest) if newest > (beat.holds_lineage, beat.holds_step) else None
 
+    # ---------------------------------------------------------------------------------------------- shards
+
+    def _listed(self, page: Listed) -> None:
+        """Clear the strays of a page of an inventory. After the last page, find out what is missing."""
+        strays = [entry for entry in page.tasks if is_stray(self.run, entry)]
+        if strays:
+            self._out.append(SendClear(page.store, strays, tracked=False))
+            self._tell("scheduler/gc", {"strays": float(len(strays)), "store": page.store})
+        if page.first:
+            self._audits[page.store] = Audit(page.store)
+        audit = self._audits.get(page.store)
+        if audit is None:
+            return
+        audit.add(page.tasks, page.hashes)
+        if page.last:
+            audit.end(self.run)
+            self._audit(audit)
+
+    def _audit(self, audit: Audit) -> None:
+        """Continue to compare an inventory with the accepted results, and have the store check the missing ones."""
+        if not audit.compare(self.run):
+            return
+        del self._audits[audit.store]
+        if audit.missing:
+            self._out.append(CheckShards(audit.store, audit.missing))
+
+    def _report(self, asked: Asked, request: ReportShards) -> None:
+        """Have the store check what a reader could not read, and the other tasks of the same steps."""
+        accused = claims(self.run, request.store, whole_steps(self.run, request.tasks))
+        if accused:
+            self._out.append(CheckShards(request.store, accused, asked.ref))
+        else:  # these attempts are over
+            self._answer(asked, Ack())
+
+    def _checked(self, checked: Checked) -> None:
+        """Make again what the store has lost, then answer the reader that reported it."""
+        order, held = checked.order, checked.held
+        lost = [claim.task for claim in order.claims if held is not None and not claim.met(held)]
+        if lost and self._durable(ShardsLost(order.store, lost)) is not None:
+            self._out.append(RequestInventory(order.store))  # the damage may have taken more than was asked for
+        if order.ref is None:
+            return
+        if held is None:
+            self._out.append(Fail(order.ref, ErrorCode.NOT_READY, f"{order.store} does not answer; report it again"))
+        else:
+            self._out.append(Answer(order.ref, Ack()))
+
     # ---------------------------------------------------------------------------------------------- leases
 
     def _lease(self, asked: Asked, request: LeaseRequest) -> None:
@@ -419,6 +476,7 @@ class Scheduler:
 
     def _try_evals(self, asked: Asked, request: WaitEvals) -> bool:
         check_driver(self.run, request.driver)
+        check_versions(self.run)
         results = evaluated(self.run, request.step)
         if results is None:
             self._check_troubles()

@@ -45,6 +45,9 @@ def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
         if run.driver:
             run.old_drivers.append(run.driver)
         run.driver = request.driver
+    run.lost_version = ""  # a driver that resumes publishes the versions that may be needed
+    if any(task.lost for task in run.open_batch):
+        reopen(run)
     if request.reload:
         loaded = max(run.checkpoint_step, 0) if request.loaded_step < 0 else request.loaded_step
         if not all(replayable(run, step) for step in range(loaded + 1, run.committed_step + 1)):
@@ -65,6 +68,22 @@ def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
 
 
 # ---- the return to an earlier step
+
+
+def reopen(run: RunState) -> None:
+    """Take back the batch of the open step. Its tasks with lost shards are sampled again, the others stay ready."""
+    step = run.batched_step
+    tasks = run.batches.pop(step)
+    del run.identities[step]
+    run.batched_step = run.committed_step
+    for task in tasks:
+        run.tasks.move(task, TaskState.READY)
+    run.window.put_back(tasks)
+    run.losses.put_back()
+    for task in [each for each in tasks if each.lost]:
+        run.tasks.edit(task).lost = False
+        if task.made:  # the retry of another task may have begun a new attempt of this one
+            run.order.retry(run, task, 0, "its shards are lost")
 
 
 def rewind(run: RunState, step: int, *, reached: int = 0, cause: str = "") -> None:
@@ -139,6 +158,12 @@ def check_hope(run: RunState) -> None:
     )
 
 
+def check_versions(run: RunState) -> None:
+    """Raise RpcError(missing) if a store has lost a version and the driver has not resumed since."""
+    if run.lost_version:
+        raise RpcError(ErrorCode.MISSING, f"{run.lost_version}: its store has lost it; resume and publish it again")
+
+
 def batch(run: RunState, request: NextBatch) -> StepBatch | None:
     """Return the batch of a journaled step, always the same, or None if it is not journaled. Changes nothing."""
     check_driver(run, request.driver)
@@ -150,6 +175,7 @@ def batch(run: RunState, request: NextBatch) -> StepBatch | None:
     if step > run.batched_step:
         if step != run.committed_step + 1:
             raise RpcError(ErrorCode.CONFLICT, f"step {step}: the next step is {run.committed_step + 1}")
+        check_versions(run)
         check_hope(run)
         return None
     tasks = run.batches.get(step)

@@ -23,7 +23,7 @@ from proto.messages import DropReason, Register
 from services.scheduler.attempts import drop
 from services.scheduler.collection import clear_weights, cleared, collect_steps
 from services.scheduler.events import TailLost, Tell
-from services.scheduler.leasing import give_up
+from services.scheduler.leasing import give_up, measures
 from services.scheduler.steps import rewind
 from services.scheduler.stores import TRAINER_STORE, holders_without_store, lies_in, stores_of
 from services.scheduler.tasks import Task, TaskState
@@ -71,6 +71,7 @@ def _lose_store(run: RunState, store: str, why: str) -> None:
     replayed = run.committed_step - step
     _go_back(run, step, f"{store} lost its data")
     run.versions.forget(store)
+    lose_evaluations(run, step)
     cause = f"{store} {why}: back to step {step}, {replayed} steps and {again} tasks again"
     run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
@@ -87,7 +88,6 @@ def _go_back(run: RunState, step: int, why: str, *, reached: int = 0, cause: str
     for task in list(run.window.tasks.values()):
         if task.made:
             run.order.retry(run, task, 0, why)
-    _lose_evaluations(run, step)
 
 
 def lose_tail(run: RunState, event: TailLost) -> None:
@@ -102,6 +102,7 @@ def lose_tail(run: RunState, event: TailLost) -> None:
     run.leases.next_id += MARGIN
     for ref in run.versions.take_back(-1):
         clear_weights(run, ref)
+    lose_evaluations(run, step)
     for task in run.tasks:
         if task.state == TaskState.PENDING:
             run.tasks.edit(task).fence = max(task.fence, run.tasks.least_fence)
@@ -149,14 +150,17 @@ def _sample_without(run: RunState, store: str, why: str) -> int:
     return len(lost)
 
 
-def _lose_evaluations(run: RunState, step: int) -> None:
-    """Drop the waiting tasks of evaluations whose versions will not be published again; their rows stay unscored.
+def lose_evaluations(run: RunState, step: int) -> None:
+    """Drop the open tasks of evaluations whose versions will not be published again; their rows stay unscored.
 
-    These are versions before `step`, or in deterministic mode versions too old to be sampled with. Other open
+    These are lost versions before `step`, or in deterministic mode those too old to be sampled with. Other open
     evaluations continue when their version is published again. Scored rows keep their scores.
     """
     first = step - run.plan.staleness if run.order.fixed else step
-    for one in [each for each in run.evaluations.open.values() if each.version[1] < first]:
+    evaluations = [each for each in run.evaluations.open.values() if run.versions.get(each.version) is None]
+    for one in [each for each in evaluations if each.version[1] < first]:
+        for lease in [each for each in run.leases if measures(each) and each.version == one.version]:
+            give_up(run, lease, 0)
         waiting, one.waiting = one.waiting, []
         for task_id in waiting:
             why = "the version's weights were lost with their store"

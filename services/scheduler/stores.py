@@ -50,7 +50,9 @@ def lies_in(run: RunState, task: Task, store: str) -> bool:
 def replayable(run: RunState, step: int) -> bool:
     """Return whether all shards of a trained step still exist."""
     tasks = run.batches.get(step)
-    return tasks is not None and not any(lies_in(run, task, store) for store in run.gone for task in tasks)
+    if tasks is None or any(task.lost for task in tasks):
+        return False
+    return not any(lies_in(run, task, store) for store in run.gone for task in tasks)
 
 
 def store_index(run: RunState, store: str) -> int:
@@ -117,11 +119,12 @@ def count_uncovered(run: RunState, tasks: Iterable[Task], sign: int) -> None:
 
 
 def wants_checkpoint(run: RunState, batch: Mapping[str, int]) -> bool:
-    """Return whether trained bytes that no checkpoint covers are about to limit admission in any store.
+    """Return whether trained steps that no checkpoint covers cannot be replayed, or are about to limit admission.
 
     `batch` holds, by store, the bytes of a step that is about to be trained.
     """
-    if run.uncovered.keys() & run.gone.keys():  # these steps cannot be replayed
+    trained = (tasks for step, tasks in run.batches.items() if step <= run.committed_step)
+    if run.uncovered.keys() & run.gone.keys() or any(task.lost for tasks in trained for task in tasks):
         return True
     if not run.plan.task_bytes or run.config.collect_at_commit:
         return False

@@ -37,7 +37,7 @@ TRANSITIONS: Final[dict[TaskState, frozenset[TaskState]]] = {
     _S.LEASED: frozenset({_S.PENDING, _S.ROLLED_OUT, _S.SCORED, _S.DROPPED}),
     _S.ROLLED_OUT: frozenset({_S.PENDING, _S.READY, _S.DROPPED}),
     _S.READY: frozenset({_S.PENDING, _S.BATCHED, _S.DROPPED}),
-    _S.BATCHED: frozenset({_S.PENDING, _S.TRAINED, _S.DROPPED}),
+    _S.BATCHED: frozenset({_S.PENDING, _S.READY, _S.TRAINED, _S.DROPPED}),
     _S.TRAINED: frozenset({_S.PENDING, _S.DROPPED, _S.COLLECTED}),
     _S.SCORED: frozenset({_S.PENDING, _S.COLLECTED}),
     _S.DROPPED: frozenset({_S.PENDING, _S.COLLECTED}),
@@ -45,9 +45,10 @@ TRANSITIONS: Final[dict[TaskState, frozenset[TaskState]]] = {
 }
 """The states that may follow each state.
 
-BATCHED and TRAINED tasks become DROPPED or PENDING only when the run returns to an earlier step, and tasks that wait
-for their last clears become PENDING only when they are sampled again. COLLECTED is never entered from a state before
-the end of a task: shards of a task that may still be leased or trained are not freed (docs/architecture.md, promise 3).
+BATCHED and TRAINED tasks become DROPPED or PENDING only when the run returns to an earlier step. BATCHED ones become
+READY only when another task of their step lost its shards. Tasks that wait for their last clears become PENDING only
+when they are sampled again. COLLECTED is never entered from a state before the end of a task: shards of a task that may
+still be leased or trained are not freed (docs/architecture.md, promise 3).
 """
 
 
@@ -82,6 +83,8 @@ class Task:
     """Index into `RunState.layouts` of the columns in `scalars`."""
     scalars: bytes = b""
     """Per-sample values of the rollout and later stages (see `scalars.py`)."""
+    lost: bool = False
+    """Whether a store has lost shards of a task that is BATCHED or TRAINED, so that its step cannot be read again."""
 
     @property
     def split(self) -> str:
@@ -193,6 +196,7 @@ class Tasks:
         task.parts = self._nothing
         task.samples = task.failed = task.tokens = task.clears = task.layout = 0
         task.scalars = b""
+        task.lost = False
 
     def begin_copy(self) -> Iterator[Row]:
         """Return the rows of all tasks as they are now, each made when it is asked for or before its task changes."""

@@ -65,6 +65,10 @@ class Versions:
         ]
         return [self._refs.pop(version) for version in gone]
 
+    def remove(self, version: Version) -> WeightsRef | None:
+        """Remove and return a version, None if there is none."""
+        return self._refs.pop(version, None)
+
     def take_back(self, step: int) -> list[WeightsRef]:
         """Remove and return the versions of steps after `step`."""
         return [self._refs.pop(version) for version in list(self._refs) if version[1] > step]

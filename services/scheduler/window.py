@@ -73,6 +73,12 @@ class AdmissionWindow:
         self.head -= len(tasks)
         self._settled = self.head
 
+    def put_back(self, tasks: Sequence[Task]) -> None:
+        """Insert the READY tasks of a batch again, in their former places. They count as finished before all others."""
+        first = min(task.admission for task in tasks)
+        finished = [*(task.admission for task in tasks), *self.finished]
+        self.restore(min(first, self.head), self.tail, [*tasks, *self.tasks.values()], finished)
+
     def clear(self) -> list[Task]:
         """Remove and return all tasks. Admission numbers continue after the last one that was assigned."""
         tasks = list(self.tasks.values())

@@ -17,11 +17,13 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+import structlog
 
 from proto.blockfile import BlockLayout
 from proto.errors import WireError
 from proto.limits import MAX_NDIM
 from proto.messages import (
+    Ack,
     BatchMeta,
     ErrorCode,
     GetStorePlace,
@@ -32,12 +34,13 @@ from proto.messages import (
     PutSeal,
     PutSealed,
     PutTask,
+    ReportShards,
     StorePlace,
 )
 from proto.registry import Message, Request
 from proto.tensors import Array, as_wire
 from shared.dataplane.lent_pages import ReadMappingPool, WriteMappingPool
-from shared.dataplane.mapping import AGAIN_S, BlockMapping, TableCache, lock_named, merged
+from shared.dataplane.mapping import AGAIN_S, BlockMapping, DamagedShards, TableCache, lock_named, merged
 from shared.dataplane.reach import Reach, shares_memory
 from shared.dataplane.stream import (
     INFLIGHT_BYTES,
@@ -57,6 +60,8 @@ LOCATE_TASKS = 16384
 _PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
 """dtypes of most shards. Arrays of other types are checked individually."""
 FULL_RETRY_S = 0.5
+REPORT_S = 10.0
+"""Maximum seconds that a reader waits until its report is acted upon. The store reads the shards again meanwhile."""
 LARGE_BYTES = 256 << 20
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
@@ -99,17 +104,20 @@ class DataClient:
         self,
         client_of: Callable[[str, int], Client],
         *,
+        reports: bool = False,
         reach: Reach = Reach.AUTO,
         plain: bool = False,
         inflight_bytes: int = INFLIGHT_BYTES,
     ) -> None:
         """`client_of` returns the bus client of (service, instance), as `Service.client` does.
 
-        The other arguments concern stores on other hosts. With `plain`, unencrypted streams are accepted, too.
+        With `reports`, missing and damaged shards are reported to the scheduler, so that they are made again. The
+        other arguments concern stores on other hosts. With `plain`, unencrypted streams are accepted, too.
         `inflight_bytes` limits the bytes requested and not received.
         """
         raise_descriptor_limit()
         self._client_of = client_of
+        self._reports = reports
         self._reach = reach
         self._shares: dict[str, bool] = {}
         self._cache = TableCache()
@@ -180,9 +188,10 @@ class DataClient:
     ) -> list[dict[str, Array]]:
         """Return the shards `keys` of every task of `meta`, one dict per task, private to the caller.
 
-        Shards in stores of this host are mapped copy-on-write. Others are streamed, and every byte is verified.
-        Without keys, all shards in the tasks' stores are returned in put order, as for the weights of a version.
-        Raises DeadlineExceeded and RpcError: missing (`names` holds `task_id#key`), collected. Arriving data calls
+        Shards in stores of this host are mapped copy-on-write, and verified when this process reads them for the first
+        time. Others are streamed, and every byte is verified. Without keys, all shards in the tasks' stores are
+        returned in put order, as for the weights of a version. Raises DeadlineExceeded and RpcError: missing (or
+        damaged; `names` holds `task_id#key`), which is reported before it is raised, and collected. Arriving data calls
         `on_progress` and extends a stream's deadline: a stream ends after `deadline_s` without data, not because it is
         slow.
         """
@@ -270,16 +279,34 @@ class DataClient:
     async def _fetch(
         self, wants: _ReadRequest, results: list[dict[str, Array]], deadline_s: float, on_progress: OnProgress
     ) -> None:
+        try:
+            found = await self._found(wants, deadline_s, on_progress)
+        except RpcError as error:
+            if error.code == ErrorCode.MISSING and self._reports:
+                await self._report(wants, str(error))
+            raise
+        for at, arrays in zip(wants.at, found, strict=True):
+            results[at] = merged(results[at], arrays, ()) if results[at] else arrays
+
+    async def _found(self, wants: _ReadRequest, deadline_s: float, on_progress: OnProgress) -> list[dict[str, Array]]:
         deadline = asyncio.get_running_loop().time() + deadline_s
         client = self._client_of(*parse_service_name(wants.store))
         if self._reach is Reach.STREAM or not await self._shares_memory(wants.store, client, deadline):
             on_progress()
-            found = await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, on_progress)
-        else:
-            found = await self._map(client, wants, deadline)
-            _check_whole(found, wants)
-        for at, arrays in zip(wants.at, found, strict=True):
-            results[at] = merged(results[at], arrays, ()) if results[at] else arrays
+            return await self.streams.fetch(wants.store, wants.tasks, wants.keys or (), deadline_s, on_progress)
+        found = await self._map(client, wants, deadline)
+        _check_whole(found, wants)
+        return found
+
+    async def _report(self, wants: _ReadRequest, why: str) -> None:
+        """Report to the scheduler that these shards cannot be read. With its answer, they will be made again."""
+        log = structlog.get_logger("dataplane")
+        log.error("shards not readable", store=wants.store, tasks=len(wants.tasks), why=why[:400])
+        request = ReportShards(store=wants.store, tasks=wants.tasks)
+        try:
+            await self._client_of("scheduler", 0).call(request, Ack, deadline_s=REPORT_S)
+        except RpcError as error:  # the next inventory finds what the store has lost
+            log.warning("shards not reported", store=wants.store, error=str(error))
 
     async def _map(self, client: Client, wants: _ReadRequest, deadline: float) -> list[dict[str, Array]]:
         loop = asyncio.get_running_loop()
@@ -308,10 +335,16 @@ class DataClient:
                 if -1 in rows:
                     ats = [at for at, row in zip(ats, rows, strict=True) if row >= 0]
                     rows = [row for row in rows if row >= 0]
-                for at, arrays in zip(ats, mapping.arrays(rows, wants.keys), strict=True):
+                for at, arrays in zip(ats, mapping.arrays(rows, wants.keys, self._helper), strict=True):
                     found[at] = merged(found[at], arrays, wants.keys or ()) if found[at] else arrays
         except FileNotFoundError:
             return None
+        except DamagedShards as error:
+            raise RpcError(ErrorCode.MISSING, f"{wants.store}: damaged shards: {error}", names=error.names) from None
+        except WireError as error:  # in a header or table
+            names = [f"{wants.tasks[at].task_id}#{key}" for at in ats for key in wants.keys or ("*",)]
+            text = f"{wants.store}: damaged shards: {located.files[place]}: {error}"
+            raise RpcError(ErrorCode.MISSING, text, names=names) from None
         return found
 
 

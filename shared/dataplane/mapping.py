@@ -13,16 +13,20 @@ import mmap
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from proto import blockfile, dtypes, selection
 from proto.blockfile import Table
 from proto.tensors import Array
 from shared.dataplane.lent_pages import ReadMappingPool
+from shared.dataplane.write import HALVE_BYTES, SMALL_BYTES
 from shared.os_limits import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
@@ -60,30 +64,50 @@ def lock_named(path: str, flags: int) -> int | None:
     return descriptor
 
 
+class DamagedShards(Exception):
+    """Bytes of shards (`names`, each `task_id#key`) are not the ones that were put."""
+
+    def __init__(self, path: str, names: list[str]) -> None:
+        super().__init__(f"{path}: {len(names)} shards do not have their checksums, the first is {names[0]}")
+        self.names = names
+
+
+class KnownTable(NamedTuple):
+    """The table of a file, and which of its rows this process has found to have their checksums, bool [rows]."""
+
+    table: Table
+    verified: Array
+
+
 class TableCache:
-    """Parsed headers of the latest files by path, about 16 MB at most. Files do not change; names are not reused."""
+    """Parsed headers of the latest files by path, about 16 MB at most.
+
+    Files do not change, and a name, which contains a random put id, is not reused: pages of a collected file that are
+    lent to another put have another name there. What was verified under a name therefore stays verified.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tables: OrderedDict[str, Table] = OrderedDict()
+        self._tables: OrderedDict[str, KnownTable] = OrderedDict()
         self._rows = 0
 
-    def get(self, path: str, data: mmap.mmap | Array) -> Table:
+    def get(self, path: str, data: mmap.mmap | Array) -> KnownTable:
         """Return the table of the file at `path`, mapped as `data`. Raises WireError."""
         with self._lock:
-            table = self._tables.get(path)
-            if table is not None:
+            known = self._tables.get(path)
+            if known is not None:
                 self._tables.move_to_end(path)
-                return table
+                return known
         with memoryview(data if isinstance(data, mmap.mmap) else data.data) as view:
             table = blockfile.parse(view, len(data))
+        known = KnownTable(table, np.zeros(table.row_count, bool))
         with self._lock:
             if path not in self._tables:
-                self._tables[path] = table
+                self._tables[path] = known
                 self._rows += TABLE_ROWS + table.row_count
             while self._rows > CACHED_ROWS and len(self._tables) > 1:
-                self._rows -= TABLE_ROWS + self._tables.popitem(last=False)[1].row_count
-        return table
+                self._rows -= TABLE_ROWS + self._tables.popitem(last=False)[1].table.row_count
+        return known
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -163,15 +187,48 @@ class BlockMapping:
         finally:
             if found is None:
                 os.close(descriptor)  # the mapping keeps a duplicate, hence the lock
-        self._table = cache.get(path, self._data)
+        self._path = path
+        self._table, self._verified = cache.get(path, self._data)
 
     @property
     def table(self) -> Table:
         return self._table
 
-    def arrays(self, tasks: Sequence[int], keys: Sequence[str] | None) -> list[dict[str, Array]]:
-        """Return this file's shards of `tasks` (indices in `table`), all or only `keys`, as private writable views."""
-        return views(self._table, self._data, tasks, keys)
+    def arrays(
+        self, tasks: Sequence[int], keys: Sequence[str] | None, helper: Executor | None = None
+    ) -> list[dict[str, Array]]:
+        """Return this file's shards of `tasks` (indices in `table`), all or only `keys`, as private writable views.
+
+        Each shard is compared with its checksum the first time that this process reads it, half of a large file on
+        `helper`'s thread. Raises DamagedShards.
+        """
+        picked = selection.select(self._table, tasks, keys)
+        self._verify(picked.numbers, helper)
+        return _views(self._table, self._data, picked)
+
+    def _verify(self, rows: Array, helper: Executor | None) -> None:
+        """Compare those of these rows with their checksums that this process has not compared yet."""
+        rows = np.sort(rows[~self._verified[rows]])
+        if not len(rows):
+            return
+        begins, ends, checksums = selection.placed(self._table, rows)
+        with memoryview(self._data if isinstance(self._data, mmap.mmap) else self._data.data) as view:
+
+            def hashed(first: int, last: int) -> list[int]:
+                bounds = zip(begins[first:last], ends[first:last], strict=True)
+                return [xxhash.xxh3_64_intdigest(view[begin:end]) for begin, end in bounds]
+
+            nbytes = ends[-1] - begins[0]
+            if helper is None or nbytes < max(HALVE_BYTES, SMALL_BYTES * len(rows)):
+                found = hashed(0, len(rows))  # for small rows a second thread would only wait for the interpreter lock
+            else:
+                middle = bisect_right(ends, begins[0] + nbytes // 2)
+                other = helper.submit(hashed, middle, len(rows))
+                found = hashed(0, middle) + other.result()
+        wrong = np.array(found, np.uint64) != np.array(checksums, np.uint64)
+        if wrong.any():
+            raise DamagedShards(self._path, selection.named(self._table, rows[wrong]))
+        self._verified[rows] = True
 
     def touch(self, helper: Executor) -> None:
         """Take the page faults now, on this and `helper`'s thread, instead of where the arrays are first read."""
@@ -188,7 +245,10 @@ def views(
     table: Table, data: mmap.mmap | Array, tasks: Sequence[int], keys: Sequence[str] | None
 ) -> list[dict[str, Array]]:
     """Return shards in a mapped file without a copy, one dict per task (by index), all shards or those in `keys`."""
-    picked = selection.select(table, tasks, keys)
+    return _views(table, data, selection.select(table, tasks, keys))
+
+
+def _views(table: Table, data: mmap.mmap | Array, picked: selection.Selection) -> list[dict[str, Array]]:
     flat = {code: _flat(data, code) for code in np.unique(picked.codes).tolist()}
     each = picked.columns()
     if each:

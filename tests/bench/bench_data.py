@@ -16,9 +16,10 @@ put         Time from the call to the last receipt. Two blocks are in progress o
 first put   The put into a store that was just started, where all pages are new. Several stores, one put each.
 later puts  The store lends the pages of collected files, as in every step of a run but the first; the limits write new
             files each time.
-get + read  The fetch and the xxh3 of each array (the cheapest call that reads every byte: 13 GB/s, against 4 for a sum
-            in float64). Its limits hash the same slices of mapped files: cold, including the page faults, and warm,
-            through the same mappings again. Readers keep their mappings of lent pages.
+get + read  The first fetch of new files, which verifies every checksum, and the xxh3 of each array (the cheapest call
+            that reads every byte: 13 GB/s, against 4 for a sum in float64). Its limits hash the same slices of mapped
+            files: cold, including the page faults, and warm, through the same mappings again. "get again" is the same
+            fetch without verification, which a process does once per file. Readers keep their mappings of lent pages.
 TCP get     Time until every array is received and checked, against a plain `recv` of as many bytes from one connection
             into memory that was touched before (a ring of at most 512 MB, because a hot buffer of one chunk would omit
             the cost of memory). Neither side reads the data again. The limit's sender sends one hot block repeatedly.
@@ -237,6 +238,7 @@ async def time_gets(peer: Peer, work: Work, folder: Path, turn: int) -> dict[str
     for side in order(("limits", "get"), turn):
         if side == "get":
             row["get"] = await timed_fetch(peer, work)
+            row["again"] = await timed_fetch(peer, work)
         else:
             row["cold"], row["warm"] = mmap_read(tasks, folder)
     remove_limits(folder)
@@ -429,6 +431,7 @@ async def measure_size(size: int, firsts: int, rounds: int, report: Report, *, a
                 report.against(size, f"{what}, {label}: writev, 2 threads", nbytes, rows, ("put", "in_two"), "")
             report.against(size, f"get + read, {label}: mmap, cold", nbytes, later, ("get", "cold"), "0.7")
             report.against(size, f"get + read, {label}: mmap, warm", nbytes, later, ("get", "warm"), "")
+            report.against(size, f"get + read, {label}: get again", nbytes, later, ("get", "again"), "")
             if not across:
                 continue
             (folder / f"{label}-tcp").mkdir()

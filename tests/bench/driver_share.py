@@ -1,5 +1,8 @@
 """Measures for `bench_train` the driver's CPU seconds in a training step against those of its 8 workers.
 
+Also measures, in the driver's process, the CPU seconds that it takes to verify the checksums of the step's shards: the
+difference between the first read of a batch and the second one, which verifies nothing. Every rank reads its own part.
+
 The workers are real processes (backend torch, dp 8) on the quickstart's model. With only 0.8M parameters a token is
 very cheap; a model that needs eight ranks lowers the share. The batch is put before the measurement starts.
 """
@@ -73,6 +76,16 @@ async def batch(bench: Bench, step: int) -> Batch:
     return Batch(meta).with_scalars({"advantages": advantages, "weights": weights})
 
 
+async def verify_s(bench: Bench, batch: Batch) -> float:
+    """Return the CPU seconds by which the first read of a batch by this process exceeds the second."""
+    spent = []
+    for _ in range(2):
+        before = time.process_time()
+        await bench.data.fetch(batch.meta, ROLLOUT.makes, deadline_s=60)
+        spent.append(time.process_time() - before)
+    return spent[0] - spent[1]
+
+
 def cpu_s(group: WorkerGroup) -> float:
     used = [psutil.Process(process.pid).cpu_times() for process in group.processes]
     return float(sum(each.user + each.system for each in used))
@@ -84,6 +97,7 @@ async def measure(run: RunDir, group: WorkerGroup) -> dict[str, float]:
         workers = await driver_of(bench, Layout(RANKS), 5)
         await workers.init_model()
         batches = [await batch(bench, step) for step in range(1, STEPS + 2)]
+        verified = sum([await verify_s(bench, each) for each in batches[1:]])
         driver = theirs = 0.0
         for step, each in enumerate(batches):
             before, group_before = time.process_time(), cpu_s(group)
@@ -91,7 +105,13 @@ async def measure(run: RunDir, group: WorkerGroup) -> dict[str, float]:
             if step:
                 driver += time.process_time() - before
                 theirs += cpu_s(group) - group_before
-    return {"driver_s": driver / STEPS, "workers_s": theirs / STEPS, "share": driver / (driver + theirs)}
+    return {
+        "driver_s": driver / STEPS,
+        "workers_s": theirs / STEPS,
+        "share": driver / (driver + theirs),
+        "verify_s": verified / STEPS,
+        "verify_share": verified / theirs,
+    }
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ ROUTES = {
     "Resolve": ("services of another host, operator", "scheduler"),
     "LeaseRequest": (WORKERS, "scheduler"),
     "Complete": (WORKERS, "scheduler"),
+    "ReportShards": ("readers", "scheduler"),
     "GetRunInfo": ("policy-trainer", "scheduler"),
     "NextBatch": ("policy-trainer", "scheduler"),
     "CommitStep": ("policy-trainer", "scheduler"),

@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
+from tests.integration.damage import flip_shard
 from tests.integration.tiny.harness import QUICKSTART, processes_of
 from tests.integration.whole_cluster import Cluster, cluster
 
@@ -41,8 +43,8 @@ def resume(folder: Path, *overrides: str, small: tuple[str, ...] = SMALL) -> con
     return cluster(QUICKSTART, folder, *small, *overrides, limit_s=LIMIT_S, resume=True)
 
 
-def kill(run: Cluster, service: str) -> int:
-    """Wait for an instance of `service`, send it SIGKILL and return its process id."""
+def process_of(run: Cluster, service: str) -> int:
+    """Wait for an instance of `service` and return its process id."""
     module = f"services.{service.replace('policy-trainer-worker', 'policy-trainer.worker').replace('-', '_')}"
 
     def living() -> int | None:
@@ -52,9 +54,42 @@ def kill(run: Cluster, service: str) -> int:
                     return pid
         return None
 
-    pid = run.wait_for(f"a process of {service}", living)
+    return run.wait_for(f"a process of {service}", living)
+
+
+def kill(run: Cluster, service: str) -> int:
+    """Wait for an instance of `service`, send it SIGKILL and return its process id."""
+    pid = process_of(run, service)
     os.kill(pid, signal.SIGKILL)
     return pid
+
+
+@contextlib.contextmanager
+def stopped(run: Cluster, service: str) -> Iterator[None]:
+    """Stop an instance of `service` with SIGSTOP, and let it continue afterwards."""
+    pid = process_of(run, service)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def damage(run: Cluster, key: str, wanted: Callable[[str], bool]) -> str:
+    """Flip a bit of the shard `key` of a training task. Return its task id, or "" if no task is `wanted`."""
+    folder = run.run.shm / "batch-store-0"
+    return flip_shard(folder, key, lambda task_id: task_id.startswith("train/") and wanted(task_id))
+
+
+def unread(run: Cluster) -> Callable[[str], bool]:
+    """Return whether a task is in no step so far. If the worker is stopped, it has not read the shards of the task."""
+    journaled = {task_id for _, names in run.journaled_steps().values() for task_id in names}
+    return lambda task_id: task_id not in journaled
+
+
+def losses(run: Cluster) -> int:
+    """Return how often the scheduler has learned of lost shards."""
+    return sum(line["event"] == "shards lost" for line in run.log("scheduler"))
 
 
 def committed(run: Cluster, step: int) -> bool:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from services.scheduler.journal import rewinds
 from services.scheduler.store_loss import TAIL_LOST
 from tests.integration import parity_run as parity
+from tests.integration.damage import flip, shards
 from tests.integration.journal_cut import cut
 from tests.integration.tiny.harness import processes_of
 from tests.integration.whole_cluster import Cluster
@@ -103,7 +106,126 @@ def test_the_lost_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path:
     assert parity.differences(undisturbed, run.path) == []
 
 
+def test_shards_damaged_in_any_state_are_made_again_and_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+    """A bit flips in a shard that the worker reads next, in one that a restarted store drops, and in one of a trained
+    task that a replay needs."""
+    with parity.start(tmp_path) as run:
+        run.wait_for("step 1", lambda: parity.committed(run, 1))
+        damage_unread(run, "ref_logprobs")
+        run.wait_for("the report of the worker", lambda: parity.losses(run) >= 1)
+        found = parity.losses(run)
+        damage_unread(run, "rollout_logprobs", restarts_store=True)
+        assert parity.losses(run) > found
+        run.wait_for("step 4", lambda: parity.committed(run, 4))
+        assert parity.damage(run, "token_ids", set(run.journaled_steps()[4][1]).__contains__)
+        parity.kill(run, "policy-trainer-worker")
+        assert run.end() == 0, run.output()
+    assert parity.differences(undisturbed, run.path) == []
+    assert [step for step, *_ in rewinds(run.run.journal)] == [3]
+
+
+def damage_unread(run: Cluster, key: str, *, restarts_store: bool = False) -> None:
+    """Flip a bit of a shard that the worker has not read. With `restarts_store`, wait until its restart shows it."""
+
+    def attempt() -> bool:
+        with parity.stopped(run, "policy-trainer-worker"):
+            damaged = parity.damage(run, key, parity.unread(run))
+            if damaged and restarts_store:
+                before = parity.losses(run)
+                parity.kill(run, "batch-store")
+                run.wait_for("the inventory of the store", lambda: parity.losses(run) > before)
+        return bool(damaged)
+
+    run.wait_for(f"a finished task that no step has, with {key}", attempt)
+
+
 # ------------------------------------------------------------------------------------------------------ longer runs
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("key", ["token_ids", "versions", "ref_logprobs", "prox_logprobs"])
+def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path: Path, key: str) -> None:
+    """A bit flips in each step, in a shard that some process may be about to read or has read."""
+    with parity.start(tmp_path) as run:
+        for step in range(1, parity.STEPS - 3):  # the last tasks are read soon
+            run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
+            if key == "prox_logprobs":
+                damage_proximal(run)
+            else:
+                damage_unread(run, key, restarts_store=step % 4 == 0)
+        assert run.end() == 0, run.output()
+    assert parity.losses(run) > 1 or key == "prox_logprobs"
+    assert parity.differences(undisturbed, run.path) == []
+
+
+def damage_proximal(run: Cluster) -> None:
+    """Flip a bit of log-probs that the worker has put for the open step and not read: the driver, which asks for the
+    gradient next, is stopped meanwhile."""
+
+    def known() -> set[Path]:
+        return {file for file, _, key, _ in shards(run.run.shm / "batch-store-0") if key == "prox_logprobs"}
+
+    def attempt() -> bool:
+        before = known()
+        with parity.stopped(run, "policy-trainer"):
+            if known() - before:  # the driver may have asked for the gradient already
+                return False
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                for file in known() - before:
+                    offset = next(each for each_file, _, _, each in shards(file.parent) if each_file == file)
+                    flip(file, offset)
+                    return True
+        return False
+
+    run.wait_for("a stop of the driver during a forward pass", attempt)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_damage_that_the_reference_or_an_engine_finds_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+    """A bit flips in a task that no reference has read, because it is being restarted, and in a version of the weights
+    that no engine has read, because the engine is stopped."""
+    with parity.start(tmp_path) as run:
+        run.wait_for("step 1", lambda: parity.committed(run, 1))
+        folder = run.run.shm / "batch-store-0"
+        parity.kill(run, "reference")
+
+        def unscored() -> str:
+            scored = {task_id for _, task_id, key, _ in shards(folder) if key == "ref_logprobs"}
+            return parity.damage(run, "token_ids", lambda task_id: task_id not in scored)
+
+        run.wait_for("a task without a reference", lambda: bool(unscored()))
+        run.wait_for("the report of the reference", lambda: parity.losses(run) >= 1)
+        found = parity.losses(run)
+        run.wait_for("step 4", lambda: parity.committed(run, 4))
+        with parity.stopped(run, "rollout"):
+            before = run.newest_weights()
+            run.wait_for("another version", lambda: run.newest_weights() != before)
+            newest = run.newest_weights()
+            flip(newest, next(offset for file, _, _, offset in shards(folder) if file == newest))
+        run.wait_for("the report of the engine", lambda: parity.losses(run) > found)
+        assert run.end() == 0, run.output()
+    assert parity.differences(undisturbed, run.path) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_damage_in_a_run_that_is_not_deterministic_ends_with_each_task_trained_once(tmp_path: Path) -> None:
+    small = (*(each for each in parity.SMALL if "deterministic" not in each), "staleness=1")
+    with parity.start(tmp_path, small=small) as run:
+        for step, key in ((1, "ref_logprobs"), (2, "rollout_logprobs"), (3, "token_ids")):
+            run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
+            damage_unread(run, key, restarts_store=step == 2)
+        run.wait_for("step 5", lambda: parity.committed(run, 5))
+        parity.damage(run, "token_ids", set(run.journaled_steps()[5][1]).__contains__)
+        parity.kill(run, "policy-trainer-worker")
+        assert run.end() == 0, run.output()
+    assert [row["step"] for row in run.rows()] == list(range(1, parity.STEPS + 1))
+    trained = [name for state, names in run.journaled_steps().values() if state == "TRAINED" for name in names]
+    assert len(trained) == len(set(trained)) == 16 * parity.STEPS
+    assert parity.losses(run) >= 3
 
 
 @pytest.mark.long

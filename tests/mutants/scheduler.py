@@ -16,6 +16,8 @@ STORES = "tests/unit/scheduler/test_stores.py"
 JOURNAL = "services/scheduler/journal.py"
 DAMAGE = "tests/unit/scheduler/test_journal_damage.py"
 LOST_END = "tests/unit/scheduler/test_lost_end.py"
+LOSS = "tests/unit/scheduler/test_shard_loss.py"
+STATE = "services/scheduler/state.py"
 
 SCHEDULER = [
     Mutation(
@@ -230,6 +232,41 @@ SCHEDULER = [
         "if state not in TRANSITIONS[before]:",
         "if False:",
         "tests/unit/scheduler/test_run_state.py::test_a_task_moves_only_along_the_table_of_transitions",
+    ),
+    Mutation(
+        "an inventory does not tell what is missing",
+        STATE,
+        "        if audit.missing:\n",
+        "        if False:\n",
+        f"{LOSS}::test_an_inventory_tells_what_is_missing_and_the_store_is_asked_again_about_it",
+    ),
+    Mutation(
+        "the word of a reader is enough to lose a task",
+        STATE,
+        "if held is not None and not claim.met(held)]",
+        "]",
+        f"{LOSS}::test_a_report_that_the_store_does_not_confirm_changes_nothing",
+    ),
+    Mutation(
+        "lost shards count as a failed attempt",
+        "services/scheduler/shard_loss.py",
+        'run.order.retry(run, task, 0, f"',
+        'run.order.retry(run, task, 4, f"',
+        f"{LOSS}::test_a_ready_task_whose_shards_are_lost_is_sampled_again_at_no_cost",
+    ),
+    Mutation(
+        "an open step is served again although shards of it are lost",
+        STEPPING,
+        "if any(task.lost for task in run.open_batch):",
+        "if False:",
+        f"{LOSS}::test_an_open_step_is_served_again_with_the_same_tasks_in_the_same_order",
+    ),
+    Mutation(
+        "a step is replayed although shards of it are lost",
+        "services/scheduler/stores.py",
+        "if tasks is None or any(task.lost for task in tasks):",
+        "if tasks is None:",
+        f"{LOSS}::test_a_trainer_that_needs_the_lost_shard_for_a_replay_returns_to_its_checkpoint",
     ),
     Mutation(
         "a snapshot shows a change that came after its beginning",

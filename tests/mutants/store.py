@@ -8,6 +8,7 @@ SERVER = "services/batch_store/server.py"
 STATE = "services/batch_store/state.py"
 KILLED = "tests/integration/test_store_kill.py"
 UNIT = "tests/unit/batch_store/test_state.py"
+DAMAGED = "tests/integration/test_damaged_shards.py"
 WIRE = "tests/unit/shared/test_stream_wire.py"
 PROPERTY = "tests/property/test_store_state.py::TestStoreMachine"
 
@@ -73,6 +74,20 @@ STORE = [
         "if digest.intdigest() != shard.checksum:",
         "if False:",
         f"{KILLED}::test_file_damaged_while_the_store_was_down_is_not_served",
+    ),
+    Mutation(
+        "a damaged shard is read without a check",
+        "shared/dataplane/mapping.py",
+        "if wrong.any():",
+        "if False:",
+        f"{DAMAGED}::test_one_flipped_bit_is_found_by_the_reader_of_its_shard_and_by_nobody_else",
+    ),
+    Mutation(
+        "a store that is asked about a shard does not look at its bytes",
+        SERVER,
+        "            await self._check(files, request.tasks)\n",
+        "",
+        f"{DAMAGED}::test_a_store_that_is_asked_to_look_drops_what_is_damaged_and_serves_the_rest",
     ),
     Mutation(
         "a late put of a collected task is sealed",

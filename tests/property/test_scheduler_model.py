@@ -23,6 +23,7 @@ from proto.messages import (
     NextBatch,
     Outcome,
     PublishWeights,
+    PutTask,
     Register,
     StepBatch,
     TaskResult,
@@ -32,6 +33,9 @@ from services.scheduler import snapshot
 from services.scheduler.events import (
     Answer,
     Asked,
+    Checked,
+    CheckShards,
+    Claim,
     ClearDone,
     Configure,
     DiscardRows,
@@ -66,6 +70,7 @@ ACTIONS = (
         "fall_back",
         "store_is_lost",
         "end_is_lost",
+        "damage",
     ),
 )
 WORKER = 1000
@@ -266,6 +271,12 @@ class Model:
             assert self.away or {batch.batch.stores[store] for store in task.stores} == {HOME}
             assert 0 <= step - 1 - self.sampled[task.task_id] <= self.plan.staleness
             assert task.fence == self.fences[task.task_id]
+        if self.chance.random() < 0.3:
+            self.damage()
+            if self.chance.random() < 0.7:  # a reader has found it, so the driver resumes
+                self.ask(GetRunInfo(driver=1))
+                if self.machine.run.batched_step < step:
+                    return
         self.trained += [task.task_id for task in batch.batch.tasks]
         assert len(self.trained) == len(set(self.trained)) == step * self.plan.tasks_per_step
         self.makings += 1
@@ -319,6 +330,16 @@ class Model:
         self.reload()
         if not self.saved:  # nothing is in the weights: dropped tasks may have been sampled again, too
             self.dropped -= {*view.live_ids(run), *view.taken_back_ids(run)}
+
+    def damage(self) -> None:
+        """A store has lost shards of some tasks in any state."""
+        run = self.machine.run
+        tasks = [PutTask(task.task_id, task.fence) for task in run.tasks]
+        lost = self.chance.sample(tasks, min(len(tasks), self.chance.randint(1, 3)))
+        order = CheckShards(self.chance.choice([HOME, AWAY]), [Claim(each) for each in lost])
+        failures = {task.task_id: task.failures for task in run.tasks}
+        self.take(self.machine.handle(Checked(order, {}), self.now))
+        assert all(task.failures == failures[task.task_id] for task in run.tasks if task.task_id in failures)
 
     def load(self, loaded: int) -> None:
         info = self.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))

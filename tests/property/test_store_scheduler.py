@@ -3,8 +3,8 @@
 Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages that are
 delivered late, twice or not at all. Either side may be killed, also in the middle of a put: the scheduler returns from
 its journal, or from a snapshot and the rest of the journal; the store from its files (sealed, granted, being retired,
-kept for their pages) and tombstones. A producer may be killed between its grant and its seal. Everything may be killed
-at once, together with the stores' memory: the run then continues from its newest checkpoint.
+kept for their pages) and tombstones. Files may be damaged. A producer may be killed between its grant and its seal.
+Everything may be killed at once, together with the stores' memory: the run then continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from proto.messages import (
     PublishWeights,
     PutTask,
     Register,
+    ReportShards,
     RunInfo,
     StepBatch,
     TaskResult,
@@ -47,6 +48,8 @@ from services.scheduler import snapshot
 from services.scheduler.events import (
     Answer,
     Asked,
+    Checked,
+    CheckShards,
     ClearDone,
     Configure,
     Durable,
@@ -56,10 +59,12 @@ from services.scheduler.events import (
     Persist,
     RequestInventory,
     SendClear,
+    ShardsLost,
     Tick,
 )
 from services.scheduler.plan import Plan
 from services.scheduler.state import Scheduler
+from services.scheduler.stores import replayable
 from shared.rpc.errors import RpcError
 from shared.stages import train_graph
 from tests.property import scheduler_view as view
@@ -146,6 +151,8 @@ class Both(RuleBasedStateMachine):
         """The highest fence of each task that was leased."""
         self.cleared: set[tuple[str, int]] = set()
         self.checkpoints: list[int] = []
+        self.damaged = False
+        """Whether the store has just lost shards, so that the scheduler may find some missing."""
         self.store = StoreState(STORE, LIMIT, self.life, SPILL)
         self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=1)
         self.take(self.machine.begin(CONFIG, 0.0))
@@ -162,7 +169,13 @@ class Both(RuleBasedStateMachine):
         for effect in effects:
             match effect:
                 case Persist():
+                    assert self.damaged or not isinstance(effect.event, ShardsLost)
                     self.journal.append(effect.event)
+                case CheckShards():
+                    tasks = [claim.task for claim in effect.claims]
+                    held = {(task.task_id, task.fence): self.store.content_hashes(task) for task in tasks}
+                    found = {name: hashes for name, hashes in held.items() if hashes}
+                    self.take(self.machine.handle(Checked(effect, found), self.now))
                 case SendClear():
                     self.mail.append(effect)
                 case RequestInventory():
@@ -370,7 +383,10 @@ class Both(RuleBasedStateMachine):
         if code:
             outcome = Outcome.RETRY  # refused: the lease was lost, or the store is full of mapped collected files
         samples = 2 if grant.stage == "rollout" and outcome == Outcome.DONE else 0
-        results = [TaskResult(*task, outcome, STORE, 7, samples, 1, 900) for task in tasks]
+        table, _ = block(tasks, key)
+        results = [
+            TaskResult(*task, outcome, STORE, table.content_hash(at), samples, 1, 900) for at, task in enumerate(tasks)
+        ]
         reply = self.ask(
             Complete(
                 lease_id=grant.lease_id,
@@ -394,7 +410,7 @@ class Both(RuleBasedStateMachine):
         """Forget tasks that the scheduler has given up: lost attempts, drops and collected tasks."""
         for task_id, (fence, _) in list(self.accepted.items()):
             task = view.find(self.machine.run, task_id)
-            if task is None or task.fence != fence or task.clears:
+            if task is None or task.fence != fence or task.clears or task.lost:
                 del self.accepted[task_id]
 
     @rule()
@@ -449,12 +465,19 @@ class Both(RuleBasedStateMachine):
     @rule()
     def trainer_is_killed(self) -> None:
         """The trainer loads the newest checkpoint and replays the steps committed since, with the same tasks and all
-        shards."""
+        shards. If some of those are lost, the run returns to the checkpoint."""
         run = self.machine.run
         committed = run.committed_step
         loaded = self.checkpoints[-1] if self.checkpoints else 0
+        whole = all(replayable(run, step) for step in range(loaded + 1, committed + 1))
         info = self.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))
         assert isinstance(info, RunInfo)
+        if not whole:
+            assert info.committed_step == loaded
+            self.batches = {step: tasks for step, tasks in self.batches.items() if step <= loaded}
+            self.publish(loaded)
+            self.forget_gone()
+            return
         assert (info.committed_step, info.lineage) == (committed, run.lineage)
         for step in range(loaded + 1, committed + 1):
             batch = self.ask(NextBatch(driver=1, step=step))
@@ -542,12 +565,36 @@ class Both(RuleBasedStateMachine):
 
     @rule(at_once=st.booleans())
     def reconcile(self, at_once: bool) -> None:
-        page, cursor = self.store.inventory(0)
-        assert cursor == 0
-        self.take(self.machine.handle(Listed(STORE, page), self.now))
-        self.lists = False
+        self.list_store()
         if at_once:
             self.deliver_all()
+
+    def list_store(self) -> None:
+        page, cursor = self.store.inventory(0)
+        assert cursor == 0
+        hashes = [self.store.content_hashes(task) for task in page]
+        self.take(self.machine.handle(Listed(STORE, page, hashes, first=True, last=True), self.now))
+        self.lists = False
+
+    @precondition(lambda self: self.files)
+    @rule(data=st.data(), by_reader=st.booleans())
+    def a_file_is_damaged(self, data: st.DataObject, by_reader: bool) -> None:
+        """The store loses a whole file. A reader reports it, or the next inventory shows it."""
+        put_id = data.draw(st.sampled_from(sorted(self.files)))
+        table = self.files[put_id][0]
+        names = [PutTask(*each) for each in zip(table.task_ids, table.fences, strict=True)]
+        self.retire(self.store.lose(put_id))
+        self.damaged = True
+        if by_reader:
+            self.ask(ReportShards(store=STORE, tasks=names))
+        else:
+            self.list_store()
+        self.damaged = False
+        if self.machine.run.lost_version:
+            assert not isinstance(self.ask(NextBatch(driver=1, step=self.machine.run.committed_step + 1)), StepBatch)
+            self.ask(GetRunInfo(driver=1))
+            self.publish(self.machine.run.committed_step)
+        self.forget_gone()
 
     @rule()
     def last_mappings_go(self) -> None:

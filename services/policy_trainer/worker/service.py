@@ -49,7 +49,7 @@ class PolicyTrainerWorker(Service):
         )
         self._pending = CallQueue()
         self._compute = ThreadPoolExecutor(1, "compute")
-        self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk)
+        self._data = DataClient(self.client, reports=True, plain=not topology.transport.encrypt_bulk)
         self._calls = Calls(run, topology, self._place, self._group, self._data, self._compute, self)
         self.progress = lambda: self._calls.progress
         self.drain_s = stop_limit_s(topology)

@@ -1,0 +1,139 @@
+"""Shards that a store has lost: found by its inventory or by a reader, and always confirmed by the store itself. Pure.
+
+An unfinished task is sampled again under a higher fence, at no cost to its attempts. A task of a step is only marked,
+because its shards may not be needed any more:
+
+- open step: the next driver life, which a reader's failure brings about, finds the step reopened. Its other tasks
+  keep their results, so in order of admission the step gets the same tasks in the same order. Workers that had begun
+  the step are reloaded (`services/policy_trainer/resume.py`), so no task is trained twice (promise 2).
+- committed step: a checkpoint is ordered. A trainer that has to reload before it is saved returns to the last one.
+
+A lost version is published again by the driver, which `NextBatch` tells to resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from proto.ids import split_task_id
+from proto.messages import PutTask
+from services.scheduler.events import Claim, ShardsLost, Tell
+from services.scheduler.leases import Version
+from services.scheduler.store_loss import lose_evaluations
+from services.scheduler.stores import lies_in
+from services.scheduler.tasks import Task, TaskState
+from shared.stages import WEIGHTS
+
+if TYPE_CHECKING:
+    from services.scheduler.run_state import RunState
+
+AUDITED_AT_ONCE = 8192
+"""Maximum number of tasks that are compared with an inventory at a time, which bounds the delay of requests."""
+_HOLDING = frozenset({TaskState.ROLLED_OUT, TaskState.READY, TaskState.BATCHED, TaskState.TRAINED})
+
+
+def claims(run: RunState, store: str, tasks: Iterable[PutTask]) -> list[Claim]:
+    """Return what the store has to hold of these tasks, as far as they are current and under these fences."""
+    found: list[Claim] = []
+    for each in tasks:
+        if _is_live_version(run, store, each):
+            found.append(Claim(each))
+            continue
+        task = run.tasks.find(each.task_id)
+        if task is not None and task.fence == each.fence and task.state in _HOLDING and not task.clears:
+            found.append(_claim(run, store, task))
+    return found
+
+
+def whole_steps(run: RunState, tasks: Iterable[PutTask]) -> list[PutTask]:
+    """Return these tasks with all others of the steps to which they belong, so that damage is found at once."""
+    found = {each.task_id: each for each in tasks}
+    for members in run.batches.values():
+        if any(member.task_id in found for member in members):
+            found |= {member.task_id: PutTask(member.task_id, member.fence) for member in members}
+    return list(found.values())
+
+
+@dataclass
+class Audit:
+    """An inventory of one store, page by page, and then its comparison with the accepted results, part by part."""
+
+    store: str
+    held: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    missing: list[Claim] = field(default_factory=list)
+    _left: Iterator[Task] | None = None
+
+    def add(self, tasks: Iterable[PutTask], hashes: Iterable[list[int]]) -> None:
+        """Add a page of the inventory."""
+        self.held.update(((task.task_id, task.fence), each) for task, each in zip(tasks, hashes, strict=True))
+
+    def end(self, run: RunState) -> None:
+        """Begin the comparison after the last page."""
+        self._left = iter(list(run.tasks))
+        refs = (PutTask(ref.task_id, ref.fence) for ref in run.versions.refs if ref.store == self.store)
+        self.missing += [each for each in map(Claim, refs) if not each.met(self.held)]
+
+    def compare(self, run: RunState) -> bool:
+        """Compare up to `AUDITED_AT_ONCE` tasks. Return whether the comparison is complete.
+
+        Results accepted since the inventory began may be in `missing`, too: the store is asked again about each.
+        """
+        if self._left is None:
+            return False
+        some = list(islice(self._left, AUDITED_AT_ONCE))
+        for task in some:
+            if task.state in _HOLDING and not task.lost and not task.clears and lies_in(run, task, self.store):
+                claim = _claim(run, self.store, task)
+                if not claim.met(self.held):
+                    self.missing.append(claim)
+        return len(some) < AUDITED_AT_ONCE
+
+
+def lose_shards(run: RunState, event: ShardsLost) -> bool:
+    """Make the tasks again whose shards the store has lost. Return False if none of them is current."""
+    store, count = event.store, 0
+    for each in event.tasks:
+        if _is_live_version(run, store, each):
+            _lose_version(run, each)
+            count += 1
+            continue
+        task = run.tasks.find(each.task_id)
+        if task is None or task.fence != each.fence or task.clears or task.lost or not lies_in(run, task, store):
+            continue
+        if task.state in (TaskState.BATCHED, TaskState.TRAINED):
+            run.tasks.edit(task).lost = True
+        elif task.state in _HOLDING:
+            run.order.retry(run, task, 0, f"{store} lost its shards")
+        else:
+            continue
+        count += 1
+    if count:
+        run.out.append(Tell("scheduler/shards_lost", {"store": store, "tasks": float(count)}))
+    return count > 0
+
+
+def _claim(run: RunState, store: str, task: Task) -> Claim:
+    hashes = tuple(part.content_hash for part in task.made if run.store_names[part.store] == store)
+    return Claim(PutTask(task.task_id, task.fence), hashes)
+
+
+def _version(task_id: str) -> Version | None:
+    split, lineage, step = split_task_id(task_id)
+    return (lineage, step) if split == WEIGHTS else None
+
+
+def _is_live_version(run: RunState, store: str, each: PutTask) -> bool:
+    version = _version(each.task_id)
+    ref = run.versions.get(version) if version is not None else None
+    return ref is not None and (ref.store, ref.fence) == (store, each.fence)
+
+
+def _lose_version(run: RunState, each: PutTask) -> None:
+    """Forget a version. The store holds nothing of it, so it may be put again under the same fence."""
+    version = _version(each.task_id)
+    if version is not None and run.versions.remove(version) is not None:
+        run.lost_version = each.task_id
+        lose_evaluations(run, run.committed_step)

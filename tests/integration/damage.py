@@ -1,0 +1,48 @@
+"""Flips bytes of shards at rest, in the files of a store. Asserts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from proto import blockfile
+from proto.blockfile import HEADER_BYTES
+from proto.errors import WireError
+from proto.ids import revised_name
+
+
+def flip(file: Path, offset: int) -> None:
+    """Flip one bit of a file that other processes may have mapped, without a new inode."""
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 1]))
+
+
+def shards(folder: Path) -> Iterator[tuple[Path, str, str, int]]:
+    """Yield file, task id, key without its revision, and offset of each shard with bytes in the sealed files."""
+    for file in folder.glob("*.blk"):
+        try:
+            data = file.read_bytes()
+            table = blockfile.parse(data, len(data))
+        except (FileNotFoundError, WireError):  # collected meanwhile
+            continue
+        for index, task_id in enumerate(table.task_ids):
+            for shard in table.shards(index):
+                if shard.nbytes:
+                    yield file, task_id, revised_name(shard.key) or shard.key, shard.offset
+
+
+def flip_shard(folder: Path, key: str, wanted: Callable[[str], bool]) -> str:
+    """Flip a bit of the shard `key` of the first task that is `wanted`. Return its task id, or "" if there is none."""
+    for file, task_id, found, offset in shards(folder):
+        if found == key and wanted(task_id):
+            flip(file, offset)
+            return task_id
+    return ""
+
+
+def flip_header(file: Path) -> None:
+    """Flip a bit of the table of a file."""
+    flip(file, HEADER_BYTES)

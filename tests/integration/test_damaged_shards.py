@@ -1,0 +1,170 @@
+"""Shards whose bytes change at rest: readers on the same host find it, and the store drops them when it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from proto.messages import (
+    Ack,
+    BatchMeta,
+    BatchPart,
+    Clear,
+    ErrorCode,
+    GetInventory,
+    GetStoreStats,
+    Inventory,
+    PutTask,
+    StoreStats,
+    TaskHandle,
+)
+from shared.dataplane.client import DataClient, TaskShards
+from shared.rpc.errors import RpcError
+from tests.integration.damage import flip_header, flip_shard, shards
+from tests.integration.store_process import STORE, Peer, StoreProcess, ending, make_run, peer_of
+from tests.integration.stream_line import TcpStoreProcess, remote
+
+KEYS = ("a", "b")
+LARGE = 3 << 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreProcess]:
+    with ending(StoreProcess(make_run(tmp_path, memory=96 << 20))) as process:
+        process.start()
+        yield process
+
+
+def tasks_of(first: int, count: int, size: int = 1000) -> list[TaskShards]:
+    rng = np.random.default_rng(first)
+    return [
+        TaskShards(f"train/0/{i}", 1, {key: rng.standard_normal(size).astype(np.float32) for key in KEYS})
+        for i in range(first, first + count)
+    ]
+
+
+def meta_of(tasks: list[TaskShards]) -> BatchMeta:
+    handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]
+    return BatchMeta(tasks=handles, parts=[BatchPart("s", list(KEYS))], stores=[STORE])
+
+
+async def check(data: DataClient, tasks: list[TaskShards]) -> None:
+    found = await data.fetch(meta_of(tasks), KEYS, deadline_s=30)
+    for task, arrays in zip(tasks, found, strict=True):
+        assert all(np.array_equal(arrays[key], task.shards[key]) for key in KEYS), task.task_id
+
+
+def folder(store: StoreProcess) -> Path:
+    return store.run.shm / "batch-store-0"
+
+
+async def held(peer: Peer, tasks: list[TaskShards]) -> list[str]:
+    """Return those of the tasks that the store holds after it has read them again."""
+    names = [PutTask(task.task_id, task.fence) for task in tasks]
+    found = await peer.store.call(GetInventory(tasks=names), Inventory, deadline_s=30)
+    assert [len(hashes) for hashes in found.hashes] == [1] * len(found.tasks)
+    return [task.task_id for task in found.tasks]
+
+
+@pytest.mark.parametrize("size", [1000, LARGE])
+def test_one_flipped_bit_is_found_by_the_reader_of_its_shard_and_by_nobody_else(store: StoreProcess, size: int) -> None:
+    tasks = tasks_of(0, 3, size)
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            await peer.data.put(tasks, store=STORE, deadline_s=20)
+            assert flip_shard(folder(store), "b", lambda task_id: task_id == "train/0/1")
+            await check(peer.data, [tasks[0], tasks[2]])
+            await peer.data.fetch(meta_of(tasks), ["a"], deadline_s=20)
+            for _ in range(2):
+                with pytest.raises(RpcError, match="damaged shards") as caught:
+                    await check(peer.data, tasks)
+                assert (caught.value.code, caught.value.names) == (ErrorCode.MISSING, ["train/0/1#b"])
+
+    asyncio.run(main())
+
+
+def test_a_store_that_is_asked_to_look_drops_what_is_damaged_and_serves_the_rest(store: StoreProcess) -> None:
+    tasks = tasks_of(0, 3)
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            await peer.data.put(tasks, store=STORE, deadline_s=20)
+            assert await held(peer, tasks) == [task.task_id for task in tasks]
+            assert flip_shard(folder(store), "a", lambda task_id: task_id == "train/0/1")
+            assert await held(peer, [tasks[0]]) == ["train/0/0"]
+            assert await held(peer, tasks) == ["train/0/0", "train/0/2"]
+            await check(peer.data, [tasks[0], tasks[2]])
+            with pytest.raises(RpcError, match="no shards here") as caught:
+                await check(peer.data, tasks)
+            assert caught.value.code == ErrorCode.MISSING
+            await peer.data.put([tasks[1]], store=STORE, deadline_s=20)  # made again
+            await check(peer.data, tasks)
+
+    asyncio.run(main())
+
+
+def test_a_damaged_table_is_found_and_costs_the_whole_file(store: StoreProcess) -> None:
+    tasks, others = tasks_of(0, 3), tasks_of(3, 2)
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            await peer.data.put(tasks, store=STORE, deadline_s=20)
+            [(file, *_), *_] = shards(folder(store))
+            await peer.data.put(others, store=STORE, deadline_s=20)
+            flip_header(file)
+            with pytest.raises(RpcError, match="damaged shards") as caught:
+                await check(peer.data, tasks)
+            assert caught.value.code == ErrorCode.MISSING
+            assert await held(peer, tasks[:1]) == []
+            page = await peer.store.call(GetInventory(), Inventory, deadline_s=20)
+            assert [task.task_id for task in page.tasks] == [task.task_id for task in others]
+            stats = await peer.store.call(GetStoreStats(), StoreStats, deadline_s=20)
+            assert stats.files == 1
+
+    asyncio.run(main())
+
+
+def test_the_content_of_lent_pages_is_verified_anew(store: StoreProcess) -> None:
+    """The process has read and verified the file that had these pages before."""
+    old, new = tasks_of(0, 1, LARGE), tasks_of(1, 1, LARGE)
+
+    async def main() -> None:
+        async with peer_of(store.run) as peer:
+            await peer.data.put(old, store=STORE, deadline_s=20)
+            await check(peer.data, old)
+            await peer.store.call(Clear(tasks=[PutTask(old[0].task_id, 1)]), Ack, deadline_s=20)
+            async with asyncio.timeout(20):
+                while not (await peer.store.call(GetStoreStats(), StoreStats, deadline_s=20)).spare_bytes:
+                    await asyncio.sleep(0.05)
+            await peer.data.put(new, store=STORE, deadline_s=20)
+            assert (await peer.store.call(GetStoreStats(), StoreStats, deadline_s=20)).lent == 1
+            assert flip_shard(folder(store), "b", lambda task_id: task_id == new[0].task_id)
+            with pytest.raises(RpcError, match="damaged shards"):
+                await check(peer.data, new)
+
+    asyncio.run(main())
+
+
+def test_a_reader_without_shared_memory_finds_the_damage_too(tmp_path: Path) -> None:
+    tasks = tasks_of(0, 2)
+
+    async def main(process: StoreProcess) -> None:
+        async with peer_of(process.run) as peer:
+            await peer.data.put(tasks, store=STORE, deadline_s=20)
+            assert flip_shard(folder(process), "a", lambda task_id: task_id == "train/0/1")
+            far = remote(peer)
+            try:
+                with pytest.raises(RpcError, match="damaged shards") as caught:
+                    await check(far, tasks)
+                assert caught.value.code == ErrorCode.MISSING
+            finally:
+                far.close()
+
+    with ending(TcpStoreProcess(make_run(tmp_path, memory=96 << 20))) as process:
+        process.start()
+        asyncio.run(main(process))
