@@ -175,7 +175,8 @@ class Journal:
             self._check_tables(fingerprint)
             kept, chain, *_ = self._snapshot_row()
             query = "SELECT seq, chain FROM events WHERE seq > ? ORDER BY seq DESC LIMIT 1"
-            self.seq, self._chain = self._db.execute(query, (kept,)).fetchone() or (kept, chain)
+            newest: tuple[int, bytes] | None = self._db.execute(query, (kept,)).fetchone()
+            self.seq, self._chain = newest or (kept, chain)
             self._event_bytes = self._total("SELECT total(length(body)) FROM events WHERE seq > ?", kept)
             self._snapshot_bytes = self._total("SELECT total(length(body)) FROM parts WHERE seq = ?", kept)
         self._events: list[tuple[int, float, int, bytes, bytes]] = []
