@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgspec
-import xxhash
 
 from proto import codec
 from proto.errors import WireError
 from proto.messages import CheckpointSaved, ErrorCode
 from proto.registry import Message
+from services.scheduler import tables
 from services.scheduler.events import (
     Cleared,
     Configure,
@@ -60,42 +60,6 @@ _INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleare
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
 _COMPLETE = object()
 _KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}
-_TABLES = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum BLOB NOT NULL);
-CREATE TABLE events (
-    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind INTEGER NOT NULL, body BLOB NOT NULL, chain BLOB NOT NULL);
-CREATE TABLE snapshot (
-    id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL, chain BLOB NOT NULL, parts INTEGER NOT NULL,
-    last BLOB NOT NULL, sum BLOB NOT NULL);
-CREATE TABLE parts (
-    seq INTEGER NOT NULL, part INTEGER NOT NULL, body BLOB NOT NULL, chain BLOB NOT NULL, PRIMARY KEY (seq, part));
-CREATE TABLE steps (
-    step INTEGER PRIMARY KEY, state TEXT NOT NULL, task_ids TEXT NOT NULL, committed_at REAL, metrics TEXT NOT NULL,
-    sum BLOB NOT NULL);
-CREATE TABLE evals (
-    name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL, samples INTEGER NOT NULL,
-    dropped INTEGER NOT NULL, at REAL NOT NULL, sum BLOB NOT NULL, PRIMARY KEY (name, version));
-CREATE TABLE rows (step INTEGER PRIMARY KEY, row TEXT NOT NULL, sum BLOB NOT NULL);
-CREATE TABLE rewinds (
-    lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, committed INTEGER NOT NULL, at REAL NOT NULL,
-    cause TEXT NOT NULL, sum BLOB NOT NULL);
-"""
-_SAVE_STEP = "INSERT OR REPLACE INTO steps VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
-_COMMIT_STEP = """
-UPDATE steps SET state=?1, committed_at=?2, metrics=?3, sum=checksum(step, ?1, task_ids, ?2, ?3) WHERE step=?4
-"""
-_TAKE_BACK = """
-UPDATE steps SET state='TAKEN_BACK', sum=checksum(step, 'TAKEN_BACK', task_ids, committed_at, metrics) WHERE step > ?
-"""
-_SAVE_EVAL = "INSERT OR REPLACE INTO evals VALUES (?1, ?2, ?3, ?4, ?5, ?6, checksum(?1, ?2, ?3, ?4, ?5, ?6))"
-_SAVE_ROW = "INSERT OR IGNORE INTO rows VALUES (?1, ?2, checksum(?1, ?2))"
-_SAVE_REWIND = "INSERT OR REPLACE INTO rewinds VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
-_SAVE_SNAPSHOT = "INSERT OR REPLACE INTO snapshot VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
-_SUMMED = ("meta", "snapshot", "steps", "evals", "rows", "rewinds")
-"""The tables whose rows end with `sum`, the checksum of their other columns."""
-_START = bytes(16)
-"""The chain before the first event."""
-_EVENT = struct.Struct("<qqd")
 _DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
 """What reading damaged bytes raises. ValueError includes UnicodeDecodeError."""
 _ENVIRONMENT = frozenset(
@@ -112,27 +76,6 @@ _ENVIRONMENT = frozenset(
 )
 """Errors of SQLite that say nothing about the content of the file."""
 _REMEDY = "restore the file from a backup or begin a new run"
-
-
-def _link(chain: bytes, seq: int, kind: int, at: float, body: bytes) -> bytes:
-    """Return the chain after an event: the checksum of the chain before it and of the event."""
-    return xxhash.xxh3_128_digest(b"".join((chain, _EVENT.pack(seq, kind, at), body)))
-
-
-def _checksum(*values: object) -> bytes:
-    """Return the checksum of the columns of a row. SQLite stores no sign of zero."""
-    return xxhash.xxh3_128_digest(
-        msgspec.msgpack.encode([each + 0.0 if isinstance(each, float) else each for each in values])
-    )
-
-
-def _schema(db: sqlite3.Connection) -> list[tuple[str, ...]]:
-    return db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name").fetchall()
-
-
-def _create_tables(db: sqlite3.Connection) -> None:
-    for statement in _TABLES.split(";"):
-        db.execute(statement)
 
 
 def rewinds(path: Path) -> list[tuple[int, int, str]]:
@@ -165,7 +108,7 @@ class Journal:
         self._path = path
         with self._reading("the file"):
             self._db = sqlite3.connect(path, isolation_level=None)
-            self._db.create_function("checksum", -1, _checksum)
+            self._db.create_function("checksum", -1, tables.checksum)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA wal_autocheckpoint=0")  # these sync on this thread: see wal.py
@@ -176,7 +119,8 @@ class Journal:
             self._check_tables(fingerprint)
             kept, chain, *_ = self._snapshot_row()
             query = "SELECT seq, chain FROM events WHERE seq > ? ORDER BY seq DESC LIMIT 1"
-            self.seq, self._chain = self._db.execute(query, (kept,)).fetchone() or (kept, chain)
+            newest: tuple[int, bytes] | None = self._db.execute(query, (kept,)).fetchone()
+            self.seq, self._chain = newest or (kept, chain)
             self._event_bytes = self._total("SELECT total(length(body)) FROM events WHERE seq > ?", kept)
             self._snapshot_bytes = self._total("SELECT total(length(body)) FROM parts WHERE seq = ?", kept)
         self._events: list[tuple[int, float, int, bytes, bytes]] = []
@@ -201,24 +145,21 @@ class Journal:
 
     def _check_tables(self, fingerprint: str) -> None:
         """Create the tables of a new journal, or check those of an old one. Raises RpcError."""
-        with contextlib.closing(sqlite3.connect(":memory:")) as new:
-            _create_tables(new)
-            expected = _schema(new)
-        tables = _schema(self._db)
-        if not tables:
+        found = tables.schema(self._db)
+        if not found:
             rows = [("format", FORMAT), ("plan", fingerprint)]
             self._db.execute("BEGIN IMMEDIATE")
-            _create_tables(self._db)
+            tables.create(self._db)
             self._db.executemany("INSERT INTO meta VALUES (?1, ?2, checksum(?1, ?2))", rows)
             self._db.execute("COMMIT")
-        elif "meta" not in (names := sorted(name for _, name, *_ in tables)):
+        elif "meta" not in (names := sorted(name for _, name, *_ in found)):
             raise sqlite3.DatabaseError(f"not a scheduler's journal (tables {', '.join(names)})")
-        elif tables != expected:
+        elif found != tables.expected_schema():
             written = dict(self._db.execute("SELECT key, value FROM meta")).get("format")
             if written != FORMAT:
                 raise self.broken(f"format {written!r}, this release reads {FORMAT!r}; use the same release")
             raise sqlite3.DatabaseError("its tables are not those of a journal")
-        for table in _SUMMED:
+        for table in tables.SUMMED:
             self._check_rows(table)
         meta = dict(self._db.execute("SELECT key, value FROM meta"))
         if meta.get("format") != FORMAT:
@@ -239,7 +180,7 @@ class Journal:
 
     def _snapshot_row(self) -> _SnapshotRow:
         row = self._db.execute("SELECT seq, chain, parts, last FROM snapshot").fetchone()
-        return _SnapshotRow(*row) if row else _SnapshotRow(0, _START, 0, _START)
+        return _SnapshotRow(*row) if row else _SnapshotRow(0, tables.START, 0, tables.START)
 
     def _total(self, query: str, seq: int) -> int:
         return int(self._db.execute(query, (seq,)).fetchone()[0])
@@ -292,7 +233,7 @@ class Journal:
             with self._reading(f"part {number} of snapshot {seq}"):
                 query = "SELECT body, chain FROM parts WHERE seq = ? AND part = ?"
                 body, found = self._db.execute(query, (seq, number)).fetchone() or (b"", b"")
-                chain = _link(chain, seq, number, 0.0, body)
+                chain = tables.link(chain, seq, number, 0.0, body)
                 if found != chain:
                     raise ValueError("its checksum does not match")
             yield body
@@ -314,7 +255,7 @@ class Journal:
                 seq, at, kind, body, found = row
                 if seq != last + 1:
                     raise ValueError("it is missing")
-                chain = _link(chain, seq, kind, at, body)
+                chain = tables.link(chain, seq, kind, at, body)
                 if chain != found:
                     raise ValueError("its checksum does not match")
                 last = seq
@@ -348,7 +289,7 @@ class Journal:
             message = cast(Message, event)
             kind, body = message.TYPE, codec.encode_body(message)
         self.seq += 1
-        self._chain = _link(self._chain, self.seq, kind, at, body)
+        self._chain = tables.link(self._chain, self.seq, kind, at, body)
         self._event_bytes += len(body)
         self._pending_bytes += len(body)
         self._events.append((self.seq, at, kind, body, self._chain))
@@ -359,18 +300,18 @@ class Journal:
         match effect:
             case SaveStep(state=TaskState.BATCHED):
                 values: tuple[Any, ...] = (effect.step, effect.state, json.dumps(effect.task_ids), None, "{}")
-                self._saves.append((_SAVE_STEP, values))
+                self._saves.append((tables.SAVE_STEP, values))
             case SaveStep():
-                self._saves.append((_COMMIT_STEP, (effect.state, at, json.dumps(effect.metrics), effect.step)))
+                self._saves.append((tables.COMMIT_STEP, (effect.state, at, json.dumps(effect.metrics), effect.step)))
             case SaveEval():
                 values = (effect.name, effect.version, effect.accuracy, effect.samples, effect.dropped, at)
-                self._saves.append((_SAVE_EVAL, values))
+                self._saves.append((tables.SAVE_EVAL, values))
             case WriteRow():
-                self._saves.append((_SAVE_ROW, (effect.step, json.dumps(effect.row))))
+                self._saves.append((tables.SAVE_ROW, (effect.step, json.dumps(effect.row))))
             case Rewound():
                 values = (effect.lineage, effect.step, effect.committed, at, effect.cause)
-                self._saves.append((_SAVE_REWIND, values))
-                self._saves.append((_TAKE_BACK, (effect.step,)))
+                self._saves.append((tables.SAVE_REWIND, values))
+                self._saves.append((tables.TAKE_BACK, (effect.step,)))
             case DiscardRows():
                 self._saves.append(("DELETE FROM rows WHERE step > ?", (effect.step,)))
                 self._saves.append(("DELETE FROM evals WHERE version > ?", (effect.step,)))
@@ -445,12 +386,12 @@ class Journal:
         """
         last, part = chain, -1
         for part, body in enumerate(parts):
-            last = _link(last, seq, part, 0.0, body)
+            last = tables.link(last, seq, part, 0.0, body)
             self._db.execute("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)", (seq, part, body, last))
             self._snapshot_bytes += len(body)
             self._pending_bytes += len(body)
             yield
-        self._db.execute(_SAVE_SNAPSHOT, (1, seq, chain, part + 1, last))
+        self._db.execute(tables.SAVE_SNAPSHOT, (1, seq, chain, part + 1, last))
         yield
         for old, part in self._db.execute("SELECT seq, part FROM parts WHERE seq <> ?", (seq,)).fetchall():
             self._db.execute("DELETE FROM parts WHERE seq = ? AND part = ?", (old, part))

@@ -43,7 +43,11 @@ class Mark:
         self.missing = not data
         """Whether there was no mark, as in a new run or beside the copy of a journal."""
         slots = [_unpacked(data[at : at + SLOT_BYTES]) for at in range(0, _SLOTS * SLOT_BYTES, SLOT_BYTES)]
-        self._number, self.found = max((slot for slot in slots if slot is not None), default=(0, None))
+        self._number = 0
+        self.found: Reached | None = None
+        for slot in slots:
+            if slot is not None and slot[0] > self._number:
+                self._number, self.found = slot
 
     def write(self, reached: Reached) -> None:
         """Replace the older slot. Raises OSError."""

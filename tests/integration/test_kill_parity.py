@@ -17,7 +17,6 @@ from services.scheduler.store_loss import TAIL_LOST
 from tests.integration import parity_run as parity
 from tests.integration.damage import flip, shards
 from tests.integration.journal_cut import cut
-from tests.integration.tiny.harness import processes_of
 from tests.integration.whole_cluster import Cluster
 
 pytestmark = pytest.mark.timeout(300)
@@ -82,6 +81,15 @@ def test_run_stopped_and_resumed_then_launcher_killed_and_run_resumed_changes_no
     assert not (run.path / "metrics.discarded.jsonl").exists()
 
 
+def lose_end(run: Cluster, chance: random.Random) -> None:
+    """Kill the scheduler and cut its journal, while the launcher is stopped and cannot restart it."""
+    run.process.send_signal(signal.SIGSTOP)
+    pid = parity.kill(run, "scheduler")
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert cut(run.run.journal, chance)
+
+
 @pytest.mark.timeout(600)
 def test_the_lost_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
     """First the scheduler alone is killed, so stores and workers know of steps that its journal no longer has. Then
@@ -89,17 +97,13 @@ def test_the_lost_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path:
     chance = random.Random(1)
     with parity.start(tmp_path) as run:
         run.wait_for("step 5", lambda: parity.committed(run, 5))
-        run.process.send_signal(signal.SIGSTOP)  # it restarts the scheduler only when its journal is cut
-        parity.kill(run, "scheduler")
-        assert cut(run.run.journal, chance)
+        lose_end(run, chance)
         run.process.send_signal(signal.SIGCONT)
         run.wait_for("the return", lambda: TAIL_LOST in run.output())
         run.wait_for("step 7", lambda: parity.committed(run, 7))
-        services = [psutil.Process(pid) for pid in processes_of(run.path)]
+        lose_end(run, chance)
         run.process.send_signal(signal.SIGKILL)
         run.process.wait()
-        psutil.wait_procs(services, timeout=60)
-        assert cut(run.run.journal, chance)
     with parity.resume(tmp_path) as run:
         assert run.end() == 0, run.output()
         assert f"{TAIL_LOST}; " in run.output()

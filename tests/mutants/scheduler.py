@@ -278,7 +278,7 @@ SCHEDULER = [
     ),
     Mutation(
         "the chain does not cover the body of an event",
-        JOURNAL,
+        "services/scheduler/tables.py",
         "_EVENT.pack(seq, kind, at), body)",
         "_EVENT.pack(seq, kind, at))",
         f"{DAMAGE}::test_one_changed_value_anywhere_is_named",

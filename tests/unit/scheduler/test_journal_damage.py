@@ -10,6 +10,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,10 @@ def outcomes(history: History, folder: Path, name: str, damages: Iterable[Callab
     return counts
 
 
+def shortened(data: bytes, nbytes: int) -> bytes:
+    return data[:nbytes]
+
+
 def flipped(data: bytes, at: int, bit: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
 
@@ -212,7 +217,7 @@ def test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_one(
     chance = random.Random(count)
     size = (history.folder / LOG).stat().st_size
     sizes = [0, 32, size - 1, *(chance.randrange(size) for _ in range(count))]
-    counts = outcomes(history, tmp_path / "copy", LOG, (lambda data, at=at: data[:at] for at in sizes))
+    counts = outcomes(history, tmp_path / "copy", LOG, (partial(shortened, nbytes=nbytes) for nbytes in sizes))
     assert counts.keys() <= {"same", "short", "named"}
     assert counts["short"] > len(sizes) / 2 or history.where == "copied"
 
@@ -223,7 +228,7 @@ def test_a_flipped_bit_is_named_or_without_effect(history: History, tmp_path: Pa
     chance = random.Random(count)
     size = (history.folder / name).stat().st_size
     bits = [(chance.randrange(size), chance.randrange(8)) for _ in range(count)]
-    damages = (lambda data, at=at, bit=bit: flipped(data, at, bit) for at, bit in bits)
+    damages = (partial(flipped, at=at, bit=bit) for at, bit in bits)
     counts = outcomes(history, tmp_path / "copy", name, damages)
     assert counts.keys() <= {"same", "short", "named"}
     if name == MARK:

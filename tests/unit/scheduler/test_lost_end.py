@@ -78,7 +78,7 @@ def resume(bench: Bench, saved: tuple[int, ...] = SAVED) -> RunInfo:
     """Do what the driver does that finds these checkpoints."""
     bench.register("batch-store", 0, 1, limit_bytes=1 << 30)
     bench.register("rollout", 0, 7)
-    info = bench.ask(GetRunInfo(driver=1))
+    info: RunInfo = bench.ask(GetRunInfo(driver=1))
     if info.committed_step:
         loaded = max((step for step in saved if step <= info.committed_step), default=0)
         info = bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=loaded))

@@ -1,0 +1,81 @@
+"""The tables of the journal, and the checksums over events, snapshots and rows.
+
+An event's checksum covers the event and all before it; these checksums are the chain. The parts of a snapshot form a
+chain that begins where the snapshot was made. Each row of the other tables ends with a checksum of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import struct
+
+import msgspec
+import xxhash
+
+_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL, sum BLOB NOT NULL);
+CREATE TABLE events (
+    seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind INTEGER NOT NULL, body BLOB NOT NULL, chain BLOB NOT NULL);
+CREATE TABLE snapshot (
+    id INTEGER PRIMARY KEY CHECK (id = 1), seq INTEGER NOT NULL, chain BLOB NOT NULL, parts INTEGER NOT NULL,
+    last BLOB NOT NULL, sum BLOB NOT NULL);
+CREATE TABLE parts (
+    seq INTEGER NOT NULL, part INTEGER NOT NULL, body BLOB NOT NULL, chain BLOB NOT NULL, PRIMARY KEY (seq, part));
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY, state TEXT NOT NULL, task_ids TEXT NOT NULL, committed_at REAL, metrics TEXT NOT NULL,
+    sum BLOB NOT NULL);
+CREATE TABLE evals (
+    name TEXT NOT NULL, version INTEGER NOT NULL, accuracy REAL, samples INTEGER NOT NULL,
+    dropped INTEGER NOT NULL, at REAL NOT NULL, sum BLOB NOT NULL, PRIMARY KEY (name, version));
+CREATE TABLE rows (step INTEGER PRIMARY KEY, row TEXT NOT NULL, sum BLOB NOT NULL);
+CREATE TABLE rewinds (
+    lineage INTEGER PRIMARY KEY, step INTEGER NOT NULL, committed INTEGER NOT NULL, at REAL NOT NULL,
+    cause TEXT NOT NULL, sum BLOB NOT NULL);
+"""
+SAVE_STEP = "INSERT OR REPLACE INTO steps VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
+COMMIT_STEP = """
+UPDATE steps SET state=?1, committed_at=?2, metrics=?3, sum=checksum(step, ?1, task_ids, ?2, ?3) WHERE step=?4
+"""
+TAKE_BACK = """
+UPDATE steps SET state='TAKEN_BACK', sum=checksum(step, 'TAKEN_BACK', task_ids, committed_at, metrics) WHERE step > ?
+"""
+SAVE_EVAL = "INSERT OR REPLACE INTO evals VALUES (?1, ?2, ?3, ?4, ?5, ?6, checksum(?1, ?2, ?3, ?4, ?5, ?6))"
+SAVE_ROW = "INSERT OR IGNORE INTO rows VALUES (?1, ?2, checksum(?1, ?2))"
+SAVE_REWIND = "INSERT OR REPLACE INTO rewinds VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
+SAVE_SNAPSHOT = "INSERT OR REPLACE INTO snapshot VALUES (?1, ?2, ?3, ?4, ?5, checksum(?1, ?2, ?3, ?4, ?5))"
+SUMMED = ("meta", "snapshot", "steps", "evals", "rows", "rewinds")
+"""The tables whose rows end with `sum`, the checksum of their other columns."""
+START = bytes(16)
+"""The chain before the first event."""
+_EVENT = struct.Struct("<qqd")
+
+
+def link(chain: bytes, seq: int, kind: int, at: float, body: bytes) -> bytes:
+    """Return the chain after an event: the checksum of the chain before it and of the event."""
+    return xxhash.xxh3_128_digest(b"".join((chain, _EVENT.pack(seq, kind, at), body)))
+
+
+def checksum(*values: object) -> bytes:
+    """Return the checksum of the columns of a row. SQLite stores no sign of zero."""
+    return xxhash.xxh3_128_digest(
+        msgspec.msgpack.encode([each + 0.0 if isinstance(each, float) else each for each in values])
+    )
+
+
+def schema(db: sqlite3.Connection) -> list[tuple[str, ...]]:
+    """Return the definitions of all tables of a database."""
+    return db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name").fetchall()
+
+
+def expected_schema() -> list[tuple[str, ...]]:
+    """Return the definitions of the tables of a journal."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as db:
+        create(db)
+        return schema(db)
+
+
+def create(db: sqlite3.Connection) -> None:
+    """Create the tables of a journal."""
+    for statement in _TABLES.split(";"):
+        db.execute(statement)
