@@ -188,34 +188,6 @@ def damage_proximal(run: Cluster) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_damage_that_the_reference_or_an_engine_finds_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """A bit flips in a task that no reference has read, because it is being restarted, and in a version of the weights
-    that no engine has read, because the engine is stopped."""
-    with parity.start(tmp_path) as run:
-        run.wait_for("step 1", lambda: parity.committed(run, 1))
-        folder = run.run.shm / "batch-store-0"
-        parity.kill(run, "reference")
-
-        def unscored() -> str:
-            scored = {task_id for _, task_id, key, _ in shards(folder) if key == "ref_logprobs"}
-            return parity.damage(run, "token_ids", lambda task_id: task_id not in scored)
-
-        run.wait_for("a task without a reference", lambda: bool(unscored()))
-        run.wait_for("the report of the reference", lambda: parity.losses(run) >= 1)
-        found = parity.losses(run)
-        run.wait_for("step 4", lambda: parity.committed(run, 4))
-        with parity.stopped(run, "rollout"):
-            before = run.newest_weights()
-            run.wait_for("another version", lambda: run.newest_weights() != before)
-            newest = run.newest_weights()
-            flip(newest, next(offset for file, _, _, offset in shards(folder) if file == newest))
-        run.wait_for("the report of the engine", lambda: parity.losses(run) > found)
-        assert run.end() == 0, run.output()
-    assert parity.differences(undisturbed, run.path) == []
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
 def test_damage_in_a_run_that_is_not_deterministic_ends_with_each_task_trained_once(tmp_path: Path) -> None:
     small = (*(each for each in parity.SMALL if "deterministic" not in each), "staleness=1")
     with parity.start(tmp_path, small=small) as run:
