@@ -57,6 +57,24 @@ def kill(run: Cluster, service: str) -> int:
     return pid
 
 
+def wait_for_spares(run: Cluster) -> None:
+    """Wait until every spare process is warm. The driver is stopped meanwhile, so that the run does not end first."""
+    driver = psutil.Process(run.wait_for("the driver", lambda: run.pid("policy-trainer")))
+    driver.suspend()
+
+    def warm() -> bool:
+        return [row["warm"] for row in run.status().get("spares") or ()] == [True] * 3
+
+    run.wait_for("warm spares", warm)
+    driver.resume()
+
+
+def spares_used(run: Cluster) -> set[str]:
+    """Return the services of which a process has started from a spare."""
+    log = [json.loads(line) for line in run.run.log_file("supervisor", 0).read_text().splitlines()]
+    return {line["kind"] for line in log if line["event"] == "spare used"}
+
+
 def committed(run: Cluster, step: int) -> bool:
     """Return whether the row of `step` is written."""
     rows = run.rows()
