@@ -27,6 +27,7 @@ WINDOW_S = 300.0
 FIRST_BACKOFF_S = 0.25
 FAILURE_BACKOFF_S = 8.0
 KILL_BACKOFF_S = 1.0
+"""Maximum seconds before the restart of a process that was killed again before it was READY."""
 START_LIMIT_S = 600.0
 """Seconds after which a process that is not READY is ended and counted as failed."""
 DRAIN_LIMIT_S = 15.0
