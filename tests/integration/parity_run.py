@@ -57,16 +57,19 @@ def kill(run: Cluster, service: str) -> int:
     return pid
 
 
+def held(file: Path) -> str:
+    """Return the setting that holds back a run until `file` exists. Its rewards stay those of the quickstart."""
+    function = f"function: 'tests.integration.held_reward:reward', params: {{until: '{file}'}}"
+    return f"reward={{{function}, timeout_s: {LIMIT_S}}}"
+
+
 def wait_for_spares(run: Cluster) -> None:
-    """Wait until every spare process is warm. The driver is stopped meanwhile, so that the run does not end first."""
-    driver = psutil.Process(run.wait_for("the driver", lambda: run.pid("policy-trainer")))
-    driver.suspend()
+    """Wait until every spare process is warm."""
 
     def warm() -> bool:
         return [row["warm"] for row in run.status().get("spares") or ()] == [True] * 3
 
     run.wait_for("warm spares", warm)
-    driver.resume()
 
 
 def spares_used(run: Cluster) -> set[str]:
