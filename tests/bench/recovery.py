@@ -1,6 +1,6 @@
 """Seconds from a kill of each service to the next commit, on the quickstart without its evaluations.
 
-    python -m tests.bench.recovery                     every service five times
+    python -m tests.bench.recovery                     every service, five times
     python -m tests.bench.recovery --set run.spares=false
     python -m tests.bench.recovery --only rollout --timeline    what the processes log until the run goes on
 
