@@ -18,10 +18,12 @@ import typer
 
 from launch import place, preflight
 from launch.gpus import visible_gpus, wanted
+from launch.heavy import heavy_imports
 from launch.logs import last_lines, shorten
 from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
+from launch.supervisor.spare_processes import SpareNotice
 from launch.supervisor.state import Died, Reported, RunEnded, RunOutcome
 from proto.messages import Status
 from services.scheduler.journal import rewinds
@@ -89,6 +91,7 @@ def _show_plan(topology: Topology, path: Path) -> None:
     print(f"run directory  {path.absolute()}")
     print(f"steps          {topology.run.steps}")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
+    print(f"spares         {', '.join(heavy_imports(topology)) or 'none'}")
     names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
     gpus = visible_gpus(topology, names if wanted(topology) <= len(names) else None)
     width = max(len("gpus"), *map(len, gpus.values()))
@@ -141,6 +144,8 @@ async def _supervise(
                 f"{service_name(*event.key)}: {shorten(event.cause)}; starts again {when} (restart {event.restarts}), "
                 f"log: {run.log_file(*event.key)}"
             )
+        elif isinstance(event, SpareNotice):
+            screen.notice(event.text)
         elif isinstance(event, Reported) and event.state == ProcessState.DRAINING and event.cause:
             screen.notice(f"stopping: {event.cause} (again: kill now)")
 
@@ -158,6 +163,7 @@ async def _supervise(
         on_event=on_event,
         lock=lock,
         save_limit_s=stop_limit_s(topology),
+        spares=heavy_imports(topology),
     )
     interrupts = 0
 

@@ -40,7 +40,8 @@ def _no_answer_text(run: Run) -> str:
 
 
 async def collect(run: Run) -> dict[str, Any]:
-    """Return `{run, step, steps, version, services: [...], tasks, store, dropped, lost, last_drop, troubles: [...]}`.
+    """Return `{run, step, steps, version, services: [...], tasks, store, dropped, lost, last_drop, spares: [...],
+    troubles: [...]}`.
 
     Raises RpcError if neither of them answers.
     """
@@ -66,6 +67,7 @@ async def collect(run: Run) -> dict[str, Any]:
         "dropped": dict(seen.dropped) if seen else None,
         "lost": dict(seen.lost) if seen else None,
         "last_drop": seen.last_drop if seen else None,
+        "spares": [msgspec.structs.asdict(each) for each in supervised.spares] if supervised else None,
         "troubles": [msgspec.structs.asdict(each) for each in seen.troubles] if seen else None,
     }
 
@@ -162,6 +164,12 @@ def table(answer: dict[str, Any]) -> None:
             )
     if answer["last_drop"]:
         console.print(f"the last dropped  {answer['last_drop']}", markup=False)
+    if answer["spares"]:
+        sizes = [
+            f"{each['service']} {each['rss_bytes'] / (1 << 20):.0f} MiB{'' if each['warm'] else ' (importing)'}"
+            for each in answer["spares"]
+        ]
+        console.print(f"spares  {'  '.join(sizes)}")
     for each in answer["troubles"] or ():
         console.print(f"{service_name(each['service'], each['instance'])}  {each['text']}", markup=False)
     store = answer["store"]

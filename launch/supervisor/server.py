@@ -15,15 +15,16 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, BinaryIO, assert_never
 
-import psutil
 import structlog
 import zmq
 
 from launch.supervisor.door import SupervisorDoor
 from launch.supervisor.joined import log_of_joined
 from launch.supervisor.plan import DRIVER, SUPERVISOR, Key, module_of
+from launch.supervisor.spare_processes import Child, SpareNotice, SpareProcesses, rss_bytes
+from launch.supervisor.spares import SpareKind
 from launch.supervisor.state import (
     Died,
     Effect,
@@ -73,7 +74,7 @@ from shared.rundir import RunDir, service_name
 ROOT = Path(__file__).resolve().parents[2]
 COMPLETE_CALL_S = 5.0
 CANNOT_START = 127
-EVENTS = Died | Spawned | Reported
+EVENTS = Died | Spawned | Reported | SpareNotice
 """The events passed to `on_event`."""
 GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x300000"
 """Makes copies of 3 MiB and more bypass the caches, which reduces the memory traffic of a put of weights. By default
@@ -116,11 +117,13 @@ class Supervisor:
         lock: int | None = None,
         save_limit_s: float = 0.0,
         command: Callable[[str], Sequence[str]] | None = None,
+        spares: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """`threads` are CPU threads by process (default 1); `gpus` is CUDA_VISIBLE_DEVICES by process; `listen` are the
         endpoints for other hosts by process, including the supervisor's own, if the run spans several; `lock` is the
         descriptor of the lock on the run directory, which the guard inherits; `save_limit_s` limits the time in which
-        the trainer saves a checkpoint at the end; `command` returns the program of a service, if it is not its module.
+        the trainer saves a checkpoint at the end; `command` returns the program of a service, if it is not its module;
+        `spares` are the services of which a spare process is kept, with its imports.
         """
         self._run = run
         self.state = RunLifecycle(plan, save_limit_s)
@@ -130,6 +133,8 @@ class Supervisor:
         self._on_event = on_event
         self._lock = lock
         self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
+        self._imports = dict(spares or {})
+        self._spares: SpareProcesses
         self._children: dict[Key, subprocess.Popen[bytes]] = {}
         self._guard: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[RunEnded]
@@ -149,6 +154,20 @@ class Supervisor:
         """Start everything, keep it running and return how the run ended. Leaves no process behind, even on errors."""
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
+        self._spares = SpareProcesses(
+            self._run,
+            {
+                key: SpareKind(key[0], self._threads.get(key, 1), self._gpus.get(key))
+                for key in self.state.processes
+                if key[0] in self._imports
+            },
+            self._imports,
+            command=self._command_of,
+            launch=self._launch,
+            reap=self._reap,
+            calm=lambda: self.state.calm,
+            on_notice=self._on_event,
+        )
         self._mailbox.handle(ServiceReport, self._on_report)
         self._mailbox.handle(RestartService, self._on_restart)
         self._mailbox.handle(KillInstance, self._on_kill)
@@ -206,6 +225,10 @@ class Supervisor:
                 if answer is not None:
                     queue.append(answer)
         self._set_timer()
+        if self.draining:
+            self._spares.close()
+        else:
+            self._spares.refill()
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -235,37 +258,47 @@ class Supervisor:
                 assert_never(effect)
         return None
 
+    def _command_of(self, key: Key) -> list[str]:
+        service, instance = key
+        command = [*self._command(service), "--run", str(self._run.path), "--instance", str(instance)]
+        command += ["--supervisor", self._endpoint, "--parent", str(os.getpid())]
+        return command + (["--listen", self._listen[key]] if key in self._listen else [])
+
     def _spawn(self, key: Key) -> Event:
         service, instance = key
-        arguments = ["--run", str(self._run.path), "--instance", str(instance)]
-        arguments += ["--supervisor", self._endpoint, "--parent", str(os.getpid())]
-        if key in self._listen:
-            arguments += ["--listen", self._listen[key]]
-        child = None
+        command = self._command_of(key)
         try:
             with (self._run.logs / f"{service}-{instance}.out").open("ab") as output:
-                child = subprocess.Popen(
-                    [*self._command(service), *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=child_environment(self._threads.get(key, 1), self._gpus.get(key)),
-                    process_group=0,
-                )
-            descriptor = os.pidfd_open(child.pid)
+                child = self._spares.adopt(key, command, output) or self._launch(key, command, output)
         except OSError as error:
-            if child is not None:  # its exit would go unnoticed
-                child.kill()
-                child.wait()
             self._log.error("cannot start", name=service_name(*key), error=str(error))
             return Exited(key, 0, CANNOT_START)
-        self._children[key] = child
-        self._tell_guard(f"+{child.pid} {self.state.drain_limit_s(key)}\n")
-        self._loop.add_reader(descriptor, self._on_exit, key, child, descriptor)
-        self._log.info("started", name=service_name(*key), pid=child.pid)
-        started = Spawned(key, child.pid)
+        self._children[key] = child.process
+        self._loop.add_reader(child.descriptor, self._on_exit, key, child)
+        self._log.info("started", name=service_name(*key), pid=child.process.pid)
+        started = Spawned(key, child.process.pid)
         self._on_event(started)
         return started
+
+    def _launch(self, key: Key, command: Sequence[str], output: BinaryIO, pass_fds: Sequence[int] = ()) -> Child:
+        """Start `command` with the environment of process `key` and announce it to the guard. Raises OSError."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=child_environment(self._threads.get(key, 1), self._gpus.get(key)),
+            pass_fds=pass_fds,
+            process_group=0,
+        )
+        try:
+            child = Child(process, os.pidfd_open(process.pid))
+        except OSError:  # its exit would go unnoticed
+            process.kill()
+            process.wait()
+            raise
+        self._tell_guard(f"+{process.pid} {self.state.drain_limit_s(key)}\n")
+        return child
 
     def _signal(self, key: Key, pid: int, number: int) -> None:
         child = self._children.get(key)
@@ -274,24 +307,29 @@ class Supervisor:
             if number == signal.SIGTERM:
                 child.send_signal(signal.SIGCONT)  # a stopped process cannot drain
 
-    def _on_exit(self, key: Key, child: subprocess.Popen[bytes], descriptor: int) -> None:
-        self._loop.remove_reader(descriptor)
-        os.close(descriptor)
+    def _reap(self, child: Child) -> int:
+        """Return the exit status of a process that has ended or is about to, and end the processes that it started."""
+        self._loop.remove_reader(child.descriptor)
+        os.close(child.descriptor)
         # The processes that it started (an engine's ranks, reward processes) hold memory that others get next.
         # They are killed before the wait, while no other process can have this pid.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        status = child.wait()
-        self._tell_guard(f"-{child.pid}\n")
-        if self._children.get(key) is child:
+            os.killpg(child.process.pid, signal.SIGKILL)
+        status = child.process.wait()
+        self._tell_guard(f"-{child.process.pid}\n")
+        return status
+
+    def _on_exit(self, key: Key, child: Child) -> None:
+        status, pid = self._reap(child), child.process.pid
+        if self._children.get(key) is child.process:
             del self._children[key]
-        self._log.info("exited", name=service_name(*key), pid=child.pid, status=status)
-        for call in self._dying.pop(child.pid, []):
+        self._log.info("exited", name=service_name(*key), pid=pid, status=status)
+        for call in self._dying.pop(pid, []):
             call.reply(Ack())
         if key[0] == DRIVER and status == 0 and not self.draining:
-            self._background(self._driver_exited(key, child.pid))
+            self._background(self._driver_exited(key, pid))
         else:
-            self._feed(Exited(key, child.pid, status))
+            self._feed(Exited(key, pid, status))
 
     async def _driver_exited(self, key: Key, pid: int) -> None:
         """Report the exit. A driver drained by a foreign SIGTERM exits with 0 too; only the last step ends a run."""
@@ -386,11 +424,11 @@ class Supervisor:
                 incarnation=process.incarnation,
                 restarts=process.restarts,
                 cause=process.cause,
-                rss_bytes=_rss_bytes(process.pid),
+                rss_bytes=rss_bytes(process.pid),
             )
             for key, process in self.state.processes.items()
         ]
-        return SupervisorState(run=self._run.name, phase=self.state.phase, processes=rows)
+        return SupervisorState(run=self._run.name, phase=self.state.phase, processes=rows, spares=self._spares.rows())
 
     def _on_get_log(self, request: GetLog, call: Call) -> LogLines | Awaitable[LogLines]:
         key = (request.service, request.instance)
@@ -407,6 +445,7 @@ class Supervisor:
             self._timer.cancel()
         for task in list(self._tasks):
             task.cancel()
+        self._spares.close()
         for child in self._children.values():  # only when `run` is left by an exception
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
@@ -421,12 +460,3 @@ class Supervisor:
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
             await self._loop.run_in_executor(None, self._guard.wait)
-
-
-def _rss_bytes(pid: int) -> int:
-    if not pid:
-        return 0
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error:
-        return 0

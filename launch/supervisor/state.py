@@ -27,6 +27,7 @@ WINDOW_S = 300.0
 FIRST_BACKOFF_S = 0.25
 FAILURE_BACKOFF_S = 8.0
 KILL_BACKOFF_S = 1.0
+"""Maximum seconds before the restart of a process that was killed again before it was READY."""
 START_LIMIT_S = 600.0
 """Seconds after which a process that is not READY is ended and counted as failed."""
 DRAIN_LIMIT_S = 15.0
@@ -260,6 +261,12 @@ class RunLifecycle:
         ]
         return min((at for at in times if at is not None), default=None)
 
+    @property
+    def calm(self) -> bool:
+        """Whether the run goes on and no process is starting or ending."""
+        ready = all(process.state == ProcessState.READY for process in self.processes.values())
+        return ready and self.phase == RunPhase.RUNNING
+
     # ---- events
 
     def _spawned(self, process: Process, pid: int, now: float) -> None:
@@ -335,7 +342,8 @@ class RunLifecycle:
             self._fail(process, f"{cause} (death {len(deaths)} in {WINDOW_S:g} s, limit {limit})")
             return
         longest = KILL_BACKOFF_S if killed else FAILURE_BACKOFF_S
-        delay_s = 0.0 if killed and len(deaths) == 1 else min(FIRST_BACKOFF_S * 2 ** (len(deaths) - 1), longest)
+        at_once = killed and (process.served or len(deaths) == 1)  # a process that was READY is in no loop of restarts
+        delay_s = 0.0 if at_once else min(FIRST_BACKOFF_S * 2 ** (len(deaths) - 1), longest)
         process.restarts += 1
         process.state = ProcessState.BACKOFF
         process.start_at = now + delay_s

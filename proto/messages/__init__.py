@@ -16,6 +16,7 @@ from proto.messages.process import (
     ProcessRow,
     RestartService,
     ServiceReport,
+    SpareRow,
     StopRun,
     SupervisorState,
 )

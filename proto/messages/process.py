@@ -50,6 +50,15 @@ class ProcessRow(Record, frozen=True, array_like=True):
     rss_bytes: int = 0
 
 
+class SpareRow(Record, frozen=True, array_like=True):
+    """A process that the supervisor keeps to replace one of `service`."""
+
+    service: str
+    pid: int
+    warm: bool  # whether it has imported everything and can be used
+    rss_bytes: int = 0
+
+
 @message(13)
 class SupervisorState(Message, frozen=True, kw_only=True):
     """The processes of the run."""
@@ -57,6 +66,7 @@ class SupervisorState(Message, frozen=True, kw_only=True):
     run: str  # name of the run
     phase: str  # STARTING, RUNNING, DRAINING or ENDED
     processes: list[ProcessRow]  # the processes that the supervisor started
+    spares: list[SpareRow] = []  # the spare processes
 
 
 @message(14, reply=SupervisorState)

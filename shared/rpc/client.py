@@ -33,6 +33,8 @@ FIRST_RESEND_S = 0.25
 LAST_RESEND_S = 2.0
 RESEND_BYTES_PER_S = 16 << 20
 """Assumed transfer rate of a large request, which delays its first retry."""
+LOCAL_RECONNECT_MS = 100
+"""Maximum milliseconds between attempts to connect to a peer of this host. An attempt costs next to nothing."""
 UNSENT_MESSAGES = 64
 """Maximum number of one-way messages that are kept until the peer connects."""
 
@@ -83,7 +85,9 @@ class Client:
         except RpcError:
             self._socket.close()
             raise
-        self._pump = Pump(self._socket, self._on_message, on_writable=self._on_writable)
+        self._pump = Pump(
+            self._socket, self._on_message, on_writable=self._on_writable, on_lost=self._forget_what_was_sent
+        )
 
     def connect(self, endpoint: str) -> None:
         """Connect to `endpoint` instead and send unanswered requests again. Does nothing if it is the same endpoint."""
@@ -93,13 +97,13 @@ class Client:
             before, self.endpoint = self.endpoint, ""  # even if connecting to the new one fails
             self._socket.disconnect(before)
         self._dial(endpoint)
-        for pending in self._pending.values():
-            pending.sent = False
+        self._forget_what_was_sent()
         self._pump.wait_writable()
 
     def _dial(self, endpoint: str) -> None:
         if not is_tcp(endpoint):
             clear(self._socket)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, LOCAL_RECONNECT_MS)
         elif self._keys is None:
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"{self.peer} at {endpoint}: tcp needs the run's keys; this process has none"
@@ -192,6 +196,11 @@ class Client:
     def _send_again(self, pending: _Pending, left_s: float) -> None:
         pending.frames[0] = codec.with_remaining(pending.frames[0], left_s)
         pending.sent = self._pump.send(pending.frames)
+
+    def _forget_what_was_sent(self) -> None:
+        """Have every unanswered request sent again as soon as there is a connection: the peer may have restarted."""
+        for pending in self._pending.values():
+            pending.sent = False
 
     def _on_writable(self) -> None:
         """Send at once what could not be sent while the peer was away."""

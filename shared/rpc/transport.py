@@ -79,25 +79,30 @@ class Pump:
         on_drained: Callable[[], None] | None = None,
         on_writable: Callable[[], None] | None = None,
         *,
+        on_lost: Callable[[], None] | None = None,
         on_source: Callable[[int], None] | None = None,
     ) -> None:
         """`on_message` is called with the frames of each message, `on_drained` after each burst (group commit).
 
-        `on_writable` is called when a message would be accepted after a refused send: the peer has connected or reads
-        again. A message that exceeds the limits is cut after the first frame over the limit, so the frames do not match
-        what its envelope announces. `on_source` is called with the descriptor through which each message arrived; in
-        that case the authenticated name of the sender (ZAP User-Id, empty if there is none) and the address of its
-        host are passed to `on_message` as two additional first frames.
+        `on_lost` is called when no message is accepted any longer: the connection of a socket with one peer is lost.
+        `on_writable` is called when messages are accepted again, after that or after a refused send. A message that
+        exceeds the limits is cut after the first frame over the limit, so the frames do not match what its envelope
+        announces. `on_source` is called with the descriptor through which each message arrived; in that case the
+        authenticated name of the sender (ZAP User-Id, empty if there is none) and the address of its host are passed to
+        `on_message` as two additional first frames.
         """
         self._socket = socket
         self._on_message = on_message
         self._on_drained = on_drained
         self._on_writable = on_writable
+        self._on_lost = on_lost
         self._receive = self._receive_frames if on_source is None else self._receive_with_origin
         self._on_source = on_source
         self._skipping = False
         """Whether the rest of an overlong message is being discarded."""
         self._refused = False
+        self._lost = False
+        """Whether the socket accepted no message when it was last looked at."""
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._drain_scheduled = False
@@ -152,6 +157,11 @@ class Pump:
     def _check(self) -> None:
         """Read the state of the socket, which resets its edge trigger, and schedule a drain if needed."""
         events = _get(self._socket, _EVENTS)
+        lost = not events & _POLLOUT
+        if lost and not self._lost and self._on_lost is not None:
+            self._refused = True
+            self._on_lost()
+        self._lost = lost
         writable = self._refused and self._on_writable is not None and bool(events & _POLLOUT)
         if (events & _POLLIN or writable) and not self._drain_scheduled:
             self._drain_scheduled = True
@@ -174,8 +184,9 @@ class Pump:
                 self._on_message(frames)
                 if self._is_closed():
                     return
-                if not _get(self._socket, _EVENTS) & _POLLIN:
-                    quiet = self._on_drained is None and not self._refused
+                events = _get(self._socket, _EVENTS)
+                if not events & _POLLIN:
+                    quiet = self._on_drained is None and not self._refused and bool(events & _POLLOUT)
                     break
             if self._on_drained is not None and not self._closed:
                 self._on_drained()

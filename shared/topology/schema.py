@@ -30,6 +30,11 @@ class Run(Section):
     steps: Count = Field(description="training steps, 1 or more")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of data order and sampling, from 0 to 2^63 - 1")
     deterministic: bool = Field(default=False, description="same seed, same bits, with or without kills")
+    spares: bool = Field(
+        default=True,
+        description="keep spare processes that have imported the libraries of the services that compute, so that these "
+        "restart fast; each takes the memory of those libraries",
+    )
     on_bad_step: Literal["stop", "skip"] = Field(
         default="stop",
         description="a step whose rewards, advantages, log-probs or gradient are not finite, or all of whose tasks are "

@@ -92,6 +92,27 @@ def losses(run: Cluster) -> int:
     return sum(line["event"] == "shards lost" for line in run.log("scheduler"))
 
 
+def held(file: Path) -> str:
+    """Return the setting that holds back a run until `file` exists. Its rewards stay those of the quickstart."""
+    function = f"function: 'tests.integration.held_reward:reward', params: {{until: '{file}'}}"
+    return f"reward={{{function}, timeout_s: {LIMIT_S}}}"
+
+
+def wait_for_spares(run: Cluster) -> None:
+    """Wait until every spare process is warm."""
+
+    def warm() -> bool:
+        return [row["warm"] for row in run.status().get("spares") or ()] == [True] * 3
+
+    run.wait_for("warm spares", warm)
+
+
+def spares_used(run: Cluster) -> set[str]:
+    """Return the services of which a process has started from a spare."""
+    log = [json.loads(line) for line in run.run.log_file("supervisor", 0).read_text().splitlines()]
+    return {line["kind"] for line in log if line["event"] == "spare used"}
+
+
 def committed(run: Cluster, step: int) -> bool:
     """Return whether the row of `step` is written."""
     rows = run.rows()

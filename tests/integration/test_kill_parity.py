@@ -39,15 +39,23 @@ def test_what_is_compared_differs_from_step_to_step(undisturbed: Path) -> None:
 
 
 def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """The second run has the same seed but other engines, another route of the weights, and kills."""
+    """The second run has the same seed but other engines, another route of the weights, and kills.
+
+    It is held back until there are spare processes, from which the killed ones start again.
+    """
     kills = {2: ["rollout", "reference"], 4: ["batch-store", "scheduler"], 5: ["policy-trainer"]}
     kills |= {7: ["policy-trainer-worker", "monitor"]}
-    with parity.start(tmp_path, "services.rollout.instances=2", "services.rollout.weights=gloo") as run:
+    go = tmp_path / "go"
+    other = ("services.rollout.instances=2", "services.rollout.weights=gloo", "run.spares=true", parity.held(go))
+    with parity.start(tmp_path, *other) as run:
+        parity.wait_for_spares(run)
+        go.touch()
         for step, services in kills.items():
             run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
             for service in services:
                 parity.kill(run, service)
         assert run.end() == 0, run.output()
+    assert {"policy-trainer-worker", "reference", "rollout"} <= parity.spares_used(run)
     assert parity.differences(undisturbed, run.path) == []
     assert max(row["sync/sent"] for row in run.rows()[1:]) == 1.0
 

@@ -31,7 +31,7 @@ from tests.integration.tiny.harness import (
 
 STATUS_KEYS = {
     *("run", "step", "steps", "version", "services", "tasks", "store"),
-    *("dropped", "lost", "last_drop", "troubles"),
+    *("dropped", "lost", "last_drop", "spares", "troubles"),
 }
 SERVICE_KEYS = {
     "service",

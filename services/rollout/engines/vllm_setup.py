@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -60,6 +61,12 @@ def prepare_process(threads: int) -> None:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # The engine forbids this later. OpenMP's count belongs to the thread that sets it.
         torch.set_num_threads(threads)
+
+
+def import_vllm() -> None:
+    """Prepare the process and import vLLM, so that an engine that starts in it later has nothing left to import."""
+    prepare_process(int(os.environ["OMP_NUM_THREADS"]))
+    importlib.import_module("vllm.v1.engine.llm_engine")
 
 
 def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(path: Path, *arguments: str, tiny: str = ALL_TINY) -> Iterator[Launched]:
+def launched(path: Path, *arguments: str, tiny: str = ALL_TINY, spares: bool = False) -> Iterator[Launched]:
     """A launcher of the quickstart in `path`; whatever it leaves is killed at the end of the test."""
     process = subprocess.Popen(
         [
@@ -88,6 +88,8 @@ def launched(path: Path, *arguments: str, tiny: str = ALL_TINY) -> Iterator[Laun
             str(path),
             "--set",
             "services.batch-store.memory=64MiB",
+            "--set",
+            f"run.spares={str(spares).lower()}",
             *arguments,
         ],
         stdout=subprocess.PIPE,

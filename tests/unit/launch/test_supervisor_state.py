@@ -101,6 +101,31 @@ def test_killed_process_starts_again_at_once() -> None:
     assert world.died[0].cause == "killed by SIGKILL"
 
 
+def test_process_that_is_killed_again_starts_at_once_if_it_was_ready_and_after_a_delay_if_not() -> None:
+    world = World().run()
+    for _ in range(3):
+        world.exit(ROLLOUT, SIGKILL)
+        world.report(ROLLOUT, ProcessState.READY)
+    for _ in range(4):
+        world.exit(ROLLOUT, SIGKILL)
+        world.wait(s.KILL_BACKOFF_S)
+    assert [each.delay_s for each in world.died] == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_the_run_is_calm_while_every_process_is_ready_and_nothing_ends() -> None:
+    world = World()
+    world.feed(s.TimePassed())
+    assert not world.state.calm
+    world = World().run()
+    assert world.state.calm
+    world.exit(ROLLOUT, SIGKILL)
+    assert not world.state.calm
+    world.report(ROLLOUT, ProcessState.READY)
+    assert world.state.calm
+    world.feed(s.StopAsked("enough"))
+    assert not world.state.calm
+
+
 def test_failed_process_starts_again_after_a_delay_that_doubles() -> None:
     world = World().run()
     delays = []

@@ -30,6 +30,7 @@ from proto.messages import (
     StopRun,
     Telemetry,
 )
+from shared.rpc import client
 from shared.rpc.client import UNSENT_MESSAGES
 from shared.rpc.errors import DeadlineExceeded, RpcError
 from shared.rpc.mailbox import DEFERRED, Call
@@ -155,18 +156,22 @@ def test_two_clients_of_one_process_never_get_each_others_replies(ipc: str) -> N
     asyncio.run(main())
 
 
-def test_request_survives_kill_9_and_restart_of_the_server(ipc: str) -> None:
+@pytest.mark.parametrize("resend_s", [client.FIRST_RESEND_S, 1000.0], ids=["by its timer", "when it is back"])
+def test_request_survives_kill_9_and_restart_of_the_server(
+    ipc: str, monkeypatch: pytest.MonkeyPatch, resend_s: float
+) -> None:
+    monkeypatch.setattr(client, "FIRST_RESEND_S", resend_s)
     stale = ipc.removeprefix("ipc://")
 
     async def main() -> None:
-        async with asking(ipc) as client:
+        async with asking(ipc) as ours:
             with process("mailbox", ipc) as server:
                 assert line_of(server) == "bound"
-                first = await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
+                first = await ours.call(Ping(), Pong, deadline_s=DEADLINE_S)
                 assert first.incarnation == server.pid
                 server.send_signal(signal.SIGSTOP)  # the server has our request and dies with it
-                asked = asyncio.create_task(client.call(Ping(), Pong, deadline_s=30.0))
-                await eventually(lambda: all(pending.sent for pending in client._pending.values()))
+                asked = asyncio.create_task(ours.call(Ping(), Pong, deadline_s=30.0))
+                await eventually(lambda: any(pending.sent for pending in ours._pending.values()))
                 server.kill()
                 server.wait(10)
             assert os.path.exists(stale)  # it is in the way of the next owner

@@ -139,6 +139,11 @@ NUMERIC = {
 
 TRAINER, ROLLOUT = "services/policy_trainer", "services/rollout/service.py"
 ELSEWHERE: dict[str, tuple[str, str, str]] = {
+    "run.spares": (
+        "launch/heavy.py",
+        "topology.run.spares",
+        "integration/test_spares.py::test_no_spare_is_kept_with_spares_false",
+    ),
     "run.on_bad_step": (
         f"{TRAINER}/driver.py",
         "topology.run.on_bad_step",

@@ -1,0 +1,91 @@
+"""Decides when spare processes are started, which start uses one, and when a kind of spare is given up.
+
+It uses no process, socket or clock. There is at most one spare of a kind. One transition is missing on purpose: a kind
+of spare that was given up is not tried again, because its imports would fail again; its processes start without spares.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from launch.supervisor.state import WINDOW_S, describe_exit
+
+KILL_LIMIT = 3
+"""Number of kills of spares of one kind within `WINDOW_S` at which the kind is given up: memory may be short."""
+
+
+class SpareKind(NamedTuple):
+    """What has to be fixed before a process imports anything. A spare becomes only processes of its own kind."""
+
+    service: str
+    threads: int
+    gpus: str | None
+    """CUDA_VISIBLE_DEVICES, or None for that of the launcher."""
+
+
+@dataclass
+class Spare:
+    """A spare process that no service has used yet."""
+
+    pid: int
+    warm: bool = False
+    """Whether everything is imported."""
+
+
+class SpareRules:
+    """The spares of one run."""
+
+    def __init__(self, kinds: Iterable[SpareKind]) -> None:
+        self.spares: dict[SpareKind, Spare] = {}
+        self._kills: dict[SpareKind, deque[float]] = {kind: deque() for kind in kinds}
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is a warm spare of every kind that was not given up."""
+        return all(kind in self.spares and self.spares[kind].warm for kind in self._kills)
+
+    def due(self, *, calm: bool) -> SpareKind | None:
+        """Return the kind of which a spare is to be started, if any.
+
+        It is none unless the run is `calm`, because imports would slow down a process that starts. One spare imports at
+        a time, so that the first is warm early.
+        """
+        if not calm or not all(spare.warm for spare in self.spares.values()):
+            return None
+        return next((kind for kind in self._kills if kind not in self.spares), None)
+
+    def started(self, kind: SpareKind, pid: int) -> None:
+        self.spares[kind] = Spare(pid)
+
+    def warmed(self, kind: SpareKind) -> None:
+        """Note that the spare of `kind` has imported everything."""
+        self.spares[kind].warm = True
+
+    def take(self, kind: SpareKind) -> bool:
+        """Return whether a process of `kind` starts from the spare, which is then no longer one. A spare that still
+        imports at the lowest priority is not waited for."""
+        if kind not in self.spares or not self.spares[kind].warm:
+            return False
+        del self.spares[kind]
+        return True
+
+    def exited(self, kind: SpareKind, status: int, now: float) -> str:
+        """Note that the spare of `kind` has exited. Return why the kind is given up, empty if it is not."""
+        self.spares.pop(kind, None)
+        if status >= 0:
+            return self.give_up(kind, describe_exit(status))
+        kills = self._kills[kind]
+        kills.append(now)
+        while kills[0] < now - WINDOW_S:
+            kills.popleft()
+        if len(kills) < KILL_LIMIT:
+            return ""
+        return self.give_up(kind, f"{describe_exit(status)} (kill {len(kills)} in {WINDOW_S:g} s, limit {KILL_LIMIT})")
+
+    def give_up(self, kind: SpareKind, cause: str) -> str:
+        """Start no further spares of `kind`. Return `cause`."""
+        self._kills.pop(kind, None)
+        return cause
