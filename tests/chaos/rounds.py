@@ -1,0 +1,211 @@
+"""One round: a run that is disturbed until it is done, resumed when a disturbance ended it, and then checked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.scheduler.journal import rewinds
+from tests.chaos import history
+from tests.chaos.disturbances import SERVICES, Round
+from tests.chaos.points import Point, with_points
+from tests.integration import parity_run
+from tests.integration.tiny.harness import QUICKSTART, processes_of, wait_for
+from tests.integration.whole_cluster import Cluster, cluster
+
+STEPS = 12
+LIMIT_S = 420.0
+"""Seconds in which a disturbed run has to be done, on a busy machine."""
+RESUMES = 8
+DISK_BYTES = 512 << 20
+SHM_BYTES = 192 << 20
+POLL_S = 0.05
+CLOCK = Path(__file__).with_name("clock.c")
+
+
+@dataclass
+class Result:
+    """The findings of a round. `recoveries` are seconds from a kill to the next commit, by service."""
+
+    seed: int
+    wall_s: float = 0.0
+    violations: list[str] = field(default_factory=list)
+    kills: Counter[str] = field(default_factory=Counter)
+    recoveries: dict[str, list[float]] = field(default_factory=dict)
+    done: Counter[str] = field(default_factory=Counter)
+    launches: int = 0
+    parity: bool | None = None
+
+
+def clock_library(folder: Path) -> Path | None:
+    """Compile the library that moves the wall clock. None if there is no C compiler."""
+    library = folder / "clock.so"
+    if shutil.which("cc") is None:
+        return None
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(CLOCK)], check=True, timeout=60)
+    return library
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
+    """Mount a memory file system of `nbytes` bytes at `folder`. Raises CalledProcessError where that is not allowed."""
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)], check=True, timeout=10)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=10)
+
+
+def overrides(steps: int, shm: Path) -> tuple[str, ...]:
+    return (*parity_run.SMALL, f"run.steps={steps}", f"services.batch-store.directory={shm}")
+
+
+def undisturbed(folder: Path, steps: int = STEPS) -> Path:
+    """Run to the end without a disturbance. Return the run directory, to compare others with."""
+    with cluster(QUICKSTART, folder, *overrides(steps, folder / "shm"), limit_s=LIMIT_S) as run:
+        assert run.end() == 0, run.output()
+        return run.path
+
+
+def disturbed(
+    folder: Path,
+    seed: int,
+    disturbances: Mapping[Callable[[Round], str], int],
+    *,
+    reference: Path | None,
+    points: Callable[[random.Random, Path], list[Point]],
+    services: tuple[str, ...] = tuple(SERVICES),
+    pause_s: tuple[float, float] = (1.0, 6.0),
+    steps: int = STEPS,
+    say: Callable[[str], None] = lambda _: None,
+) -> Result:
+    """Disturb a run until it is done, and check it.
+
+    `points` draws the named points of each launch. `reference` is the directory of an undisturbed run, if bits are to
+    be compared. `pause_s` are the least and the most seconds between two disturbances.
+    """
+    chance = random.Random(seed)
+    result = Result(seed)
+    begun = time.monotonic()
+    with mounted(folder / "disk", DISK_BYTES) as disk, mounted(folder / "shm", SHM_BYTES) as shm:
+        library, clock = clock_library(folder), folder / "clock"
+        clock.write_bytes(struct.pack("q", 0))
+        records: list[list[history.Record]] = []
+        each: Round | None = None
+        path = disk / "run"
+        for launch in range(RESUMES + 1):
+            if not (path / "run.json").exists():
+                shutil.rmtree(path, ignore_errors=True)  # ended before it was a run
+            marks, notes = folder / f"marks-{launch}", folder / f"history-{launch}"
+            marks.mkdir()
+            chosen = points(chance, marks)
+            environment = with_points({}, *chosen, history=notes)
+            if library is not None:
+                environment |= {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(clock)}
+            with cluster(
+                QUICKSTART,
+                disk,
+                *overrides(steps, shm),
+                limit_s=LIMIT_S,
+                resume=path.exists(),
+                environment=environment,
+            ) as run:
+                each = Round(run, chance, clock, services)
+                _disturb(each, disturbances, pause_s, result, say)
+                _count_points(chosen, marks, result, say)
+                status = run.process.poll()
+            records.append(history.read(notes))
+            result.launches += 1
+            result.violations += history.violations(
+                records[-1], rewound=each.rewound or bool(rewinds(path / "journal.sqlite")), damaged=each.damaged
+            )
+            if status is None:
+                result.violations.append(f"not done within {LIMIT_S:g} s, {run.output()}")
+                break
+            if status == 0 or not each.may_end:
+                break
+        if status == 0:
+            result.violations += _checked(run, records, steps, disk, shm)
+            if reference is not None:
+                differences = parity_run.differences(reference, path)
+                result.violations += differences
+                result.parity = not differences
+        elif status is not None:
+            result.violations.append(f"exit status {status}: {run.output()}")
+    result.wall_s = time.monotonic() - begun
+    return result
+
+
+def _disturb(
+    each: Round,
+    disturbances: Mapping[Callable[[Round], str], int],
+    pause_s: tuple[float, float],
+    result: Result,
+    say: Callable[[str], None],
+) -> None:
+    """Disturb the run until its launcher has ended or time is up."""
+    run, chance = each.run, each.chance
+    choices, weights = tuple(disturbances), tuple(disturbances.values())
+    next_at = time.monotonic() + chance.uniform(2, 10)
+    waiting: list[tuple[str, float, int]] = []
+    seen, last = 0, 0
+    while run.process.poll() is None and time.monotonic() < run.until:
+        now = time.monotonic()
+        each.end_due(now)
+        step = int(run.rows()[-1]["step"]) if run.rows() else 0
+        if step != last:
+            for service, killed_at, at_step in list(waiting):
+                if step > at_step:
+                    result.recoveries.setdefault(service, []).append(now - killed_at)
+                    waiting.remove((service, killed_at, at_step))
+            last = step
+        if now >= next_at and not each.ending and (run.path / "run.json").exists():
+            disturbance = chance.choices(choices, weights)[0]
+            with contextlib.suppress(FileNotFoundError):  # the run ends at this moment
+                say(f"  step {step}: {disturbance.__name__}: {disturbance(each)}")
+                result.done[disturbance.__name__] += 1
+            next_at = time.monotonic() + chance.uniform(*pause_s)
+        for service, killed_at in each.kills[seen:]:
+            waiting.append((service, killed_at, step))
+            result.kills[service] += 1
+        seen = len(each.kills)
+        time.sleep(POLL_S)
+    each.end_due(float("inf"))
+    if run.process.poll() is None:
+        run.process.send_signal(signal.SIGCONT)
+
+
+def _count_points(points: list[Point], marks: Path, result: Result, say: Callable[[str], None]) -> None:
+    names = {module: service for service, module in SERVICES.items()}
+    for point in points:
+        if Path(point.mark).exists():
+            result.kills[names[point.process]] += 1
+            result.done["kill at a named point"] += 1
+            say(f"  killed {names[point.process]} {point.when} {point.name} {point.match}".rstrip())
+
+
+def _checked(run: Cluster, records: list[list[history.Record]], steps: int, disk: Path, shm: Path) -> list[str]:
+    """Return what a finished run contradicts, or left behind."""
+    everything = [record for launch in records for record in launch]
+    rows = [{"step": 0}, *run.rows()]
+    found = history.journal_violations(run.path / "journal.sqlite", rows, everything, steps)
+    for kind in ("put", "read", "clear", "accepted", "commit"):
+        if not any(record["kind"] == kind for record in everything):
+            found.append(f"the history holds no {kind}: nothing was checked")
+    wait_for("no process left", lambda: not processes_of(run.path))
+    left = [name for name in (*os.listdir(shm), *(each for each in os.listdir(disk) if each != "run"))]
+    sockets = run.run.sockets
+    return (
+        found + [f"left behind: {name}" for name in left] + [f"left behind: {sockets}" for _ in range(sockets.exists())]
+    )
