@@ -6,6 +6,7 @@ Exit status: 0 if the run is done, 1 if it failed or was stopped, 2 if the comma
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import sys
@@ -207,7 +208,7 @@ async def _supervise(
             supervisor.kill()
 
     loop = asyncio.get_running_loop()
-    interrupts.tell(lambda: loop.call_soon_threadsafe(interrupt))
+    interrupts.tell(functools.partial(loop.call_soon_threadsafe, interrupt))
     told = _Rewinds(run, topology, rewinds_before)
     beside = [
         loop.create_task(_show(supervisor, screen, metrics, told)),

@@ -23,12 +23,12 @@ class Interrupts:
         inherited = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
         kept = [number for number, handler in inherited.items() if handler != signal.SIG_IGN]
         self._numbers = [*kept, signal.SIGTERM]
-        self._told: Callable[[], None] = self._raise
+        self._told: Callable[[], object] = self._raise
         self._holds = self._waits = False
         for number in self._numbers:
             signal.signal(number, self._take)
 
-    def tell(self, told: Callable[[], None]) -> None:
+    def tell(self, told: Callable[[], object]) -> None:
         """Call `told` on each signal from now on, on the main thread."""
         self._told = told
 

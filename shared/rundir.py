@@ -226,9 +226,7 @@ class RunDir:
 
     def hold(self) -> int:
         """Mark the volatile directories as in use until this process dies, and return the lock's descriptor."""
-        descriptor = os.open(self.shm / _OWNER_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        return descriptor
+        return _locked(self.shm / _OWNER_LOCK)
 
     @property
     def spill_link(self) -> Path:
@@ -249,17 +247,16 @@ class RunDir:
 def _volatile_folders(shm_root: Path) -> Iterator[tuple[Path, Path]]:
     """Make private directories for the sockets and for the shared memory of a run, and remove them if the block fails.
 
-    Each is locked until it holds what shows the sweep its owner: the lock file, and the link to the shared memory.
+    They stay locked meanwhile. Then the sweep knows their owner by the lock file and by the link to the shared memory.
     """
     made: list[Path] = []
     locks: list[int] = []
     try:
         for root in (tempfile.gettempdir(), shm_root):
             made.append(Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=root)))
-            locks.append(os.open(made[-1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            fcntl.flock(locks[-1], fcntl.LOCK_SH)
+            locks.append(_locked(made[-1], os.O_RDONLY | os.O_DIRECTORY))
         sockets, shm = made
-        os.close(os.open(shm / _OWNER_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        locks.append(_locked(shm / _OWNER_LOCK))
         (sockets / _SHM_LINK).symlink_to(shm)
         yield sockets, shm
     except BaseException:
@@ -269,6 +266,12 @@ def _volatile_folders(shm_root: Path) -> Iterator[tuple[Path, Path]]:
     finally:
         for lock in locks:
             os.close(lock)
+
+
+def _locked(path: Path, flags: int = os.O_CREAT | os.O_RDWR) -> int:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
 
 
 def sweep_abandoned(shm_root: Path = SHM_ROOT, runs: Path | None = None) -> list[Path]:

@@ -10,11 +10,12 @@ import contextlib
 import os
 import random
 import resource
+import shutil
 import signal
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,20 +83,19 @@ class Round:
 
 
 def kill(each: Round) -> str:
-    return _kill(each, 1)
+    return _kill(each, each.chance.sample(each.services, 1))
 
 
 def kill_pair(each: Round) -> str:
-    return _kill(each, 2)
+    return _kill(each, each.chance.sample(each.services, 2))
 
 
 def kill_burst(each: Round) -> str:
     """Kill most services within a second."""
-    return _kill(each, min(5, len(each.services)), gap_s=0.2)
+    return _kill(each, each.chance.sample(each.services, min(5, len(each.services))), gap_s=0.2)
 
 
-def _kill(each: Round, count: int, gap_s: float = 0.0) -> str:
-    names = each.chance.sample(each.services, count)
+def _kill(each: Round, names: Sequence[str], gap_s: float = 0.0) -> str:
     for name in names:
         pid = each.pid(name)
         if pid is not None:
@@ -207,10 +207,16 @@ def damage_the_newest_checkpoint(each: Round) -> str:
     if files:
         flip(each.chance.choice(files), each.chance)
         each.rewound = True
-    each.services, kept = ("policy-trainer-worker",), each.services
-    _kill(each, 1)
-    each.services = kept
+    _kill(each, ("policy-trainer-worker",))
     return folders[-1].name
+
+
+def delete_the_checkpoints(each: Round) -> str:
+    """Delete the folder of checkpoints, and kill the worker that would restore one. The first model serves."""
+    shutil.rmtree(each.run.run.checkpoints, ignore_errors=True)
+    each.rewound = True
+    _kill(each, ("policy-trainer-worker",))
+    return "all"
 
 
 def damage_a_shard(each: Round) -> str:
@@ -221,10 +227,16 @@ def damage_a_shard(each: Round) -> str:
     each.damaged = each.rewound = True
     with contextlib.suppress(FileNotFoundError):
         flip(each.chance.choice(files), each.chance)
-    each.services, kept = ("batch-store",), each.services
-    _kill(each, 1)
-    each.services = kept
+    _kill(each, ("batch-store",))
     return "one byte"
+
+
+def delete_the_shared_memory(each: Round) -> str:
+    """Delete the folder of the stores' files, and kill the store, which then has none."""
+    each.damaged = each.rewound = True
+    shutil.rmtree(each.run.run.shm, ignore_errors=True)
+    _kill(each, ("batch-store",))
+    return "all files"
 
 
 def flip(path: Path, chance: random.Random) -> None:
@@ -254,11 +266,12 @@ ROUGH: dict[Callable[[Round], str], int] = {
     stop_the_launcher: 1,
     delete_the_logs: 1,
     damage_the_newest_checkpoint: 1,
+    delete_the_checkpoints: 1,
     full_disk: 1,
     interrupt: 1,
     interrupt_twice: 1,
     kill_the_launcher: 1,
 }
 
-NEEDS_DAMAGE_HANDLING: dict[Callable[[Round], str], int] = {damage_a_shard: 2}
+DAMAGE: dict[Callable[[Round], str], int] = {damage_a_shard: 2, delete_the_shared_memory: 1}
 """Switched on by `--damage`: a scheduler that does not learn which accepted shards are missing fails the run."""

@@ -176,15 +176,15 @@ def test_limit_of_silence_grows_with_the_gaps_that_a_service_has_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINY_PING_EVERY_S", "0.1")
-    monkeypatch.setenv("TINY_SILENCE_S", "2")
+    monkeypatch.setenv("TINY_SILENCE_S", "3")
     with launched(tmp_path / "run") as here:
         rows = here.wait_ready()
         slow, other = rows["rollout/0"]["pid"], rows["reference/0"]["pid"]
-        pause(slow, 1.2)  # five times as much is 6 s
-        pause(slow, 3.5)
+        pause(slow, 2)  # five times as much is 10 s
+        pause(slow, 4.5)
         assert here.wait_ready()["rollout/0"]["restarts"] == 0
         os.kill(other, signal.SIGSTOP)  # has shown no gap
-        wait_for("the other to go", lambda: not Path(f"/proc/{other}").exists(), 6)
+        wait_for("the other to go", lambda: not Path(f"/proc/{other}").exists(), 9)
         assert here.wait_ready()["reference/0"]["restarts"] == 1
 
 

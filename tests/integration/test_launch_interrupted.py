@@ -101,7 +101,8 @@ POINTS = [
 
 
 @pytest.mark.parametrize(
-    ("point", "number"), zip(POINTS, itertools.cycle((signal.SIGINT, signal.SIGHUP, signal.SIGTERM)), strict=False)
+    ("point", "number"),
+    list(zip(POINTS, itertools.cycle((signal.SIGINT, signal.SIGHUP, signal.SIGTERM)), strict=False)),
 )
 def test_a_signal_at_any_point_of_the_start_leaves_a_run_or_nothing(
     tmp_path: Path, temporary: Path, shm: Path, point: str, number: int
@@ -161,7 +162,8 @@ def test_the_sweep_leaves_a_start_alone_that_goes_on(tmp_path: Path, temporary: 
         (path.with_name("second") / "finish").touch()
         assert end(second)[0] == 0
         first.send_signal(signal.SIGCONT)
-        wait_for("the first run", (path / "starts").exists)
+        wait_for("the first run", lambda: (path / "starts").exists() or first.poll() is not None)
+        assert first.poll() is None, first.communicate()
         (path / "finish").touch()
         assert end(first)[0] == 0
     finally:
@@ -210,6 +212,11 @@ def test_sigterm_stops_a_run_that_ignores_the_terminal(tmp_path: Path, temporary
 MOUNT_BYTES = 16 << 20
 
 
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    yield from small_mount(tmp_path / "mount", MOUNT_BYTES)
+
+
 def use_up_bytes(mount: Path) -> None:
     fill(mount / "junk")
 
@@ -226,45 +233,42 @@ def use_up_files(mount: Path) -> None:
         ("run", use_up_bytes, "has 0.0 of 16.0 MiB"),
         ("run", use_up_files, "and 0 of 1000 files left"),
         ("shm", use_up_files, "and 0 of 1000 files left"),
-        ("temporary", use_up_files, "and 0 of 1000 files left"),
     ],
 )
 def test_a_full_disk_at_the_start_is_one_line_and_leaves_nothing(
-    tmp_path: Path, temporary: Path, full: str, use_up: Callable[[Path], None], said: str
+    tmp_path: Path, temporary: Path, mount: Path, full: str, use_up: Callable[[Path], None], said: str
 ) -> None:
-    (temporary / "sockets").mkdir()
-    for mount in small_mount(temporary / "mount", MOUNT_BYTES):
-        places = {"run": tmp_path / "runs", "shm": tmp_path / "shm", "temporary": temporary / "sockets"} | {full: mount}
-        use_up(mount)
-        status, _, errors = end(start(places["run"] / "run", places["temporary"], places["shm"]))
-        assert status == 2, errors
-        [line] = errors.splitlines()
-        assert f"run directory {places['run'] / 'run'}: cannot be" in line
-        assert said in line
-        assert "make room there" in line
-        left = [each for folder in places.values() if folder.exists() for each in folder.iterdir()]
-        assert all(each.name.startswith("junk") for each in left), left
+    """A full TMPDIR is no error: Python then uses the next of its temporary directories."""
+    places = {"run": tmp_path / "runs", "shm": tmp_path / "shm"} | {full: mount}
+    use_up(mount)
+    status, _, errors = end(start(places["run"] / "run", temporary, places["shm"]))
+    assert status == 2, errors
+    [line] = errors.splitlines()
+    assert f"run directory {places['run'] / 'run'}: cannot be" in line
+    assert said in line
+    assert "make room there" in line
+    left = [each for folder in (*places.values(), temporary) if folder.exists() for each in folder.iterdir()]
+    assert all(each.name.startswith("junk") for each in left), left
 
 
 def test_a_full_disk_at_resume_is_one_line_and_the_run_resumes_when_there_is_room(
-    tmp_path: Path, temporary: Path, shm: Path
+    mount: Path, temporary: Path, shm: Path
 ) -> None:
-    for mount in small_mount(tmp_path / "mount", MOUNT_BYTES):
-        path = mount / "run"
-        process = start(path, temporary, shm)
-        wait_for("the run", (path / "starts").exists)
-        process.send_signal(signal.SIGTERM)
-        assert end(process)[0] == 1
-        topology = (path / "topology.yaml").read_text()
-        use_up_bytes(mount)
-        status, _, errors = end(start(path, temporary, shm, "--resume"))
-        assert status == 2
-        [line] = errors.splitlines()
-        assert f"{mount} has 0.0 of 16.0 MiB" in line
-        assert (path / "topology.yaml").read_text() == topology
-        assert [*temporary.iterdir(), *shm.iterdir()] == []
-        (mount / "junk").unlink()
-        assert_it_runs(path, temporary, shm, "--resume")
+    path = mount / "run"
+    process = start(path, temporary, shm)
+    wait_for("the run", (path / "starts").exists)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 1
+    topology = (path / "topology.yaml").read_text()
+    use_up_bytes(mount)
+    status, _, errors = end(start(path, temporary, shm, "--resume"))
+    assert status == 2
+    [line] = errors.splitlines()
+    assert f"{mount} has 0.0 of 16.0 MiB" in line
+    assert (path / "topology.yaml").read_text() == topology
+    assert [*temporary.iterdir(), *shm.iterdir()] == []
+    (mount / "junk").unlink()
+    assert_it_runs(path, temporary, shm, "--resume")
 
 
 # ------------------------------------------------------------------------------------------------------- the end
