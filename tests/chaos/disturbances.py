@@ -251,12 +251,12 @@ def flip(path: Path, chance: random.Random) -> None:
 
 
 GENTLE: dict[Callable[[Round], str], int] = {
-    kill: 6,
-    kill_pair: 2,
-    stop_and_go_on: 3,
-    jump_the_clock: 2,
-    full_shared_memory: 1,
-    few_descriptors: 1,
+    kill: 12,
+    kill_pair: 3,
+    stop_and_go_on: 4,
+    jump_the_clock: 3,
+    full_shared_memory: 2,
+    few_descriptors: 2,
 }
 """Disturbances and their weights, after which a run goes on without its operator."""
 

@@ -26,7 +26,12 @@ from tests.integration.whole_cluster import Cluster, cluster
 STEPS = 12
 LIMIT_S = 420.0
 """Seconds in which a disturbed run has to be done, on a busy machine."""
-RESUMES = 8
+RESUMES = 4
+"""Ends of the launcher that a round causes. The run is left alone after that."""
+DISTURBED_S = 75.0
+"""Seconds of a round in which the run is disturbed. It is left alone afterwards, and has to be done."""
+PATIENCE_S = 15.0
+"""Seconds to wait for the next commit after a disturbance, before the next one comes anyway."""
 DISK_BYTES = 512 << 20
 SHM_BYTES = 192 << 20
 POLL_S = 0.05
@@ -86,14 +91,14 @@ def disturbed(
     reference: Path | None,
     points: Callable[[random.Random, Path], list[Point]],
     services: tuple[str, ...] = tuple(SERVICES),
-    pause_s: tuple[float, float] = (1.0, 6.0),
+    pause_s: tuple[float, float] = (0.1, 4.0),
     steps: int = STEPS,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Disturb a run until it is done, and check it.
 
     `points` draws the named points of each launch. `reference` is the directory of an undisturbed run, if bits are to
-    be compared. `pause_s` are the least and the most seconds between two disturbances.
+    be compared. `pause_s` are the least and the most seconds from a commit to the next disturbance.
     """
     chance = random.Random(seed)
     result = Result(seed)
@@ -104,12 +109,14 @@ def disturbed(
         records: list[list[history.Record]] = []
         each: Round | None = None
         path = disk / "run"
+        calm_at = time.monotonic() + DISTURBED_S
         for launch in range(RESUMES + 1):
             if not (path / "run.json").exists():
                 shutil.rmtree(path, ignore_errors=True)  # ended before it was a run
             marks, notes = folder / f"marks-{launch}", folder / f"history-{launch}"
             marks.mkdir()
-            chosen = points(chance, marks)
+            calm = launch == RESUMES or time.monotonic() > calm_at
+            chosen = [] if calm else points(chance, marks)
             environment = with_points({}, *chosen, history=notes)
             if library is not None:
                 environment |= {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(clock)}
@@ -122,7 +129,7 @@ def disturbed(
                 environment=environment,
             ) as run:
                 each = Round(run, chance, clock, services)
-                _disturb(each, disturbances, pause_s, result, say)
+                _disturb(each, disturbances, pause_s, 0.0 if calm else calm_at, result, say)
                 _count_points(chosen, marks, result, say)
                 status = run.process.poll()
             records.append(history.read(notes))
@@ -151,13 +158,14 @@ def _disturb(
     each: Round,
     disturbances: Mapping[Callable[[Round], str], int],
     pause_s: tuple[float, float],
+    calm_at: float,
     result: Result,
     say: Callable[[str], None],
 ) -> None:
-    """Disturb the run until its launcher has ended or time is up."""
+    """Disturb the run until `calm_at`, and wait until its launcher has ended or the limit is over."""
     run, chance = each.run, each.chance
     choices, weights = tuple(disturbances), tuple(disturbances.values())
-    next_at = time.monotonic() + chance.uniform(2, 10)
+    next_at = time.monotonic() + chance.uniform(2, 2 * PATIENCE_S)
     waiting: list[tuple[str, float, int]] = []
     seen, last = 0, 0
     while run.process.poll() is None and time.monotonic() < run.until:
@@ -170,12 +178,13 @@ def _disturb(
                     result.recoveries.setdefault(service, []).append(now - killed_at)
                     waiting.remove((service, killed_at, at_step))
             last = step
-        if now >= next_at and not each.ending and (run.path / "run.json").exists():
+            next_at = min(next_at, now + chance.uniform(*pause_s))
+        if next_at <= now < calm_at and not each.ending and (run.path / "run.json").exists():
             disturbance = chance.choices(choices, weights)[0]
             with contextlib.suppress(FileNotFoundError):  # the run ends at this moment
                 say(f"  step {step}: {disturbance.__name__}: {disturbance(each)}")
                 result.done[disturbance.__name__] += 1
-            next_at = time.monotonic() + chance.uniform(*pause_s)
+            next_at = time.monotonic() + PATIENCE_S
         for service, killed_at in each.kills[seen:]:
             waiting.append((service, killed_at, step))
             result.kills[service] += 1
