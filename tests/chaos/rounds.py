@@ -137,6 +137,8 @@ def disturbed(
             result.violations += history.violations(
                 records[-1], rewound=each.rewound or bool(rewinds(path / "journal.sqlite")), damaged=each.damaged
             )
+            console = (path / "cluster.out").read_text().splitlines()
+            result.violations += [f"false alarm: {line}" for line in console if ": no answer for " in line]
             if status is None:
                 result.violations.append(f"not done within {LIMIT_S:g} s, {run.output()}")
                 break
