@@ -130,7 +130,7 @@ def _launch(topology: Topology, path: Path, interrupts: Interrupts, *, resume: b
             if folder != path:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)  # a finished one has been renamed
             lock = place.lock(folder, stop_limit_s(topology))
-            with interrupts.held():  # the run exists, and is removed at the end, or it does not exist
+            with interrupts.held():  # they come before the run exists, or when its removal is arranged
                 run = place.reopen(path, topology) if resume else place.create(path, topology, folder)
                 stack.callback(run.remove_volatile)
                 stack.callback(interrupts.ignore)

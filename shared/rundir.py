@@ -282,15 +282,14 @@ def sweep_abandoned(shm_root: Path = SHM_ROOT, runs: Path | None = None) -> list
     those of other users, and those that cannot be recognised.
     """
     sockets = _old_folders(Path(tempfile.gettempdir()), SHM_PREFIX)
-    linked = [folder / os.readlink(folder / _SHM_LINK) for folder in sockets if (folder / _SHM_LINK).is_symlink()]
-    shards = {*_old_folders(shm_root, SHM_PREFIX), *(shm for shm in linked if _is_old(shm, SHM_PREFIX))}
+    linked = {folder: shm for folder in sockets if (shm := _linked(folder)) is not None}
+    shards = {*_old_folders(shm_root, SHM_PREFIX), *(shm for shm in linked.values() if _is_old(shm, SHM_PREFIX))}
     gone = [folder for folder in sorted(shards) if _remove_unowned(folder, folder / _OWNER_LOCK)]
-    for folder in sockets:
-        link = folder / _SHM_LINK
-        if link.is_symlink() and not link.exists():
+    for folder, shm in linked.items():
+        if not os.path.lexists(shm):
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder)
-    empty = [folder for folder in {*sockets, *shards} if folder.is_dir() and not any(folder.iterdir())]
+    empty = [folder for folder in {*sockets, *shards} if _is_empty(folder)]
     unfinished = _old_folders(runs, UNFINISHED_PREFIX) if runs is not None else []
     return gone + [folder for folder in (*empty, *unfinished) if _remove_unowned(folder, folder)]
 
@@ -300,6 +299,19 @@ def _remove_shards(shm: Path) -> None:
     if link.is_symlink():
         shutil.rmtree(link.resolve(), ignore_errors=True)
     shutil.rmtree(shm, ignore_errors=True)
+
+
+def _linked(sockets: Path) -> Path | None:
+    """Return the shared memory of the run to which the sockets belong. None if they name none."""
+    with contextlib.suppress(OSError):
+        return sockets / os.readlink(sockets / _SHM_LINK)
+    return None
+
+
+def _is_empty(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return not os.listdir(folder)
+    return False
 
 
 def _old_folders(root: Path, prefix: str) -> list[Path]:
