@@ -347,7 +347,7 @@ def _remove_unowned(folder: Path, lock: Path) -> bool:
 
 def newest_run(base: Path) -> Path:
     """Return the run under `base` (usually `runs/`) that was started last. Raises RpcError if there is none."""
-    runs = [folder for folder in base.glob("*") if (folder / "run.json").exists()]
+    runs = [folder for folder in base.glob("[!.]*") if (folder / "run.json").exists()]
     if not runs:
         raise RpcError(ErrorCode.BAD_REQUEST, f"{base.absolute()}: no run there; give one with --run DIR")
     return max(runs, key=lambda folder: (folder / "run.json").stat().st_mtime_ns)

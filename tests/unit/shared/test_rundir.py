@@ -13,6 +13,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import (
     MAX_IPC_PATH_BYTES,
     SHM_PREFIX,
+    UNFINISHED_PREFIX,
     RunDir,
     newest_run,
     parse_service_name,
@@ -172,6 +173,10 @@ def test_newest_run_is_the_one_begun_last(run: RunDir, tmp_path: Path, shm_root:
         now = (run.path / "run.json").stat().st_mtime_ns
         os.utime(later.path / "run.json", ns=(now + 10**9, now + 10**9))
         (tmp_path / "runs" / "not-a-run").mkdir()
+        unfinished = tmp_path / "runs" / f"{UNFINISHED_PREFIX}1"
+        unfinished.mkdir()
+        (unfinished / "run.json").touch()
+        os.utime(unfinished / "run.json", ns=(now + 2 * 10**9, now + 2 * 10**9))
         assert newest_run(tmp_path / "runs") == later.path
     finally:
         later.remove_volatile()
