@@ -57,6 +57,8 @@ class Round:
     """What may end the run by design, if anything."""
     ending: bool = False
     """Whether it does end, so that nothing else is done to it."""
+    before_resume: Callable[[], Callable[[], None] | None] = lambda: None
+    """Called when every process has ended. It may return how to undo its damage, which the next launch may refuse."""
     rewound: bool = False
     damaged: bool = False
 
@@ -239,6 +241,38 @@ def delete_the_shared_memory(each: Round) -> str:
     return "all files"
 
 
+def cut_the_journal(each: Round) -> str:
+    """Lose the end of the journal, as a power loss does. The run goes back to what everything agrees on."""
+    kill_the_launcher(each)
+    _kill(each, ("scheduler",))
+
+    def cut() -> None:
+        log = each.run.path / "journal.sqlite-wal"
+        if log.exists():
+            os.truncate(log, max(0, log.stat().st_size - each.chance.randrange(1 << 16)))
+
+    each.before_resume = cut
+    return "its end"
+
+
+def flip_the_journal(each: Round) -> str:
+    """Flip a bit of the journal at rest. The next launch names it, unless no data was there."""
+    kill_the_launcher(each)
+
+    def damage() -> Callable[[], None]:
+        journal = each.run.path / "journal.sqlite"
+        before = journal.read_bytes()
+        flip(journal, each.chance)
+        return lambda: _restore(journal, before)
+
+    each.before_resume = damage
+    return "one bit"
+
+
+def _restore(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
 def flip(path: Path, chance: random.Random) -> None:
     """Flip one bit of the second half of a file, which holds values."""
     with path.open("r+b") as file:
@@ -273,5 +307,11 @@ ROUGH: dict[Callable[[Round], str], int] = {
     kill_the_launcher: 1,
 }
 
-DAMAGE: dict[Callable[[Round], str], int] = {damage_a_shard: 2, delete_the_shared_memory: 1}
-"""Switched on by `--damage`: a scheduler that does not learn which accepted shards are missing fails the run."""
+DAMAGE: dict[Callable[[Round], str], int] = {
+    damage_a_shard: 2,
+    delete_the_shared_memory: 1,
+    cut_the_journal: 1,
+    flip_the_journal: 1,
+}
+"""Switched on by `--damage`: they need a scheduler that learns which accepted shards are missing, and a journal with
+checksums and a mark of its end."""

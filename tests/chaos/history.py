@@ -24,16 +24,16 @@ def read(folder: Path) -> list[Record]:
     return sorted(records, key=lambda record: float(record["at"]))
 
 
-def violations(records: list[Record], *, rewound: bool = False, damaged: bool = False) -> list[str]:
+def violations(records: list[Record], *, resampled: bool = False, damaged: bool = False) -> list[str]:
     """Return what contradicts the promises, one line each.
 
-    `rewound`: the run went back to an earlier step, so its tasks may be sampled again. `damaged`: the test destroyed
-    shards, so that they may be missing.
+    `resampled`: the run went back to an earlier step or lost a lease of a later stage, so accepted tasks were sampled
+    again. `damaged`: the test destroyed shards, so that they may be missing.
     """
     found = list(_reads_after_collection(records))
     if not damaged:
         found += _lost_puts(records)
-    if not rewound and not damaged:
+    if not resampled and not damaged:
         found += _accepted_again(records)
     return found
 

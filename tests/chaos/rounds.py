@@ -30,6 +30,8 @@ RESUMES = 4
 """Ends of the launcher that a round causes. The run is left alone after that."""
 DISTURBED_S = 75.0
 """Seconds of a round in which the run is disturbed. It is left alone afterwards, and has to be done."""
+ENDS_S = 120.0
+"""Seconds in which the services of a killed launcher end, which may have to save a checkpoint first."""
 PATIENCE_S = 15.0
 """Seconds to wait for the next commit after a disturbance, before the next one comes anyway."""
 DISK_BYTES = 512 << 20
@@ -109,6 +111,7 @@ def disturbed(
         records: list[list[history.Record]] = []
         each: Round | None = None
         path = disk / "run"
+        undo: Callable[[], None] | None = None
         calm_at = time.monotonic() + DISTURBED_S
         for launch in range(RESUMES + 1):
             if not (path / "run.json").exists():
@@ -130,20 +133,28 @@ def disturbed(
             ) as run:
                 each = Round(run, chance, clock, services)
                 _disturb(each, disturbances, pause_s, 0.0 if calm else calm_at, result, say)
-                _count_points(chosen, marks, result, say)
+                killed = _count_points(chosen, marks, result, say)
                 status = run.process.poll()
             records.append(history.read(notes))
             result.launches += 1
-            result.violations += history.violations(
-                records[-1], rewound=each.rewound or bool(rewinds(path / "journal.sqlite")), damaged=each.damaged
-            )
+            lost_leases = "reference" in killed | {name for name, _ in each.kills}
+            resampled = lost_leases or each.rewound or bool(rewinds(path / "journal.sqlite"))
+            result.violations += history.violations(records[-1], resampled=resampled, damaged=each.damaged)
             console = (path / "cluster.out").read_text().splitlines()
             result.violations += [f"false alarm: {line}" for line in console if ": no answer for " in line]
             if status is None:
                 result.violations.append(f"not done within {LIMIT_S:g} s, {run.output()}")
                 break
+            if status and undo is not None and not each.may_end:  # the damage was refused
+                if "journal" not in run.output():
+                    result.violations.append(f"a damaged journal is not named: {run.output()}")
+                undo()
+                undo = None
+                continue
             if status == 0 or not each.may_end:
                 break
+            wait_for("the end of all processes", lambda: not processes_of(path), ENDS_S)
+            undo = each.before_resume()
         if status == 0:
             result.violations += _checked(run, records, steps, disk, shm)
             if reference is not None:
@@ -152,6 +163,8 @@ def disturbed(
                 result.parity = not differences
         elif status is not None:
             result.violations.append(f"exit status {status}: {run.output()}")
+        if result.violations and path.exists():
+            shutil.copytree(path, folder / "run", symlinks=True)  # the mount goes
     result.wall_s = time.monotonic() - begun
     return result
 
@@ -197,13 +210,17 @@ def _disturb(
         run.process.send_signal(signal.SIGCONT)
 
 
-def _count_points(points: list[Point], marks: Path, result: Result, say: Callable[[str], None]) -> None:
+def _count_points(points: list[Point], marks: Path, result: Result, say: Callable[[str], None]) -> set[str]:
+    """Count the kills at named points and return the services that were killed there."""
+    killed = set()
     names = {module: service for service, module in SERVICES.items()}
     for point in points:
         if Path(point.mark).exists():
+            killed.add(names[point.process])
             result.kills[names[point.process]] += 1
             result.done["kill at a named point"] += 1
             say(f"  killed {names[point.process]} {point.when} {point.name} {point.match}".rstrip())
+    return killed
 
 
 def _checked(run: Cluster, records: list[list[history.Record]], steps: int, disk: Path, shm: Path) -> list[str]:
