@@ -71,7 +71,7 @@ def show(results: list[Result], wall_s: float) -> None:
         times = [seconds for each in results for seconds in each.recoveries.get(service, [])]
         shown = f"{statistics.median(times):>10.1f}{max(times):>11.1f}" if times else ""
         print(f"{service:<24}{kills[service]:>6}{len(times):>11}{shown}")
-    print("\n(recovery: from a random kill to the next commit; others may have been killed meanwhile)")
+    print("\n(recovered: seconds from a kill to the next commit seen; others may have been killed meanwhile)")
     done = sum((each.done for each in results), Counter[str]())
     print("disturbances: " + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in done.most_common()))
     compared = [each.parity for each in results if each.parity is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -132,12 +133,16 @@ def disturbed(
                 environment=environment,
             ) as run:
                 each = Round(run, chance, clock, services)
-                _disturb(each, disturbances, pause_s, 0.0 if calm else calm_at, result, say)
-                killed = _count_points(chosen, marks, result, say)
+                commits = _disturb(each, disturbances, pause_s, 0.0 if calm else calm_at, result, say)
                 status = run.process.poll()
+            each.kills += _kills_at_points(chosen, marks, result, say)
+            for service, killed_at in each.kills:
+                result.kills[service] += 1
+                after = [at for at in commits if at > killed_at]
+                result.recoveries.setdefault(service, []).extend(at - killed_at for at in after[:1])
             records.append(history.read(notes))
             result.launches += 1
-            lost_leases = "reference" in killed | {name for name, _ in each.kills}
+            lost_leases = "reference" in {service for service, _ in each.kills}
             resampled = lost_leases or each.rewound or bool(rewinds(path / "journal.sqlite"))
             result.violations += history.violations(records[-1], resampled=resampled, damaged=each.damaged)
             console = (path / "cluster.out").read_text().splitlines()
@@ -176,22 +181,22 @@ def _disturb(
     calm_at: float,
     result: Result,
     say: Callable[[str], None],
-) -> None:
-    """Disturb the run until `calm_at`, and wait until its launcher has ended or the limit is over."""
+) -> list[float]:
+    """Disturb the run until `calm_at`, and wait until its launcher has ended or the limit is over.
+
+    Returns the monotonic times of the commits.
+    """
     run, chance = each.run, each.chance
     choices, weights = tuple(disturbances), tuple(disturbances.values())
     next_at = time.monotonic() + chance.uniform(2, 2 * PATIENCE_S)
-    waiting: list[tuple[str, float, int]] = []
-    seen, last = 0, 0
+    commits: list[float] = []
+    last = 0
     while run.process.poll() is None and time.monotonic() < run.until:
         now = time.monotonic()
         each.end_due(now)
         step = int(run.rows()[-1]["step"]) if run.rows() else 0
         if step != last:
-            for service, killed_at, at_step in list(waiting):
-                if step > at_step:
-                    result.recoveries.setdefault(service, []).append(now - killed_at)
-                    waiting.remove((service, killed_at, at_step))
+            commits += [now] if step > last else []  # less: the run went back
             last = step
             next_at = min(next_at, now + chance.uniform(*pause_s))
         if next_at <= now < calm_at and not each.ending and (run.path / "run.json").exists():
@@ -200,24 +205,22 @@ def _disturb(
                 say(f"  step {step}: {disturbance.__name__}: {disturbance(each)}")
                 result.done[disturbance.__name__] += 1
             next_at = time.monotonic() + PATIENCE_S
-        for service, killed_at in each.kills[seen:]:
-            waiting.append((service, killed_at, step))
-            result.kills[service] += 1
-        seen = len(each.kills)
         time.sleep(POLL_S)
     each.end_due(float("inf"))
     if run.process.poll() is None:
         run.process.send_signal(signal.SIGCONT)
+    return commits
 
 
-def _count_points(points: list[Point], marks: Path, result: Result, say: Callable[[str], None]) -> set[str]:
-    """Count the kills at named points and return the services that were killed there."""
-    killed = set()
+def _kills_at_points(
+    points: list[Point], marks: Path, result: Result, say: Callable[[str], None]
+) -> list[tuple[str, float]]:
+    """Return service and monotonic time of each kill at a named point."""
+    killed = []
     names = {module: service for service, module in SERVICES.items()}
     for point in points:
         if Path(point.mark).exists():
-            killed.add(names[point.process])
-            result.kills[names[point.process]] += 1
+            killed.append((names[point.process], float(json.loads(Path(point.mark).read_text())["at"])))
             result.done["kill at a named point"] += 1
             say(f"  killed {names[point.process]} {point.when} {point.name} {point.match}".rstrip())
     return killed

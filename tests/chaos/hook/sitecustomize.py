@@ -45,7 +45,7 @@ class _Point:
             mark = os.open(self._mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except FileExistsError:
             return False
-        os.write(mark, json.dumps({"pid": os.getpid(), "process": _process(), "at": time.time()}).encode())
+        os.write(mark, json.dumps({"pid": os.getpid(), "process": _process(), "at": time.monotonic()}).encode())
         os.close(mark)
         return True
 
