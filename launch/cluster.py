@@ -6,11 +6,13 @@ Exit status: 0 if the run is done, 1 if it failed or was stopped, 2 if the comma
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
-import signal
+import shutil
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -19,6 +21,7 @@ import typer
 from launch import place, preflight
 from launch.gpus import visible_gpus, wanted
 from launch.heavy import heavy_imports
+from launch.interrupts import Interrupts
 from launch.logs import last_lines, shorten
 from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
@@ -56,8 +59,25 @@ def main(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, show the plan, start nothing")] = False,
 ) -> None:
     """Start the services of a topology and keep them running until the run is done."""
+    interrupts = Interrupts()
     try:
-        topology = load(topology_file, overrides or [])
+        _main(topology_file, overrides or [], run_dir, interrupts, resume=resume, dry_run=dry_run)
+    except KeyboardInterrupt:
+        print("interrupted before anything was started", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def _main(
+    topology_file: Path,
+    overrides: list[str],
+    run_dir: Path | None,
+    interrupts: Interrupts,
+    *,
+    resume: bool,
+    dry_run: bool,
+) -> NoReturn:
+    try:
+        topology = load(topology_file, overrides)
     except TopologyError as error:
         _refuse(str(problem) for problem in error.problems)
     findings = preflight.check(topology, str(topology_file))
@@ -74,7 +94,7 @@ def main(
         if findings.errors:
             _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
-    raise typer.Exit(_launch(topology, path, resume=resume))
+    raise typer.Exit(_launch(topology, path, interrupts, resume=resume))
 
 
 def _refuse(lines: Iterable[str]) -> NoReturn:
@@ -101,30 +121,40 @@ def _show_plan(topology: Topology, path: Path) -> None:
         print(f"{service_name(*key):<26}{threads:>8}  {seen:<{width}}  {module_of(key[0])}")
 
 
-def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
+def _launch(topology: Topology, path: Path, interrupts: Interrupts, *, resume: bool) -> int:
     root = preflight.shm_root(topology)
-    try:
-        if resume:
-            RunDir.open(path)
-        lock = place.lock(path, stop_limit_s(topology))
-        for folder in sweep_abandoned(root) if root.exists() else []:
-            print(f"removed the leftovers of a killed run: {folder}")
-        run = place.reopen(path, topology) if resume else place.create(path, topology)
-    except (RpcError, TopologyError) as error:
-        _refuse([str(error)])
-    run.hold()
-    logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=run.name)
-    begun = time.monotonic()
-    metrics = Metrics(run.metrics, steps=topology.run.steps)
-    before = len(rewinds(run.journal))
-    with Screen() as screen:
-        screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(_plan(topology))} services")
+    with ExitStack() as stack:
         try:
-            ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before))
-        except RpcError as error:
+            for leftover in sweep_abandoned(root, path.absolute().parent):
+                print(f"removed the leftovers of a killed run: {leftover}")
+            if resume:
+                RunDir.open(path)
+            folder = path if resume else place.folder_for(path)
+            if folder != path:
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)  # a finished one has been renamed
+            lock = place.lock(folder, stop_limit_s(topology))
+            with interrupts.held():  # they come before the run exists, or when its removal is arranged
+                run = place.reopen(path, topology) if resume else place.create(path, topology, folder)
+                stack.callback(run.remove_volatile)
+                stack.callback(interrupts.ignore)
+                run.hold()
+            logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=run.name)
+        except (RpcError, TopologyError) as error:
             _refuse([str(error)])
-        finally:
-            run.remove_volatile()
+        except OSError as error:
+            _refuse([place.cannot_start_text(path, topology, error)])
+        begun = time.monotonic()
+        metrics = Metrics(run.metrics, steps=topology.run.steps)
+        before = len(rewinds(run.journal))
+        with Screen() as screen:
+            screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(_plan(topology))} services")
+            try:
+                ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before, interrupts))
+            except RpcError as error:
+                _refuse([str(error)])
+    if not place.is_there(run, lock):
+        print(place.deleted_text(run), file=sys.stderr)
+        return EXIT_FAILED
     metrics.poll(time.monotonic())
     try:
         _summarise(run, ended, metrics, time.monotonic() - begun)
@@ -135,7 +165,13 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
 
 
 async def _supervise(
-    run: RunDir, topology: Topology, lock: int, screen: Screen, metrics: Metrics, rewinds_before: int
+    run: RunDir,
+    topology: Topology,
+    lock: int,
+    screen: Screen,
+    metrics: Metrics,
+    rewinds_before: int,
+    interrupts: Interrupts,
 ) -> RunEnded:
     def on_event(event: EVENTS) -> None:
         if isinstance(event, Died):
@@ -165,12 +201,12 @@ async def _supervise(
         save_limit_s=stop_limit_s(topology),
         spares=heavy_imports(topology),
     )
-    interrupts = 0
+    taken = 0
 
     def interrupt() -> None:
-        nonlocal interrupts
-        interrupts += 1
-        if interrupts == 1:
+        nonlocal taken
+        taken += 1
+        if taken == 1:
             screen.notice("stopping: the open step is finished, then saved (again: kill now)")
             supervisor.stop("interrupted")
         else:
@@ -178,16 +214,28 @@ async def _supervise(
             supervisor.kill()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, interrupt)
+    interrupts.tell(functools.partial(loop.call_soon_threadsafe, interrupt))
     told = _Rewinds(run, topology, rewinds_before)
-    showing = loop.create_task(_show(supervisor, screen, metrics, told))
+    beside = [
+        loop.create_task(_show(supervisor, screen, metrics, told)),
+        loop.create_task(_keep(run, lock, supervisor)),
+    ]
     try:
         return await supervisor.run()
     finally:
-        showing.cancel()
-        await asyncio.gather(showing, return_exceptions=True)
+        interrupts.ignore()
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
         told.show(screen)
+
+
+async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
+    """Kill everything once the directory of the run is gone: nothing that is trained from then on can be kept."""
+    while True:
+        await asyncio.sleep(POLL_S)
+        if not place.is_there(run, lock):
+            supervisor.kill(place.deleted_text(run))
 
 
 class _Rewinds:

@@ -11,7 +11,9 @@ from launch.supervisor.plan import Key
 from shared.actor.logging import TAIL_BYTES
 from shared.rundir import RunDir, service_name
 
-_NOT_SHOWN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run", "exception"})
+_NOT_SHOWN = frozenset(
+    {"timestamp", "level", "event", "service", "instance", "incarnation", "run", "exception", "stacks"}
+)
 
 
 def tail(path: Path, lines: int) -> list[str]:
@@ -40,7 +42,7 @@ def readable(line: str) -> str:
         f"{key}={value}" for key, value in entry.items() if key not in _NOT_SHOWN and value not in ("", None)
     )
     text = f"{time} {str(entry.get('level', '')).upper():<7} {who:<24} {entry.get('event', '')}  {fields}".rstrip()
-    trace = entry.get("exception")
+    trace = entry.get("exception") or entry.get("stacks")
     return f"{text}\n{trace}" if trace else text
 
 

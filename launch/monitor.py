@@ -80,7 +80,8 @@ async def _watch(run: Run, prefixes: tuple[str, ...], show: Callable[[Rows], Cor
         rows = (row async for row in stream.rows() if row.topic.startswith(prefixes))
         task = loop.create_task(show(rows))
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
+            if signal.getsignal(number) != signal.SIG_IGN:  # as in a script's background job
+                loop.add_signal_handler(number, task.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await task
     if lost:

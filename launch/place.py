@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
+import secrets
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from launch import preflight
 from proto.messages import ErrorCode
+from shared.os_limits import DISK_FULL_ERRNOS
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir
+from shared.rundir import UNFINISHED_PREFIX, RunDir
 from shared.topology import Topology, load
 
 BASE = Path("runs")
@@ -19,6 +24,7 @@ LOCK_WAIT_S = 40.0
 """Seconds within which the services of a killed launcher end under its guard and free the directory, in addition to the
 time for a checkpoint that is being written."""
 _POLL_S = 0.1
+_MIB = 1 << 20
 FIXED = (
     "run.seed",
     "run.deterministic",
@@ -70,12 +76,15 @@ def lock(path: Path, save_limit_s: float = 0.0) -> int:
     process.
 
     Waits for the processes of a killed launcher to end, which may first have to write a checkpoint (`save_limit_s`).
-    Raises RpcError: busy if another launcher or its services are alive, bad_request if the directory cannot be created.
+    Raises RpcError: busy if another launcher or its services are alive, bad_request if the directory cannot be created;
+    and OSError if there is no room for it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         own = os.open(path / "launcher.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
+        if error.errno in DISK_FULL_ERRNOS:
+            raise
         text = f"{path}: cannot be a run directory ({error.strerror}); name another folder with --run-dir"
         raise RpcError(ErrorCode.BAD_REQUEST, text) from None
     shared = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -102,17 +111,33 @@ def _in_use_error(path: Path, who: str) -> RpcError:
     return RpcError(ErrorCode.BUSY, f"run directory {path.absolute()}: in use by {who}; end that first")
 
 
-def create(path: Path, topology: Topology) -> RunDir:
-    """Create a run directory with its resolved topology. Raises RpcError if it already holds a run."""
-    run = RunDir.create(path, shm_root=preflight.shm_root(topology))
-    topology.dump_resolved(run.topology)
-    return run
+def folder_for(path: Path) -> Path:
+    """Return where to make the new run `path`: beside it under a hidden name, or there if it holds files already."""
+    with contextlib.suppress(OSError):
+        if any(path.iterdir()):
+            return path
+    return path.absolute().parent / f"{UNFINISHED_PREFIX}{secrets.token_hex(4)}"
+
+
+def create(path: Path, topology: Topology, folder: Path | None = None) -> RunDir:
+    """Create a run directory with its resolved topology, in a locked `folder` from `folder_for` (default: `path`).
+
+    Raises RpcError if it already holds a run, OSError if there is no room for it.
+    """
+    hidden = folder if folder != path else None
+    try:
+        return RunDir.create(path, folder=hidden, topology=topology, shm_root=preflight.shm_root(topology))
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise _in_use_error(path, "another launcher") from None
+        raise
 
 
 def reopen(path: Path, topology: Topology) -> RunDir:
     """Reopen a run with new sockets and shared memory, to continue under `topology`.
 
-    Raises RpcError(bad_request) naming the keys of `FIXED` and `FIXED_BITS` whose values differ from the original.
+    Raises RpcError(bad_request) naming the keys of `FIXED` and `FIXED_BITS` whose values differ from the original, and
+    OSError if there is no room for what a run needs at its start.
     """
     old = RunDir.open(path)
     begun = load(old.topology, check_supported=False).document()
@@ -125,9 +150,35 @@ def reopen(path: Path, topology: Topology) -> RunDir:
             f"run directory {path}: was begun with other values of {', '.join(differ)}; "
             f"resume it with {old.topology}, or begin a new run",
         )
-    run = RunDir.reopen(path, shm_root=preflight.shm_root(topology))
-    topology.dump_resolved(run.topology)
-    return run
+    return RunDir.reopen(path, topology=topology, shm_root=preflight.shm_root(topology))
+
+
+def cannot_start_text(path: Path, topology: Topology, error: OSError) -> str:
+    """Return one line for an error of the file systems that a run needs at its start.
+
+    For a full one it names the fullest of them, because a failed write does not say where it failed.
+    """
+    text = f"run directory {path.absolute()}: cannot be started: {error.strerror or error}"
+    if error.errno not in DISK_FULL_ERRNOS:
+        return f"{text}{f' ({error.filename})' if error.filename else ''}; name another folder with --run-dir"
+    remedies = {
+        path.absolute().parent: "--run-dir",
+        preflight.shm_root(topology): "services.batch-store.directory",
+        Path(tempfile.gettempdir()): "TMPDIR",
+    }
+    rooms = {folder: os.statvfs(folder) for folder in remedies if folder.exists()}
+    fullest = min(rooms, key=lambda folder: _share_left(rooms[folder]))
+    room = rooms[fullest]
+    return (
+        f"{text}: {fullest} has {room.f_bavail * room.f_frsize / _MIB:.1f} of "
+        f"{room.f_blocks * room.f_frsize / _MIB:.1f} MiB and {room.f_favail} of {room.f_files} files left; "
+        f"make room there, or name another folder with {remedies[fullest]}"
+    )
+
+
+def _share_left(room: os.statvfs_result) -> float:
+    files = room.f_favail / room.f_files if room.f_files else 1.0
+    return min(room.f_bavail / max(1, room.f_blocks), files)
 
 
 def _value_at(document: dict[str, Any], key: str) -> Any:
@@ -135,3 +186,14 @@ def _value_at(document: dict[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
+
+
+def is_there(run: RunDir, lock: int) -> bool:
+    """Return whether the directory of the run still is the one that `lock` locks."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(run.path.stat(), os.fstat(lock))
+    return False
+
+
+def deleted_text(run: RunDir) -> str:
+    return f"run directory {run.path}: was deleted or moved while its run was going on; begin a new run"

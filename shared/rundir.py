@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import shutil
+import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from proto.messages import ErrorCode
 from shared.rpc.claim import SCRATCH_BYTES
@@ -18,10 +22,15 @@ from shared.security import keys
 from shared.security.access import Access
 from shared.security.roles import Role
 
+if TYPE_CHECKING:
+    from shared.topology import Topology
+
 MAX_IPC_PATH_BYTES = 107
 CHECKPOINT_PREFIX = "step-"
 SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlbus-"
+UNFINISHED_PREFIX = ".rlbus-run-"
+"""Begins the hidden name of a run directory that is still being made beside its place. Its maker holds a lock on it."""
 _OWNER_LOCK = "owner.lock"
 _SHM_LINK = "shm"
 _TOPOLOGY = "topology.yaml"
@@ -111,26 +120,34 @@ class RunDir:
         return self.sockets / f"{service}-{instance}"
 
     @classmethod
-    def create(cls, path: Path, *, shm_root: Path = SHM_ROOT) -> RunDir:
+    def create(
+        cls, path: Path, *, folder: Path | None = None, topology: Topology | None = None, shm_root: Path = SHM_ROOT
+    ) -> RunDir:
         """Create the run directory, and private directories for its sockets and shared memory.
 
-        Raises RpcError(bad_request) if `path` already holds a run.
+        `folder`, if given, is an empty directory beside `path` in which the run is made, and which is renamed to `path`
+        last. Otherwise the run is made in `path`, which becomes a run when run.json is renamed there, last.
+
+        Raises RpcError(bad_request) if `path` already holds a run, OSError if there is no room for it.
         """
         path = path.absolute()
         if (path / "run.json").exists():
             raise RpcError(
                 ErrorCode.BAD_REQUEST, f"run directory {path}: holds a run already; choose another or use --resume"
             )
-        keys.create(path / "keys")
-        return cls._write(path, shm_root)
+        keys.create((folder or path) / "keys")
+        return cls._write(path, shm_root, folder=folder, topology=topology)
 
     @classmethod
-    def reopen(cls, path: Path, *, shm_root: Path = SHM_ROOT) -> RunDir:
-        """Reopen a run for --resume, with its keys and new directories for sockets and shared memory."""
+    def reopen(cls, path: Path, *, topology: Topology | None = None, shm_root: Path = SHM_ROOT) -> RunDir:
+        """Reopen a run for --resume, with its keys and new directories for sockets and shared memory.
+
+        Raises OSError if there is no room for them. The run can be reopened again then.
+        """
         old = cls.open(path)
         old.remove_volatile()
         keys.create(old.keys)
-        return cls._write(old.path, shm_root, old.scheduler)
+        return cls._write(old.path, shm_root, old.scheduler, topology=topology)
 
     @classmethod
     def join(cls, path: Path, access: Access, *, shm_root: Path = SHM_ROOT) -> RunDir:
@@ -150,27 +167,40 @@ class RunDir:
         return cls._write(path, shm_root, access.endpoints["scheduler"])
 
     @classmethod
-    def _write(cls, path: Path, shm_root: Path, scheduler: str = "") -> RunDir:
+    def _write(
+        cls,
+        path: Path,
+        shm_root: Path,
+        scheduler: str = "",
+        *,
+        folder: Path | None = None,
+        topology: Topology | None = None,
+    ) -> RunDir:
+        """Make what the directory of the run holds, in `folder` if it is given. The rename comes last.
+
+        Removes the directories of sockets and shared memory again if anything fails.
+        """
+        here = folder or path
         for name in ("logs", "checkpoints"):
-            (path / name).mkdir(exist_ok=True)
-        sockets = Path(tempfile.mkdtemp(prefix="rlbus-"))
-        longest = len(os.fsencode(sockets)) + len("/policy-trainer-worker-0000") + SCRATCH_BYTES
-        if longest > MAX_IPC_PATH_BYTES:
-            sockets.rmdir()
-            raise RpcError(
-                ErrorCode.BAD_REQUEST,
-                f"socket directory {sockets}: {longest} bytes, ipc paths end at {MAX_IPC_PATH_BYTES}; "
-                "set TMPDIR to a shorter path",
-            )
+            (here / name).mkdir(exist_ok=True)
+        if topology is not None:
+            topology.dump_resolved(here / _TOPOLOGY)
         shm_root.mkdir(parents=True, exist_ok=True)
-        shm = Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=shm_root))
-        (sockets / _SHM_LINK).symlink_to(shm)  # shows the sweep to which run the sockets belong
-        run = cls(path=path, sockets=sockets, shm=shm, scheduler=scheduler)
-        text = json.dumps({"run": path.name, "sockets": str(sockets), "shm": str(shm), "scheduler": scheduler})
-        scratch = path / "run.json.tmp"
-        scratch.write_text(text + "\n")
-        scratch.replace(path / "run.json")
-        return run
+        with _volatile_folders(shm_root) as (sockets, shm):
+            longest = len(os.fsencode(sockets)) + len("/policy-trainer-worker-0000") + SCRATCH_BYTES
+            if longest > MAX_IPC_PATH_BYTES:
+                raise RpcError(
+                    ErrorCode.BAD_REQUEST,
+                    f"socket directory {sockets}: {longest} bytes, ipc paths end at {MAX_IPC_PATH_BYTES}; "
+                    "set TMPDIR to a shorter path",
+                )
+            text = json.dumps({"run": path.name, "sockets": str(sockets), "shm": str(shm), "scheduler": scheduler})
+            scratch = here / "run.json.tmp"
+            scratch.write_text(text + "\n")
+            scratch.replace(here / "run.json")
+            if folder is not None:
+                folder.rename(path)
+            return cls(path=path, sockets=sockets, shm=shm, scheduler=scheduler)
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -196,9 +226,7 @@ class RunDir:
 
     def hold(self) -> int:
         """Mark the volatile directories as in use until this process dies, and return the lock's descriptor."""
-        descriptor = os.open(self.shm / _OWNER_LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        return descriptor
+        return _locked(self.shm / _OWNER_LOCK)
 
     @property
     def spill_link(self) -> Path:
@@ -215,18 +243,55 @@ class RunDir:
         _remove_shards(self.shm)
 
 
-def sweep_abandoned(shm_root: Path = SHM_ROOT) -> list[Path]:
-    """Delete the shared memory and sockets of runs without a living process (all were killed at once, for example).
+@contextlib.contextmanager
+def _volatile_folders(shm_root: Path) -> Iterator[tuple[Path, Path]]:
+    """Make private directories for the sockets and for the shared memory of a run, and remove them if the block fails.
 
-    Returns the deleted directories. Those younger than `ABANDONED_S` stay, and so do those that cannot be recognised.
+    They stay locked meanwhile. Then the sweep knows their owner by the lock file and by the link to the shared memory.
     """
-    gone = [folder for folder in shm_root.glob(f"{SHM_PREFIX}*") if _past_min_age(folder) and _remove_unowned(folder)]
-    for folder in Path(tempfile.gettempdir()).glob(f"{SHM_PREFIX}*"):
-        link = folder / _SHM_LINK
-        if link.is_symlink() and not link.exists() and _past_min_age(folder):
+    made: list[Path] = []
+    locks: list[int] = []
+    try:
+        for root in (tempfile.gettempdir(), shm_root):
+            made.append(Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=root)))
+            locks.append(_locked(made[-1], os.O_RDONLY | os.O_DIRECTORY))
+        sockets, shm = made
+        locks.append(_locked(shm / _OWNER_LOCK))
+        (sockets / _SHM_LINK).symlink_to(shm)
+        yield sockets, shm
+    except BaseException:
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        for lock in locks:
+            os.close(lock)
+
+
+def _locked(path: Path, flags: int = os.O_CREAT | os.O_RDWR) -> int:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def sweep_abandoned(shm_root: Path = SHM_ROOT, runs: Path | None = None) -> list[Path]:
+    """Delete the shared memory and sockets of runs without a living process (all were killed at once, for example), and
+    the run directories under `runs` that their launcher did not finish making.
+
+    Returns the deleted directories. Those that a process has locked stay, and so do those younger than `ABANDONED_S`,
+    those of other users, and those that cannot be recognised.
+    """
+    sockets = _old_folders(Path(tempfile.gettempdir()), SHM_PREFIX)
+    linked = {folder: shm for folder in sockets if (shm := _linked(folder)) is not None}
+    shards = {*_old_folders(shm_root, SHM_PREFIX), *(shm for shm in linked.values() if _is_old(shm, SHM_PREFIX))}
+    gone = [folder for folder in sorted(shards) if _remove_unowned(folder, folder / _OWNER_LOCK)]
+    for folder, shm in linked.items():
+        if not os.path.lexists(shm):
             shutil.rmtree(folder, ignore_errors=True)
             gone.append(folder)
-    return gone
+    empty = [folder for folder in {*sockets, *shards} if _is_empty(folder)]
+    unfinished = _old_folders(runs, UNFINISHED_PREFIX) if runs is not None else []
+    return gone + [folder for folder in (*empty, *unfinished) if _remove_unowned(folder, folder)]
 
 
 def _remove_shards(shm: Path) -> None:
@@ -236,18 +301,39 @@ def _remove_shards(shm: Path) -> None:
     shutil.rmtree(shm, ignore_errors=True)
 
 
-def _past_min_age(folder: Path) -> bool:
+def _linked(sockets: Path) -> Path | None:
+    """Return the shared memory of the run to which the sockets belong. None if they name none."""
+    with contextlib.suppress(OSError):
+        return sockets / os.readlink(sockets / _SHM_LINK)
+    return None
+
+
+def _is_empty(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return not os.listdir(folder)
+    return False
+
+
+def _old_folders(root: Path, prefix: str) -> list[Path]:
+    return [folder for folder in root.glob(f"{prefix}*") if _is_old(folder, prefix)]
+
+
+def _is_old(folder: Path, prefix: str) -> bool:
+    """Return whether this is a directory with such a name, of this user, past the age at which it may be swept."""
     try:
-        return time.time() - folder.stat().st_mtime > ABANDONED_S
+        status = folder.lstat()
     except OSError:
         return False  # removed meanwhile
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and folder.name.startswith(prefix)
+    return own and time.time() - status.st_mtime > ABANDONED_S
 
 
-def _remove_unowned(folder: Path) -> bool:
+def _remove_unowned(folder: Path, lock: Path) -> bool:
+    """Remove `folder` unless a process holds `lock`, which is a file in it, or `folder` itself while it is made."""
     try:
-        descriptor = os.open(folder / _OWNER_LOCK, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return False  # being made right now, or not ours
+        return False  # not ours, or removed meanwhile
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -261,7 +347,7 @@ def _remove_unowned(folder: Path) -> bool:
 
 def newest_run(base: Path) -> Path:
     """Return the run under `base` (usually `runs/`) that was started last. Raises RpcError if there is none."""
-    runs = [folder for folder in base.glob("*") if (folder / "run.json").exists()]
+    runs = [folder for folder in base.glob("[!.]*") if (folder / "run.json").exists()]
     if not runs:
         raise RpcError(ErrorCode.BAD_REQUEST, f"{base.absolute()}: no run there; give one with --run DIR")
     return max(runs, key=lambda folder: (folder / "run.json").stat().st_mtime_ns)

@@ -7,6 +7,7 @@ Fixtures of a single test folder do not belong here.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -14,6 +15,11 @@ from hypothesis import Phase, settings
 
 # Set before anything imports the hub's client: no test may reach the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Tests send these to processes that they start, which would inherit them as ignored from `nohup` or a script's `&`.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler)
 
 # Wall-clock deadlines per example would fail on a busy machine.
 settings.register_profile("local", deadline=None)

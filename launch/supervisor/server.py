@@ -25,6 +25,7 @@ from launch.supervisor.joined import log_of_joined
 from launch.supervisor.plan import DRIVER, SUPERVISOR, Key, module_of
 from launch.supervisor.spare_processes import Child, SpareNotice, SpareProcesses, rss_bytes
 from launch.supervisor.spares import SpareKind
+from launch.supervisor.stacks import log_stacks
 from launch.supervisor.state import (
     Died,
     Effect,
@@ -65,6 +66,7 @@ from proto.messages import (
     SupervisorState,
 )
 from shared.actor.logging import log_page
+from shared.actor.process import STACK_SIGNAL
 from shared.actor.service import ProcessState
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
@@ -194,9 +196,9 @@ class Supervisor:
         """Drain everything and end the run."""
         self._feed(StopAsked(cause))
 
-    def kill(self) -> None:
+    def kill(self, cause: str = "killed") -> None:
         """Kill everything at once."""
-        self._feed(KillAsked())
+        self._feed(KillAsked(cause))
 
     @property
     def draining(self) -> bool:
@@ -244,9 +246,12 @@ class Supervisor:
                 return self._spawn(key)
             case Terminate(key, pid):
                 self._signal(key, pid, signal.SIGTERM)
-            case Kill(key, pid):
+            case Kill(key, pid, hung):
                 self._log.warning("killed", name=service_name(*key), pid=pid)
-                self._signal(key, pid, signal.SIGKILL)
+                if hung:
+                    self._background(self._kill_hung(key, pid))
+                else:
+                    self._signal(key, pid, signal.SIGKILL)
             case Died():
                 self._log.warning("process died", name=service_name(*effect.key), cause=effect.cause)
                 self._on_event(effect)
@@ -306,6 +311,11 @@ class Supervisor:
             child.send_signal(number)
             if number == signal.SIGTERM:
                 child.send_signal(signal.SIGCONT)  # a stopped process cannot drain
+
+    async def _kill_hung(self, key: Key, pid: int) -> None:
+        cause = self.state.processes[key].cause
+        await log_stacks(self._run, key, pid, cause, lambda: self._signal(key, pid, STACK_SIGNAL))
+        self._signal(key, pid, signal.SIGKILL)
 
     def _reap(self, child: Child) -> int:
         """Return the exit status of a process that has ended or is about to, and end the processes that it started."""

@@ -123,7 +123,9 @@ class StopAsked:
 
 @dataclass(frozen=True)
 class KillAsked:
-    """End the run now, without draining: the second Ctrl-C."""
+    """End the run now, without draining: the second Ctrl-C, for example."""
+
+    cause: str = "killed"
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,11 @@ class Terminate:
 
 @dataclass(frozen=True)
 class Kill:
-    """Send SIGKILL."""
+    """Send SIGKILL. A process that hangs first writes the stacks of its threads to its log."""
 
     key: Key
     pid: int
+    hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,8 +247,8 @@ class RunLifecycle:
                 self._kill(self.processes[key], pid, cause)
             case StopAsked(cause):
                 self._drain(RunOutcome.STOPPED, cause, None)
-            case KillAsked():
-                self._drain(RunOutcome.STOPPED, "killed", None)
+            case KillAsked(cause):
+                self._drain(RunOutcome.STOPPED, cause, None)
                 for process in self.processes.values():
                     if process.alive:
                         process.kill_at = now
@@ -295,13 +298,13 @@ class RunLifecycle:
             return  # it has ended meanwhile, or is ending
         process.state = ProcessState.FAILED
         process.cause = f"no answer for {seconds:g} s"
-        self._effects.append(Kill(process.key, pid))
+        self._effects.append(Kill(process.key, pid, hung=True))
 
     def _kill(self, process: Process, pid: int, cause: str) -> None:
         if process.pid == pid and process.alive:
             process.state = ProcessState.FAILED
             process.cause = cause
-            self._effects.append(Kill(process.key, pid))
+            self._effects.append(Kill(process.key, pid, hung=True))
 
     def _exited(self, event: Exited, now: float) -> None:
         process = self.processes[event.key]
@@ -386,7 +389,7 @@ class RunLifecycle:
                 process.ready_by = None
                 process.cause = f"not READY within {START_LIMIT_S:g} s of its start"
                 process.state = ProcessState.FAILED
-                self._effects.append(Kill(process.key, process.pid))
+                self._effects.append(Kill(process.key, process.pid, hung=True))
             if process.kill_at is not None and process.kill_at <= now and process.pid:
                 process.kill_at = None
                 self._effects.append(Kill(process.key, process.pid))

@@ -1,28 +1,49 @@
 """Finds processes that are alive but no longer answer their mailbox. It only reports them; the state machine decides.
 
 The mailbox thread of a service never computes, so silence means a stopped or stuck process. A stuck *working* thread
-is not detected here: it loses its lease in the scheduler.
+is not detected here: it loses its lease in the scheduler. Only READY processes are asked; a start and an end have
+deadlines of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import zmq
 
 from launch.supervisor.plan import Key
 from proto.messages import Ping, Pong
 from shared.rpc.client import Client
-from shared.rpc.errors import DeadlineExceeded, RpcError
+from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
 
-PING_EVERY_S = 5.0
-SILENCE_S = 60.0
+PING_EVERY_S = 2.0
+SILENCE_S = 20.0
+"""Seconds without an answer after which a process counts as hung ..."""
+SLOWNESS = 5.0
+"""... or this many times the longest gap that a READY process of its service has shown in this run, if that is more."""
+TICK_S = 0.5
+CALL_S = 3600.0
+
+
+@dataclass
+class _Question:
+    pid: int
+    task: asyncio.Task[None]
+    asked_at: float
+    reported: bool = False
 
 
 class MailboxWatch:
-    """Pings the mailbox of each given process. For the loop thread only."""
+    """Pings the mailbox of each given process. For the loop thread only.
+
+    Time in which this process itself did not run (it was stopped, or the machine is overloaded) does not count: the
+    others may have fared the same, and their answers may wait to be read.
+    """
 
     def __init__(
         self,
@@ -40,31 +61,53 @@ class MailboxWatch:
         self._ready = ready
         self._on_silent = on_silent
         self._clients: dict[Key, Client] = {}
-        self._asking: dict[Key, asyncio.Task[None]] = {}
+        self._questions: dict[Key, _Question] = {}
+        self._longest_gap_s: dict[str, float] = {}
+        """The longest time that an answer has taken, by service."""
+        self._seen_at = time.monotonic()
+        self._now = 0.0
+        """Seconds for which this process has run."""
 
     async def watch(self) -> None:
         """Run until cancelled."""
         while True:
-            for key, pid in self._ready():
-                if key not in self._asking or self._asking[key].done():
-                    self._asking[key] = asyncio.create_task(self._ask(key, pid))
-            await asyncio.sleep(PING_EVERY_S)
+            now = self._time()
+            ready = dict(self._ready())
+            for key in [key for key, question in self._questions.items() if ready.get(key) != question.pid]:
+                self._questions.pop(key).task.cancel()  # that life has ended
+            for key, pid in ready.items():
+                question = self._questions.get(key)
+                if question is None or (question.task.done() and now >= question.asked_at + PING_EVERY_S):
+                    self._questions[key] = _Question(pid, asyncio.create_task(self._ask(key, now)), now)
+                elif (
+                    not question.task.done() and not question.reported and now - question.asked_at > self._limit_s(key)
+                ):
+                    question.reported = True
+                    self._on_silent(key, pid, round(now - question.asked_at))
+            await asyncio.sleep(min(TICK_S, PING_EVERY_S))
 
     async def close(self) -> None:
-        tasks = list(self._asking.values())
+        tasks = [question.task for question in self._questions.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for client in self._clients.values():
             client.close()
 
-    async def _ask(self, key: Key, pid: int) -> None:
+    def _limit_s(self, key: Key) -> float:
+        return max(SILENCE_S, SLOWNESS * self._longest_gap_s.get(key[0], 0.0))
+
+    def _time(self) -> float:
+        seen_at = time.monotonic()
+        self._now += min(seen_at - self._seen_at, 2 * TICK_S)
+        self._seen_at = seen_at
+        return self._now
+
+    async def _ask(self, key: Key, asked_at: float) -> None:
         if key not in self._clients:
             endpoint = self._run.endpoint(*key)
             self._clients[key] = Client(self._context, endpoint, service_name(*key), self._incarnation)
-        try:
-            await self._clients[key].call(Ping(), Pong, deadline_s=SILENCE_S)
-        except DeadlineExceeded:
-            self._on_silent(key, pid, SILENCE_S)
-        except RpcError:
-            return  # it answered
+        with contextlib.suppress(RpcError):  # it answered, or its limit is over
+            await self._clients[key].call(Ping(), Pong, deadline_s=CALL_S)
+        gap_s = self._time() - asked_at
+        self._longest_gap_s[key[0]] = max(gap_s, self._longest_gap_s.get(key[0], 0.0))

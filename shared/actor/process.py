@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ from shared.rundir import RunDir
 
 _PR_SET_PDEATHSIG = 1
 EXIT_GRACE_S = 2 * DRAIN_S
+STACK_SIGNAL = signal.SIGRTMIN + 3
+"""Signal that makes a process write the stacks of its threads, even while code holds the interpreter lock."""
 
 
 def parse_arguments(name: str) -> argparse.Namespace:
@@ -47,6 +50,7 @@ def run_process(service_class: type[Service], module: str) -> int:
     another process is gone, and 78 (`UNUSABLE_STATUS`) if a restart would not help.
     """
     arguments = parse_arguments(module)
+    faulthandler.register(STACK_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=True, chain=False)
     if arguments.supervisor:
         die_with_parent()
         if os.getppid() != arguments.parent:

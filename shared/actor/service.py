@@ -385,9 +385,9 @@ class Service:
 
 def install_signals(service: Service, loop: asyncio.AbstractEventLoop, *, supervised: bool) -> None:
     """Drain on SIGTERM, and on SIGINT if started by hand. A supervised service ignores SIGINT, which the supervisor
-    handles."""
+    handles. A signal that was inherited as ignored (`nohup`, `&` in a script) stays ignored."""
     loop.add_signal_handler(signal.SIGTERM, service.request_stop)
     if supervised:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    else:
+    elif signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGINT, service.request_stop)

@@ -246,9 +246,9 @@ class Topology(Section):
         return document.dump(self.document())
 
     def dump_resolved(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_yaml()` to `path` atomically, so that no reader sees a partial file."""
+        """Write `to_yaml()` to `path` atomically, so that no reader sees a partial file. Raises OSError."""
         target = os.fspath(path)
-        partial = f"{target}.{os.getpid()}.partial"
+        partial = f"{target}.partial"
         with open(partial, "w", encoding="utf-8") as stream:
             stream.write(self.to_yaml())
             stream.flush()

@@ -5,6 +5,7 @@ The services that need torch are replaced by tiny ones; so are scheduler and bat
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -112,6 +113,96 @@ def test_stopped_service_is_found_and_replaced(tmp_path: Path, monkeypatch: pyte
         wait_for("the stopped one to go", lambda: not Path(f"/proc/{before['rollout/0']['pid']}").exists())
         after = here.wait_ready()
     assert {name: row["restarts"] for name, row in after.items() if row["restarts"]} == {"rollout/0": 1}
+
+
+def hang_line(path: Path, service: str) -> dict[str, str]:
+    """Return the line of the log of `service` about its hang."""
+    lines = [json.loads(line) for line in (path / "logs" / f"{service}-0.jsonl").read_text().splitlines()]
+    found: dict[str, str] = next(line for line in lines if line["event"] == "hangs, and is killed")
+    return found
+
+
+def test_service_that_hangs_in_c_writes_the_stacks_of_its_threads_before_it_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINY_PING_EVERY_S", "0.2")
+    monkeypatch.setenv("TINY_SILENCE_S", "2")
+    with launched(tmp_path / "run") as here:
+        pid = here.wait_ready()["rollout/0"]["pid"]
+        (here.path / "hang-rollout").touch()
+        wait_for("the hung one to go", lambda: not Path(f"/proc/{pid}").exists())
+        line = hang_line(here.path, "rollout")
+        assert here.wait_ready()["rollout/0"]["restarts"] == 1
+        shown = ctl(here.path, "logs", "rollout", "-n", "200").stdout
+    assert (line["pid"], line["cause"]) == (pid, "no answer for 2 s")
+    assert "most recent call first" in line["stacks"]
+    assert "in _until_told_to_hang" in line["stacks"]
+    assert "in _until_told_to_hang" in shown
+
+
+def test_log_says_that_a_stopped_service_could_not_write_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINY_PING_EVERY_S", "0.2")
+    monkeypatch.setenv("TINY_SILENCE_S", "2")
+    with launched(tmp_path / "run") as here:
+        pid = here.wait_ready()["rollout/0"]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        wait_for("the stopped one to go", lambda: not Path(f"/proc/{pid}").exists())
+        assert "stopped (SIGSTOP)" in hang_line(here.path, "rollout")["stacks"]
+
+
+def test_slow_services_and_a_stopped_launcher_are_no_false_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every processor is busy four times over, services stop for less than the limit, and the launcher for longer."""
+    monkeypatch.setenv("TINY_PING_EVERY_S", "0.2")
+    monkeypatch.setenv("TINY_SILENCE_S", "3")
+    with launched(tmp_path / "run") as here, contextlib.ExitStack() as load:
+        rows = here.wait_ready()
+        for _ in range(4 * (os.cpu_count() or 1)):
+            busy = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+            load.callback(busy.wait)
+            load.callback(busy.kill)
+        for name in ("rollout/0", "scheduler/0", "policy-trainer/0"):
+            pause(rows[name]["pid"], 1.5)
+        pause(here.process.pid, 6)
+        time.sleep(1)
+        after = here.wait_ready()
+    assert {name: row["restarts"] for name, row in after.items()} == dict.fromkeys(rows, 0)
+
+
+def test_limit_of_silence_grows_with_the_gaps_that_a_service_has_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINY_PING_EVERY_S", "0.1")
+    monkeypatch.setenv("TINY_SILENCE_S", "3")
+    with launched(tmp_path / "run") as here:
+        rows = here.wait_ready()
+        slow, other = rows["rollout/0"]["pid"], rows["reference/0"]["pid"]
+        pause(slow, 2)  # five times as much is 10 s
+        here.wait_ready()  # takes the time in which it answers
+        pause(slow, 4.5)
+        assert here.wait_ready()["rollout/0"]["restarts"] == 0
+        os.kill(other, signal.SIGSTOP)  # has shown no gap
+        wait_for("the other to go", lambda: not Path(f"/proc/{other}").exists(), 9)
+        assert here.wait_ready()["reference/0"]["restarts"] == 1
+
+
+def pause(pid: int, seconds: float) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.long
+def test_stopped_service_is_found_within_25_seconds(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        pid = here.wait_ready()["rollout/0"]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        wait_for("the stopped one to go", lambda: not Path(f"/proc/{pid}").exists(), 40)
+        assert 15 < time.monotonic() - begun < 25
 
 
 def test_killed_launcher_leaves_no_process_no_shared_memory_no_socket(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from tests.mutants.bus import BUS
+from tests.mutants.launch import LAUNCHER
 from tests.mutants.mutation import Mutation
 from tests.mutants.rollout import ROLLOUT
 from tests.mutants.scheduler import SCHEDULER
 from tests.mutants.store import STORE
 from tests.mutants.trainer import TRAINER
 
-MUTATIONS: list[Mutation] = [*SCHEDULER, *STORE, *BUS, *TRAINER, *ROLLOUT]
+MUTATIONS: list[Mutation] = [*SCHEDULER, *STORE, *BUS, *TRAINER, *ROLLOUT, *LAUNCHER]

@@ -1,12 +1,14 @@
 """A real service of any name that does nothing but live, steered by files in the run directory; never imports torch.
 
 `fail-<service>`: the service fails while it starts. `refuse-<service>`: the service refuses to start, with one line.
-`finish`: the driver is done. `scheduler` answers registrations and status.
+`hang-<service>`: the service hangs in C, holding the interpreter's lock. `finish`: the driver is done. `scheduler`
+answers registrations and status.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import subprocess
 import sys
@@ -40,6 +42,16 @@ class TinyService(Service):
             subprocess.Popen(sleep, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with (self.run.path / "starts").open("a") as file:
             file.write(f"{self.NAME} {os.getpid()}\n")
+
+    async def serve(self) -> None:
+        self.keep(self._until_told_to_hang())
+        await self.stopping.wait()
+
+    async def _until_told_to_hang(self) -> None:
+        while not (self.run.path / f"hang-{self.NAME}").exists():
+            await asyncio.sleep(POLL_S)
+        (self.run.path / f"hang-{self.NAME}").unlink()
+        ctypes.PyDLL(None).sleep(600)
 
 
 class TinyDriver(TinyService):

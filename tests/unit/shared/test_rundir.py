@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from shared.rpc.errors import RpcError
-from shared.rundir import MAX_IPC_PATH_BYTES, RunDir, newest_run, parse_service_name, service_name, sweep_abandoned
+from shared.rundir import (
+    MAX_IPC_PATH_BYTES,
+    SHM_PREFIX,
+    UNFINISHED_PREFIX,
+    RunDir,
+    newest_run,
+    parse_service_name,
+    service_name,
+    sweep_abandoned,
+)
 
 
 @pytest.fixture
@@ -93,9 +104,10 @@ def alone(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_sweep_removes_only_runs_that_no_process_holds(run: RunDir, shm_root: Path) -> None:
-    (shm_root / "somebody-else").mkdir()
-    long_ago(run)
-    assert sweep_abandoned(shm_root) == []  # never held, so the sweep cannot tell that it is ours
+    for name in ("somebody-else", f"{SHM_PREFIX}else"):
+        (shm_root / name).mkdir()
+        (shm_root / name / "file").touch()
+        os.utime(shm_root / name, (0, 0))
     held = run.hold()
     long_ago(run)
     assert sweep_abandoned(shm_root) == []
@@ -105,7 +117,34 @@ def test_sweep_removes_only_runs_that_no_process_holds(run: RunDir, shm_root: Pa
     os.close(second)
     assert sweep_abandoned(shm_root) == [run.shm]
     assert not run.shm.exists()
-    assert (shm_root / "somebody-else").exists()
+    assert sorted(each.name for each in shm_root.iterdir()) == [f"{SHM_PREFIX}else", "somebody-else"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_sweep_removes_a_run_that_was_never_held_and_folders_that_are_still_empty(
+    run: RunDir, shm_root: Path, tmp_path: Path
+) -> None:
+    empty = [Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=root)) for root in (shm_root, tmp_path)]
+    being_made = os.open(empty[1], os.O_RDONLY)
+    fcntl.flock(being_made, fcntl.LOCK_SH)
+    long_ago(run)
+    for folder in empty:
+        os.utime(folder, (0, 0))
+    assert set(sweep_abandoned(shm_root)) == {run.shm, empty[0]}
+    os.close(being_made)
+    assert sweep_abandoned(shm_root) == [empty[1]]
+
+
+@pytest.mark.usefixtures("alone")
+def test_sweep_finds_shared_memory_elsewhere_through_the_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(short))
+    made = RunDir.create(tmp_path / "run", shm_root=tmp_path / "elsewhere")
+    long_ago(made)
+    assert set(sweep_abandoned(tmp_path / "shm")) == {made.shm, made.sockets}
+    short.rmdir()
 
 
 @pytest.mark.usefixtures("alone")
@@ -134,6 +173,10 @@ def test_newest_run_is_the_one_begun_last(run: RunDir, tmp_path: Path, shm_root:
         now = (run.path / "run.json").stat().st_mtime_ns
         os.utime(later.path / "run.json", ns=(now + 10**9, now + 10**9))
         (tmp_path / "runs" / "not-a-run").mkdir()
+        unfinished = tmp_path / "runs" / f"{UNFINISHED_PREFIX}1"
+        unfinished.mkdir()
+        (unfinished / "run.json").touch()
+        os.utime(unfinished / "run.json", ns=(now + 2 * 10**9, now + 2 * 10**9))
         assert newest_run(tmp_path / "runs") == later.path
     finally:
         later.remove_volatile()

@@ -1,0 +1,59 @@
+"""SIGINT, SIGTERM and SIGHUP to the launcher, from its first line to its last.
+
+A signal that the launcher inherited as ignored stays ignored: `nohup` ignores SIGHUP, and a shell without job control
+ignores SIGINT for what it starts with `&`. SIGTERM always ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+
+class Interrupts:
+    """Handles the signals for the whole life of the process. For the main thread only.
+
+    A signal raises KeyboardInterrupt, unless `tell` named a function for it. asyncio's own handlers would not do: when
+    the loop closes, it returns the signals to their default action, which ends the process.
+    """
+
+    def __init__(self) -> None:
+        inherited = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+        kept = [number for number, handler in inherited.items() if handler != signal.SIG_IGN]
+        self._numbers = [*kept, signal.SIGTERM]
+        self._told: Callable[[], object] = self._raise
+        self._holds = self._waits = False
+        for number in self._numbers:
+            signal.signal(number, self._take)
+
+    def tell(self, told: Callable[[], object]) -> None:
+        """Call `told` on each signal from now on, on the main thread."""
+        self._told = told
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Deliver a signal that arrives within the block after it. A mask would not do: other threads take signals."""
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
+        if self._waits:
+            self._told()
+
+    def ignore(self) -> None:
+        """Ignore the signals until the process has ended: the run is over, and its outcome is about to be told."""
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._holds:
+            self._waits = True
+        else:
+            self._told()
+
+    def _raise(self) -> None:
+        self.ignore()  # nothing interrupts what the exception cleans up
+        raise KeyboardInterrupt

@@ -1,0 +1,103 @@
+"""Checks what the processes of one launch recorded (`hook/chaos_history.py`) against the promises."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+Task = tuple[str, int]
+"""Task id and fence."""
+
+
+def read(folder: Path) -> list[Record]:
+    """Return the records of all processes in the order of their ends. A line cut off by a kill is left out."""
+    records = []
+    for file in folder.glob("*.jsonl"):
+        text = file.read_text()
+        records += [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return sorted(records, key=lambda record: float(record["at"]))
+
+
+def violations(records: list[Record], *, resampled: bool = False, damaged: bool = False) -> list[str]:
+    """Return what contradicts the promises, one line each.
+
+    `resampled`: the run went back to an earlier step or lost a lease of a later stage, so accepted tasks were sampled
+    again. `damaged`: the test destroyed shards, so that they may be missing.
+    """
+    found = list(_reads_after_collection(records))
+    if not damaged:
+        found += _lost_puts(records)
+    if not resampled and not damaged:
+        found += _accepted_again(records)
+    return found
+
+
+def _tasks(record: Record) -> list[Task]:
+    return [(task_id, fence) for task_id, fence in record["tasks"]]
+
+
+def _reads_after_collection(records: list[Record]) -> Iterator[str]:
+    collected: dict[str, tuple[int, float]] = {}
+    for record in records:
+        if record["kind"] == "clear":
+            for task_id, fence in _tasks(record):
+                if fence > collected.get(task_id, (-1, 0.0))[0]:
+                    collected[task_id] = (fence, record["at"])
+    for record in records:
+        if record["kind"] != "read":
+            continue
+        for task_id, fence in _tasks(record):
+            last, at = collected.get(task_id, (-1, 0.0))
+            if last >= fence and at < record["begun"]:
+                yield f"{task_id} fence {fence}: read {record['begun'] - at:.3f} s after its collection"
+
+
+def _lost_puts(records: list[Record]) -> Iterator[str]:
+    acknowledged: dict[Task, float] = {}
+    clears: list[tuple[str, int, float]] = []
+    for record in records:
+        if record["kind"] == "put":
+            for task in _tasks(record):
+                acknowledged.setdefault(task, record["at"])
+        if record["kind"] == "clear":
+            clears += [(task_id, fence, record["begun"]) for task_id, fence in _tasks(record)]
+    for record in records:
+        if record["kind"] != "refused" or record["code"] != "missing":
+            continue
+        for task_id, fence in _tasks(record):
+            put_at = acknowledged.get((task_id, fence))
+            cleared = any(each == task_id and last >= fence and at < record["at"] for each, last, at in clears)
+            if put_at is not None and put_at < record["begun"] and not cleared:
+                after_s = record["begun"] - put_at
+                yield f"{task_id} fence {fence}: missing {after_s:.3f} s after its put was acknowledged"
+
+
+def _accepted_again(records: list[Record]) -> Iterator[str]:
+    fences: dict[tuple[str, str], int] = {}
+    for record in records:
+        if record["kind"] == "accepted":
+            for task_id, fence in _tasks(record):
+                first = fences.setdefault((record["stage"], task_id), fence)
+                if first != fence:
+                    yield f"{task_id}, stage {record['stage']}: accepted under fence {first} and again under {fence}"
+
+
+def journal_violations(journal: Path, rows: list[Record], records: list[Record], steps: int) -> list[str]:
+    """Return what the tables of a finished run and its metrics contradict: each task trained once, each step kept."""
+    with contextlib.closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as tables:
+        kept = tables.execute("SELECT step, state, task_ids FROM steps WHERE state <> 'TAKEN_BACK'").fetchall()
+    counts = Counter(task_id for _, _, ids in kept for task_id in json.loads(ids))
+    found = [f"{task_id}: in {count} steps" for task_id, count in counts.items() if count > 1]
+    if sorted(step for step, _, _ in kept) != list(range(1, steps + 1)):
+        found.append(f"the journal has the steps {sorted(step for step, _, _ in kept)} of {steps}")
+    written = [int(row["step"]) for row in rows]
+    if written != list(range(steps + 1)):
+        found.append(f"metrics.jsonl has the rows {written}")
+    lost = {record["step"] for record in records if record["kind"] == "commit"} - set(written)
+    return found + [f"step {step}: its commit was acknowledged, and it has no row" for step in sorted(lost)]

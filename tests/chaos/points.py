@@ -1,0 +1,87 @@
+"""Named points of the product at which a test sends a process a signal: before or after the n-th call of a function."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+HOOK = Path(__file__).with_name("hook")
+
+
+@dataclass(frozen=True)
+class Point:
+    """`signal` is sent before or after (`when`) the `nth` call of `module:name` in a process of `python -m process`."""
+
+    process: str
+    module: str
+    name: str
+    when: str = "before"
+    nth: int = 1
+    signal: int = signal.SIGKILL
+    match: str = ""
+    """Part of the name of the type of an argument, for functions that handle messages of many types."""
+    mark: str = ""
+    """A file that is created when the signal is sent, after which no process is sent it again. Empty: each life is."""
+
+    @classmethod
+    def parse(cls, process: str, text: str, number: int, mark: str = "") -> Point:
+        """Return the point of a text such as `shared.rundir:RunDir.create after` or `os:rename before 3`."""
+        place, when, *nth = text.split()
+        module, _, name = place.partition(":")
+        return cls(process, module, name, when, int(nth[0]) if nth else 1, number, mark=mark)
+
+
+def with_points(environment: Mapping[str, str], *points: Point, history: Path | None = None) -> dict[str, str]:
+    """Return the environment of processes that take the signals of `points`, and record what they say in `history`."""
+    path = [str(HOOK), *filter(None, [environment.get("PYTHONPATH", "")])]
+    text = json.dumps([asdict(point) for point in points])
+    found = {**environment, "PYTHONPATH": os.pathsep.join(path), "CHAOS_POINTS": text}
+    return found if history is None else found | {"CHAOS_HISTORY": str(history)}
+
+
+SCHEDULER, STORE = "services.scheduler", "services.batch_store"
+DRIVER, WORKER = "services.policy_trainer", "services.policy_trainer.worker"
+ROLLOUT, REFERENCE = "services.rollout", "services.reference"
+BOTH = ("before", "after")
+_PLACES = (
+    # process, function, type of an argument, and the largest n of "the n-th call"
+    (SCHEDULER, "services.scheduler.journal:Journal.commit", "", 400),
+    (SCHEDULER, "services.scheduler.metrics_file:MetricsFile.write", "", 8),
+    (SCHEDULER, "shared.rpc.mailbox:Mailbox.answer", "StepBatch", 8),
+    (SCHEDULER, "shared.rpc.mailbox:Mailbox.answer", "CompleteAck", 40),
+    (SCHEDULER, "shared.rpc.mailbox:Mailbox.answer", "LeaseGrant", 40),
+    (STORE, "services.batch_store.files:StoreFiles.create", "", 60),
+    (STORE, "services.batch_store.files:StoreFiles.seal", "", 60),
+    (STORE, "services.batch_store.files:StoreFiles.entomb", "", 10),
+    (STORE, "services.batch_store.files:StoreFiles.retire", "", 20),
+    (STORE, "shared.rpc.mailbox:Mailbox.answer", "PutSealed", 60),
+    (STORE, "services.batch_store.server:StoreService._clear", "", 10),
+    (DRIVER, "services.policy_trainer.scheduler_calls:SchedulerCalls.next_batch", "", 8),
+    (DRIVER, "services.policy_trainer.scheduler_calls:SchedulerCalls.commit", "", 8),
+    (DRIVER, "services.policy_trainer.scheduler_calls:SchedulerCalls.publish", "", 8),
+    (DRIVER, "services.policy_trainer.scheduler_calls:SchedulerCalls.checkpoint_saved", "", 2),
+    (DRIVER, "services.policy_trainer.scheduler_calls:SchedulerCalls.finish", "", 1),
+    (WORKER, "services.policy_trainer.worker.checkpoint:_write", "", 2),
+    (WORKER, "pathlib:Path.rename", "", 3),
+    (WORKER, "shared.dataplane.client:DataClient.put", "", 8),
+    (ROLLOUT, "shared.dataplane.client:DataClient.put", "", 20),
+    (ROLLOUT, "shared.rpc.client:Client.call", "Complete", 20),
+    (REFERENCE, "shared.dataplane.client:DataClient.put", "", 20),
+    (REFERENCE, "shared.rpc.client:Client.call", "Complete", 20),
+)
+
+
+def drawn(chance: random.Random, marks: Path, count: int, processes: Collection[str] = ()) -> list[Point]:
+    """Return `count` different points of `processes` (default: all), each of which kills one process once."""
+    places = [place for place in _PLACES if not processes or place[0] in processes]
+    points = []
+    for number, (process, function, match, most) in enumerate(chance.sample(places, min(count, len(places)))):
+        module, _, name = function.partition(":")
+        when, nth = chance.choice(BOTH), chance.randint(1, most)
+        points.append(Point(process, module, name, when, nth, match=match, mark=str(marks / f"point-{number}")))
+    return points
