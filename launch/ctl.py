@@ -98,6 +98,28 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 
 
 @app.command()
+def trace(
+    context: typer.Context,
+    task_id: Annotated[str, typer.Argument(metavar="TASK_ID", help="as train/0/17: split, epoch, row")],
+    as_json: Json = False,
+) -> None:
+    """Tell the story of one task across processes, also after its collection or the end of the run."""
+    from launch.story import as_lines, as_rows, story
+
+    run, before = context.obj
+    with _one_line_errors():
+        if not isinstance(run, RunDir):
+            text = "a story is read from the journal and the logs: use --run on the host of the run directory"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        entries = story(run, task_id)
+    if as_json or before:
+        print(json.dumps({"task_id": task_id, "story": as_rows(entries)}))
+        return
+    for line in as_lines(entries):
+        print(line)
+
+
+@app.command()
 def export_access(
     context: typer.Context,
     role: Annotated[str, typer.Option("--role", help="observer, operator or service")],
