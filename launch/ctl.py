@@ -98,6 +98,23 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 
 
 @app.command()
+def doctor(context: typer.Context, as_json: Json = False) -> None:
+    """Say what is wrong, who waits for whom, since when and until when. Exit status 0 if nothing is wrong."""
+    from launch.doctor import as_document, as_lines, diagnose, examine
+
+    run, before = context.obj
+    with _one_line_errors():
+        examined = asyncio.run(examine(run))
+    findings = diagnose(examined)
+    if as_json or before:
+        print(json.dumps(as_document(examined, findings)))
+    else:
+        for line in as_lines(examined, findings):
+            print(line)
+    raise typer.Exit(EXIT_UNREACHABLE if any(each.wrong for each in findings) else 0)
+
+
+@app.command()
 def trace(
     context: typer.Context,
     task_id: Annotated[str, typer.Argument(metavar="TASK_ID", help="as train/0/17: split, epoch, row")],

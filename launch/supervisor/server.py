@@ -44,6 +44,7 @@ from launch.supervisor.state import (
     Terminate,
     TimePassed,
 )
+from launch.supervisor.waits import ProcessWaits, stopped_processes
 from launch.supervisor.watch import MailboxWatch
 from proto.ids import new_incarnation
 from proto.messages import (
@@ -52,6 +53,7 @@ from proto.messages import (
     GetLog,
     GetStatus,
     GetSupervisorState,
+    GetWaits,
     KillInstance,
     LogLines,
     Ping,
@@ -62,6 +64,8 @@ from proto.messages import (
     Status,
     StopRun,
     SupervisorState,
+    WaitRow,
+    Waits,
 )
 from shared.actor.logging import log_page
 from shared.actor.service import ProcessState
@@ -142,6 +146,7 @@ class Supervisor:
         self._dying: dict[int, list[Call]] = {}
         """The calls to answer once a process is dead, by its pid."""
         self._scheduler: Client | None = None
+        self._waits = ProcessWaits()
         self._door: SupervisorDoor | None = None
         self._log = structlog.get_logger(SUPERVISOR)
 
@@ -156,6 +161,7 @@ class Supervisor:
         self._mailbox.handle(GetSupervisorState, self._on_get_state)
         self._mailbox.handle(Ping, self._on_ping)
         self._mailbox.handle(GetLog, self._on_get_log)
+        self._mailbox.handle(GetWaits, self._on_get_waits)
         watch = MailboxWatch(
             self._run, self._context, self._incarnation, ready=self._ready_processes, on_silent=self._on_silent
         )
@@ -205,6 +211,7 @@ class Supervisor:
                 answer = self._carry_out(effect)
                 if answer is not None:
                     queue.append(answer)
+        self._waits.note(self.state, self._loop.time())
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -391,6 +398,14 @@ class Supervisor:
             for key, process in self.state.processes.items()
         ]
         return SupervisorState(run=self._run.name, phase=self.state.phase, processes=rows)
+
+    async def _on_get_waits(self, _: GetWaits, call: Call) -> Waits:
+        now = self._loop.time()
+        rows: list[WaitRow] = self._waits.rows(self.state, now)
+        # Reading all processes of the machine takes a while.
+        rows += await self._loop.run_in_executor(None, stopped_processes, dict(self.state.pids()))
+        phase, phase_s = self.state.phase, self._waits.phase_s(now)
+        return Waits(incarnation=self._incarnation, state=phase, state_s=phase_s, waits=rows)
 
     def _on_get_log(self, request: GetLog, call: Call) -> LogLines | Awaitable[LogLines]:
         key = (request.service, request.instance)

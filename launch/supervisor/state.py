@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
@@ -252,6 +252,12 @@ class RunLifecycle:
                 assert_never(event)
         self._advance(now)
         return self._effects
+
+    def pids(self) -> Iterator[tuple[Key, int]]:
+        """Yield the processes that run, with their ids."""
+        for key, process in self.processes.items():
+            if process.pid:
+                yield key, process.pid
 
     def next_deadline(self) -> float | None:
         """Return the time at which a `TimePassed` is due, if any."""

@@ -11,6 +11,7 @@ from proto.messages.common import Ack, Array, Error, ErrorCode, Ping, Pong
 from proto.messages.process import (
     GetLog,
     GetSupervisorState,
+    GetWaits,
     KillInstance,
     LogLines,
     ProcessRow,
@@ -18,6 +19,9 @@ from proto.messages.process import (
     ServiceReport,
     StopRun,
     SupervisorState,
+    WaitKind,
+    WaitRow,
+    Waits,
 )
 from proto.messages.registration import (
     DeviceOrder,

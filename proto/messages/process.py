@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from proto.messages.common import Ack
 from proto.registry import Message, Record, Request, message
 
@@ -75,6 +77,50 @@ class KillInstance(Request, frozen=True, kw_only=True):
     instance: int
     pid: int
     cause: str  # the reason, in one line for the log
+
+
+class WaitKind(StrEnum):
+    """The subject of a `WaitRow`."""
+
+    CALL = "call"  # a request to another process is not answered yet
+    REFUSED = "refused"  # another process keeps answering that it has no room or ends
+    STEP = "step"  # the driver waits for tasks of its next step, or for an evaluation
+    LEASE = "lease"  # a lease makes no progress
+    CLEAR = "clear"  # a store has not acknowledged clears
+    ROOM = "room"  # memory is (nearly) full
+    CODE = "code"  # a process of users' code works on calls
+    OUTAGE = "outage"  # a judge does not answer: rewards wait and nothing is leased
+    COMPUTE = "compute"  # a computation runs
+    CHECKPOINT = "checkpoint"  # a checkpoint is saved
+    PROCESS = "process"  # a process starts, ends, waits for its restart, or is stopped by a signal
+
+
+class WaitRow(Record, frozen=True, array_like=True):
+    """Something that has not happened yet."""
+
+    kind: str  # a `WaitKind`
+    what: str  # one line for a person
+    since_s: float  # seconds that it has lasted
+    limit_s: float = 0.0  # seconds after which it ends or something is done about it; 0: nothing limits it here
+    of: str = ""  # the process that is waited for, as `rollout/0`, or a service, as `rollout`; empty: none of the run
+
+
+@message(16)
+class Waits(Message, frozen=True, kw_only=True):
+    """The present waits of a process."""
+
+    incarnation: int
+    state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; of the supervisor, its phase (`SupervisorState`)
+    state_s: float  # seconds since it entered that state
+    cause: str = ""  # what the state waits for, in one line
+    waits: list[WaitRow] = []  # in no particular order
+    progress_s: float = -1.0
+    """Seconds since the counter of its working thread advanced (`Heartbeat.progress`). -1: it has not advanced yet."""
+
+
+@message(17, reply=Waits)
+class GetWaits(Request, frozen=True, kw_only=True):
+    """Ask a process what it waits for. Every process answers it at once, whatever it waits for."""
 
 
 @message(18)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
-from proto.messages import ErrorCode, Heartbeat, WeightsRef
+from proto.messages import ErrorCode, Heartbeat, WaitRow, WeightsRef
 from services.rollout.answers import AnswerSampler
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
@@ -221,6 +221,10 @@ class RolloutService(Service):
             leases=self._worker.leases.progress(),
             troubles=[*self._worker.troubles(), *(self._endpoint.troubles() if self._endpoint is not None else [])],
         )
+
+    async def open_waits(self) -> list[WaitRow]:
+        rows = await self._rewards.waits() if self._rewards is not None else []
+        return rows + (await self._workflows.waits() if self._workflows is not None else [])
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
         if self._worker is not None:
