@@ -6,6 +6,7 @@ Exit status: 0 if the run is done, 1 if it failed or was stopped, 2 if the comma
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -16,19 +17,19 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from launch import place, preflight
+from launch import detached, place, preflight, scaling
 from launch.gpus import visible_gpus, wanted
 from launch.logs import last_lines, shorten
 from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
-from launch.supervisor.state import Died, Reported, RunEnded, RunOutcome
+from launch.supervisor.state import Died, Reported, RunEnded, RunOutcome, RunPhase
 from proto.messages import Status
 from services.scheduler.journal import rewinds
 from shared.actor import logging
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, checkpoint_steps, service_name, sweep_abandoned
+from shared.rundir import RunDir, checkpoint_steps, newest_run, service_name, sweep_abandoned
 from shared.topology import Topology, TopologyError, load, stop_limit_s
 
 STATUS_DEADLINE_S = 2.0
@@ -36,14 +37,17 @@ POLL_S = 1.0
 LOG_LINES = 10
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
-_OVER = frozenset({ProcessState.STOPPED, ProcessState.FAILED})
+_OVER = frozenset({ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED})
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main(
-    topology_file: Annotated[Path, typer.Argument(metavar="TOPOLOGY.yaml", help="YAML file that describes the run")],
+    topology_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="TOPOLOGY.yaml", help="YAML file that describes the run", show_default=False),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="override one key of the topology")
     ] = None,
@@ -52,8 +56,20 @@ def main(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue a run from its journal and checkpoints")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, show the plan, start nothing")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="return once every service is READY; a supervisor stays")
+    ] = False,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="show the console of a detached run; Ctrl-C leaves the run alone")
+    ] = False,
 ) -> None:
     """Start the services of a topology and keep them running until the run is done."""
+    if attach:
+        if topology_file is not None or overrides or resume or dry_run or detach:
+            _refuse(["--attach: takes no TOPOLOGY.yaml and no option but --run-dir, because the run has them already"])
+        raise typer.Exit(_attach(run_dir))
+    if topology_file is None:
+        _refuse(["TOPOLOGY.yaml: missing; name the file that describes the run (see launch/topologies/)"])
     try:
         topology = load(topology_file, overrides or [])
     except TopologyError as error:
@@ -72,7 +88,14 @@ def main(
         if findings.errors:
             _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
-    raise typer.Exit(_launch(topology, path, resume=resume))
+    raise typer.Exit(_launch(topology, path, resume=resume, detach=detach))
+
+
+def _attach(run_dir: Path | None) -> int:
+    try:
+        return detached.attach(RunDir.open(run_dir or newest_run(place.BASE)))
+    except RpcError as error:
+        _refuse([str(error)])
 
 
 def _refuse(lines: Iterable[str]) -> NoReturn:
@@ -98,7 +121,7 @@ def _show_plan(topology: Topology, path: Path) -> None:
         print(f"{service_name(*key):<26}{threads:>8}  {seen:<{width}}  {module_of(key[0])}")
 
 
-def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
+def _launch(topology: Topology, path: Path, *, resume: bool, detach: bool) -> int:
     root = preflight.shm_root(topology)
     try:
         if resume:
@@ -111,13 +134,19 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
         _refuse([str(error)])
     run.hold()
     logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=run.name)
+    stays: detached.Detached | None = None
+    if detach:
+        side = detached.detach(run)
+        if isinstance(side, detached.Launcher):
+            return side.wait()
+        stays = side
     begun = time.monotonic()
     metrics = Metrics(run.metrics, steps=topology.run.steps)
     before = len(rewinds(run.journal))
     with Screen() as screen:
         screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(_plan(topology))} services")
         try:
-            ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before))
+            ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before, stays))
         except RpcError as error:
             _refuse([str(error)])
         finally:
@@ -132,9 +161,19 @@ def _launch(topology: Topology, path: Path, *, resume: bool) -> int:
 
 
 async def _supervise(
-    run: RunDir, topology: Topology, lock: int, screen: Screen, metrics: Metrics, rewinds_before: int
+    run: RunDir,
+    topology: Topology,
+    lock: int,
+    screen: Screen,
+    metrics: Metrics,
+    rewinds_before: int,
+    stays: detached.Detached | None,
 ) -> RunEnded:
+    """Run the supervisor and return how the run ended. `stays` lets a detached launcher return once all are READY."""
+
     def on_event(event: EVENTS) -> None:
+        if stays is not None and supervisor.state.phase == RunPhase.RUNNING:
+            stays.ready()
         if isinstance(event, Died):
             when = f"in {event.delay_s:g} s" if event.delay_s else "now"
             screen.notice(
@@ -158,6 +197,8 @@ async def _supervise(
         on_event=on_event,
         lock=lock,
         save_limit_s=stop_limit_s(topology),
+        ranks=scaling.ranks(topology),
+        resize=functools.partial(scaling.resize, run),
     )
     interrupts = 0
 

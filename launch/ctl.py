@@ -18,19 +18,22 @@ import typer
 
 from launch.logs import readable
 from launch.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
-from launch.supervisor.plan import SUPERVISOR, Key, select
+from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, select
 from proto.messages import (
     Ack,
+    DrainService,
     ErrorCode,
     GetLog,
     GetStatus,
     GetSupervisorState,
     LogLines,
     RestartService,
+    ScaleService,
     Status,
     StopRun,
     SupervisorState,
 )
+from proto.registry import Request
 from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name, service_name
@@ -77,15 +80,54 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def restart(
-    context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE] | all")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="restart every process, one after the other")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Stop one service, or one instance of it, and start it again."""
+    """Stop one service, or one instance of it, and start it again. With all, each is READY before the next."""
     run, before = context.obj
     with _one_line_errors():
-        keys = select(name, _known_keys(run))
-        service, instance = parse_service_name(name)
+        if everything and name:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"restart {name} --all: name a service or give --all, not both")
+        if everything or name == EVERYTHING:
+            keys, service, instance = _supervised_keys(run), EVERYTHING, -1
+        else:
+            keys = select(name, _supervised_keys(run))
+            service, instance = parse_service_name(name)
         _send(run, RestartService(service=service, instance=instance))
     _print_facts({"restarting": [service_name(*key) for key in keys]}, as_json=as_json or before)
+
+
+@app.command()
+def drain(
+    context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
+) -> None:
+    """Let a rollout or reference finish its leases and end. It stays ended: restart or scale brings it back."""
+    run, before = context.obj
+    with _one_line_errors():
+        keys = select(name, _supervised_keys(run))
+        service, instance = parse_service_name(name)
+        _send(run, DrainService(service=service, instance=instance))
+    _print_facts({"draining": [service_name(*key) for key in keys]}, as_json=as_json or before)
+
+
+@app.command()
+def scale(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="rollout or reference")],
+    instances: Annotated[int, typer.Argument(metavar="N", help="number of instances, 1 or more")],
+    as_json: Json = False,
+) -> None:
+    """Run N instances of a service: start those that are missing, drain those above."""
+    run, before = context.obj
+    with _one_line_errors():
+        select(name, _supervised_keys(run))
+        service, instance = parse_service_name(name)
+        if instance != -1:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"scale {name}: give the name of a service and a number of instances")
+        _send(run, ScaleService(service=service, instances=instances))
+    _print_facts({"scaling": [service_name(service, each) for each in range(instances)]}, as_json=as_json or before)
 
 
 @app.command()
@@ -210,6 +252,18 @@ def _known_keys(run: Run) -> list[Key]:
     return [(spec.service, spec.instance) for spec in load(run.topology, check_supported=False).services_plan()]
 
 
+def _supervised_keys(run: Run) -> list[Key]:
+    """Return the processes of the topology and those that the supervisor started since (`ctl scale`)."""
+    known = _known_keys(run)
+    if isinstance(run, RunDir):
+        try:
+            state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
+        except RpcError:
+            return known  # the request itself will say why
+        known += [(process.service, process.instance) for process in state.processes]
+    return list(dict.fromkeys(known))
+
+
 def _registered_keys(run: Run) -> list[Key]:
     """Return all registered processes, also on hosts that have joined; none while the scheduler is away."""
     try:
@@ -228,7 +282,7 @@ def _timestamp(line: str) -> str:
         return ""
 
 
-def _send(run: Run, request: RestartService | StopRun) -> None:
+def _send(run: Run, request: Request) -> None:
     asyncio.run(with_client(run, SUPERVISOR, request, Ack))
 
 

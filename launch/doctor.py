@@ -55,7 +55,9 @@ TOLD_S = 1.0
 """Seconds after which a wait is listed."""
 POLLS = frozenset({"LeaseRequest", "NextBatch", "WaitEvals", "HoldDevices"})
 """Requests that are deferred until there is something to do, as a rule."""
-_AWAY = frozenset({ProcessState.WAITING, ProcessState.BACKOFF, ProcessState.STOPPED, ProcessState.FAILED})
+_AWAY = frozenset(
+    {ProcessState.WAITING, ProcessState.BACKOFF, ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED}
+)
 
 
 @dataclass

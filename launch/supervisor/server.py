@@ -23,9 +23,11 @@ import zmq
 
 from launch.supervisor.door import SupervisorDoor
 from launch.supervisor.joined import log_of_joined
-from launch.supervisor.plan import DRIVER, SUPERVISOR, Key, module_of
+from launch.supervisor.plan import DRIVER, EVERYTHING, LEASING, SUPERVISOR, Key, module_of, rolling_order
+from launch.supervisor.resized import Resized
 from launch.supervisor.state import (
     Died,
+    DrainAsked,
     Effect,
     Event,
     Exited,
@@ -34,12 +36,15 @@ from launch.supervisor.state import (
     KillOrdered,
     Reported,
     RestartAsked,
+    Retire,
+    RollingRestartAsked,
     RunEnded,
     RunLifecycle,
     RunPhase,
     Silent,
     Spawn,
     Spawned,
+    StartAsked,
     StopAsked,
     Terminate,
     TimePassed,
@@ -49,6 +54,7 @@ from launch.supervisor.watch import MailboxWatch
 from proto.ids import new_incarnation
 from proto.messages import (
     Ack,
+    DrainService,
     ErrorCode,
     GetLog,
     GetStatus,
@@ -60,6 +66,7 @@ from proto.messages import (
     Pong,
     ProcessRow,
     RestartService,
+    ScaleService,
     ServiceReport,
     Status,
     StopRun,
@@ -76,6 +83,7 @@ from shared.rundir import RunDir, service_name
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPLETE_CALL_S = 5.0
+RETIRE_CALL_S = 5.0
 CANNOT_START = 127
 EVENTS = Died | Spawned | Reported
 """The events passed to `on_event`."""
@@ -120,11 +128,16 @@ class Supervisor:
         lock: int | None = None,
         save_limit_s: float = 0.0,
         command: Callable[[str], Sequence[str]] | None = None,
+        ranks: Mapping[str, int] | None = None,
+        resize: Callable[[str, int], Resized] | None = None,
     ) -> None:
         """`threads` are CPU threads by process (default 1); `gpus` is CUDA_VISIBLE_DEVICES by process; `listen` are the
         endpoints for other hosts by process, including the supervisor's own, if the run spans several; `lock` is the
         descriptor of the lock on the run directory, which the guard inherits; `save_limit_s` limits the time in which
         the trainer saves a checkpoint at the end; `command` returns the program of a service, if it is not its module.
+        `ranks` is the number of processes that hold one model together, by service (default 1). `resize` checks that
+        a service can have a number of instances and returns what they need; it raises RpcError if not, and None means
+        that nothing can be scaled.
         """
         self._run = run
         self.state = RunLifecycle(plan, save_limit_s)
@@ -133,6 +146,8 @@ class Supervisor:
         self._listen = dict(listen or {})
         self._on_event = on_event
         self._lock = lock
+        self._ranks = dict(ranks or {})
+        self._resize = resize
         self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
         self._children: dict[Key, subprocess.Popen[bytes]] = {}
         self._guard: subprocess.Popen[bytes] | None = None
@@ -156,6 +171,8 @@ class Supervisor:
         self._ended = self._loop.create_future()
         self._mailbox.handle(ServiceReport, self._on_report)
         self._mailbox.handle(RestartService, self._on_restart)
+        self._mailbox.handle(DrainService, self._on_drain)
+        self._mailbox.handle(ScaleService, self._on_scale)
         self._mailbox.handle(KillInstance, self._on_kill)
         self._mailbox.handle(StopRun, self._on_stop)
         self._mailbox.handle(GetSupervisorState, self._on_get_state)
@@ -228,6 +245,8 @@ class Supervisor:
                 return self._spawn(key)
             case Terminate(key, pid):
                 self._signal(key, pid, signal.SIGTERM)
+            case Retire(key, pid):
+                self._background(self._retire(key, pid))
             case Kill(key, pid):
                 self._log.warning("killed", name=service_name(*key), pid=pid)
                 self._signal(key, pid, signal.SIGKILL)
@@ -306,6 +325,18 @@ class Supervisor:
         complete = self._run.export.is_dir() and (status is None or status.step >= status.steps)
         self._feed(Exited(key, pid, 0, run_complete=complete))
 
+    async def _retire(self, key: Key, pid: int) -> None:
+        """Ask a service to finish its leases. One that does not answer is told to end: it hands its leases back."""
+        name = service_name(*key)
+        client = Client(self._context, self._run.endpoint(*key), name, self._incarnation)
+        try:
+            await client.call(DrainService(service=key[0], instance=key[1]), Ack, deadline_s=RETIRE_CALL_S)
+        except RpcError as error:
+            self._log.warning("does not finish its leases", name=name, error=str(error))
+            self._signal(key, pid, signal.SIGTERM)
+        finally:
+            client.close()
+
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
@@ -357,13 +388,54 @@ class Supervisor:
         return Ack()
 
     def _on_restart(self, request: RestartService, call: Call) -> Ack:
-        keys = [key for key in self.state.processes if key[0] == request.service and request.instance in (-1, key[1])]
-        if not keys:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service_name(request.service, request.instance)}")
-        if self.draining:
-            raise RpcError(ErrorCode.DRAINING, "the run is ending: nothing is restarted")
-        self._feed(RestartAsked(keys))
+        self._refuse_at_end()
+        if request.service == EVERYTHING:
+            self._feed(RollingRestartAsked(rolling_order(self.state.processes, self._ranks)))
+        else:
+            self._feed(RestartAsked(self._keys(request.service, request.instance)))
         return Ack()
+
+    def _on_drain(self, request: DrainService, call: Call) -> Ack:
+        self._refuse_at_end()
+        keys = self._keys(request.service, request.instance)
+        if request.service not in LEASING:
+            text = f"{request.service} cannot be drained: it leases no tasks as {' and '.join(LEASING)} do; restart it"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        ranks = self._ranks.get(request.service, 1)
+        if len(keys) % ranks:
+            name = service_name(request.service, request.instance)
+            text = f"{name} holds one of {ranks} pieces of its model: drain {request.service} as a whole, or scale it"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        self._feed(DrainAsked(keys))
+        return Ack()
+
+    async def _on_scale(self, request: ScaleService, call: Call) -> Ack:
+        self._refuse_at_end()
+        if self._resize is None:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{request.service} cannot be scaled in this run")
+        resized = await self._loop.run_in_executor(None, self._resize, request.service, request.instances)
+        self._refuse_at_end()
+        for key in resized.keys:
+            self._threads[key] = resized.threads
+            self._gpus[key] = resized.gpus[key]
+            if resized.listen:
+                self._listen[key] = resized.listen
+        self._log.info("scaled", name=request.service, instances=request.instances)
+        self._feed(StartAsked(resized.keys))
+        above = [key for key in self.state.processes if key[0] == request.service and key not in resized.keys]
+        self._feed(DrainAsked(above))
+        return Ack()
+
+    def _keys(self, service: str, instance: int) -> list[Key]:
+        """Return the processes of a service, or one of them. Raises RpcError(bad_request) if there is none."""
+        keys = [key for key in self.state.processes if key[0] == service and instance in (-1, key[1])]
+        if not keys:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service_name(service, instance)}")
+        return keys
+
+    def _refuse_at_end(self) -> None:
+        if self.draining:
+            raise RpcError(ErrorCode.DRAINING, "the run is ending: nothing is started, restarted or drained")
 
     def _on_kill(self, request: KillInstance, call: Call) -> Answer:
         key = (request.service, request.instance)

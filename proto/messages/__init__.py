@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from proto.messages.common import Ack, Array, Error, ErrorCode, Ping, Pong
 from proto.messages.process import (
+    DrainService,
     GetLog,
     GetSupervisorState,
     GetWaits,
@@ -16,6 +17,7 @@ from proto.messages.process import (
     LogLines,
     ProcessRow,
     RestartService,
+    ScaleService,
     ServiceReport,
     StopRun,
     SupervisorState,

@@ -25,12 +25,15 @@ class ServiceReport(Request, frozen=True, kw_only=True):
 class RestartService(Request, frozen=True, kw_only=True):
     """Stop and restart one instance of a service, or all of them.
 
+    Service `all` stands for every process of the run: they are restarted one after the other, the ranks of one model
+    together, and each is READY before the next one is stopped.
+
     Errors:
         bad_request: the run has no such service.
         draining: the run is ending.
     """
 
-    service: str
+    service: str  # name of a service, or `all`
     instance: int = -1  # number of the instance; -1: all of them
 
 
@@ -44,7 +47,7 @@ class ProcessRow(Record, frozen=True, array_like=True):
 
     service: str
     instance: int
-    state: str  # WAITING, BACKOFF, or the state that the service reported last
+    state: str  # WAITING, BACKOFF, DRAINED, or the state that the service reported last
     pid: int
     incarnation: int
     restarts: int  # number of restarts so far
@@ -121,6 +124,36 @@ class Waits(Message, frozen=True, kw_only=True):
 @message(17, reply=Waits)
 class GetWaits(Request, frozen=True, kw_only=True):
     """Ask a process what it waits for. Every process answers it at once, whatever it waits for."""
+
+
+@message(28, reply=Ack)
+class DrainService(Request, frozen=True, kw_only=True):
+    """End instances that lease tasks once they have finished the leases that they hold. They take no new ones.
+
+    The supervisor passes it on to the service, and does not start the instance again: it is DRAINED.
+
+    Errors:
+        bad_request: the run has no such service, or it leases no tasks.
+        draining: the run is ending.
+    """
+
+    service: str
+    instance: int = -1  # number of the instance; -1: all of them
+
+
+@message(29, reply=Ack)
+class ScaleService(Request, frozen=True, kw_only=True):
+    """Run instances 0 to `instances` - 1 of a service: start those that are missing and drain those above.
+
+    The resolved topology of the run keeps the number, as far as it has a key for it.
+
+    Errors:
+        bad_request: the service cannot be scaled in this run, or this machine lacks what so many instances need.
+        draining: the run is ending.
+    """
+
+    service: str
+    instances: int  # number of instances, 1 or more
 
 
 @message(18)

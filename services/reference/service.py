@@ -73,6 +73,7 @@ class ReferenceService(Service):
         self._scoring: Scoring | None = None
         self._asked: Asked = asyncio.Queue()
         self._worker: ReferenceWorker | None = None
+        self.mailbox.handle(messages.DrainService, self._retire)
         self.mailbox.handle(messages.Meet, self._group.on_meet)
         self.mailbox.handle(messages.ScoreTogether, self._ask)
 
@@ -113,6 +114,13 @@ class ReferenceService(Service):
         reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""
         refreshed = kl is not None and kl.refresh_every is not None
         return ReferenceWorker(self, scorer, self._data, scoring, store, reward_kl, refreshed=refreshed)
+
+    def _retire(self, _: messages.DrainService, call: Call) -> messages.Ack:
+        if self._worker is None:
+            self.request_stop()  # it has not begun to lease, or it serves rank 0, which ends the group
+        else:
+            self._worker.leases.retired.set()
+        return messages.Ack()
 
     def _ask(self, request: messages.ScoreTogether, call: Call) -> Deferred:
         self._asked.put_nowait((request, call))  # rank 0 may be ready before this rank has loaded its pieces

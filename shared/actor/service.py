@@ -53,7 +53,7 @@ that its work cannot go on."""
 
 
 class ProcessState(StrEnum):
-    """The states of a process. Services report STARTING to FAILED; only the supervisor knows of the other two."""
+    """The states of a process. Services report STARTING to FAILED; only the supervisor knows of the others."""
 
     WAITING = "WAITING"
     STARTING = "STARTING"
@@ -62,6 +62,8 @@ class ProcessState(StrEnum):
     STOPPED = "STOPPED"
     FAILED = "FAILED"
     BACKOFF = "BACKOFF"
+    DRAINED = "DRAINED"
+    """Ended by the operator (`ctl drain`), and not started again by itself."""
 
 
 class Service:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from proto.messages import (
+    DrainService,
     GetLog,
     GetSnapshot,
     GetStatus,
@@ -16,6 +17,7 @@ from proto.messages import (
     Ping,
     Resolve,
     RestartService,
+    ScaleService,
     StopRun,
 )
 from proto.registry import Message
@@ -49,6 +51,7 @@ LEAST_ROLE: Mapping[type[Message], Role] = MappingProxyType(
     {
         Ping: Role.OBSERVER,
         GetSnapshot: Role.OBSERVER,
+        DrainService: Role.OPERATOR,
         GetLog: Role.OPERATOR,
         GetStatus: Role.OPERATOR,
         GetStoreStats: Role.OPERATOR,
@@ -56,6 +59,7 @@ LEAST_ROLE: Mapping[type[Message], Role] = MappingProxyType(
         GetWaits: Role.OPERATOR,
         Resolve: Role.OPERATOR,
         RestartService: Role.OPERATOR,
+        ScaleService: Role.OPERATOR,
         StopRun: Role.OPERATOR,
     }
 )

@@ -34,6 +34,8 @@ ROUTES = {
     "Ping": ("anyone", "anyone"),
     "ServiceReport": ("every service", "supervisor"),
     "RestartService": ("operator", "supervisor"),
+    "DrainService": ("operator, supervisor", "supervisor, rollout, reference"),
+    "ScaleService": ("operator", "supervisor"),
     "StopRun": ("operator", "supervisor"),
     "GetSupervisorState": ("operator, policy-trainer", "supervisor"),
     "KillInstance": ("scheduler", "supervisor"),
