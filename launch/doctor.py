@@ -205,7 +205,9 @@ class _Graph:
         return [
             (who, row)
             for who, row in self.rows
-            if row.of in (name, service) and who != name and row.kind != WaitKind.PROCESS and row.since_s >= TOLD_S
+            if row.of in (name, service)
+            and who != name
+            and (row.kind == WaitKind.OUTAGE or (row.since_s >= TOLD_S and row.kind != WaitKind.PROCESS))
         ]
 
     def stalls(self, name: str) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ class _Seen(NamedTuple):
 
 
 @dataclass
-class _Held:
+class Held:
     """A lease that held the task, for the lines of logs about it and its holder."""
 
     lease_id: int
@@ -79,7 +79,7 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
         except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
             text = f"journal {run.journal}: snapshot cannot be read ({error}); use the release that wrote it"
             raise RpcError(ErrorCode.BAD_REQUEST, text) from None
-        entries, held = _Replay(state, task_id).run(recorded)
+        entries, held = replayed(state, task_id, recorded)
         told = {entry.facts["step"] for entry in entries if entry.what == "trained"}
         for step, kind, committed_at in recorded.steps_of(task_id):
             if step not in told and committed_at is not None:
@@ -91,6 +91,11 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry.at or 0.0)
 
 
+def replayed(state: RunState, task_id: str, recorded: Recorded) -> tuple[list[Entry], list[Held]]:
+    """Apply the events of a journal to `state`. Return what happened to a task, and the leases that held it."""
+    return _Replay(state, task_id).run(recorded)
+
+
 class _Replay:
     """Applies the events of a journal and notes what they do to one task."""
 
@@ -98,9 +103,9 @@ class _Replay:
         self._state = state
         self._task_id = task_id
         self._entries: list[Entry] = []
-        self._held: list[_Held] = []
+        self._held: list[Held] = []
 
-    def run(self, recorded: Recorded) -> tuple[list[Entry], list[_Held]]:
+    def run(self, recorded: Recorded) -> tuple[list[Entry], list[Held]]:
         """Return the entries, and the leases that held the task."""
         before = self._look()
         if before is not None:
@@ -198,7 +203,7 @@ class _Replay:
     def _note_lease(self, seen: _Seen, at: float) -> TaskLease | None:
         lease = self._state.leases.get(seen.lease)
         if lease is not None:
-            self._held.append(_Held(lease.lease_id, service_name(*lease.holder), at, time.time()))
+            self._held.append(Held(lease.lease_id, service_name(*lease.holder), at, time.time()))
         return lease
 
     def _refused(self, at: float, event: Complete, refused: Iterable[Refusal], lease: TaskLease | None) -> None:
@@ -243,7 +248,7 @@ def _cause(event: Durable, task_id: str, lease: TaskLease | None) -> str:
 # ------------------------------------------------------------------------------------------------------- logs
 
 
-def _logged(run: RunDir, task_id: str, held: list[_Held]) -> Iterator[Entry]:
+def _logged(run: RunDir, task_id: str, held: list[Held]) -> Iterator[Entry]:
     """Yield what processes logged about the task, its leases, and the ends of their holders meanwhile."""
     named = re.compile(rf"(?<![\w/-]){re.escape(task_id)}(?![\w/])")
     for path in sorted(run.logs.glob("*.jsonl")):
@@ -256,7 +261,7 @@ def _logged(run: RunDir, task_id: str, held: list[_Held]) -> Iterator[Entry]:
                 yield entry
 
 
-def _concerns(entry: Entry, held: list[_Held]) -> bool:
+def _concerns(entry: Entry, held: list[Held]) -> bool:
     at = entry.at or 0.0
     if entry.service == f"{SUPERVISOR}/0":
         ended = entry.what in _ENDS and entry.facts.get("name")
