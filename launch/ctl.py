@@ -25,12 +25,14 @@ from proto.messages import (
     ErrorCode,
     GetLog,
     GetStatus,
+    GetStory,
     GetSupervisorState,
     LogLines,
     RestartService,
     ScaleService,
     Status,
     StopRun,
+    Story,
     SupervisorState,
 )
 from proto.registry import Request
@@ -42,6 +44,7 @@ from shared.topology import TopologyError, load
 
 FOLLOW_S = 0.25
 REMOTE_FOLLOW_S = 1.0
+STORY_S = 60.0
 R = TypeVar("R")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__)
@@ -163,14 +166,14 @@ def trace(
     as_json: Json = False,
 ) -> None:
     """Tell the story of one task across processes, also after its collection or the end of the run."""
-    from launch.story import as_lines, as_rows, story
+    from launch.story import as_lines, as_rows, from_message, story
 
     run, before = context.obj
     with _one_line_errors():
-        if not isinstance(run, RunDir):
-            text = "a story is read from the journal and the logs: use --run on the host of the run directory"
-            raise RpcError(ErrorCode.BAD_REQUEST, text)
-        entries = story(run, task_id)
+        if isinstance(run, RunDir):
+            entries = story(run, task_id)
+        else:
+            entries = from_message(asyncio.run(with_client(run, SUPERVISOR, GetStory(task_id=task_id), Story, STORY_S)))
     if as_json or before:
         print(json.dumps({"task_id": task_id, "story": as_rows(entries)}))
         return

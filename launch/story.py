@@ -18,7 +18,18 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from launch.supervisor.plan import SUPERVISOR
-from proto.messages import CommitStep, Complete, CompleteAck, ErrorCode, NextBatch, Outcome, Refusal, Register
+from proto.messages import (
+    CommitStep,
+    Complete,
+    CompleteAck,
+    ErrorCode,
+    NextBatch,
+    Outcome,
+    Refusal,
+    Register,
+    Story,
+    StoryRow,
+)
 from services.scheduler import snapshot
 from services.scheduler.events import Cleared, Durable, LeaseExpired, StoreGone
 from services.scheduler.journal import Recorded, reading
@@ -31,6 +42,8 @@ from shared.rundir import RunDir, service_name
 from shared.topology import load
 
 SCHEDULER = "scheduler/0"
+MOST_ROWS = 2000
+"""Maximum number of entries that are sent to another machine."""
 _HIDDEN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run", "exception"})
 _ENDS = frozenset({"exited", "process died", "killed", "to be killed"})
 """Lines of the supervisor about the end of a process, with its name under `name`."""
@@ -292,9 +305,28 @@ def _parsed(line: str) -> Entry | None:
 # ------------------------------------------------------------------------------------------------------ output
 
 
+def to_message(entries: Iterable[Entry]) -> Story:
+    """Return the newest entries for the wire."""
+    rows = [
+        StoryRow(each.at or 0.0, each.service, each.what, {key: _text(value) for key, value in each.facts.items()})
+        for each in entries
+    ]
+    return Story(rows=rows[-MOST_ROWS:])
+
+
+def from_message(told: Story) -> list[Entry]:
+    """Return the entries of a message, with the facts as text."""
+    return [Entry(row.at or None, row.service, row.what, dict(row.facts)) for row in told.rows]
+
+
 def as_rows(entries: Iterable[Entry]) -> list[dict[str, Any]]:
     """Return the entries for JSON: `{at, service, what, facts}`."""
     return [{"at": each.at, "service": each.service, "what": each.what, "facts": each.facts} for each in entries]
+
+
+def from_rows(rows: Iterable[dict[str, Any]]) -> list[Entry]:
+    """Return the entries that `as_rows` described."""
+    return [Entry(row["at"], row["service"], row["what"], row["facts"]) for row in rows]
 
 
 def as_lines(entries: Iterable[Entry]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import psutil
 import structlog
 import zmq
 
+from launch.story import from_rows, to_message
 from launch.supervisor.door import SupervisorDoor
 from launch.supervisor.joined import log_of_joined
 from launch.supervisor.plan import DRIVER, EVERYTHING, LEASING, SUPERVISOR, Key, module_of, rolling_order
@@ -58,6 +60,7 @@ from proto.messages import (
     ErrorCode,
     GetLog,
     GetStatus,
+    GetStory,
     GetSupervisorState,
     GetWaits,
     KillInstance,
@@ -70,6 +73,7 @@ from proto.messages import (
     ServiceReport,
     Status,
     StopRun,
+    Story,
     SupervisorState,
     WaitRow,
     Waits,
@@ -162,6 +166,8 @@ class Supervisor:
         """The calls to answer once a process is dead, by its pid."""
         self._scheduler: Client | None = None
         self._waits = ProcessWaits()
+        self._telling = asyncio.Lock()
+        """Held while a story is told: one at a time."""
         self._door: SupervisorDoor | None = None
         self._log = structlog.get_logger(SUPERVISOR)
 
@@ -179,6 +185,7 @@ class Supervisor:
         self._mailbox.handle(Ping, self._on_ping)
         self._mailbox.handle(GetLog, self._on_get_log)
         self._mailbox.handle(GetWaits, self._on_get_waits)
+        self._mailbox.handle(GetStory, self._on_get_story)
         watch = MailboxWatch(
             self._run, self._context, self._incarnation, ready=self._ready_processes, on_silent=self._on_silent
         )
@@ -470,6 +477,27 @@ class Supervisor:
             for key, process in self.state.processes.items()
         ]
         return SupervisorState(run=self._run.name, phase=self.state.phase, processes=rows)
+
+    async def _on_get_story(self, request: GetStory, call: Call) -> Story:
+        """Have another process replay the journal, because that would keep this one from answering."""
+        arguments = ["--run", str(self._run.path), "trace", "--json", "--", request.task_id]
+        async with self._telling:
+            child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "launch.ctl", *arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=ROOT,
+            )
+            try:
+                output, errors = await child.communicate()
+            finally:
+                if child.returncode is None:
+                    child.kill()
+                    await child.wait()
+        if child.returncode:
+            raise RpcError(ErrorCode.BAD_REQUEST, errors.decode(errors="replace").strip()[-1000:] or "no story")
+        return to_message(from_rows(json.loads(output)["story"]))
 
     async def _on_get_waits(self, _: GetWaits, call: Call) -> Waits:
         now = self._loop.time()

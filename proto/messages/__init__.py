@@ -11,6 +11,7 @@ from proto.messages.common import Ack, Array, Error, ErrorCode, Ping, Pong
 from proto.messages.process import (
     DrainService,
     GetLog,
+    GetStory,
     GetSupervisorState,
     GetWaits,
     KillInstance,
@@ -20,6 +21,8 @@ from proto.messages.process import (
     ScaleService,
     ServiceReport,
     StopRun,
+    Story,
+    StoryRow,
     SupervisorState,
     WaitKind,
     WaitRow,

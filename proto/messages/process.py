@@ -156,6 +156,34 @@ class ScaleService(Request, frozen=True, kw_only=True):
     instances: int  # number of instances, 1 or more
 
 
+class StoryRow(Record, frozen=True, array_like=True):
+    """One event in the story of a task."""
+
+    at: float  # its time, in seconds since 1970; 0 if it was before the journal's first event
+    service: str  # the process that it concerns, as `rollout/0`
+    what: str  # the event
+    facts: dict[str, str]  # values of the event by name
+
+
+@message(6)
+class Story(Message, frozen=True, kw_only=True):
+    """The story of one task, oldest event first."""
+
+    rows: list[StoryRow]  # the events; the newest ones, if there are very many
+
+
+@message(7, reply=Story)
+class GetStory(Request, frozen=True, kw_only=True):
+    """Tell the story of one task, from the journal and the logs on the host of the run directory.
+
+    Errors:
+        bad_request: the journal has no task of this name, or cannot be read.
+        deadline: reading took too long.
+    """
+
+    task_id: str
+
+
 @message(18)
 class LogLines(Message, frozen=True, kw_only=True):
     """Lines of a log."""

@@ -39,6 +39,7 @@ ROUTES = {
     "StopRun": ("operator", "supervisor"),
     "GetSupervisorState": ("operator, policy-trainer", "supervisor"),
     "KillInstance": ("scheduler", "supervisor"),
+    "GetStory": ("operator", "supervisor"),
     "GetWaits": ("operator", "every process"),
     "GetLog": ("operator, supervisor", "supervisor, every service"),
     "Register": ("every service", "scheduler"),

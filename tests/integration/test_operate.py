@@ -16,8 +16,9 @@ import pytest
 import zmq
 
 from proto.ids import new_incarnation
-from proto.messages import GetStoreStats, PutBegin, PutGrant, PutTask, StoreStats
+from proto.messages import GetStoreStats, GetStory, PutBegin, PutGrant, PutTask, StoreStats, Story
 from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
 from tests.integration.tiny.harness import ROOT, ctl
 from tests.integration.whole_cluster import Cluster, cluster
 
@@ -178,6 +179,25 @@ def test_trace_tells_why_a_task_was_sampled_again(live: Cluster) -> None:
     assert reason.startswith("rollout/0 restarted")
     told = [(each["service"], each["what"]) for each in again]
     assert ("supervisor/0", "process died") in told
+
+
+def test_supervisor_tells_the_same_story_to_other_machines(live: Cluster) -> None:
+    task_id = next(ids for state, ids in live.journaled_steps().values() if state == "TRAINED")[0]
+
+    async def told() -> list[str]:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        supervisor = Client(context, live.run.endpoint("supervisor", 0), "supervisor", new_incarnation())
+        try:
+            rows = (await supervisor.call(GetStory(task_id=task_id), Story, deadline_s=30)).rows
+            with pytest.raises(RpcError, match="train/0/12345678"):
+                await supervisor.call(GetStory(task_id="train/0/12345678"), Story, deadline_s=30)
+            return [row.what for row in rows]
+        finally:
+            supervisor.close()
+            context.term()
+
+    here = json.loads(ctl(live.path, "trace", task_id, "--json").stdout)["story"]
+    assert asyncio.run(told())[:10] == [each["what"] for each in here][:10]
 
 
 def test_trace_of_an_unknown_task_is_one_line_and_exit_status_2(live: Cluster) -> None:
