@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from launch.logs import readable
-from launch.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
+from launch.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
 from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, select
 from proto.messages import (
     Ack,
@@ -45,6 +45,7 @@ from shared.topology import TopologyError, load
 FOLLOW_S = 0.25
 REMOTE_FOLLOW_S = 1.0
 STORY_S = 60.0
+SCALE_S = 15.0
 R = TypeVar("R")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__)
@@ -129,7 +130,7 @@ def scale(
         service, instance = parse_service_name(name)
         if instance != -1:
             raise RpcError(ErrorCode.BAD_REQUEST, f"scale {name}: give the name of a service and a number of instances")
-        _send(run, ScaleService(service=service, instances=instances))
+        _send(run, ScaleService(service=service, instances=instances), SCALE_S)
     _print_facts({"scaling": [service_name(service, each) for each in range(instances)]}, as_json=as_json or before)
 
 
@@ -285,8 +286,8 @@ def _timestamp(line: str) -> str:
         return ""
 
 
-def _send(run: Run, request: Request) -> None:
-    asyncio.run(with_client(run, SUPERVISOR, request, Ack))
+def _send(run: Run, request: Request, deadline_s: float = DEADLINE_S) -> None:
+    asyncio.run(with_client(run, SUPERVISOR, request, Ack, deadline_s))
 
 
 def _print_facts(facts: dict[str, Any], *, as_json: bool) -> None:

@@ -88,6 +88,8 @@ from shared.rundir import RunDir, service_name
 ROOT = Path(__file__).resolve().parents[2]
 COMPLETE_CALL_S = 5.0
 RETIRE_CALL_S = 5.0
+FOREIGN_S = 10.0
+"""Seconds of silence after which a registered process that the supervisor did not start counts as gone."""
 CANNOT_START = 127
 EVENTS = Died | Spawned | Reported
 """The events passed to `on_event`."""
@@ -420,6 +422,7 @@ class Supervisor:
         self._refuse_at_end()
         if self._resize is None:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{request.service} cannot be scaled in this run")
+        await self._refuse_foreign(request)
         resized = await self._loop.run_in_executor(None, self._resize, request.service, request.instances)
         self._refuse_at_end()
         for key in resized.keys:
@@ -432,6 +435,18 @@ class Supervisor:
         above = [key for key in self.state.processes if key[0] == request.service and key not in resized.keys]
         self._feed(DrainAsked(above))
         return Ack()
+
+    async def _refuse_foreign(self, request: ScaleService) -> None:
+        """Raise RpcError(bad_request) if one of the instances was started by hand, perhaps on a joined host."""
+        status = await self.scheduler_status(COMPLETE_CALL_S)
+        for row in status.services if status is not None else ():
+            ours = (row.service, row.instance) in self.state.processes
+            if ours or row.service != request.service or row.heartbeat_age_s >= FOREIGN_S:
+                continue
+            if row.instance < request.instances:
+                name = service_name(row.service, row.instance)
+                why = f"{name} was started by hand on host {row.host}; end it, or use {row.instance} or fewer"
+                raise RpcError(ErrorCode.BAD_REQUEST, f"scale {row.service} to {request.instances} refused: {why}")
 
     def _keys(self, service: str, instance: int) -> list[Key]:
         """Return the processes of a service, or one of them. Raises RpcError(bad_request) if there is none."""
