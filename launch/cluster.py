@@ -135,6 +135,7 @@ def _launch(topology: Topology, path: Path, *, resume: bool, detach: bool) -> in
     run.hold()
     logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=run.name)
     stays: detached.Detached | None = None
+    detached.console_of(run).unlink(missing_ok=True)
     if detach:
         side = detached.detach(run)
         if isinstance(side, detached.Launcher):

@@ -32,6 +32,13 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
     """
     now = load(run.topology)
     _check(now, service, instances)
+    threads, cpus = preflight.threads_of(now, service), len(os.sched_getaffinity(0))
+    if instances * threads > THREADS_PER_CPU * cpus:
+        most = THREADS_PER_CPU * cpus // threads
+        text = (
+            f"{instances * threads} CPU threads on {cpus} CPUs, at most {THREADS_PER_CPU} for each; use {most} or fewer"
+        )
+        raise _refused(service, instances, text)
     setting = _setting(now, service, instances)
     try:
         then = load(run.topology, [setting] if setting else [])
@@ -40,13 +47,6 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
     names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if wanted(then) > len(names):
         text = f"{wanted(then)} GPUs wanted ({described(then)}), there are {len(names)}"
-        raise _refused(service, instances, text)
-    threads, cpus = preflight.threads_of(then, service), len(os.sched_getaffinity(0))
-    if instances * threads > THREADS_PER_CPU * cpus:
-        most = THREADS_PER_CPU * cpus // threads
-        text = (
-            f"{instances * threads} CPU threads on {cpus} CPUs, at most {THREADS_PER_CPU} for each; use {most} or fewer"
-        )
         raise _refused(service, instances, text)
     before, after = visible_gpus(now, names), visible_gpus(then, names)
     moved = [key for key, seen in before.items() if key in after and after[key] != seen]

@@ -116,11 +116,11 @@ class ReferenceService(Service):
         return ReferenceWorker(self, scorer, self._data, scoring, store, reward_kl, refreshed=refreshed)
 
     def _retire(self, _: messages.DrainService, call: Call) -> messages.Ack:
-        if self._worker is None:
-            self.request_stop()  # it has not begun to lease, or it serves rank 0, which ends the group
-        else:
+        if self._worker is not None:
             self._worker.leases.retired.set()
-        return messages.Ack()
+        elif self._group.rank == 0:
+            self.request_stop()  # it has not begun to lease
+        return messages.Ack()  # the other ranks end with rank 0
 
     def _ask(self, request: messages.ScoreTogether, call: Call) -> Deferred:
         self._asked.put_nowait((request, call))  # rank 0 may be ready before this rank has loaded its pieces

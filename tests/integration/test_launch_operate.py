@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +107,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield made
 
 
-def test_deterministic_run_is_not_scaled(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", "--set", "run.deterministic=true") as made:
-        made.wait_ready()
-        done = ctl(made.path, "scale", "rollout", "2")
-    assert done.returncode == 2
-    assert "run.deterministic fixes the plan" in done.stderr
-
-
 def test_restart_of_everything_has_one_process_away_at_a_time(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as made:
         before = made.wait_ready()
@@ -164,6 +155,8 @@ def test_detached_run_outlives_its_launcher_and_is_attached_and_stopped(tmp_path
         assert len(rows(made)) == SERVICES
 
         watching = attached()
+        assert watching.stdout is not None
+        assert watching.stdout.readline()
         assert ctl(run.path, "stop").returncode == 0
         rest, _ = watching.communicate(timeout=60)
         assert watching.returncode == 1
@@ -210,22 +203,6 @@ def test_run_that_was_not_detached_is_not_attached(here: Launched) -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "was not started with --detach" in done.stderr
-
-
-def test_doctor_of_an_idle_run_finds_a_stopped_process_within_ten_seconds(tmp_path: Path) -> None:
-    with launched(tmp_path / "run") as made:
-        pid = made.wait_ready()["reference/0"]["pid"]
-        wait_for("a healthy run", lambda: ctl(made.path, "doctor").returncode == 0)
-        began = time.monotonic()
-        os.kill(pid, signal.SIGSTOP)
-        done = wait_for("a finding", lambda: found if (found := ctl(made.path, "doctor")).returncode else None)
-        took_s = time.monotonic() - began
-        os.kill(pid, signal.SIGCONT)
-    assert done.returncode == 1
-    assert (
-        f"WRONG  reference/0 (process {pid}) is stopped by a signal; kill -CONT {pid} lets it continue" in done.stdout
-    )
-    assert took_s < 10
 
 
 def _arguments(pid: int) -> list[str]:
