@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import secrets
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 import zmq
 
 from proto.ids import new_incarnation
-from proto.messages import GetStoreStats, GetStory, PutBegin, PutGrant, PutTask, StoreStats, Story
+from proto.messages import GetStory, PutBegin, PutGrant, PutTask, Story
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from tests.integration.tiny.harness import ROOT, ctl
@@ -128,13 +130,21 @@ def test_doctor_names_a_full_store_and_its_producers(live: Cluster) -> None:
     async def fill() -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         store = Client(context, live.run.endpoint("batch-store", 0), "batch-store/0", new_incarnation())
+        held: list[int] = []
         try:
-            stats = await store.call(GetStoreStats(), StoreStats, deadline_s=5)
-            room = stats.limit_bytes - stats.bytes - (1 << 20)
-            begin = PutBegin(put_id=secrets.token_hex(16), nbytes=room, tasks=[PutTask("train/999999/0", 1)])
-            await store.call(begin, PutGrant, deadline_s=5)
+            for nbytes in (64 << 20, 8 << 20, 1 << 20, 64 << 10):
+                with suppress(RpcError):  # BUSY: it does not fit any more
+                    while True:
+                        begin = PutBegin(
+                            put_id=secrets.token_hex(16), nbytes=nbytes, tasks=[PutTask("train/999999/0", 1)]
+                        )
+                        grant = await store.call(begin, PutGrant, deadline_s=5)
+                        held.append(os.open(grant.path, os.O_RDWR))
+                        fcntl.flock(held[-1], fcntl.LOCK_SH)  # a producer at work
             await asyncio.to_thread(named, live, "batch-store/0 is full", "MiB in use", stalls="PutBegin")
         finally:
+            for descriptor in held:
+                os.close(descriptor)
             store.close()
             context.term()
 
