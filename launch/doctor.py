@@ -361,9 +361,8 @@ def as_lines(examined: Examined, findings: list[Finding]) -> Iterator[str]:
     """Yield the findings for people, causes first."""
     wrong = [each for each in findings if each.wrong]
     at = f"step {examined.step} of {examined.steps}" if examined.step is not None else "the scheduler does not answer"
-    yield f"{examined.run}: {at}, {len(examined.answers)} processes, " + (
-        f"{len(wrong)} things are wrong" if wrong else "nothing is wrong"
-    )
+    count = f"{len(wrong)} cause{'s' if len(wrong) > 1 else ''} found" if wrong else "nothing is wrong"
+    yield f"{examined.run}: {at}, {len(examined.answers)} processes, {count}"
     for each in wrong:
         yield f"WRONG  {each.text}{_times(each.since_s, each.limit_s)}"
         for line in each.stalls:

@@ -6,8 +6,7 @@ import os
 
 from launch import preflight
 from launch.gpus import described, visible_gpus, wanted
-from launch.supervisor.plan import LEASING, listen_endpoint
-from launch.supervisor.resized import Resized
+from launch.supervisor.plan import LEASING, Resized, listen_endpoint
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir

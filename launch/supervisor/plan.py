@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
@@ -42,6 +43,19 @@ EVERYTHING = "all"
 
 LEASING = ("rollout", "reference")
 """Services that lease tasks: they can be drained, and run in any number."""
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The instances of a service after `ctl scale`, and what they need."""
+
+    keys: list[Key]
+    threads: int
+    """CPU threads of each."""
+    gpus: Mapping[Key, str]
+    """CUDA_VISIBLE_DEVICES of each."""
+    listen: str = ""
+    """Where each answers other hosts, or an empty text."""
 
 
 def module_of(service: str) -> str:

@@ -25,8 +25,16 @@ import zmq
 from launch.story import from_rows, to_message
 from launch.supervisor.door import SupervisorDoor
 from launch.supervisor.joined import log_of_joined
-from launch.supervisor.plan import DRIVER, EVERYTHING, LEASING, SUPERVISOR, Key, module_of, rolling_order
-from launch.supervisor.resized import Resized
+from launch.supervisor.plan import (
+    DRIVER,
+    EVERYTHING,
+    LEASING,
+    SUPERVISOR,
+    Key,
+    Resized,
+    module_of,
+    rolling_order,
+)
 from launch.supervisor.state import (
     Died,
     DrainAsked,
