@@ -51,6 +51,8 @@ IDLE_S = 8.0
 """Seconds without progress after which a computation, or clears that a store does not acknowledge, count as wrong."""
 REFUSED_S = 1.0
 SLOW_START_S = 30.0
+LEFT_S = 60.0
+"""Seconds of silence after which a process that the supervisor did not start counts as gone."""
 TOLD_S = 1.0
 """Seconds after which a wait is listed."""
 POLLS = frozenset({"LeaseRequest", "NextBatch", "WaitEvals", "HoldDevices"})
@@ -105,8 +107,15 @@ async def examine(run: Run) -> Examined:
         raise RpcError(ErrorCode.DEADLINE, f"run {where}: neither scheduler nor supervisor answers; is it running?")
     states = {service_name(each.service, each.instance): each.state for each in state.processes} if state else {}
     registered = {service_name(each.service, each.instance): each for each in status.services} if status else {}
-    names = [name for name in dict.fromkeys([*states, *registered]) if states.get(name) not in _AWAY]
-    answers = await _answers(run, [f"{SUPERVISOR}/0", "scheduler/0", *names], registered)
+    ours = {f"{SUPERVISOR}/0", "scheduler/0", *(name for name, each in states.items() if each not in _AWAY)}
+    # A process that was started by hand may have left: it is not missed for ever.
+    foreign = {name for name, row in registered.items() if name not in states and row.heartbeat_age_s < LEFT_S}
+    ring = _keyring(run)
+    endpoints = {
+        **{name: _endpoint(run, name, registered.get(name), ring) for name in sorted(ours)},
+        **{name: _endpoint_of(registered[name], ring) for name in sorted(foreign - ours)},
+    }
+    answers = await _answers({name: endpoint for name, endpoint in endpoints.items() if endpoint}, ring)
     if answers.get(f"{SUPERVISOR}/0") is None and isinstance(run, RunDir):
         rows = _stopped(registered.values())
         answers["this host"] = Waits(incarnation=0, state="", state_s=0.0, waits=rows)
@@ -124,15 +133,11 @@ async def _or_none(answer: Any) -> Any:
         return None
 
 
-async def _answers(run: Run, names: list[str], registered: Mapping[str, ServiceRow]) -> dict[str, Waits | None]:
+async def _answers(endpoints: Mapping[str, str], ring: Keyring | None) -> dict[str, Waits | None]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
-        ring = _keyring(run)
-        endpoints = {name: _endpoint(run, name, registered.get(name), ring) for name in dict.fromkeys(names)}
-        found = await asyncio.gather(
-            *(_ask(context, name, endpoint, ring) for name, endpoint in endpoints.items() if endpoint)
-        )
-        return dict(zip((name for name, endpoint in endpoints.items() if endpoint), found, strict=True))
+        found = await asyncio.gather(*(_ask(context, name, where, ring) for name, where in endpoints.items()))
+        return dict(zip(endpoints, found, strict=True))
     finally:
         await asyncio.get_running_loop().run_in_executor(None, context.term)
 
@@ -147,13 +152,19 @@ def _keyring(run: Run) -> Keyring | None:
 
 
 def _endpoint(run: Run, name: str, row: ServiceRow | None, ring: Keyring | None) -> str:
-    """Return where to ask a process, or an empty text if it is out of reach of this host."""
+    """Return where to ask a process that the supervisor started, or an empty text if it is out of reach."""
     service, instance = parse_service_name(name)
-    if isinstance(run, Access) and service in run.endpoints and instance == 0:
-        return run.endpoints[service]
-    if isinstance(run, RunDir) and (row is None or not is_tcp(row.endpoint) or row.host == socket.gethostname()):
+    if isinstance(run, RunDir):
         return run.endpoint(service, instance)
-    return row.endpoint if row is not None and is_tcp(row.endpoint) and ring is not None else ""
+    if service in run.endpoints:
+        return run.endpoints[service]
+    return _endpoint_of(row, ring) if row is not None else ""
+
+
+def _endpoint_of(row: ServiceRow, ring: Keyring | None) -> str:
+    """Return the endpoint that a process registered, or an empty text if it is out of reach."""
+    reachable = ring is not None if is_tcp(row.endpoint) else row.host == socket.gethostname()
+    return row.endpoint if reachable else ""
 
 
 async def _ask(context: zmq.Context[zmq.Socket[bytes]], name: str, endpoint: str, ring: Keyring | None) -> Waits | None:
