@@ -92,8 +92,8 @@ def restart(
     """Stop one service, or one instance of it, and start it again. With all, each is READY before the next."""
     run, before = context.obj
     with _one_line_errors():
-        if everything and name:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"restart {name} --all: name a service or give --all, not both")
+        if everything == bool(name):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"restart {name or '(nothing)'}: name a service or give --all")
         if everything or name == EVERYTHING:
             keys, service, instance = _supervised_keys(run), EVERYTHING, -1
         else:

@@ -152,14 +152,20 @@ def test_doctor_names_a_full_store_and_its_producers(live: Cluster) -> None:
     goes_on(live)
 
 
-def test_doctor_names_a_stopped_process_and_what_it_holds_up(live: Cluster) -> None:
+def test_doctor_names_a_stopped_process_and_trace_tells_what_became_of_its_tasks(live: Cluster) -> None:
     pid = live.wait_for("a rollout", lambda: live.pid("rollout"))
     os.kill(pid, signal.SIGSTOP)
     try:
-        named(live, f"rollout/0 (process {pid}) is stopped by a signal", stalls="leased to rollout/0")
+        finding = named(live, f"rollout/0 (process {pid}) is stopped by a signal", stalls="leased to rollout/0")
     finally:
         os.kill(pid, signal.SIGKILL)
     goes_on(live)
+    line = next(each for each in finding["stalls"] if "leased to rollout/0" in each)
+    task_id = line.rpartition("(")[2].partition(",")[0].partition(")")[0]
+    story = json.loads(ctl(live.path, "trace", task_id, "--json").stdout)["story"]
+    reason = next(each for each in story if each["what"] == "to be sampled again")["facts"]["because"]
+    assert reason.startswith("rollout/0 restarted")
+    assert ("supervisor/0", "process died") in [(each["service"], each["what"]) for each in story]
 
 
 def test_trace_tells_a_task_from_admission_to_collection(live: Cluster) -> None:
@@ -178,17 +184,6 @@ def test_trace_tells_a_task_from_admission_to_collection(live: Cluster) -> None:
     assert "token_ids" in completed["facts"]["keys"]
     assert completed["facts"]["bytes"] > 0
     assert [each["at"] for each in story] == sorted(each["at"] for each in story)
-
-
-def test_trace_tells_why_a_task_was_sampled_again(live: Cluster) -> None:
-    """The rollout that an earlier test killed held leases."""
-    steps = live.journaled_steps().values()
-    stories = (json.loads(ctl(live.path, "trace", name, "--json").stdout)["story"] for _, ids in steps for name in ids)
-    again = next(story for story in stories if any(each["what"] == "to be sampled again" for each in story))
-    reason = next(each for each in again if each["what"] == "to be sampled again")["facts"]["because"]
-    assert reason.startswith("rollout/0 restarted")
-    told = [(each["service"], each["what"]) for each in again]
-    assert ("supervisor/0", "process died") in told
 
 
 def test_supervisor_tells_the_same_story_to_other_machines(live: Cluster) -> None:
