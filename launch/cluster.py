@@ -60,14 +60,17 @@ def main(
         bool, typer.Option("--detach", help="return once every service is READY; a supervisor stays")
     ] = False,
     attach: Annotated[
-        bool, typer.Option("--attach", help="show the console of a detached run; Ctrl-C leaves the run alone")
+        bool,
+        typer.Option(
+            "--attach", help="show the console of a detached run (--run-dir, or the newest); Ctrl-C leaves it alone"
+        ),
     ] = False,
 ) -> None:
     """Start the services of a topology and keep them running until the run is done."""
     if attach:
-        if topology_file is not None or overrides or resume or dry_run or detach:
-            _refuse(["--attach: takes no TOPOLOGY.yaml and no option but --run-dir, because the run has them already"])
-        raise typer.Exit(_attach(run_dir))
+        if overrides or resume or dry_run or detach:
+            _refuse(["--attach: shows a run as it is; give no other option than --run-dir"])
+        raise typer.Exit(_attach(topology_file, run_dir))
     if topology_file is None:
         _refuse(["TOPOLOGY.yaml: missing; name the file that describes the run (see launch/topologies/)"])
     try:
@@ -91,11 +94,14 @@ def main(
     raise typer.Exit(_launch(topology, path, resume=resume, detach=detach))
 
 
-def _attach(run_dir: Path | None) -> int:
+def _attach(topology_file: Path | None, run_dir: Path | None) -> int:
+    """Attach to `run_dir`, else to the newest run with the name in the topology, else to the newest run."""
     try:
-        return detached.attach(RunDir.open(run_dir or newest_run(place.BASE)))
-    except RpcError as error:
-        _refuse([str(error)])
+        if run_dir is None:
+            run_dir = newest_run(place.BASE) if topology_file is None else place.resumable(load(topology_file))
+        return detached.attach(RunDir.open(run_dir))
+    except (RpcError, TopologyError) as error:
+        _refuse(str(error).splitlines())
 
 
 def _refuse(lines: Iterable[str]) -> NoReturn:

@@ -39,7 +39,7 @@ from services.scheduler.run_state import RunState
 from services.scheduler.tasks import StagePart, Task, TaskState
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
-from shared.topology import load
+from shared.topology import TopologyError, load
 
 SCHEDULER = "scheduler/0"
 MOST_ROWS = 2000
@@ -85,14 +85,7 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
     Raises RpcError(bad_request), one line, if the journal cannot be read or knows no such task.
     """
     with reading(run.journal) as recorded:
-        plan, _ = make_plan(load(run.topology, check_supported=False), run.topology)
-        try:
-            parts = recorded.snapshot()
-            state = snapshot.load(plan, parts) if parts else RunState(plan)
-        except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
-            text = f"journal {run.journal}: snapshot cannot be read ({error}); use the release that wrote it"
-            raise RpcError(ErrorCode.BAD_REQUEST, text) from None
-        entries, held = replayed(state, task_id, recorded)
+        entries, held = replayed(_beginning(run, recorded), task_id, recorded)
         told = {entry.facts["step"] for entry in entries if entry.what == "trained"}
         for step, kind, committed_at in recorded.steps_of(task_id):
             if step not in told and committed_at is not None:
@@ -102,6 +95,20 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
         text = f"task {task_id!r}: the journal of run {run.path} has none of this name; ids are <split>/<epoch>/<row>"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     return sorted(entries, key=lambda entry: entry.at or 0.0)
+
+
+def _beginning(run: RunDir, recorded: Recorded) -> RunState:
+    """Return the state at the first event of the journal. Raises RpcError(bad_request), one line."""
+    try:
+        plan, _ = make_plan(load(run.topology, check_supported=False), run.topology)
+        parts = recorded.snapshot()
+        return snapshot.load(plan, parts) if parts else RunState(plan)
+    except TopologyError as error:
+        text = f"journal {run.journal}: is replayed with the run's topology: {'; '.join(str(error).splitlines())}"
+        raise RpcError(ErrorCode.BAD_REQUEST, text) from None
+    except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
+        text = f"journal {run.journal}: snapshot cannot be read ({error}); use the release that wrote it"
+        raise RpcError(ErrorCode.BAD_REQUEST, text) from None
 
 
 def replayed(state: RunState, task_id: str, recorded: Recorded) -> tuple[list[Entry], list[Held]]:
