@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -43,6 +43,7 @@ from shared.security.curve import is_tcp
 from shared.security.keys import Keyring
 from shared.security.roles import Role
 
+R = TypeVar("R")
 ANSWER_S = 1.5
 """Seconds in which every process has to answer."""
 STALL_S = 5.0
@@ -57,6 +58,7 @@ TOLD_S = 1.0
 """Seconds after which a wait is listed."""
 POLLS = frozenset({"LeaseRequest", "NextBatch", "WaitEvals", "HoldDevices"})
 """Requests that are deferred until there is something to do, as a rule."""
+_STATES = frozenset({WaitKind.PROCESS, WaitKind.STOPPED})
 _AWAY = frozenset(
     {ProcessState.WAITING, ProcessState.BACKOFF, ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED}
 )
@@ -73,6 +75,8 @@ class Examined:
     troubles: list[TroubleRow] = field(default_factory=list)
     step: int | None = None
     steps: int | None = None
+    silent_s: dict[str, float] = field(default_factory=dict)
+    """Seconds since the last heartbeat of each process that the scheduler knows."""
 
     def rows(self) -> Iterator[tuple[str, WaitRow]]:
         """Yield every wait with the name of the process that told it."""
@@ -121,10 +125,11 @@ async def examine(run: Run) -> Examined:
         answers["this host"] = Waits(incarnation=0, state="", state_s=0.0, waits=rows)
     troubles = list(status.troubles) if status is not None else []
     step, steps = (status.step, status.steps) if status is not None else (None, None)
-    return Examined(run.name, answers, states, troubles, step, steps)
+    silent_s = {name: row.heartbeat_age_s for name, row in registered.items()}
+    return Examined(run.name, answers, states, troubles, step, steps, silent_s)
 
 
-async def _or_none(answer: Any) -> Any:
+async def _or_none(answer: Awaitable[R]) -> R | None:
     try:
         return await answer
     except RpcError as error:
@@ -177,7 +182,7 @@ async def _ask(context: zmq.Context[zmq.Socket[bytes]], name: str, endpoint: str
         client.close()
 
 
-def _stopped(services: Any) -> list[WaitRow]:
+def _stopped(services: Iterable[ServiceRow]) -> list[WaitRow]:
     """Return the stopped processes of this host, found without the supervisor, which may be one of them."""
     here = {(row.service, row.instance): row.pid for row in services if row.host == socket.gethostname()}
     pids: dict[Key, int] = dict(here)
@@ -218,7 +223,7 @@ class _Graph:
             for who, row in self.rows
             if row.of in (name, service)
             and who != name
-            and (row.kind == WaitKind.OUTAGE or (row.since_s >= TOLD_S and row.kind != WaitKind.PROCESS))
+            and (row.kind == WaitKind.OUTAGE or (row.since_s >= TOLD_S and row.kind not in _STATES))
         ]
 
     def stalls(self, name: str) -> tuple[str, ...]:
@@ -246,18 +251,18 @@ class _Graph:
 def _processes(graph: _Graph) -> Iterator[Finding]:
     explained: set[str] = set()
     for _, row in graph.rows:
-        if row.kind != WaitKind.PROCESS:
-            continue
         state = graph.examined.states.get(row.of, "")
         slow = state == ProcessState.STARTING and row.since_s >= SLOW_START_S
-        if (not row.since_s and not row.limit_s) or state == ProcessState.BACKOFF or slow:  # stopped, died, or slow
+        if row.kind == WaitKind.STOPPED or (row.kind == WaitKind.PROCESS and (state == ProcessState.BACKOFF or slow)):
             explained.add(row.of)
-            yield graph.finding(row.of, row.what, row)
+            silent = graph.examined.answers.get(row.of) is None
+            since_s = row.since_s or (graph.examined.silent_s.get(row.of, 0.0) if silent else 0.0)
+            yield graph.finding(row.of, row.what, msgspec.structs.replace(row, since_s=since_s))
     for name, answer in graph.examined.answers.items():
         starts = graph.examined.states.get(name) == ProcessState.STARTING
         if answer is None and name not in explained and not starts:
-            text = f"{name} does not answer its mailbox in {ANSWER_S:g} s"
-            yield graph.finding(name, f"{text}; the supervisor replaces a process that stays silent")
+            row = WaitRow(WaitKind.STOPPED, "", graph.examined.silent_s.get(name, 0.0))
+            yield graph.finding(name, f"{name} does not answer its mailbox in {ANSWER_S:g} s", row)
 
 
 def _stores(graph: _Graph) -> Iterator[Finding]:
@@ -325,7 +330,7 @@ def _notices(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
     told_already = {line for each in wrong for line in (each.text, *each.stalls)}
     for name, row in graph.rows:
         poll = row.kind == WaitKind.CALL and row.what in POLLS
-        brief = row.since_s < TOLD_S and row.kind not in (WaitKind.PROCESS, WaitKind.ROOM)
+        brief = row.since_s < TOLD_S and row.kind not in (*_STATES, WaitKind.ROOM)
         line = f"{name}: {told(row)}"
         if poll or brief or line in told_already or any(row.what in text for text in told_already):
             continue

@@ -77,5 +77,5 @@ def stopped_processes(pids: Mapping[Key, int]) -> list[WaitRow]:
             name = service_name(*owners[owner])
             whose = name if owner == pid else f"a process that {name} started"
             text = f"{whose} (process {pid}) is stopped by a signal; kill -CONT {pid} lets it continue"
-            rows.append(WaitRow(WaitKind.PROCESS, text, 0.0, 0.0, name))
+            rows.append(WaitRow(WaitKind.STOPPED, text, 0.0, 0.0, name))
     return rows

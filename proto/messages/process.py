@@ -95,7 +95,8 @@ class WaitKind(StrEnum):
     OUTAGE = "outage"  # a judge does not answer: rewards wait and nothing is leased
     COMPUTE = "compute"  # a computation runs
     CHECKPOINT = "checkpoint"  # a checkpoint is saved
-    PROCESS = "process"  # a process starts, ends, waits for its restart, or is stopped by a signal
+    PROCESS = "process"  # a process starts, ends, or waits for its restart
+    STOPPED = "stopped"  # a process is stopped by a signal
 
 
 class WaitRow(Record, frozen=True, array_like=True):

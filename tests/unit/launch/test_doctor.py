@@ -56,9 +56,11 @@ def test_code_in_the_second_half_of_its_time_is_wrong_by_itself() -> None:
 def test_process_without_an_answer_is_wrong_and_a_stopped_one_is_named_once() -> None:
     silent = examined(scheduler=answer(step("rollout/0")), rollout=None)
     assert [each.text.partition(" in ")[0] for each in wrong(silent)] == ["rollout/0 does not answer its mailbox"]
-    stopped = WaitRow(WaitKind.PROCESS, "rollout/0 (process 7) is stopped by a signal", 0.0, 0.0, "rollout/0")
+    stopped = WaitRow(WaitKind.STOPPED, "rollout/0 (process 7) is stopped by a signal", 0.0, 0.0, "rollout/0")
     both = examined(scheduler=answer(step("rollout/0")), rollout=None, supervisor=answer(stopped))
+    both.silent_s["rollout/0"] = 4.0
     [finding] = wrong(both)
+    assert finding.since_s == 4.0
     assert finding.text == stopped.what
     assert len(finding.stalls) == 1
 
