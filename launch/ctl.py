@@ -1,6 +1,7 @@
-"""`python -m launch.ctl` inspects and steers a run. It asks the scheduler and the supervisor and decides nothing.
+"""`python -m launch.ctl` inspects and steers a run. It asks the processes of the run and changes nothing itself.
 
-Exit status: 0 on success, 1 if the run does not answer, 2 if the command line is wrong (unknown service or run).
+Exit status: 0 on success, 1 if the run does not answer or the doctor finds a cause, 2 if the command line is wrong
+(unknown service or run).
 """
 
 from __future__ import annotations
