@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Launcher:
     def wait(self) -> int:
         """Show the console until every service is READY or the start has failed, and return the exit status."""
         console = Follower(console_of(self.run))
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also if it was inherited as ignored
         try:
             while True:
                 readable, _, _ = select.select([self._from_child], [], [], POLL_S)
@@ -111,6 +113,7 @@ def attach(run: RunDir) -> int:
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     console = Follower(file)
     list(console.new_lines())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if it was inherited as ignored
     for line in tail(file, SHOWN_LINES):
         print(line, flush=True)
     try:
