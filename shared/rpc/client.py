@@ -142,13 +142,14 @@ class Client:
             raise DeadlineExceeded(f"{type(request).__name__} to {self.peer}: this client was closed")
         request_id = next(self._ids)
         frames = codec.encode(request, request_id=request_id, incarnation=self._incarnation, remaining_s=deadline_s)
+        began = self._loop.time()
         pending = _Pending(
             frames,
-            self._loop.time() + deadline_s,
+            began + deadline_s,
             self._loop.create_future(),
             FIRST_RESEND_S + sum(map(len, frames)) / RESEND_BYTES_PER_S,
             type(request).__name__,
-            self._loop.time(),
+            began,
         )
         self._pending[request_id] = pending
         try:
