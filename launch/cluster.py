@@ -18,7 +18,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from launch import place, preflight
+from launch import detached, place, preflight, scaling
 from launch.gpus import visible_gpus, wanted
 from launch.heavy import heavy_imports
 from launch.interrupts import Interrupts
@@ -27,13 +27,13 @@ from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration,
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.supervisor.spare_processes import SpareNotice
-from launch.supervisor.state import Died, Reported, RunEnded, RunOutcome
+from launch.supervisor.state import Died, Reported, RunEnded, RunOutcome, RunPhase
 from proto.messages import Status
 from services.scheduler.journal import rewinds
 from shared.actor import logging
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, checkpoint_steps, service_name, sweep_abandoned
+from shared.rundir import RunDir, checkpoint_steps, newest_run, service_name, sweep_abandoned
 from shared.topology import Topology, TopologyError, load, stop_limit_s
 
 STATUS_DEADLINE_S = 2.0
@@ -41,14 +41,17 @@ POLL_S = 1.0
 LOG_LINES = 10
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
-_OVER = frozenset({ProcessState.STOPPED, ProcessState.FAILED})
+_OVER = frozenset({ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED})
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
 def main(
-    topology_file: Annotated[Path, typer.Argument(metavar="TOPOLOGY.yaml", help="YAML file that describes the run")],
+    topology_file: Annotated[
+        Path | None,
+        typer.Argument(metavar="TOPOLOGY.yaml", help="YAML file that describes the run", show_default=False),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="override one key of the topology")
     ] = None,
@@ -57,11 +60,26 @@ def main(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue a run from its journal and checkpoints")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, show the plan, start nothing")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="return once every service is READY; a supervisor stays")
+    ] = False,
+    attach: Annotated[
+        bool,
+        typer.Option(
+            "--attach", help="show the console of a detached run (--run-dir, or the newest); Ctrl-C leaves it alone"
+        ),
+    ] = False,
 ) -> None:
     """Start the services of a topology and keep them running until the run is done."""
     interrupts = Interrupts()
+    if attach:
+        if overrides or resume or dry_run or detach:
+            _refuse(["--attach: shows a run as it is; give no other option than --run-dir"])
+        raise typer.Exit(_attach(topology_file, run_dir))
+    if topology_file is None:
+        _refuse(["TOPOLOGY.yaml: missing; name the file that describes the run (see launch/topologies/)"])
     try:
-        _main(topology_file, overrides or [], run_dir, interrupts, resume=resume, dry_run=dry_run)
+        _main(topology_file, overrides or [], run_dir, interrupts, resume=resume, dry_run=dry_run, detach=detach)
     except KeyboardInterrupt:
         print("interrupted before anything was started", file=sys.stderr)
         raise typer.Exit(EXIT_FAILED) from None
@@ -75,6 +93,7 @@ def _main(
     *,
     resume: bool,
     dry_run: bool,
+    detach: bool,
 ) -> NoReturn:
     try:
         topology = load(topology_file, overrides)
@@ -94,7 +113,17 @@ def _main(
         if findings.errors:
             _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
-    raise typer.Exit(_launch(topology, path, interrupts, resume=resume))
+    raise typer.Exit(_launch(topology, path, interrupts, resume=resume, detach=detach))
+
+
+def _attach(topology_file: Path | None, run_dir: Path | None) -> int:
+    """Attach to `run_dir`, else to the newest run with the name in the topology, else to the newest run."""
+    try:
+        if run_dir is None:
+            run_dir = newest_run(place.BASE) if topology_file is None else place.resumable(load(topology_file))
+        return detached.attach(RunDir.open(run_dir))
+    except (RpcError, TopologyError) as error:
+        _refuse(str(error).splitlines())
 
 
 def _refuse(lines: Iterable[str]) -> NoReturn:
@@ -121,7 +150,7 @@ def _show_plan(topology: Topology, path: Path) -> None:
         print(f"{service_name(*key):<26}{threads:>8}  {seen:<{width}}  {module_of(key[0])}")
 
 
-def _launch(topology: Topology, path: Path, interrupts: Interrupts, *, resume: bool) -> int:
+def _launch(topology: Topology, path: Path, interrupts: Interrupts, *, resume: bool, detach: bool) -> int:
     root = preflight.shm_root(topology)
     with ExitStack() as stack:
         try:
@@ -139,17 +168,25 @@ def _launch(topology: Topology, path: Path, interrupts: Interrupts, *, resume: b
                 stack.callback(interrupts.ignore)
                 run.hold()
             logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=run.name)
+            detached.console_of(run).unlink(missing_ok=True)
         except (RpcError, TopologyError) as error:
             _refuse([str(error)])
         except OSError as error:
             _refuse([place.cannot_start_text(path, topology, error)])
+        stays: detached.Detached | None = None
+        if detach:
+            side = detached.detach(run)
+            if isinstance(side, detached.Launcher):
+                stack.pop_all()  # what is to be removed belongs to the process that stays
+                return side.wait()
+            stays = side
         begun = time.monotonic()
         metrics = Metrics(run.metrics, steps=topology.run.steps)
         before = len(rewinds(run.journal))
         with Screen() as screen:
             screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(_plan(topology))} services")
             try:
-                ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before, interrupts))
+                ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before, interrupts, stays))
             except RpcError as error:
                 _refuse([str(error)])
     if not place.is_there(run, lock):
@@ -172,8 +209,13 @@ async def _supervise(
     metrics: Metrics,
     rewinds_before: int,
     interrupts: Interrupts,
+    stays: detached.Detached | None,
 ) -> RunEnded:
+    """Run the supervisor and return how the run ended. `stays` lets a detached launcher return once all are READY."""
+
     def on_event(event: EVENTS) -> None:
+        if stays is not None and supervisor.state.phase == RunPhase.RUNNING:
+            stays.ready()
         if isinstance(event, Died):
             when = f"in {event.delay_s:g} s" if event.delay_s else "now"
             screen.notice(
@@ -200,6 +242,8 @@ async def _supervise(
         lock=lock,
         save_limit_s=stop_limit_s(topology),
         spares=heavy_imports(topology),
+        ranks=scaling.ranks(topology),
+        resize=functools.partial(scaling.resize, run),
     )
     taken = 0
 

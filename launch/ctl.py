@@ -1,6 +1,7 @@
-"""`python -m launch.ctl` inspects and steers a run. It asks the scheduler and the supervisor and decides nothing.
+"""`python -m launch.ctl` inspects and steers a run. It asks the processes of the run and changes nothing itself.
 
-Exit status: 0 on success, 1 if the run does not answer, 2 if the command line is wrong (unknown service or run).
+Exit status: 0 on success, 1 if the run does not answer or the doctor finds a cause, 2 if the command line is wrong
+(unknown service or run).
 """
 
 from __future__ import annotations
@@ -17,20 +18,25 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from launch.logs import readable
-from launch.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
-from launch.supervisor.plan import SUPERVISOR, Key, select
+from launch.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
+from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, select
 from proto.messages import (
     Ack,
+    DrainService,
     ErrorCode,
     GetLog,
     GetStatus,
+    GetStory,
     GetSupervisorState,
     LogLines,
     RestartService,
+    ScaleService,
     Status,
     StopRun,
+    Story,
     SupervisorState,
 )
+from proto.registry import Request
 from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name, service_name
@@ -39,6 +45,8 @@ from shared.topology import TopologyError, load
 
 FOLLOW_S = 0.25
 REMOTE_FOLLOW_S = 1.0
+STORY_S = 60.0
+SCALE_S = 15.0
 R = TypeVar("R")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__)
@@ -77,15 +85,54 @@ def status(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def restart(
-    context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE] | all")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="restart every process, one after the other")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Stop one service, or one instance of it, and start it again."""
+    """Stop one service, or one instance of it, and start it again. With all, each is READY before the next."""
     run, before = context.obj
     with _one_line_errors():
-        keys = select(name, _known_keys(run))
-        service, instance = parse_service_name(name)
+        if everything == bool(name):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"restart {name or '(nothing)'}: name a service or give --all")
+        if everything or name == EVERYTHING:
+            keys, service, instance = _supervised_keys(run), EVERYTHING, -1
+        else:
+            keys = select(name, _supervised_keys(run))
+            service, instance = parse_service_name(name)
         _send(run, RestartService(service=service, instance=instance))
     _print_facts({"restarting": [service_name(*key) for key in keys]}, as_json=as_json or before)
+
+
+@app.command()
+def drain(
+    context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
+) -> None:
+    """Let a rollout or reference finish its leases and end. It stays ended: restart or scale brings it back."""
+    run, before = context.obj
+    with _one_line_errors():
+        keys = select(name, _supervised_keys(run))
+        service, instance = parse_service_name(name)
+        _send(run, DrainService(service=service, instance=instance))
+    _print_facts({"draining": [service_name(*key) for key in keys]}, as_json=as_json or before)
+
+
+@app.command()
+def scale(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="rollout or reference")],
+    instances: Annotated[int, typer.Argument(metavar="N", help="number of instances, 1 or more")],
+    as_json: Json = False,
+) -> None:
+    """Run N instances of a service: start those that are missing, drain those above."""
+    run, before = context.obj
+    with _one_line_errors():
+        select(name, _supervised_keys(run))
+        service, instance = parse_service_name(name)
+        if instance != -1:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"scale {name}: give the name of a service and a number of instances")
+        _send(run, ScaleService(service=service, instances=instances), SCALE_S)
+    _print_facts({"scaling": [service_name(service, each) for each in range(instances)]}, as_json=as_json or before)
 
 
 @app.command()
@@ -95,6 +142,45 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
     with _one_line_errors():
         _send(run, StopRun())
     _print_facts({"stopping": run.name}, as_json=as_json or before)
+
+
+@app.command()
+def doctor(context: typer.Context, as_json: Json = False) -> None:
+    """Say what is wrong, who waits for whom, since when and until when. Exit status 0 if nothing is wrong."""
+    from launch.doctor import as_document, as_lines, diagnose, examine
+
+    run, before = context.obj
+    with _one_line_errors():
+        examined = asyncio.run(examine(run))
+    findings = diagnose(examined)
+    if as_json or before:
+        print(json.dumps(as_document(examined, findings)))
+    else:
+        for line in as_lines(examined, findings):
+            print(line)
+    raise typer.Exit(EXIT_UNREACHABLE if any(each.wrong for each in findings) else 0)
+
+
+@app.command()
+def trace(
+    context: typer.Context,
+    task_id: Annotated[str, typer.Argument(metavar="TASK_ID", help="as train/0/17: split, epoch, row")],
+    as_json: Json = False,
+) -> None:
+    """Tell the story of one task across processes, also after its collection or the end of the run."""
+    from launch.story import as_lines, as_rows, from_message, story
+
+    run, before = context.obj
+    with _one_line_errors():
+        if isinstance(run, RunDir):
+            entries = story(run, task_id)
+        else:
+            entries = from_message(asyncio.run(with_client(run, SUPERVISOR, GetStory(task_id=task_id), Story, STORY_S)))
+    if as_json or before:
+        print(json.dumps({"task_id": task_id, "story": as_rows(entries)}))
+        return
+    for line in as_lines(entries):
+        print(line)
 
 
 @app.command()
@@ -171,6 +257,18 @@ def _known_keys(run: Run) -> list[Key]:
     return [(spec.service, spec.instance) for spec in load(run.topology, check_supported=False).services_plan()]
 
 
+def _supervised_keys(run: Run) -> list[Key]:
+    """Return the processes of the topology and those that the supervisor started since (`ctl scale`)."""
+    known = _known_keys(run)
+    if isinstance(run, RunDir):
+        try:
+            state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
+        except RpcError:
+            return known  # the request itself will say why
+        known += [(process.service, process.instance) for process in state.processes]
+    return list(dict.fromkeys(known))
+
+
 def _registered_keys(run: Run) -> list[Key]:
     """Return all registered processes, also on hosts that have joined; none while the scheduler is away."""
     try:
@@ -189,8 +287,8 @@ def _timestamp(line: str) -> str:
         return ""
 
 
-def _send(run: Run, request: RestartService | StopRun) -> None:
-    asyncio.run(with_client(run, SUPERVISOR, request, Ack))
+def _send(run: Run, request: Request, deadline_s: float = DEADLINE_S) -> None:
+    asyncio.run(with_client(run, SUPERVISOR, request, Ack, deadline_s))
 
 
 def _print_facts(facts: dict[str, Any], *, as_json: bool) -> None:

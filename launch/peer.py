@@ -38,9 +38,10 @@ def find(run: Path | None, access: Path | None) -> Run:
     return read(access)
 
 
-async def with_client(run: Run, service: str, request: Request, reply: type[R]) -> R:
-    """Return the reply of instance 0 of `service`. Raises RpcError: `deadline` if it is not running, `bad_request` if
-    it refuses this access.
+async def with_client(run: Run, service: str, request: Request, reply: type[R], deadline_s: float = DEADLINE_S) -> R:
+    """Return the reply of instance 0 of `service`, which has `deadline_s` seconds.
+
+    Raises RpcError: `deadline` if it is not running, `bad_request` if it refuses this access.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
@@ -54,9 +55,9 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R]) 
         ring = run.keys if isinstance(run, Access) else None
         client = Client(context, endpoint, service_name(service, 0), new_incarnation(), keys=ring)
         try:
-            return await client.call(request, reply, deadline_s=DEADLINE_S)
+            return await client.call(request, reply, deadline_s=deadline_s)
         except DeadlineExceeded:
-            raise RpcError(ErrorCode.DEADLINE, f"{where}: {service} does not answer in {DEADLINE_S:g} s") from None
+            raise RpcError(ErrorCode.DEADLINE, f"{where}: {service} does not answer in {deadline_s:g} s") from None
         finally:
             client.close()
     finally:

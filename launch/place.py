@@ -98,6 +98,22 @@ def lock(path: Path, save_limit_s: float = 0.0) -> int:
     return shared
 
 
+def is_held(path: Path) -> bool:
+    """Return whether a launcher holds the run directory."""
+    try:
+        descriptor = os.open(path / "launcher.lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def _try_lock(descriptor: int) -> bool:
     """Lock an open file or directory until this process and all that inherit the descriptor have ended."""
     try:

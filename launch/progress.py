@@ -158,7 +158,9 @@ class Screen:
 
 def starting_text(states: Mapping[str, str], status: Status | None) -> str:
     """Return the line shown before the first metrics: services that are not ready, or the state of the first tasks."""
-    waiting = [f"{name} {state}" for name, state in states.items() if state != ProcessState.READY]
+    waiting = [
+        f"{name} {state}" for name, state in states.items() if state not in (ProcessState.READY, ProcessState.DRAINED)
+    ]
     if waiting:
         return f"starting: {', '.join(waiting)}"
     if status is None:

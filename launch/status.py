@@ -23,7 +23,9 @@ from shared.rundir import RunDir, service_name
 from shared.topology import TopologyError, load
 
 R = TypeVar("R", bound=Message)
-_GONE = frozenset({ProcessState.WAITING, ProcessState.BACKOFF, ProcessState.STOPPED, ProcessState.FAILED})
+_GONE = frozenset(
+    {ProcessState.WAITING, ProcessState.BACKOFF, ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED}
+)
 
 
 def _no_answer_text(run: Run) -> str:

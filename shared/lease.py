@@ -111,6 +111,10 @@ class Lease:
             raise LeaseLost(f"lease {self.grant.lease_id} is no longer held")
 
 
+class Retired(Exception):
+    """No further lease is taken: the service ends once the leases that it holds are finished."""
+
+
 class LeaseBook:
     """The leases that a service holds for one stage. Belongs to the service's loop."""
 
@@ -120,6 +124,8 @@ class LeaseBook:
         """Whether computation is blocked because other processes have the devices, in turns with their own limits."""
         self.queued: set[Lease] = set()
         """Leases that wait for other leases to end. They progress whenever one of the others does."""
+        self.retired = asyncio.Event()
+        """Set once no further lease may be taken."""
         self._others = 0
         self.computing = computing
         self._service = service
@@ -167,9 +173,12 @@ class LeaseBook:
     async def acquire(self, max_tasks: int, holds: Callable[[], tuple[int, int]] = lambda: (0, -1)) -> Lease:
         """Wait until there is work, and return its lease. `holds` returns (lineage, step) of the engine's weights.
 
-        Raises only RpcError(bad_request); after any other error the request is repeated.
+        Raises only Retired and RpcError(bad_request); after any other error the request is repeated. A request that was
+        made before the book was retired is awaited, because its lease would be held by nobody.
         """
         while True:
+            if self.retired.is_set():
+                raise Retired
             lineage, step = holds()
             request = LeaseRequest(
                 stage=self._stage,

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from proto.messages import ErrorCode
-from shared.lease import BACKOFF_S, Lease, LeaseBook, LeaseLost
+from shared.lease import BACKOFF_S, Lease, LeaseBook, LeaseLost, Retired
 from shared.rpc.errors import RpcError
 
 FINISHING_BLOCKS = 2
@@ -92,7 +92,10 @@ class LeasePipeline(Generic[P, C]):
         self._finishing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Run until cancelled. Blocks that are being finished then continue until `drain`."""
+        """Run until cancelled, or until the last lease is finished once the book is retired.
+
+        When it is cancelled, blocks that are being finished continue until `drain`.
+        """
         ahead = asyncio.create_task(self._next_prepared())
         try:
             while True:
@@ -100,7 +103,13 @@ class LeasePipeline(Generic[P, C]):
                     waiting = {*self._computing, *self._finishing, *(() if ahead.done() else (ahead,))}
                     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                     self._reap()
-                lease, prepared = ahead.result()
+                try:
+                    lease, prepared = ahead.result()
+                except Retired:
+                    while busy := {*self._computing, *self._finishing}:
+                        await asyncio.wait(busy, return_when=asyncio.FIRST_COMPLETED)
+                        self._reap()
+                    return
                 self._book.queued.discard(lease)
                 lease.untouched = False
                 ahead = asyncio.create_task(self._next_prepared())
@@ -150,12 +159,22 @@ class LeasePipeline(Generic[P, C]):
     async def _next_lease(self) -> Lease:
         """Return the next lease. One that is granted after `may_lease` was cleared is handed back."""
         while self._may_lease is not None:
-            await self._may_lease.wait()
+            await self._allowed(self._may_lease)
             lease = await self._acquire()
             if self._may_lease.is_set():
                 return lease
             await self._book.hand_back(lease, "finished blocks are waiting, so this one would, too", untouched=True)
         return await self._acquire()
+
+    async def _allowed(self, may_lease: asyncio.Event) -> None:
+        """Wait until leases may be acquired, or the book is retired, which `acquire` reports."""
+        either = {asyncio.create_task(may_lease.wait()), asyncio.create_task(self._book.retired.wait())}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in either:
+                each.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
 
     async def _compute_one(self, lease: Lease, prepared: P) -> None:
         try:

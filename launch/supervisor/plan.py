@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
@@ -24,6 +25,37 @@ LAST = (("batch-store",), ("monitor",), ("scheduler",))
 
 DRAIN_ORDER = ((DRIVER,), ("rollout", "reference"), ("policy-trainer-worker",), *LAST)
 """Each group ends before the next is told to end. Services not named here end with the first group."""
+
+
+ROLLING_ORDER = (
+    "monitor",
+    "rollout",
+    "reference",
+    "policy-trainer-worker",
+    "policy-trainer",
+    "batch-store",
+    "scheduler",
+)
+"""Order of a rolling restart: those on which the fewest others depend come first."""
+
+EVERYTHING = "all"
+"""Stands for every process of a run."""
+
+LEASING = ("rollout", "reference")
+"""Services that lease tasks: they can be drained, and run in any number."""
+
+
+@dataclass(frozen=True)
+class Resized:
+    """The instances of a service after `ctl scale`, and what they need."""
+
+    keys: list[Key]
+    threads: int
+    """CPU threads of each."""
+    gpus: Mapping[Key, str]
+    """CUDA_VISIBLE_DEVICES of each."""
+    listen: str = ""
+    """Where each answers other hosts, or an empty text."""
 
 
 def module_of(service: str) -> str:
@@ -65,6 +97,20 @@ def select(name: str, known: Iterable[Key]) -> list[Key]:
         there = ", ".join(service_name(*key) for key in keys if key[0] == service)
         raise RpcError(ErrorCode.BAD_REQUEST, f"no instance {service}/{instance}; there is {there}")
     return chosen
+
+
+def rolling_order(keys: Iterable[Key], ranks: Mapping[str, int]) -> list[list[Key]]:
+    """Return what to restart one after the other when everything is restarted: processes, or groups of ranks.
+
+    `ranks` is the number of processes that hold one model together, by service; these end together anyway.
+    """
+    known = list(keys)
+    units: list[list[Key]] = []
+    for service in dict.fromkeys([*ROLLING_ORDER, *(service for service, _ in known)]):
+        mine = [key for key in known if key[0] == service]
+        size = ranks.get(service, 1)
+        units += [mine[at : at + size] for at in range(0, len(mine), size)]
+    return units
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

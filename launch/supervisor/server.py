@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -20,14 +21,25 @@ from typing import Any, BinaryIO, assert_never
 import structlog
 import zmq
 
+from launch.story import from_rows, to_message
 from launch.supervisor.door import SupervisorDoor
 from launch.supervisor.joined import log_of_joined
-from launch.supervisor.plan import DRIVER, SUPERVISOR, Key, module_of
+from launch.supervisor.plan import (
+    DRIVER,
+    EVERYTHING,
+    LEASING,
+    SUPERVISOR,
+    Key,
+    Resized,
+    module_of,
+    rolling_order,
+)
 from launch.supervisor.spare_processes import Child, SpareNotice, SpareProcesses, rss_bytes
 from launch.supervisor.spares import SpareKind
 from launch.supervisor.stacks import log_stacks
 from launch.supervisor.state import (
     Died,
+    DrainAsked,
     Effect,
     Event,
     Exited,
@@ -36,34 +48,45 @@ from launch.supervisor.state import (
     KillOrdered,
     Reported,
     RestartAsked,
+    Retire,
+    RollingRestartAsked,
     RunEnded,
     RunLifecycle,
     RunPhase,
     Silent,
     Spawn,
     Spawned,
+    StartAsked,
     StopAsked,
     Terminate,
     TimePassed,
 )
+from launch.supervisor.waits import ProcessWaits, stopped_processes
 from launch.supervisor.watch import MailboxWatch
 from proto.ids import new_incarnation
 from proto.messages import (
     Ack,
+    DrainService,
     ErrorCode,
     GetLog,
     GetStatus,
+    GetStory,
     GetSupervisorState,
+    GetWaits,
     KillInstance,
     LogLines,
     Ping,
     Pong,
     ProcessRow,
     RestartService,
+    ScaleService,
     ServiceReport,
     Status,
     StopRun,
+    Story,
     SupervisorState,
+    WaitRow,
+    Waits,
 )
 from shared.actor.logging import log_page
 from shared.actor.process import STACK_SIGNAL
@@ -75,6 +98,9 @@ from shared.rundir import RunDir, service_name
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPLETE_CALL_S = 5.0
+RETIRE_CALL_S = 5.0
+FOREIGN_S = 10.0
+"""Seconds of silence after which a registered process that the supervisor did not start counts as gone."""
 CANNOT_START = 127
 EVENTS = Died | Spawned | Reported | SpareNotice
 """The events passed to `on_event`."""
@@ -120,12 +146,17 @@ class Supervisor:
         save_limit_s: float = 0.0,
         command: Callable[[str], Sequence[str]] | None = None,
         spares: Mapping[str, Sequence[str]] | None = None,
+        ranks: Mapping[str, int] | None = None,
+        resize: Callable[[str, int], Resized] | None = None,
     ) -> None:
         """`threads` are CPU threads by process (default 1); `gpus` is CUDA_VISIBLE_DEVICES by process; `listen` are the
         endpoints for other hosts by process, including the supervisor's own, if the run spans several; `lock` is the
         descriptor of the lock on the run directory, which the guard inherits; `save_limit_s` limits the time in which
         the trainer saves a checkpoint at the end; `command` returns the program of a service, if it is not its module;
         `spares` are the services of which a spare process is kept, with its imports.
+        `ranks` is the number of processes that hold one model together, by service (default 1). `resize` checks that
+        a service can have a number of instances and returns what they need; it raises RpcError if not, and None means
+        that nothing can be scaled.
         """
         self._run = run
         self.state = RunLifecycle(plan, save_limit_s)
@@ -134,6 +165,8 @@ class Supervisor:
         self._listen = dict(listen or {})
         self._on_event = on_event
         self._lock = lock
+        self._ranks = dict(ranks or {})
+        self._resize = resize
         self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
         self._imports = dict(spares or {})
         self._spares: SpareProcesses
@@ -149,6 +182,9 @@ class Supervisor:
         self._dying: dict[int, list[Call]] = {}
         """The calls to answer once a process is dead, by its pid."""
         self._scheduler: Client | None = None
+        self._waits = ProcessWaits()
+        self._telling = asyncio.Lock()
+        """Held while a story is told: one at a time."""
         self._door: SupervisorDoor | None = None
         self._log = structlog.get_logger(SUPERVISOR)
 
@@ -172,11 +208,15 @@ class Supervisor:
         )
         self._mailbox.handle(ServiceReport, self._on_report)
         self._mailbox.handle(RestartService, self._on_restart)
+        self._mailbox.handle(DrainService, self._on_drain)
+        self._mailbox.handle(ScaleService, self._on_scale)
         self._mailbox.handle(KillInstance, self._on_kill)
         self._mailbox.handle(StopRun, self._on_stop)
         self._mailbox.handle(GetSupervisorState, self._on_get_state)
         self._mailbox.handle(Ping, self._on_ping)
         self._mailbox.handle(GetLog, self._on_get_log)
+        self._mailbox.handle(GetWaits, self._on_get_waits)
+        self._mailbox.handle(GetStory, self._on_get_story)
         watch = MailboxWatch(
             self._run, self._context, self._incarnation, ready=self._ready_processes, on_silent=self._on_silent
         )
@@ -226,6 +266,7 @@ class Supervisor:
                 answer = self._carry_out(effect)
                 if answer is not None:
                     queue.append(answer)
+        self._waits.note(self.state, self._loop.time())
         self._set_timer()
         if self.draining:
             self._spares.close()
@@ -246,6 +287,8 @@ class Supervisor:
                 return self._spawn(key)
             case Terminate(key, pid):
                 self._signal(key, pid, signal.SIGTERM)
+            case Retire(key, pid):
+                self._background(self._retire(key, pid))
             case Kill(key, pid, hung):
                 self._log.warning("killed", name=service_name(*key), pid=pid)
                 if hung:
@@ -347,6 +390,18 @@ class Supervisor:
         complete = self._run.export.is_dir() and (status is None or status.step >= status.steps)
         self._feed(Exited(key, pid, 0, run_complete=complete))
 
+    async def _retire(self, key: Key, pid: int) -> None:
+        """Ask a service to finish its leases. One that does not answer is told to end: it hands its leases back."""
+        name = service_name(*key)
+        client = Client(self._context, self._run.endpoint(*key), name, self._incarnation)
+        try:
+            await client.call(DrainService(service=key[0], instance=key[1]), Ack, deadline_s=RETIRE_CALL_S)
+        except RpcError as error:
+            self._log.warning("does not finish its leases", name=name, error=str(error))
+            self._signal(key, pid, signal.SIGTERM)
+        finally:
+            client.close()
+
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
@@ -398,13 +453,67 @@ class Supervisor:
         return Ack()
 
     def _on_restart(self, request: RestartService, call: Call) -> Ack:
-        keys = [key for key in self.state.processes if key[0] == request.service and request.instance in (-1, key[1])]
-        if not keys:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service_name(request.service, request.instance)}")
-        if self.draining:
-            raise RpcError(ErrorCode.DRAINING, "the run is ending: nothing is restarted")
-        self._feed(RestartAsked(keys))
+        self._refuse_at_end()
+        if request.service == EVERYTHING:
+            self._feed(RollingRestartAsked(rolling_order(self.state.processes, self._ranks)))
+        else:
+            self._feed(RestartAsked(self._keys(request.service, request.instance)))
         return Ack()
+
+    def _on_drain(self, request: DrainService, call: Call) -> Ack:
+        self._refuse_at_end()
+        keys = self._keys(request.service, request.instance)
+        if request.service not in LEASING:
+            text = f"{request.service} cannot be drained: it leases no tasks as {' and '.join(LEASING)} do; restart it"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        ranks = self._ranks.get(request.service, 1)
+        if len(keys) % ranks:
+            name = service_name(request.service, request.instance)
+            text = f"{name} holds one of {ranks} pieces of its model: drain {request.service} as a whole, or scale it"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        self._feed(DrainAsked(keys))
+        return Ack()
+
+    async def _on_scale(self, request: ScaleService, call: Call) -> Ack:
+        self._refuse_at_end()
+        if self._resize is None:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{request.service} cannot be scaled in this run")
+        await self._refuse_foreign(request)
+        resized = await self._loop.run_in_executor(None, self._resize, request.service, request.instances)
+        self._refuse_at_end()
+        for key in resized.keys:
+            self._threads[key] = resized.threads
+            self._gpus[key] = resized.gpus[key]
+            if resized.listen:
+                self._listen[key] = resized.listen
+        self._log.info("scaled", name=request.service, instances=request.instances)
+        self._feed(StartAsked(resized.keys))
+        above = [key for key in self.state.processes if key[0] == request.service and key not in resized.keys]
+        self._feed(DrainAsked(above))
+        return Ack()
+
+    async def _refuse_foreign(self, request: ScaleService) -> None:
+        """Raise RpcError(bad_request) if one of the instances was started by hand, perhaps on a joined host."""
+        status = await self.scheduler_status(COMPLETE_CALL_S)
+        for row in status.services if status is not None else ():
+            ours = (row.service, row.instance) in self.state.processes
+            if ours or row.service != request.service or row.heartbeat_age_s >= FOREIGN_S:
+                continue
+            if row.instance < request.instances:
+                name = service_name(row.service, row.instance)
+                why = f"{name} was started by hand on host {row.host}; end it, or use {row.instance} or fewer"
+                raise RpcError(ErrorCode.BAD_REQUEST, f"scale {row.service} to {request.instances} refused: {why}")
+
+    def _keys(self, service: str, instance: int) -> list[Key]:
+        """Return the processes of a service, or one of them. Raises RpcError(bad_request) if there is none."""
+        keys = [key for key in self.state.processes if key[0] == service and instance in (-1, key[1])]
+        if not keys:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service_name(service, instance)}")
+        return keys
+
+    def _refuse_at_end(self) -> None:
+        if self.draining:
+            raise RpcError(ErrorCode.DRAINING, "the run is ending: nothing is started, restarted or drained")
 
     def _on_kill(self, request: KillInstance, call: Call) -> Answer:
         key = (request.service, request.instance)
@@ -439,6 +548,35 @@ class Supervisor:
             for key, process in self.state.processes.items()
         ]
         return SupervisorState(run=self._run.name, phase=self.state.phase, processes=rows, spares=self._spares.rows())
+
+    async def _on_get_story(self, request: GetStory, call: Call) -> Story:
+        """Have another process replay the journal, because that would keep this one from answering."""
+        arguments = ["--run", str(self._run.path), "trace", "--json", "--", request.task_id]
+        async with self._telling:
+            child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "launch.ctl", *arguments),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                cwd=ROOT,
+            )
+            try:
+                output, errors = await child.communicate()
+            finally:
+                if child.returncode is None:
+                    child.kill()
+                    await child.wait()
+        if child.returncode:
+            raise RpcError(ErrorCode.BAD_REQUEST, errors.decode(errors="replace").strip()[-1000:] or "no story")
+        return to_message(from_rows(json.loads(output)["story"]))
+
+    async def _on_get_waits(self, _: GetWaits, call: Call) -> Waits:
+        now = self._loop.time()
+        rows: list[WaitRow] = self._waits.rows(self.state, now)
+        # Reading all processes of the machine takes a while.
+        rows += await self._loop.run_in_executor(None, stopped_processes, dict(self.state.pids()))
+        phase, phase_s = self.state.phase, self._waits.phase_s(now)
+        return Waits(incarnation=self._incarnation, state=phase, state_s=phase_s, waits=rows)
 
     def _on_get_log(self, request: GetLog, call: Call) -> LogLines | Awaitable[LogLines]:
         key = (request.service, request.instance)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
@@ -32,6 +32,8 @@ START_LIMIT_S = 600.0
 """Seconds after which a process that is not READY is ended and counted as failed."""
 DRAIN_LIMIT_S = 15.0
 """Seconds after which a process that was told to end is killed (services bound their own drain to 10 s) ..."""
+RETIRE_LIMIT_S = 600.0
+"""Seconds after which a process that was asked to finish its leases is told to end, and hands them back."""
 SAVES = frozenset({DRIVER, "policy-trainer-worker"})
 """... except that at the end of a run these also have the time that a checkpoint takes."""
 _OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
@@ -106,6 +108,27 @@ class RestartAsked:
 
 
 @dataclass(frozen=True)
+class RollingRestartAsked:
+    """The operator wants these groups of processes restarted one after the other, each READY before the next."""
+
+    groups: Sequence[Sequence[Key]]
+
+
+@dataclass(frozen=True)
+class DrainAsked:
+    """The operator wants these processes to finish their leases, to end, and to stay ended."""
+
+    keys: Sequence[Key]
+
+
+@dataclass(frozen=True)
+class StartAsked:
+    """The operator wants these processes to run, which may be new or DRAINED."""
+
+    keys: Sequence[Key]
+
+
+@dataclass(frozen=True)
 class KillOrdered:
     """The scheduler wants this process killed because it hangs while others wait. It counts as failed and restarts."""
 
@@ -133,7 +156,20 @@ class TimePassed:
     """Time has passed, or the run begins."""
 
 
-Event = Spawned | Reported | Silent | Exited | RestartAsked | KillOrdered | StopAsked | KillAsked | TimePassed
+Event = (
+    Spawned
+    | Reported
+    | Silent
+    | Exited
+    | RestartAsked
+    | RollingRestartAsked
+    | DrainAsked
+    | StartAsked
+    | KillOrdered
+    | StopAsked
+    | KillAsked
+    | TimePassed
+)
 
 
 # --------------------------------------------------------------------------------------------------- effects
@@ -149,6 +185,14 @@ class Spawn:
 @dataclass(frozen=True)
 class Terminate:
     """Send SIGTERM, so that the process drains and ends."""
+
+    key: Key
+    pid: int
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Ask the service to end once it has finished its leases."""
 
     key: Key
     pid: int
@@ -182,7 +226,7 @@ class RunEnded:
     key: Key | None = None
 
 
-Effect = Spawn | Terminate | Kill | Died | RunEnded
+Effect = Spawn | Terminate | Retire | Kill | Died | RunEnded
 
 
 @dataclass
@@ -203,6 +247,8 @@ class Process:
     kill_at: float | None = None
     start_at: float | None = None
     ready_by: float | None = None
+    drain_by: float | None = None
+    """Time at which a process that is to be DRAINED is told to end whatever it does, or None for all others."""
     failures: deque[float] = field(default_factory=deque)
     kills: deque[float] = field(default_factory=deque)
 
@@ -222,6 +268,10 @@ class RunLifecycle:
         self._outcome = RunOutcome.DONE
         self._cause = ""
         self._culprit: Key | None = None
+        self._rolling: deque[Sequence[Key]] = deque()
+        """The groups of a rolling restart that are still to be restarted, from the one under way."""
+        self._rolled: dict[Key, int] = {}
+        """The restarts so far of the group under way, empty before it is told to end."""
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -243,6 +293,14 @@ class RunLifecycle:
             case RestartAsked(keys):
                 for key in keys:
                     self._restart(self.processes[key], now)
+            case RollingRestartAsked(groups):
+                self._rolling.extend(groups)
+            case DrainAsked(keys):
+                for key in keys:
+                    self._retire(self.processes[key], now)
+            case StartAsked(keys):
+                for key in keys:
+                    self._begin(self.processes.setdefault(key, Process(key)), now)
             case KillOrdered(key, pid, cause):
                 self._kill(self.processes[key], pid, cause)
             case StopAsked(cause):
@@ -257,10 +315,18 @@ class RunLifecycle:
         self._advance(now)
         return self._effects
 
+    def pids(self) -> Iterator[tuple[Key, int]]:
+        """Yield the processes that run, with their ids."""
+        for key, process in self.processes.items():
+            if process.pid:
+                yield key, process.pid
+
     def next_deadline(self) -> float | None:
         """Return the time at which a `TimePassed` is due, if any."""
         times = [
-            at for process in self.processes.values() for at in (process.kill_at, process.start_at, process.ready_by)
+            at
+            for process in self.processes.values()
+            for at in (process.kill_at, process.start_at, process.ready_by, process.drain_by)
         ]
         return min((at for at in times if at is not None), default=None)
 
@@ -313,14 +379,18 @@ class RunLifecycle:
         asked = process.told_to_end
         reported = process.cause if process.state == ProcessState.FAILED else ""
         cause = reported or describe_exit(event.status)
+        retired = process.drain_by is not None
         process.pid = 0
-        process.kill_at = process.ready_by = None
+        process.kill_at = process.ready_by = process.drain_by = None
         process.told_to_end = False
         if self.phase == RunPhase.DRAINING:
             process.state = ProcessState.STOPPED if event.status == 0 else ProcessState.FAILED
             process.cause = "" if event.status == 0 or asked else cause
             return
-        if asked:
+        if retired:
+            process.state = ProcessState.DRAINED
+            process.cause = "drained by the operator"
+        elif asked:
             process.restarts += 1
             process.cause = "restarted by the operator"
             self._spawn(process, now)
@@ -363,8 +433,55 @@ class RunLifecycle:
             return
         if process.state == ProcessState.BACKOFF:
             process.start_at = now
+        elif process.state == ProcessState.DRAINED:
+            self._begin(process, now)
         elif process.alive:
             self._tell_to_end(process, now)
+
+    def _retire(self, process: Process, now: float) -> None:
+        if self.phase == RunPhase.DRAINING or process.state == ProcessState.DRAINED or process.drain_by is not None:
+            return
+        process.start_at = None
+        if not process.alive:
+            process.state = ProcessState.DRAINED
+            return
+        process.drain_by = now + RETIRE_LIMIT_S
+        if process.state == ProcessState.READY:
+            self._effects.append(Retire(process.key, process.pid))
+        else:
+            self._tell_to_end(process, now)
+
+    def _begin(self, process: Process, now: float) -> None:
+        """Have a process run that is new, DRAINED, or about to be."""
+        if self.phase == RunPhase.DRAINING:
+            return
+        if process.state == ProcessState.DRAINED:
+            process.state = ProcessState.WAITING
+        elif process.drain_by is not None:
+            process.drain_by = None
+            self._tell_to_end(process, now)  # it takes no further lease; another life does
+
+    def _roll(self, now: float) -> None:
+        """Continue a rolling restart: tell the next group to end once the one before is READY again."""
+        while self._rolling:
+            group = [self.processes[key] for key in self._rolling[0] if key in self.processes]
+            group = [each for each in group if each.state != ProcessState.DRAINED and each.drain_by is None]
+            if not self._rolled:
+                if any(process.state != ProcessState.READY for process in self._active()):
+                    return
+                self._rolled = {process.key: process.restarts for process in group}
+                for process in group:
+                    self._tell_to_end(process, now)
+            if any(each.state != ProcessState.READY or each.restarts == self._rolled[each.key] for each in group):
+                return
+            self._rolling.popleft()
+            self._rolled = {}
+
+    def _active(self) -> list[Process]:
+        """Return the processes that are to run."""
+        return [
+            each for each in self.processes.values() if each.state != ProcessState.DRAINED and each.drain_by is None
+        ]
 
     # ---- progress
 
@@ -380,8 +497,9 @@ class RunLifecycle:
             begun = process.state == ProcessState.WAITING and (up or process in first)
             if due or begun:
                 self._spawn(process, now)
-        if all(process.state == ProcessState.READY for process in self.processes.values()):
+        if all(process.state == ProcessState.READY for process in self._active()):
             self.phase = RunPhase.RUNNING
+        self._roll(now)
 
     def _enforce_deadlines(self, now: float) -> None:
         for process in self.processes.values():
@@ -390,6 +508,9 @@ class RunLifecycle:
                 process.cause = f"not READY within {START_LIMIT_S:g} s of its start"
                 process.state = ProcessState.FAILED
                 self._effects.append(Kill(process.key, process.pid, hung=True))
+            if process.drain_by is not None and process.drain_by <= now and process.pid:
+                process.drain_by = now + START_LIMIT_S  # it stays set, because the process is not to start again
+                self._tell_to_end(process, now)
             if process.kill_at is not None and process.kill_at <= now and process.pid:
                 process.kill_at = None
                 self._effects.append(Kill(process.key, process.pid))

@@ -9,16 +9,25 @@ from __future__ import annotations
 
 from proto.messages.common import Ack, Array, Error, ErrorCode, Ping, Pong
 from proto.messages.process import (
+    DrainService,
     GetLog,
+    GetStory,
     GetSupervisorState,
+    GetWaits,
     KillInstance,
     LogLines,
     ProcessRow,
     RestartService,
+    ScaleService,
     ServiceReport,
     SpareRow,
     StopRun,
+    Story,
+    StoryRow,
     SupervisorState,
+    WaitKind,
+    WaitRow,
+    Waits,
 )
 from proto.messages.registration import (
     DeviceOrder,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from proto.messages.common import Ack
 from proto.registry import Message, Record, Request, message
 
@@ -23,12 +25,15 @@ class ServiceReport(Request, frozen=True, kw_only=True):
 class RestartService(Request, frozen=True, kw_only=True):
     """Stop and restart one instance of a service, or all of them.
 
+    Service `all` stands for every process of the run: they are restarted one after the other, the ranks of one model
+    together, and each is READY before the next one is stopped.
+
     Errors:
         bad_request: the run has no such service.
         draining: the run is ending.
     """
 
-    service: str
+    service: str  # name of a service, or `all`
     instance: int = -1  # number of the instance; -1: all of them
 
 
@@ -42,7 +47,7 @@ class ProcessRow(Record, frozen=True, array_like=True):
 
     service: str
     instance: int
-    state: str  # WAITING, BACKOFF, or the state that the service reported last
+    state: str  # WAITING, BACKOFF, DRAINED, or the state that the service reported last
     pid: int
     incarnation: int
     restarts: int  # number of restarts so far
@@ -85,6 +90,109 @@ class KillInstance(Request, frozen=True, kw_only=True):
     instance: int
     pid: int
     cause: str  # the reason, in one line for the log
+
+
+class WaitKind(StrEnum):
+    """The subject of a `WaitRow`."""
+
+    CALL = "call"  # a request to another process is not answered yet
+    REFUSED = "refused"  # another process keeps answering that it has no room or ends
+    STEP = "step"  # the driver waits for tasks of its next step, or for an evaluation
+    LEASE = "lease"  # a lease makes no progress
+    CLEAR = "clear"  # a store has not acknowledged clears
+    ROOM = "room"  # memory is (nearly) full
+    CODE = "code"  # a process of users' code works on calls
+    OUTAGE = "outage"  # a judge does not answer: rewards wait and nothing is leased
+    COMPUTE = "compute"  # a computation runs
+    CHECKPOINT = "checkpoint"  # a checkpoint is saved
+    PROCESS = "process"  # a process starts, ends, or waits for its restart
+    STOPPED = "stopped"  # a process is stopped by a signal
+
+
+class WaitRow(Record, frozen=True, array_like=True):
+    """Something that has not happened yet."""
+
+    kind: str  # a `WaitKind`
+    what: str  # one line for a person
+    since_s: float  # seconds that it has lasted
+    limit_s: float = 0.0  # seconds after which it ends or something is done about it; 0: nothing limits it here
+    of: str = ""  # the process that is waited for, as `rollout/0`, or a service, as `rollout`; empty: none of the run
+
+
+@message(16)
+class Waits(Message, frozen=True, kw_only=True):
+    """The present waits of a process."""
+
+    incarnation: int
+    state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; of the supervisor, its phase (`SupervisorState`)
+    state_s: float  # seconds since it entered that state
+    cause: str = ""  # what the state waits for, in one line
+    waits: list[WaitRow] = []  # in no particular order
+    progress_s: float = -1.0
+    """Seconds since the counter of its working thread advanced (`Heartbeat.progress`). -1: it has not advanced yet."""
+
+
+@message(17, reply=Waits)
+class GetWaits(Request, frozen=True, kw_only=True):
+    """Ask a process what it waits for. Every process answers it at once, whatever it waits for."""
+
+
+@message(28, reply=Ack)
+class DrainService(Request, frozen=True, kw_only=True):
+    """End instances that lease tasks once they have finished the leases that they hold. They take no new ones.
+
+    The supervisor passes it on to the service, and does not start the instance again: it is DRAINED.
+
+    Errors:
+        bad_request: the run has no such service, or it leases no tasks.
+        draining: the run is ending.
+    """
+
+    service: str
+    instance: int = -1  # number of the instance; -1: all of them
+
+
+@message(29, reply=Ack)
+class ScaleService(Request, frozen=True, kw_only=True):
+    """Run instances 0 to `instances` - 1 of a service: start those that are missing and drain those above.
+
+    The resolved topology of the run keeps the number, as far as it has a key for it.
+
+    Errors:
+        bad_request: the service cannot be scaled in this run, or this machine lacks what so many instances need.
+        draining: the run is ending.
+    """
+
+    service: str
+    instances: int  # number of instances, 1 or more
+
+
+class StoryRow(Record, frozen=True, array_like=True):
+    """One event in the story of a task."""
+
+    at: float  # its time, in seconds since 1970; 0 if it was before the journal's first event
+    service: str  # the process that it concerns, as `rollout/0`
+    what: str  # the event
+    facts: dict[str, str]  # values of the event by name
+
+
+@message(6)
+class Story(Message, frozen=True, kw_only=True):
+    """The story of one task, oldest event first."""
+
+    rows: list[StoryRow]  # the events; the newest ones, if there are very many
+
+
+@message(7, reply=Story)
+class GetStory(Request, frozen=True, kw_only=True):
+    """Tell the story of one task, from the journal and the logs on the host of the run directory.
+
+    Errors:
+        bad_request: the journal has no task of this name, or cannot be read.
+        deadline: reading took too long.
+    """
+
+    task_id: str
 
 
 @message(18)

@@ -35,6 +35,8 @@ from proto.messages import (
     StorePlace,
     StoreStats,
     StreamOpened,
+    WaitKind,
+    WaitRow,
 )
 from proto.registry import Message
 from services.batch_store.files import Found, StoreFiles
@@ -57,6 +59,10 @@ M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Message)
 REAP_S = 0.25
 EMIT_S = 1.0
+FULL_SHARE = 0.95
+"""Share of the limit from which on a store counts as full for people."""
+REFUSED_S = 3.0
+"""Seconds for which a refused put counts as a present trouble for people."""
 MAX_STREAM_TASKS = 16384
 """Maximum number of tasks that one stream covers."""
 
@@ -84,6 +90,8 @@ class StoreService(Service):
         handle(Clear, self._clear)
         handle(GetInventory, self._busy_without_descriptor(self._inventory))
         handle(GetStoreStats, self._stats)
+        self._refused = (0, -1.0)
+        """Number of puts without room so far, and the loop time at which the last one was noticed, or -1."""
         self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=not loaded.transport.encrypt_bulk)
         handle(OpenLine, self._open_line)
@@ -129,6 +137,8 @@ class StoreService(Service):
         while True:
             await asyncio.sleep(REAP_S)  # the kernel does not report the end of a mapping
             self._streams.check()
+            if self.index.room.busy != self._refused[0]:
+                self._refused = (self.index.room.busy, self.loop.time())
             for put_id in self.index.overdue(self.loop.time()):
                 if not files.in_use(put_id):
                     self.log.warning("grant withdrawn: its producer is gone", put_id=put_id)
@@ -181,6 +191,19 @@ class StoreService(Service):
     def heartbeat(self) -> messages.Heartbeat:
         stats = self.index.stats()
         return msgspec.structs.replace(super().heartbeat(), store_bytes=stats.bytes, store_shards=stats.shards)
+
+    async def open_waits(self) -> list[WaitRow]:
+        stats, now = self.index.stats(), self.loop.time()
+        refused = self._refused[1] >= 0 and now - self._refused[1] < REFUSED_S
+        if stats.bytes < FULL_SHARE * stats.limit_bytes and not refused:
+            return []
+        text = (
+            f"{stats.bytes / (1 << 20):.1f} of {stats.limit_bytes / (1 << 20):.1f} MiB in use, {stats.tasks} tasks, "
+            f"{stats.zombie_bytes / (1 << 20):.1f} MiB collected but still mapped"
+        )
+        if refused:
+            text += f"; puts find no room, the last {now - self._refused[1]:.1f} s ago (services.batch-store.memory)"
+        return [WaitRow(WaitKind.ROOM, text, 0.0)]
 
     def _recover(self, found: Found) -> None:
         if found.table is not None:

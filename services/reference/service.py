@@ -72,6 +72,7 @@ class ReferenceService(Service):
         self._scoring: Scoring | None = None
         self._asked: Asked = asyncio.Queue()
         self._worker: ReferenceWorker | None = None
+        self.mailbox.handle(messages.DrainService, self._retire)
         self.mailbox.handle(messages.Meet, self._group.on_meet)
         self.mailbox.handle(messages.ScoreTogether, self._ask)
 
@@ -112,6 +113,13 @@ class ReferenceService(Service):
         reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""
         refreshed = kl is not None and kl.refresh_every is not None
         return ReferenceWorker(self, scorer, self._data, scoring, store, reward_kl, refreshed=refreshed)
+
+    def _retire(self, _: messages.DrainService, call: Call) -> messages.Ack:
+        if self._worker is not None:
+            self._worker.leases.retired.set()
+        elif self._group.rank == 0:
+            self.request_stop()  # it has not begun to lease
+        return messages.Ack()  # the other ranks end with rank 0
 
     def _ask(self, request: messages.ScoreTogether, call: Call) -> Deferred:
         self._asked.put_nowait((request, call))  # rank 0 may be ready before this rank has loaded its pieces

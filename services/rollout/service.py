@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 
-from proto.messages import ErrorCode, Heartbeat, WeightsRef
+from proto.messages import Ack, DrainService, ErrorCode, Heartbeat, WaitRow, WeightsRef
 from services.rollout.answers import AnswerSampler
 from services.rollout.engine import Engine
 from services.rollout.engines import make_engine
@@ -37,6 +37,7 @@ from shared.colocation.devices import ENGINE, WEIGHTS, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
 from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call
 from shared.rundir import RunDir, service_name
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class RolloutService(Service):
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
+        self.mailbox.handle(DrainService, self._retire)
         self._text = ThreadPoolExecutor(1, thread_name_prefix="text")  # rows and the tokenizer: one thread at a time
         self._data = DataClient(self.client, reports=True)
         self._engine: Engine | None = None
@@ -222,6 +224,10 @@ class RolloutService(Service):
             troubles=[*self._worker.troubles(), *(self._endpoint.troubles() if self._endpoint is not None else [])],
         )
 
+    async def open_waits(self) -> list[WaitRow]:
+        rows = await self._rewards.waits() if self._rewards is not None else []
+        return rows + (await self._workflows.waits() if self._workflows is not None else [])
+
     def on_leases_lost(self, lease_ids: list[int]) -> None:
         if self._worker is not None:
             self._worker.leases.lost(lease_ids)
@@ -229,6 +235,13 @@ class RolloutService(Service):
     def on_newer_weights(self, ref: WeightsRef) -> None:
         if self._in_flight is not None:
             self._in_flight.announce(ref)
+
+    def _retire(self, _: DrainService, call: Call) -> Ack:
+        if self._worker is None:
+            self.request_stop()  # it has not begun to lease
+        else:
+            self._worker.leases.retired.set()
+        return Ack()
 
     async def _on_text(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._text, work)

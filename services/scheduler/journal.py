@@ -96,6 +96,51 @@ class _SnapshotRow(NamedTuple):
     last: bytes
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[Recorded]:
+    """Open the journal of a run, which may be live, as it is now, and change nothing.
+
+    Raises RpcError(bad_request), one line, if there is none or it cannot be read.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
+            db.execute("BEGIN")  # everything is read as of the first query
+            yield Recorded(db)
+    except (sqlite3.Error, WireError, msgspec.MsgspecError) as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"journal {path}: cannot be read ({error})") from None
+
+
+class Recorded:
+    """What a journal holds, for readers other than its scheduler. Its methods raise what `reading` translates."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        row = db.execute("SELECT seq FROM snapshot").fetchone()
+        self._seq: int = row[0] if row else 0
+
+    def snapshot(self) -> list[bytes]:
+        """Return the parts of the newest snapshot, or [] if there is none."""
+        query = "SELECT body FROM parts WHERE seq = ? ORDER BY part"
+        return [body for (body,) in self._db.execute(query, (self._seq,))] if self._seq else []
+
+    def events(self) -> Iterator[tuple[float, Durable]]:
+        """Yield the events after the snapshot in order, each with its time in seconds since 1970."""
+        for at, kind, body in self._db.execute(
+            "SELECT at, kind, body FROM events WHERE seq > ? ORDER BY seq", (self._seq,)
+        ):
+            yield at, _decode(kind, body)
+
+    def steps_of(self, task_id: str) -> list[tuple[int, str, float | None]]:
+        """Return `(step, state, committed_at)` of the steps whose batches held a task."""
+        query = "SELECT step, state, committed_at FROM steps WHERE instr(task_ids, ?) ORDER BY step"
+        return self._db.execute(query, (json.dumps(task_id),)).fetchall()
+
+
+def _decode(kind: int, body: bytes) -> Durable:
+    decoder = _DECODERS.get(kind)
+    return decoder.decode(body) if decoder is not None else cast(Durable, codec.decode_body(kind, body))
+
+
 class Journal:
     """An open journal. `append` and `save` add to the transaction of the next `commit`."""
 
@@ -260,8 +305,7 @@ class Journal:
                     raise ValueError("its checksum does not match")
                 last = seq
             try:
-                decoder = _DECODERS.get(kind)
-                event = decoder.decode(body) if decoder is not None else cast(Durable, codec.decode_body(kind, body))
+                event = _decode(kind, body)
             except (WireError, msgspec.MsgspecError) as error:
                 raise self.broken(f"event {last}: {error}; use the release that wrote it") from None
             yield event

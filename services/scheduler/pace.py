@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from proto.messages import LeaseProgress
@@ -45,6 +46,11 @@ class Paces:
     def end(self, lease_id: int) -> None:
         """Forget a lease that is no longer held."""
         self._of.pop(lease_id, None)
+
+    def idle(self, now: float) -> Iterator[tuple[int, float]]:
+        """Yield each lease with the seconds since its last progress."""
+        for lease_id, pace in self._of.items():
+            yield lease_id, max(now - (pace.deadline - self._lease_s), 0.0)
 
     def expired(self, now: float) -> list[LeaseExpired]:
         """Remove and return the leases whose deadline has passed. Some may have ended in another way."""

@@ -15,7 +15,7 @@ from typing import ClassVar, cast, get_args
 
 import msgspec
 
-from proto.messages import Ack, Clear, ErrorCode, GetInventory, Inventory, KillInstance, Resolved
+from proto.messages import Ack, Clear, ErrorCode, GetInventory, Inventory, KillInstance, Resolved, WaitRow
 from services.scheduler import snapshot
 from services.scheduler.devices import DeviceTurns
 from services.scheduler.events import (
@@ -197,6 +197,9 @@ class SchedulerService(Service):
     async def resolve(self, service: str, instance: int) -> Resolved:
         """Look up an instance in the scheduler's own registry."""
         return self._state.where(service, instance)
+
+    async def open_waits(self) -> list[WaitRow]:
+        return self._state.waits(self._now())
 
     # ---------------------------------------------------------------------------------------------- events
 

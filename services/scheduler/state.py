@@ -40,6 +40,7 @@ from proto.messages import (
     Resolve,
     Resolved,
     WaitEvals,
+    WaitRow,
     WeightsRef,
 )
 from proto.registry import Message
@@ -128,9 +129,12 @@ class Scheduler:
         """Deferred requests of the driver."""
         self._paces = Paces(lease_s)
         self._seen: dict[Holder, Seen] = {}
-        self._clearing: set[str] = set()
         self._audits: dict[str, Audit] = {}
         """Inventories that are being read or compared, by store."""
+        self._clearing: dict[str, float] = {}
+        """Stores with a clear in flight, and the time at which it was sent."""
+        self._awaited: dict[tuple[str, int], float] = {}
+        """What the driver waits for, as (request, step), and the time at which it first asked."""
         self._reconcile_at = 0.0
         self._tell_at = 0.0
         self._teller = view.Teller()
@@ -175,7 +179,7 @@ class Scheduler:
                 self._tick()
             case ClearDone():
                 if event.store in self._clearing:
-                    self._clearing.discard(event.store)
+                    del self._clearing[event.store]
                     self._durable(Cleared(event.store, event.count))
             case ProcessGone():
                 self._devices.gone((event.service, event.instance), event.incarnation)
@@ -261,7 +265,7 @@ class Scheduler:
             if store not in self._clearing:
                 tasks = self.run.clears.head(store)
                 if tasks:
-                    self._clearing.add(store)
+                    self._clearing[store] = self._now
                     self._out.append(SendClear(store, tasks, tracked=True))
 
     def _retry(self, waiting: Waiting) -> bool:
@@ -269,6 +273,8 @@ class Scheduler:
         if waiting.open:
             try:
                 waiting.open = not waiting.attempt()
+                if not waiting.open and isinstance(waiting.asked.request, NextBatch | WaitEvals):
+                    self._awaited.clear()
             except RpcError as error:
                 waiting.open = False
                 self._out.append(Fail(waiting.asked.ref, error.code, str(error)))
@@ -281,8 +287,23 @@ class Scheduler:
 
     def _poll(self, asked: Asked, attempt: Callable[[], bool]) -> None:
         """Answer a request of the driver now or, if that is not possible yet, later."""
-        if not attempt():
-            self._polls.append(Waiting(asked, attempt, self._answer_by(asked)))
+        if attempt():
+            self._awaited.clear()
+            return
+        if isinstance(asked.request, NextBatch | WaitEvals):
+            self._awaited.setdefault((type(asked.request).__name__, asked.request.step), self._now)
+        self._polls.append(Waiting(asked, attempt, self._answer_by(asked)))
+
+    def waits(self, now: float) -> list[WaitRow]:
+        """Return what the run waits for at `now`, for people."""
+        asked = [each.asked.request for each in self._polls if each.open]
+        awaited = {
+            (type(each).__name__, each.step): now - self._awaited.get((type(each).__name__, each.step), now)
+            for each in asked
+            if isinstance(each, NextBatch | WaitEvals)
+        }
+        clearing = {store: now - since for store, since in self._clearing.items()}
+        return view.waits(self.run, self._seen, awaited, dict(self._paces.idle(now)), self.lease_s, clearing)
 
     def _tick(self) -> None:
         for waiting in chain(*self._leasing, self._polls):
@@ -300,8 +321,7 @@ class Scheduler:
             store = service_name(*holder)
             self._durable(StoreGone(store))
             del self._seen[holder]
-            if store in self._clearing:
-                self._clearing.discard(store)
+            if self._clearing.pop(store, None) is not None:
                 self._out.append(StopClear(store))
         for audit in list(self._audits.values()):
             self._audit(audit)

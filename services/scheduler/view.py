@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
-from proto.messages import ServiceRow, Status, Trouble, TroubleRow
+from proto.messages import NextBatch, ServiceRow, Status, Trouble, TroubleKind, TroubleRow, WaitKind, WaitRow
 from services.scheduler.events import Tell
 from services.scheduler.leases import Holder
+from services.scheduler.leasing import waits as waits_for_stage
 from services.scheduler.run_state import RunState
-from services.scheduler.stores import STORE
-from services.scheduler.tasks import TaskState
+from services.scheduler.stores import STORE, room_for_tasks
+from services.scheduler.tasks import Task, TaskState
+from shared.rundir import service_name
+from shared.stages import TRAIN
 
 
 @dataclass
@@ -76,6 +81,88 @@ def troubles(seen: Mapping[Holder, Seen]) -> list[TroubleRow]:
         for (service, instance), one in sorted(seen.items())
         for each in one.troubles
     ]
+
+
+def waits(
+    run: RunState,
+    seen: Mapping[Holder, Seen],
+    awaited: Mapping[tuple[str, int], float],
+    idle: Mapping[int, float],
+    lease_s: float,
+    clearing: Mapping[str, float],
+) -> list[WaitRow]:
+    """Return what the run waits for.
+
+    `awaited` holds the driver's deferred requests as (request, step), `idle` the leases without progress, and
+    `clearing` the stores that have not acknowledged a clear, each with the seconds that this has lasted.
+    """
+    found: list[WaitRow] = []
+    for (request, step), since_s in awaited.items():
+        if request == NextBatch.__name__:
+            found += _step_waits(run, step, since_s)
+        else:
+            found += _evaluation_waits(run, step, since_s)
+    for lease_id, idle_s in idle.items():
+        lease = run.leases.get(lease_id)
+        if lease is not None:
+            what = f"lease {lease_id} ({run.plan.stages[lease.stage].name}, {len(lease.tasks)} tasks) makes no progress"
+            found.append(WaitRow(WaitKind.LEASE, what, idle_s, lease_s, service_name(*lease.holder)))
+    for store, since_s in clearing.items():
+        what = f"{run.clears.pending_at(store)} clears are not acknowledged"
+        found.append(WaitRow(WaitKind.CLEAR, what, since_s, 0.0, store))
+    for holder, one in sorted(seen.items()):
+        for each in one.troubles:
+            if each.kind == TroubleKind.JUDGE:
+                text = f"nothing is leased: {each.text}"
+                found.append(WaitRow(WaitKind.OUTAGE, text, 0.0, 0.0, service_name(*holder)))
+    room, wanted = room_for_tasks(run), run.plan.max_live - len(run.open_batch)
+    if run.plan.task_bytes and room < wanted:
+        text = f"the stores have room for {max(room, 0)} of the {wanted} tasks that may be live"
+        if run.uncovered_bytes:
+            text += f"; a checkpoint frees {run.uncovered_bytes} bytes"
+        found.append(WaitRow(WaitKind.ROOM, f"{text} (services.batch-store.memory)", 0.0))
+    return found
+
+
+def _step_waits(run: RunState, step: int, since_s: float) -> Iterator[WaitRow]:
+    """Yield a row for each process or service that the tasks of the next step wait for."""
+    wanted = run.plan.tasks_per_step
+    first = run.window.tasks.values() if run.plan.by_completion else islice(run.window.tasks.values(), wanted)
+    late = [task for task in first if task.state != TaskState.READY]
+    groups: dict[tuple[str, str], list[Task]] = {}
+    for task in late:
+        groups.setdefault(_waited_for(run, task), []).append(task)
+    for (doing, of), tasks in groups.items():
+        names = ", ".join(task.task_id for task in tasks[:3]) + (", ..." if len(tasks) > 3 else "")
+        text = f"step {step} waits for {len(tasks)} of {wanted} tasks that {doing} ({names})"
+        yield WaitRow(WaitKind.STEP, text, since_s, 0.0, of)
+
+
+def _evaluation_waits(run: RunState, step: int, since_s: float) -> Iterator[WaitRow]:
+    waiting = sum(len(one.waiting) for one in run.evaluations.open.values())
+    leased: Counter[Holder] = Counter()
+    for lease in run.leases:
+        leased[lease.holder] += sum(task.split != TRAIN for task in lease.tasks.values())
+    for holder, count in leased.items():
+        if count:
+            name = service_name(*holder)
+            text = f"the evaluation of version {step} waits for {count} tasks that are leased to {name}"
+            yield WaitRow(WaitKind.STEP, text, since_s, 0.0, name)
+    if waiting:
+        text = f"the evaluation of version {step} waits for {waiting} tasks that no one has leased"
+        yield WaitRow(WaitKind.STEP, text, since_s, 0.0, "rollout")
+
+
+def _waited_for(run: RunState, task: Task) -> tuple[str, str]:
+    """Return what a task that is not ready does, and the process or service that it waits for."""
+    lease = run.leases.get(task.lease)
+    if lease is not None:
+        holder = service_name(*lease.holder)
+        return f"are leased to {holder} for {run.plan.stages[lease.stage].name}", holder
+    for index, stage in enumerate(run.plan.stages):
+        if waits_for_stage(run, index, task):
+            return f"no {stage.service} has leased for {stage.name}", stage.service
+    return f"are {task.state}", ""
 
 
 class Teller:

@@ -23,7 +23,7 @@ import zmq
 from proto import messages
 from proto.errors import WireError
 from proto.ids import new_incarnation
-from proto.messages import ErrorCode, Ping, Pong, ServiceReport
+from proto.messages import ErrorCode, GetWaits, Ping, Pong, ServiceReport, WaitRow, Waits
 from shared.actor.logging import log_page
 from shared.actor.telemetry import TelemetrySender, report_refusals
 from shared.rpc.client import Client
@@ -53,7 +53,7 @@ that its work cannot go on."""
 
 
 class ProcessState(StrEnum):
-    """The states of a process. Services report STARTING to FAILED; only the supervisor knows of the other two."""
+    """The states of a process. Services report STARTING to FAILED; only the supervisor knows of the others."""
 
     WAITING = "WAITING"
     STARTING = "STARTING"
@@ -62,6 +62,8 @@ class ProcessState(StrEnum):
     STOPPED = "STOPPED"
     FAILED = "FAILED"
     BACKOFF = "BACKOFF"
+    DRAINED = "DRAINED"
+    """Ended by the operator (`ctl drain`), and not started again by itself."""
 
 
 class Service:
@@ -108,7 +110,12 @@ class Service:
         self._background: list[asyncio.Task[None]] = []
         self.progress: Callable[[], int] = lambda: 0
         """Returns the progress that heartbeats report. Only the worker thread advances it."""
+        self._progress = (0, -1.0)
+        """The last progress of a heartbeat, and the loop time at which it advanced, or -1."""
+        self._entered_at = -1.0
+        """Loop time at which the present state began."""
         self.mailbox.handle(Ping, self._ping)
+        self.mailbox.handle(GetWaits, self._waits)
         self.mailbox.handle(messages.GetLog, self._log_page)
 
     # ---- to override
@@ -148,6 +155,10 @@ class Service:
             endpoint=self.endpoint,
             host_id=self.run.host_id,
         )
+
+    async def open_waits(self) -> list[WaitRow]:
+        """Return what this service waits for, apart from its requests to other processes. Must not wait for long."""
+        return []
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
         """Stop working on these leases, which the scheduler has withdrawn."""
@@ -201,6 +212,7 @@ class Service:
     async def run_until_stopped(self) -> int:
         """Run from STARTING to STOPPED or FAILED, close all sockets and return the exit status."""
         self.loop = asyncio.get_running_loop()
+        self._entered_at = self.loop.time()
         try:
             self.endpoint = self.bind()
             self._reach_other_hosts()
@@ -306,6 +318,7 @@ class Service:
 
     def _enter(self, state: ProcessState) -> None:
         self.state = state
+        self._entered_at = self.loop.time()
         self.log.info("state", state=state, cause=self.cause)
         self._report()
 
@@ -359,6 +372,7 @@ class Service:
                     answer = await self.scheduler.call(self.registration(), messages.Registered, deadline_s=CALL_S)
                     self._scheduler_incarnation = answer.scheduler_incarnation
                     registered = True
+                self._note_progress()
                 beat = await self.scheduler.call(self.heartbeat(), messages.HeartbeatAck, deadline_s=CALL_S)
                 registered = beat.registered and beat.scheduler_incarnation == self._scheduler_incarnation
                 if beat.lost_leases:
@@ -373,6 +387,23 @@ class Service:
 
     def _ping(self, _: Ping, call: Call) -> Pong:
         return Pong(service=self.NAME, instance=self.instance, incarnation=self.incarnation, state=self.state)
+
+    def _note_progress(self) -> None:
+        if self.progress() != self._progress[0]:
+            self._progress = (self.progress(), self.loop.time())
+
+    async def _waits(self, _: GetWaits, call: Call) -> Waits:
+        self._note_progress()
+        requests = [row for client in list(self._clients.values()) for row in client.waits()]
+        now = self.loop.time()
+        return Waits(
+            incarnation=self.incarnation,
+            state=self.state,
+            state_s=now - self._entered_at,
+            cause=self.cause,
+            waits=[*await self.open_waits(), *requests],
+            progress_s=now - self._progress[1] if self._progress[1] >= 0 else -1.0,
+        )
 
     def _log_page(self, request: messages.GetLog, _: Call) -> messages.LogLines:
         """Answer the supervisor, which cannot read the log file of a service on another host."""

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ import zmq
 from proto import codec
 from proto.envelope import FLAG_ONE_WAY, FLAG_REPLY
 from proto.errors import WireError
-from proto.messages import Error, ErrorCode
+from proto.messages import Error, ErrorCode, WaitKind, WaitRow
 from proto.registry import Message, Request
 from proto.tensors import Buffer
 from shared.rpc.errors import DeadlineExceeded, RpcError
@@ -37,6 +37,17 @@ LOCAL_RECONNECT_MS = 100
 """Maximum milliseconds between attempts to connect to a peer of this host. An attempt costs next to nothing."""
 UNSENT_MESSAGES = 64
 """Maximum number of one-way messages that are kept until the peer connects."""
+STILL_REFUSED_S = 3.0
+"""Seconds after which a refused request that was not made again no longer counts as a wait."""
+
+
+@dataclass(slots=True)
+class _Refusals:
+    """Requests of one kind that the peer refused for lack of room, since the last one that it answered otherwise."""
+
+    began: float
+    last: float
+    text: str
 
 
 @dataclass(slots=True)
@@ -45,6 +56,8 @@ class _Pending:
     deadline: float
     future: asyncio.Future[codec.Decoded]
     resend_s: float
+    kind: str
+    began: float
     sent: bool = False
     timer: asyncio.TimerHandle | None = field(default=None)
 
@@ -77,6 +90,7 @@ class Client:
         self._pending: dict[int, _Pending] = {}
         self._unsent: deque[list[Buffer]] = deque()
         self._closed = False
+        self._refusals: dict[str, _Refusals] = {}
         self._log = structlog.get_logger("rpc").bind(peer=peer)
         self._socket = open_socket(context, zmq.DEALER)
         try:
@@ -132,11 +146,14 @@ class Client:
             raise DeadlineExceeded(f"{type(request).__name__} to {self.peer}: this client was closed")
         request_id = next(self._ids)
         frames = codec.encode(request, request_id=request_id, incarnation=self._incarnation, remaining_s=deadline_s)
+        began = self._loop.time()
         pending = _Pending(
             frames,
-            self._loop.time() + deadline_s,
+            began + deadline_s,
             self._loop.create_future(),
             FIRST_RESEND_S + sum(map(len, frames)) / RESEND_BYTES_PER_S,
+            type(request).__name__,
+            began,
         )
         self._pending[request_id] = pending
         try:
@@ -168,6 +185,24 @@ class Client:
             return False
         self._unsent.append(frames)
         return True
+
+    def waits(self) -> Iterator[WaitRow]:
+        """Yield the requests that the peer has not answered, and those that it keeps refusing for lack of room."""
+        now = self._loop.time()
+        for each in self._pending.values():
+            yield WaitRow(WaitKind.CALL, each.kind, now - each.began, each.deadline - each.began, self.peer)
+        for kind, refused in self._refusals.items():
+            if now - refused.last < STILL_REFUSED_S:
+                yield WaitRow(WaitKind.REFUSED, f"{kind}: {refused.text}", now - refused.began, 0.0, self.peer)
+
+    def _note_refusal(self, kind: str, error: Error | None) -> None:
+        if error is None or error.code not in (ErrorCode.BUSY, ErrorCode.DRAINING):
+            self._refusals.pop(kind, None)
+            return
+        now = self._loop.time()
+        known = self._refusals.get(kind)
+        lapsed = known is None or now - known.last > STILL_REFUSED_S
+        self._refusals[kind] = _Refusals(now if known is None or lapsed else known.began, now, error.message)
 
     def close(self) -> None:
         """Fail all pending requests and close the socket."""
@@ -226,6 +261,8 @@ class Client:
         if pending is None or pending.future.done():
             return  # the answer to a retry of a request that has been answered or given up
         body = decoded.body
+        if isinstance(body, Error) or self._refusals:
+            self._note_refusal(pending.kind, body if isinstance(body, Error) else None)
         if isinstance(body, Error):
             pending.future.set_exception(
                 RpcError(body.code, body.message, retry_after_s=body.retry_after_s, names=list(body.names))

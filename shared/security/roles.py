@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from proto.messages import (
+    DrainService,
     GetLog,
     GetSnapshot,
     GetStatus,
     GetStoreStats,
+    GetStory,
     GetSupervisorState,
+    GetWaits,
     Ping,
     Resolve,
     RestartService,
+    ScaleService,
     StopRun,
 )
 from proto.registry import Message
@@ -48,12 +52,16 @@ LEAST_ROLE: Mapping[type[Message], Role] = MappingProxyType(
     {
         Ping: Role.OBSERVER,
         GetSnapshot: Role.OBSERVER,
+        DrainService: Role.OPERATOR,
         GetLog: Role.OPERATOR,
         GetStatus: Role.OPERATOR,
         GetStoreStats: Role.OPERATOR,
+        GetStory: Role.OPERATOR,
         GetSupervisorState: Role.OPERATOR,
+        GetWaits: Role.OPERATOR,
         Resolve: Role.OPERATOR,
         RestartService: Role.OPERATOR,
+        ScaleService: Role.OPERATOR,
         StopRun: Role.OPERATOR,
     }
 )

@@ -34,9 +34,13 @@ ROUTES = {
     "Ping": ("anyone", "anyone"),
     "ServiceReport": ("every service", "supervisor"),
     "RestartService": ("operator", "supervisor"),
+    "DrainService": ("operator, supervisor", "supervisor, rollout, reference"),
+    "ScaleService": ("operator", "supervisor"),
     "StopRun": ("operator", "supervisor"),
     "GetSupervisorState": ("operator, policy-trainer", "supervisor"),
     "KillInstance": ("scheduler", "supervisor"),
+    "GetStory": ("operator", "supervisor"),
+    "GetWaits": ("operator", "every process"),
     "GetLog": ("operator, supervisor", "supervisor, every service"),
     "Register": ("every service", "scheduler"),
     "Heartbeat": ("every service", "scheduler"),
@@ -117,6 +121,7 @@ VALUES = {
     tasks.Outcome: "Values of `TaskResult.outcome`",
     tasks.DropReason: "Values of `TaskResult.why`, and keys of `drops` and `dropped`. Read an unknown one as `other`",
     tasks.LossReason: "Keys of `lost`. Read an unknown one as `other`",
+    process.WaitKind: "Values of `WaitRow.kind`",
     registration.TroubleKind: "Values of `Trouble.kind`",
 }
 """Closed list of values -> where it is used."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from proto import messages
-from proto.messages import ErrorCode, WorkerRequest
+from proto.messages import ErrorCode, WaitKind, WaitRow, WorkerRequest
 from proto.registry import Message
 from services.policy_trainer.worker.call_queue import CallQueue
 from services.policy_trainer.worker.calls import RUNNERS, Calls
@@ -57,6 +57,8 @@ class PolicyTrainerWorker(Service):
         if instance == 0 and topology.services.rollout.transfer_s is not None:
             self._send_weights(topology, topology.services.rollout.transfer_s)
         self._running = asyncio.Lock()
+        self._current: tuple[str, float] | None = None
+        """The name of the running call and the loop time at which it began."""
         for kind in RUNNERS:
             self.mailbox.handle(kind, self._queue)
         self.mailbox.handle(messages.GetWorkerState, self._state)
@@ -96,6 +98,7 @@ class PolicyTrainerWorker(Service):
             epoch = self._pending.epoch
             began = time.perf_counter()
             async with self._running:
+                self._current = (type(request).__name__, self.loop.time())
                 try:
                     answer = await self._calls.run(request, call)
                 except Exception as error:
@@ -109,6 +112,8 @@ class PolicyTrainerWorker(Service):
                     if isinstance(answer, Message):
                         call.reply(answer)
                     self.telemetry.span(type(request).__name__, time.perf_counter() - began)
+                finally:
+                    self._current = None
                 self._calls.devices.after(request, followed=self._pending.followed)
 
     async def drain(self) -> None:
@@ -117,6 +122,12 @@ class PolicyTrainerWorker(Service):
             self._sender.close()
         await self._calls.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
+
+    async def open_waits(self) -> list[WaitRow]:
+        if self._current is None:
+            return []
+        name, began = self._current
+        return [WaitRow(WaitKind.COMPUTE, f"computes {name}", self.loop.time() - began)]
 
     # ---- mailbox
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from proto.messages import Trouble, TroubleKind
+from proto.messages import Trouble, TroubleKind, WaitKind, WaitRow
 from services.rollout.rewards.judge import Judge
 from services.rollout.rewards.score import JUDGE, RAISED, TIMEOUT, Score, add_all, failed, totals
 from services.rollout.user_code.failing import TEXT_CHARS, Failing
@@ -261,6 +261,21 @@ class RewardPool:
         self._queue_changed.set()
 
     # ---- judges
+
+    async def waits(self) -> list[WaitRow]:
+        """Return what reward functions wait for or compute."""
+        now = asyncio.get_running_loop().time()
+        outages = [
+            WaitRow(
+                WaitKind.OUTAGE,
+                f"the judge of {term.function} does not answer ({judge.outage.tries} tries): {judge.outage.error}",
+                now - judge.outage.began,
+                judge.retry.limit_s,
+            )
+            for term, judge in zip(self._terms, self._judges, strict=True)
+            if judge.outage is not None
+        ]
+        return [*outages, *await self._pool.waits()]
 
     def troubles(self) -> list[Trouble]:
         """Return the troubles to report in the heartbeat."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from proto.messages import LossReason
+from proto.messages import LossReason, WaitKind, WaitRow
 from services.rollout.user_code import frames
 from services.rollout.user_code.child import GONE, UserProcess, decoded
 from services.rollout.user_code.frames import Failed, Purpose, Rated, Returned, Setup, frame
@@ -24,6 +24,8 @@ from shared.workflow import WorkflowError
 WATCH_S = 0.25
 GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, or clean up after their time is over
 STALL_S = 10.0
+LOOK_S = 1.0
+"""Seconds of a call after which its process is asked for its stack when someone wants to know what it does."""
 LEFT_TOOLS = 64
 """Number of abandoned tools after which the process is replaced. Each holds a thread."""
 LATE_CALLS = 4
@@ -73,6 +75,7 @@ Ended = Returned | Rated | Failed
 @dataclass(eq=False)
 class _Live:
     work: Work
+    began: float
     deadline: float
     ended: asyncio.Future[Ended | Broken]
     late: bool = False
@@ -135,7 +138,7 @@ class UserHost:
         loop = asyncio.get_running_loop()
         # Plain functions are called one after the other, so the time of each begins with the end of the one before.
         limit_s = self._setup.timeout_s + 2 * GRACE_S if self.ready.is_async[work.function] else float("inf")
-        live = _Live(work, loop.time() + limit_s, loop.create_future())
+        live = _Live(work, loop.time(), loop.time() + limit_s, loop.create_future())
         try:
             try:
                 message = frame(work.begin(slot), frames.TO_PROCESS_BYTES)
@@ -154,6 +157,20 @@ class UserHost:
                 self._left_tools += self._marks.tools(slot)
                 if self._left_tools >= LEFT_TOOLS:
                     self.leaving.set()
+
+    async def waits(self) -> list[WaitRow]:
+        """Return how long the process has worked on its oldest call, and where its code is."""
+        if not self._live:
+            return []
+        slot = self._marks.current()
+        live = self._live.get(slot or 0) or min(self._live.values(), key=lambda each: each.began)
+        began, home = min(each.began for each in self._live.values()), self.ready.homes[live.work.function]
+        since_s = asyncio.get_running_loop().time() - began
+        at = hangs_at(await self._process.stack.read() if since_s > LOOK_S else "", home)
+        text = (
+            f"process {self.ready.pid} works on {len(self._live)} {self._setup.purpose} calls, at {at or 'its start'}"
+        )
+        return [WaitRow(WaitKind.CODE, text, since_s, self._setup.timeout_s)]
 
     def send(self, message: frames.ToProcess) -> None:
         self.write(frame(message, frames.TO_PROCESS_BYTES))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from proto.messages import WaitRow
 from services.rollout.user_code.frames import Ready, Setup
 from services.rollout.user_code.host import Broken, Ended, UserHost, Work
 from services.rollout.user_code.load import refused
@@ -63,6 +64,11 @@ class UserPool:
             keeper.cancel()
         await asyncio.gather(*self.keepers, return_exceptions=True)
         await asyncio.gather(*(process.end() for process in list(self._all)))
+
+    async def waits(self) -> list[WaitRow]:
+        """Return a row for each process that works on calls."""
+        rows = await asyncio.gather(*(process.waits() for process in list(self._all)))
+        return [row for found in rows for row in found]
 
     async def make(self, new_work: Callable[[], W]) -> tuple[Ended, W]:
         """Make a call, and again with new work if its process ended. Return how the last one ended, and its work.

@@ -10,7 +10,7 @@ import pytest
 
 from proto.messages import BatchMeta, Complete, CompleteAck, ErrorCode, LeaseGrant
 from shared import pipeline
-from shared.lease import Lease, LeaseBook
+from shared.lease import Lease, LeaseBook, Retired
 from shared.pipeline import LeasePipeline
 from shared.rpc.errors import RpcError
 from tests.unit.rollout.told_engine import ref_of
@@ -44,6 +44,8 @@ class Rig:
         )
 
     async def _acquire(self) -> Lease:
+        if self.book.retired.is_set():  # as `LeaseBook.acquire`
+            raise Retired
         self.leased += 1
         grant = LeaseGrant(
             lease_id=self.leased,
@@ -270,5 +272,39 @@ def test_draining_hands_a_lease_back_untouched_when_its_tasks_are_not_to_blame(m
         monkeypatch.setattr(pipeline, "DRAIN_FINISH_S", 0.0)
         await made.pipeline.drain()
         assert (made.handed_back[1], made.handed_back[2]) == (True, False)
+
+    asyncio.run(scenario())
+
+
+def test_a_retired_pipeline_finishes_the_leases_it_holds_and_ends_by_itself() -> None:
+    async def scenario() -> None:
+        made = Rig(1)
+        made.may_finish.clear()
+        running = asyncio.create_task(made.pipeline.run())
+        await settle()
+        made.book.retired.set()
+        made.computing[1].set()
+        await settle()
+        made.computing[2].set()  # it was held ahead
+        await settle()
+        assert not running.done()
+        assert made.finished == []
+        made.may_finish.set()
+        await asyncio.wait_for(running, 5)
+        assert (made.leased, made.finished, made.handed_back) == (2, [1, 2], {})
+
+    asyncio.run(scenario())
+
+
+def test_a_pipeline_that_may_not_lease_ends_when_it_is_retired() -> None:
+    async def scenario() -> None:
+        made = Rig(1)
+        made.may_lease.clear()
+        running = asyncio.create_task(made.pipeline.run())
+        await settle()
+        assert not running.done()
+        made.book.retired.set()
+        await asyncio.wait_for(running, 5)
+        assert made.leased == 0
 
     asyncio.run(scenario())

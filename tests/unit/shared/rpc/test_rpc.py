@@ -29,6 +29,7 @@ from proto.messages import (
     RestartService,
     StopRun,
     Telemetry,
+    WaitKind,
 )
 from shared.rpc import client
 from shared.rpc.client import UNSENT_MESSAGES
@@ -648,5 +649,44 @@ def test_finished_calls_are_not_kept_alive(ipc: str) -> None:
             assert not [thing for thing in gc.get_objects() if isinstance(thing, Call)]
             assert not mailbox._running
             assert not client._pending
+
+    asyncio.run(main())
+
+
+def test_client_tells_what_is_unanswered_and_what_keeps_being_refused(ipc: str) -> None:
+    async def main() -> None:
+        full = True
+        held: list[Call] = []
+
+        def hold(_: GetInventory, call: Call) -> Any:
+            held.append(call)
+            return DEFERRED
+
+        def refuse(_: Ping, call: Call) -> Pong:
+            if full:
+                raise RpcError(ErrorCode.BUSY, "no room")
+            return Pong(service="echo", instance=0, incarnation=1, state="READY")
+
+        async with serving(ipc, (GetInventory, hold), (Ping, refuse)), asking(ipc) as client:
+            assert list(client.waits()) == []
+            asked = asyncio.create_task(client.call(GetInventory(), Inventory, deadline_s=DEADLINE_S))
+            await eventually(lambda: held)
+            [row] = client.waits()
+            assert (row.kind, row.what, row.of) == (WaitKind.CALL, "GetInventory", "echo/0")
+            assert row.limit_s == pytest.approx(DEADLINE_S, abs=0.1)
+            held[0].reply(Inventory(tasks=[], cursor=0))
+            await asked
+            since: list[float] = []
+            for _ in range(2):
+                with pytest.raises(RpcError, match="no room"):
+                    await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
+                [row] = client.waits()
+                since.append(row.since_s)
+                await asyncio.sleep(0.05)  # the time that is measured
+            assert (row.kind, row.what) == (WaitKind.REFUSED, "Ping: no room")
+            assert since[1] >= since[0] + 0.05
+            full = False
+            await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
+            assert list(client.waits()) == []
 
     asyncio.run(main())

@@ -1,0 +1,354 @@
+"""`ctl trace`: the story of one task across processes, from the scheduler's journal and the logs. It changes nothing.
+
+The journal is replayed up to its present end with the scheduler's own rules, and every event that changed the task is
+told with its time and cause. A compacted journal begins with a snapshot: of what was before, it remembers the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from launch.supervisor.plan import SUPERVISOR
+from proto.messages import (
+    CommitStep,
+    Complete,
+    CompleteAck,
+    ErrorCode,
+    NextBatch,
+    Outcome,
+    Refusal,
+    Register,
+    Story,
+    StoryRow,
+)
+from services.scheduler import snapshot
+from services.scheduler.events import Cleared, Durable, LeaseExpired, StoreGone
+from services.scheduler.journal import Recorded, reading
+from services.scheduler.leases import TaskLease
+from services.scheduler.planning import make_plan
+from services.scheduler.run_state import RunState
+from services.scheduler.tasks import StagePart, Task, TaskState
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir, service_name
+from shared.topology import TopologyError, load
+
+SCHEDULER = "scheduler/0"
+MOST_ROWS = 2000
+"""Maximum number of entries that are sent to another machine."""
+_HIDDEN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run", "exception"})
+_ENDS = frozenset({"exited", "process died", "killed", "to be killed"})
+"""Lines of the supervisor about the end of a process, with its name under `name`."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One event of a story. `at` is in seconds since 1970, or None before the journal's first event."""
+
+    at: float | None
+    service: str
+    what: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class _Seen(NamedTuple):
+    """What an event may change about a task."""
+
+    state: TaskState
+    fence: int
+    lease: int
+    parts: tuple[StagePart | None, ...]
+    clears: int
+
+
+@dataclass
+class Held:
+    """A lease that held the task, for the lines of logs about it and its holder."""
+
+    lease_id: int
+    holder: str
+    begin: float
+    end: float
+
+
+def story(run: RunDir, task_id: str) -> list[Entry]:
+    """Return the story of a task, oldest first.
+
+    Raises RpcError(bad_request), one line, if the journal cannot be read or knows no such task.
+    """
+    with reading(run.journal) as recorded:
+        entries, held = replayed(_beginning(run, recorded), task_id, recorded)
+        told = {entry.facts["step"] for entry in entries if entry.what == "trained"}
+        for step, kind, committed_at in recorded.steps_of(task_id):
+            if step not in told and committed_at is not None:
+                entries.append(Entry(committed_at, SCHEDULER, "trained", {"step": step, "now": kind}))
+    entries += _logged(run, task_id, held)
+    if not entries:
+        text = f"task {task_id!r}: the journal of run {run.path} has none of this name; ids are <split>/<epoch>/<row>"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    return sorted(entries, key=lambda entry: entry.at or 0.0)
+
+
+def _beginning(run: RunDir, recorded: Recorded) -> RunState:
+    """Return the state at the first event of the journal. Raises RpcError(bad_request), one line."""
+    try:
+        plan, _ = make_plan(load(run.topology, check_supported=False), run.topology)
+        parts = recorded.snapshot()
+        return snapshot.load(plan, parts) if parts else RunState(plan)
+    except TopologyError as error:
+        text = f"journal {run.journal}: is replayed with the run's topology: {'; '.join(str(error).splitlines())}"
+        raise RpcError(ErrorCode.BAD_REQUEST, text) from None
+    except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
+        text = f"journal {run.journal}: snapshot cannot be read ({error}); use the release that wrote it"
+        raise RpcError(ErrorCode.BAD_REQUEST, text) from None
+
+
+def replayed(state: RunState, task_id: str, recorded: Recorded) -> tuple[list[Entry], list[Held]]:
+    """Apply the events of a journal to `state`. Return what happened to a task, and the leases that held it."""
+    return _Replay(state, task_id).run(recorded)
+
+
+class _Replay:
+    """Applies the events of a journal and notes what they do to one task."""
+
+    def __init__(self, state: RunState, task_id: str) -> None:
+        self._state = state
+        self._task_id = task_id
+        self._entries: list[Entry] = []
+        self._held: list[Held] = []
+
+    def run(self, recorded: Recorded) -> tuple[list[Entry], list[Held]]:
+        """Return the entries, and the leases that held the task."""
+        before = self._look()
+        if before is not None:
+            facts = {"state": str(before.state), "fence": before.fence, "samples": self._task.samples}
+            self._entries.append(Entry(None, SCHEDULER, "known from the journal's snapshot", facts))
+            self._note_lease(before, 0.0)
+        for at, event in recorded.events():
+            lease = self._state.leases.get(before.lease) if before is not None else None
+            reply = self._state.apply(event)
+            self._state.out.clear()
+            if isinstance(event, Complete) and isinstance(reply, CompleteAck):
+                self._refused(at, event, reply.refused, lease)
+            after = self._look()
+            if after != before:
+                self._changed(at, event, before, after, lease)
+                before = after
+        return self._entries, self._held
+
+    @property
+    def _task(self) -> Task:
+        return self._state.tasks.known(self._task_id)
+
+    def _look(self) -> _Seen | None:
+        task = self._state.tasks.find(self._task_id)
+        return None if task is None else _Seen(task.state, task.fence, task.lease, task.parts, task.clears)
+
+    def _tell(self, at: float, what: str, who: str = SCHEDULER, **facts: Any) -> None:
+        self._entries.append(Entry(at, who, what, facts))
+
+    def _changed(
+        self, at: float, event: Durable, before: _Seen | None, after: _Seen | None, lease: TaskLease | None
+    ) -> None:
+        if before is not None and before.lease and (after is None or after.lease != before.lease):
+            self._held[-1].end = at
+        if after is None:
+            self._acknowledged(at, event)
+            self._tell(at, "collected", fence=before.fence if before is not None else 0)
+            return
+        if before is None:
+            self._tell(at, "admitted", fence=after.fence)
+        elif after.fence > before.fence:
+            self._tell(at, "to be sampled again", fence=after.fence, because=_cause(event, self._task_id, lease))
+        else:
+            self._progressed(at, event, before, after, lease)
+        if after.lease and (before is None or after.lease != before.lease):
+            self._leased(at, after)
+
+    def _progressed(self, at: float, event: Durable, before: _Seen, after: _Seen, lease: TaskLease | None) -> None:
+        for stage, (old, new) in enumerate(zip(before.parts, after.parts, strict=True)):
+            if new is not None and old is None:
+                holder = service_name(*lease.holder) if lease is not None else SCHEDULER
+                plan, task = self._state.plan.stages[stage], self._task
+                self._tell(
+                    at,
+                    f"{plan.name} completed",
+                    holder,
+                    fence=after.fence,
+                    store=self._state.store_names[new.store],
+                    keys=list(plan.makes),
+                    bytes=new.nbytes,
+                    samples=task.samples,
+                    tokens=task.tokens,
+                    **({"failed_samples": task.failed} if task.failed else {}),
+                )
+        if after.state not in (before.state, TaskState.LEASED):  # a lease is told with its holder
+            facts: dict[str, Any] = {}
+            if isinstance(event, NextBatch | CommitStep):
+                facts["step"] = event.step
+            if isinstance(event, CommitStep) and "time/step" in event.metrics:
+                facts["step_s"] = round(event.metrics["time/step"], 3)
+            if after.state == TaskState.DROPPED:
+                facts["because"] = _cause(event, self._task_id, lease)
+            self._tell(at, _WHAT.get(after.state, str(after.state).lower()), fence=after.fence, **facts)
+        if after.clears < before.clears:
+            self._acknowledged(at, event)
+        elif after.clears > before.clears:
+            self._tell(at, "to be cleared", fence=after.fence, stores=after.clears, because=type(event).__name__)
+
+    def _acknowledged(self, at: float, event: Durable) -> None:
+        if isinstance(event, Cleared):
+            self._tell(at, "cleared", event.store)
+
+    def _leased(self, at: float, after: _Seen) -> None:
+        lease = self._note_lease(after, at)
+        if lease is None:
+            return
+        version = {} if lease.version is None else {"lineage": lease.version[0], "version": lease.version[1]}
+        stage = self._state.plan.stages[lease.stage].name
+        others = len(lease.tasks) - 1
+        self._tell(
+            at, f"leased for {stage}", service_name(*lease.holder),
+            lease=lease.lease_id, fence=after.fence, **version, with_others=others,
+        )  # fmt: skip
+
+    def _note_lease(self, seen: _Seen, at: float) -> TaskLease | None:
+        lease = self._state.leases.get(seen.lease)
+        if lease is not None:
+            self._held.append(Held(lease.lease_id, service_name(*lease.holder), at, time.time()))
+        return lease
+
+    def _refused(self, at: float, event: Complete, refused: Iterable[Refusal], lease: TaskLease | None) -> None:
+        for each in refused:
+            if each.task_id == self._task_id:
+                holder = service_name(*lease.holder) if lease is not None else SCHEDULER
+                facts = {"lease": event.lease_id, "fence": each.fence, "code": each.code, "because": each.message}
+                self._tell(at, f"{event.stage} refused", holder, **facts)
+
+
+_WHAT: Final = {
+    TaskState.ROLLED_OUT: "waits for its next stage",
+    TaskState.READY: "ready",
+    TaskState.BATCHED: "batched",
+    TaskState.TRAINED: "trained",
+    TaskState.SCORED: "scored",
+    TaskState.DROPPED: "dropped",
+    TaskState.COLLECTED: "collected",
+}
+
+
+def _cause(event: Durable, task_id: str, lease: TaskLease | None) -> str:
+    """Return why an event ended an attempt at a task."""
+    holder = f"lease {lease.lease_id} of {service_name(*lease.holder)}" if lease is not None else "it"
+    match event:
+        case LeaseExpired():
+            return f"{holder} made no progress" + (" and had not begun" if event.not_started else "")
+        case Register():
+            return f"{service_name(event.service, event.instance)} restarted (pid {event.pid})"
+        case StoreGone():
+            return f"{event.store} is gone"
+        case Complete():
+            for result in event.results:
+                if result.task_id == task_id:
+                    reason = result.reason or result.why or "its results were not usable"
+                    return f"{Outcome(result.outcome).name.lower()}: {reason}"
+            return f"{holder} was handed back" + (" before its work began" if event.untouched else "")
+        case _:
+            return type(event).__name__
+
+
+# ------------------------------------------------------------------------------------------------------- logs
+
+
+def _logged(run: RunDir, task_id: str, held: list[Held]) -> Iterator[Entry]:
+    """Yield what processes logged about the task, its leases, and the ends of their holders meanwhile."""
+    named = re.compile(rf"(?<![\w/-]){re.escape(task_id)}(?![\w/])")
+    for path in sorted(run.logs.glob("*.jsonl")):
+        for line in _lines(path):
+            about_task = task_id in line and named.search(line) is not None
+            if not about_task and '"lease_id"' not in line and not path.name.startswith(SUPERVISOR):
+                continue
+            entry = _parsed(line)
+            if entry is not None and (about_task or _concerns(entry, held)):
+                yield entry
+
+
+def _concerns(entry: Entry, held: list[Held]) -> bool:
+    at = entry.at or 0.0
+    if entry.service == f"{SUPERVISOR}/0":
+        ended = entry.what in _ENDS and entry.facts.get("name")
+        return any(ended == lease.holder and lease.begin <= at <= lease.end for lease in held)
+    lease_id = entry.facts.get("lease_id")
+    return any(lease_id == lease.lease_id and entry.service == lease.holder for lease in held)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(errors="replace") as file:
+            yield from file
+    except OSError:
+        return
+
+
+def _parsed(line: str) -> Entry | None:
+    try:
+        found = json.loads(line)
+        at = datetime.fromisoformat(found["timestamp"]).timestamp()
+        service = service_name(str(found["service"]), int(found["instance"]))
+        facts = {key: value for key, value in found.items() if key not in _HIDDEN and value not in ("", None)}
+        return Entry(at, service, str(found["event"]), facts)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------ output
+
+
+def to_message(entries: Iterable[Entry]) -> Story:
+    """Return the newest entries for the wire."""
+    rows = [
+        StoryRow(each.at or 0.0, each.service, each.what, {key: _text(value) for key, value in each.facts.items()})
+        for each in entries
+    ]
+    return Story(rows=rows[-MOST_ROWS:])
+
+
+def from_message(told: Story) -> list[Entry]:
+    """Return the entries of a message, with the facts as text."""
+    return [Entry(row.at or None, row.service, row.what, dict(row.facts)) for row in told.rows]
+
+
+def as_rows(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    """Return the entries for JSON: `{at, service, what, facts}`."""
+    return [{"at": each.at, "service": each.service, "what": each.what, "facts": each.facts} for each in entries]
+
+
+def from_rows(rows: Iterable[dict[str, Any]]) -> list[Entry]:
+    """Return the entries that `as_rows` described."""
+    return [Entry(row["at"], row["service"], row["what"], row["facts"]) for row in rows]
+
+
+def as_lines(entries: Iterable[Entry]) -> Iterator[str]:
+    """Yield a line for each entry: local time, seconds since the first, process, event, facts."""
+    first: float | None = None
+    for each in entries:
+        facts = "  ".join(f"{key} {_text(value)}" for key, value in each.facts.items())
+        if each.at is None:
+            when, since = "-", ""
+        else:
+            first = each.at if first is None else first
+            when = datetime.fromtimestamp(each.at).strftime("%m-%d %H:%M:%S.%f")[:-3]
+            since = f"{each.at - first:+.3f} s"
+        yield f"{when:<18} {since:>12}  {each.service:<24} {each.what:<24} {facts}".rstrip()
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

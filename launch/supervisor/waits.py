@@ -1,0 +1,81 @@
+"""What the processes of a run wait for, as the supervisor sees it, for people. It decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import psutil
+
+from launch.supervisor.plan import Key
+from launch.supervisor.state import Process, RunLifecycle, RunPhase
+from proto.messages import WaitKind, WaitRow
+from shared.actor.service import ProcessState
+from shared.rundir import service_name
+
+
+class ProcessWaits:
+    """Remembers since when each process has been in its state."""
+
+    def __init__(self) -> None:
+        self._since: dict[Key, tuple[ProcessState, bool, float]] = {}
+        self._phase: tuple[RunPhase | None, float] = (None, 0.0)
+
+    def note(self, state: RunLifecycle, now: float) -> None:
+        """Take note of the states after an event."""
+        if state.phase != self._phase[0]:
+            self._phase = (state.phase, now)
+        for key, process in state.processes.items():
+            known = self._since.get(key)
+            if known is None or known[:2] != (process.state, process.told_to_end):
+                self._since[key] = (process.state, process.told_to_end, now)
+
+    def phase_s(self, now: float) -> float:
+        """Return the seconds since the phase of the run began."""
+        return now - self._phase[1]
+
+    def rows(self, state: RunLifecycle, now: float) -> list[WaitRow]:
+        """Return a row for each process that starts, ends, or waits for its restart."""
+        rows: list[WaitRow] = []
+        for key, process in state.processes.items():
+            since = self._since[key][2] if key in self._since else now
+            found = _what(process)
+            if found is not None:
+                what, until = found
+                limit_s = until - since if until is not None else 0.0
+                rows.append(WaitRow(WaitKind.PROCESS, what, now - since, max(limit_s, 0.0), service_name(*key)))
+        return rows
+
+
+def _what(process: Process) -> tuple[str, float | None] | None:
+    """Return what a process does and until when, or None if it just works or is over."""
+    name = service_name(*process.key)
+    if process.told_to_end and process.pid:
+        return f"{name} ends, as it was told to", process.kill_at
+    match process.state:
+        case ProcessState.STARTING:
+            return f"{name} starts" + (f" again after {process.cause}" if process.cause else ""), process.ready_by
+        case ProcessState.BACKOFF:
+            return f"{name} died ({process.cause}) and starts again, restart {process.restarts}", process.start_at
+        case ProcessState.WAITING:
+            return f"{name} is started once scheduler, stores and monitor are READY", None
+        case _:
+            return None
+
+
+def stopped_processes(pids: Mapping[Key, int]) -> list[WaitRow]:
+    """Return a row for each process of the run, also of those that services started, that a signal has stopped."""
+    owners = {pid: key for key, pid in pids.items()}
+    processes = {each.pid: each for each in psutil.process_iter(["ppid", "status"])}
+    rows: list[WaitRow] = []
+    for pid, process in processes.items():
+        if process.info["status"] != psutil.STATUS_STOPPED:
+            continue
+        owner, steps = pid, 0
+        while owner not in owners and owner in processes and steps < len(processes):
+            owner, steps = processes[owner].info["ppid"], steps + 1
+        if owner in owners:
+            name = service_name(*owners[owner])
+            whose = name if owner == pid else f"a process that {name} started"
+            text = f"{whose} (process {pid}) is stopped by a signal; kill -CONT {pid} lets it continue"
+            rows.append(WaitRow(WaitKind.STOPPED, text, 0.0, 0.0, name))
+    return rows

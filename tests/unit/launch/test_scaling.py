@@ -1,0 +1,92 @@
+"""Which numbers of instances a run can have, what they need, and what is written. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch import preflight
+from launch.scaling import THREADS_PER_CPU, ranks, resize
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
+from shared.topology import load
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
+CPUS = len(os.sched_getaffinity(0))
+Make = Callable[..., RunDir]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def made(*overrides: str, topology: Path = QUICKSTART) -> RunDir:
+        path = tmp_path / "run"
+        path.mkdir()
+        run = RunDir(path=path, sockets=tmp_path / "sockets", shm=tmp_path / "shm")
+        load(topology, list(overrides)).dump_resolved(run.topology)
+        return run
+
+    return made
+
+
+def test_number_of_rollouts_is_written_into_the_topology_of_the_run(make: Make) -> None:
+    run = make("services.rollout.threads=1")
+    block = load(run.topology).services.rollout.block_tasks
+    resized = resize(run, "rollout", 2)
+    assert resized.keys == [("rollout", 0), ("rollout", 1)]
+    assert (resized.threads, dict(resized.gpus)) == (1, {key: "" for key in resized.keys})
+    after = load(run.topology).services.rollout
+    assert (after.instances, after.block_tasks) == (2, block)
+    assert resize(run, "rollout", 1).keys == [("rollout", 0)]
+    assert load(run.topology).services.rollout.instances == 1
+
+
+def test_references_on_cpus_are_scaled_without_a_key(make: Make) -> None:
+    run = make()
+    before = run.topology.read_text()
+    assert resize(run, "reference", 2).keys == [("reference", 0), ("reference", 1)]
+    assert run.topology.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "service", "instances", "why"),
+    [
+        (["run.deterministic=true"], "rollout", 2, "run.deterministic fixes the plan"),
+        (["staleness=0", "placement.colocate=[rollout, policy-trainer]"], "rollout", 2, "placement.colocate"),
+        (
+            ["services.reference.backend=megatron", "services.reference.parallel.tp=2"],
+            *("reference", 3, "use a multiple of 2, at least 2"),
+        ),
+        (["algorithm.kl=null", "services.reference=null"], "reference", 2, "only rollout can"),
+        (["services.rollout.threads=2"], "rollout", 1000, f"use {THREADS_PER_CPU * CPUS // 2} or fewer"),
+        (["services.batch-store.memory=12100000"], "rollout", 4, "services.batch-store.memory"),
+        ([], "batch-store", 2, "batch-store cannot be scaled"),
+        ([], "rollout", -1, "use 1 or more"),
+    ],
+)
+def test_refusal_is_one_line_and_writes_nothing(
+    make: Make, overrides: list[str], service: str, instances: int, why: str
+) -> None:
+    run = make(*overrides)
+    before = run.topology.read_text()
+    with pytest.raises(RpcError) as refused:
+        resize(run, service, instances)
+    assert why in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
+    assert run.topology.read_text() == before
+
+
+def test_more_gpus_than_there_are_are_refused_with_both_numbers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "gpu_names", lambda visible: ["0", "1", "2"])
+    run = make("services.rollout.gpus=1")
+    assert dict(resize(run, "rollout", 3).gpus) == {("rollout", 0): "0", ("rollout", 1): "1", ("rollout", 2): "2"}
+    with pytest.raises(RpcError, match=r"4 GPUs wanted \(rollout 4\), there are 3"):
+        resize(run, "rollout", 4)
+    assert load(run.topology).services.rollout.instances == 3
+
+
+def test_ranks_of_one_model_are_counted_by_service(make: Make) -> None:
+    run = make("services.policy-trainer.workers=2")
+    assert ranks(load(run.topology)) == {"policy-trainer-worker": 2, "reference": 1}
