@@ -105,7 +105,7 @@ class OptimStepDone(Message, frozen=True, kw_only=True):
     grad_norm: float  # norm of the gradient before clipping
     lr: float  # learning rate of the update
     seconds: float
-    snapshot_s: float = 0.0  # part of `seconds` in which the snapshot was written
+    snapshot_s: float = 0.0  # processor time that the snapshot took, not part of `seconds`; 0: there is none
 
 
 @message(87, reply=OptimStepDone)

@@ -191,8 +191,7 @@ class Driver:
             raise update
         metrics.add_gradient(gradient)
         metrics.add_update(update)
-        if update.snapshot_s:
-            self.snapshots.kept(update.snapshot_s, time.monotonic())
+        self.snapshots.kept(update.snapshot_s)
 
     async def skip_update(self, error: RpcError, metrics: StepMetrics, *, left: int) -> None:
         """Skip the first of the `left` remaining updates of the step. Its tasks count as consumed.

@@ -11,9 +11,11 @@ from proto.messages import ErrorCode, HeldSnapshot
 from proto.tensors import Array
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
 from services.policy_trainer.worker.snapshots import Snapshots
+from shared import topology as topologies
 from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
+from shared.topology import snapshot_bytes
 from tests.integration.test_trainer_group import RECOVERY_S, assert_same_training, play, weights
 from tests.integration.test_trainer_worker import Bench, run
 from tests.integration.trainer_group import WorkerGroup, driver_of
@@ -87,6 +89,9 @@ def play_losses(run: RunDir, layout: Layout, *options: str, exact: bool) -> None
             found[step] = await present(step)
             if step == 1:
                 await workers.save_checkpoint(1, keep_last=2)
+        sizes = [file.stat().st_size for file in (run.shm / "trainer").iterdir()]
+        assert len(sizes) == 2 * layout.world_size
+        assert sum(sizes) <= snapshot_bytes(topologies.load(run.topology))
         group.kill(1)
         flip_a_byte(file_of(run, layout, 1, step=3))
         assert await held_by_all(workers) == [2, 3]
@@ -125,21 +130,3 @@ def test_ranks_return_to_the_newest_step_that_all_of_them_hold_whole(run: RunDir
 @pytest.mark.timeout(4 * RECOVERY_S)
 def test_ranks_of_megatron_do_so_too(run: RunDir) -> None:
     play_losses(run, Layout(2, tp=2), "backend: megatron", "parallel: {tp: 2}", exact=False)
-
-
-def test_offloaded_parts_come_back_for_a_snapshot_and_it_for_them(run: RunDir) -> None:
-    async def scenario(bench: Bench, _: WorkerGroup) -> None:
-        workers = await driver_of(bench, Layout(1), 5)
-        await workers.init_model()
-        everything = ["parameters", "gradients", "optimizer"]
-        await train(bench, workers, 1)
-        undisturbed = {name: each.copy() for name, each in (await weights(bench, workers, 1)).items()}
-        await workers.offload(everything)
-        await train(bench, workers, 2)
-        await workers.offload(everything)
-        assert {each.step for each in (await workers.take_over()).snapshots} == {1, 2}
-        await workers.load_checkpoint(1, snapshot_lineage=LINEAGE)
-        after = await weights(bench, workers, 1, fence=2)
-        assert all(after[name].tobytes() == each.tobytes() for name, each in undisturbed.items())
-
-    play(scenario, run, 1)

@@ -39,8 +39,6 @@ from shared.stages import PROXIMAL
 from shared.topology import Topology
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from services.policy_trainer.worker.backend import Backend, OptimizerUpdate
     from services.policy_trainer.worker.losses.policy import PolicyLoss
     from services.policy_trainer.worker.weights.earlier import EarlierVersions
@@ -241,39 +239,30 @@ class Calls:
 
     def _read_snapshot(self, lineage: int, step: int) -> Callable[[], None]:
         """Verify a snapshot and return what loads it. Raises RpcError: missing, or conflict if it is damaged."""
-        from services.policy_trainer.worker import random_state
+        from services.policy_trainer.worker.rank_state import load_rank_state
 
         if self._snapshots is None:
-            raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}: checkpoint.memory_every is off")
+            raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}: this rank keeps none")
         state = self._snapshots.read(lineage, step)
+        return lambda: load_rank_state(state, self._backend, self._earlier, self._canaries)
 
-        def load() -> None:
-            self._backend.load_own_state(_named(state, "own"))
-            self._earlier.restore(
-                {name: each.clone() for name, each in _named(state, "earlier").items()}, self._canaries
-            )
-            random_state.restore(_named(state, "random"))
+    def _keep(self, lineage: int, step: int) -> float:
+        """Keep a snapshot of the present state, that after `step`. If it cannot be kept, keep none from now on.
 
-        return load
-
-    def _keep(self, lineage: int, step: int) -> None:
-        """Keep a snapshot of the present state, that after `step`. If it cannot be kept, keep none from now on."""
-        from services.policy_trainer.worker import random_state
+        Return the seconds of processor time that this took.
+        """
+        from services.policy_trainer.worker.rank_state import rank_state
 
         if self._snapshots is None:
-            return
-        parts = {
-            "own": self._backend.own_state(),
-            "earlier": self._earlier.tensors(step),
-            "random": random_state.states(),
-        }
-        state = {f"{part}/{name}": each for part, named in parts.items() for name, each in named.items()}
+            return 0.0
+        began = time.thread_time()
         try:
-            self._snapshots.take(lineage, step, state)
+            self._snapshots.take(lineage, step, rank_state(self._backend, self._earlier, step))
         except (OSError, WireError) as error:
             self._log.warning("no snapshots: a killed trainer returns to its checkpoint", error=str(error))
             self._snapshots.remove()
             self._snapshots = None
+        return time.thread_time() - began
 
     def snapshots(self) -> list[messages.HeldSnapshot]:
         """Return the snapshots that this rank can load."""
@@ -375,13 +364,10 @@ class Calls:
         if request.last:
             self.step = request.step
             self.reader.end_step()
-        kept = time.perf_counter()
+        seconds, snapshot_s = time.perf_counter() - began, 0.0
         if request.last and request.snapshot_lineage >= 0:
-            await self._on_compute_thread(lambda: self._keep(request.snapshot_lineage, request.step))
-        ended = time.perf_counter()
-        return messages.OptimStepDone(
-            grad_norm=update.grad_norm, lr=update.lr, seconds=ended - began, snapshot_s=ended - kept
-        )
+            snapshot_s = await self._on_compute_thread(lambda: self._keep(request.snapshot_lineage, request.step))
+        return messages.OptimStepDone(grad_norm=update.grad_norm, lr=update.lr, seconds=seconds, snapshot_s=snapshot_s)
 
     async def _skip_update(self, request: messages.SkipUpdate, _: Call) -> Message:
         async def may_count() -> None:
@@ -532,11 +518,6 @@ def _sequences(tokens: samples.BatchTokens) -> Any:
     from services.policy_trainer.worker.backend import Sequences
 
     return Sequences(tokens.flat["token_ids"], tokens.flat["lengths"], tokens.flat["loss_mask"])
-
-
-def _named(state: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Return the tensors of one part of a snapshot by their own names."""
-    return {name.removeprefix(f"{part}/"): each for name, each in state.items() if name.startswith(f"{part}/")}
 
 
 def _scalar(batch: BatchMeta, name: str) -> Array:

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from proto.messages import ErrorCode, HeldSnapshot
-from services.policy_trainer.snapshot_pace import SnapshotPace
-from services.policy_trainer.worker import random_state, snapshots
+from services.policy_trainer.snapshot_pace import BURST_S, SHARE, SnapshotPace
+from services.policy_trainer.worker import snapshots
+from services.policy_trainer.worker.rank_state import random_states, rank_state, set_random_states
 from services.policy_trainer.worker.snapshots import Snapshots
+from services.policy_trainer.worker.weights.earlier import EarlierVersions
 from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
 from shared.topology import load, snapshot_bytes
@@ -46,17 +48,18 @@ def test_training_from_a_snapshot_ends_with_the_same_bits(folder: Path, tmp_path
     assert same_bits(straight.state().optimizer, resumed.state().optimizer)
 
 
-def test_a_snapshot_leaves_memory_that_can_be_freed(folder: Path, tmp_path: Path) -> None:
-    """A CPU tensor that was handed to numpy could no longer leave the device."""
-    made = backend(folder)
+def test_a_snapshot_leaves_memory_that_can_be_freed_and_is_loaded_while_parts_are_away(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The memory of a tensor that `Tensor.numpy` has shared could not be freed."""
+    made, kept = backend(folder), Snapshots(tmp_path, PLACE)
     train(made, 1)
-    Snapshots(tmp_path, PLACE).take(0, 1, made.own_state())
+    kept.take(0, 1, made.own_state())
     before = {name: each.clone() for name, each in made.weights().items()}
-    pointers = [each.data_ptr() for each in made.weights().values()]
+    train(made, 2)
     made.shelves.offload(frozenset({"parameters", "optimizer"}))
     assert all(each.untyped_storage().nbytes() == 0 for each in made.model.parameters())
-    made.shelves.backload()
-    assert len(pointers) == len(before)
+    made.load_own_state(kept.read(0, 1))
     assert same_bits(made.weights(), before)
 
 
@@ -145,20 +148,34 @@ def test_ranks_of_another_layout_do_not_see_it(tmp_path: Path) -> None:
 def test_random_numbers_continue() -> None:
     torch.manual_seed(5)
     torch.rand(3)
-    kept = random_state.states()
+    kept = random_states()
     first = torch.rand(9)
-    random_state.restore(kept)
+    set_random_states(kept)
     assert torch.equal(torch.rand(9), first)
 
 
-def test_snapshots_take_at_most_a_hundredth_of_the_time() -> None:
-    pace = SnapshotPace(2)
-    assert [step for step in range(1, 7) if pace.due(step, 0.0)] == [2, 4, 6]
-    pace.kept(0.5, 10.0)
-    assert not pace.due(8, 59.0)
-    assert not pace.due(9, 60.0)
-    assert pace.due(10, 60.0)
+def test_snapshots_take_at_most_a_hundredth_of_the_time_in_the_long_run() -> None:
+    taken = [step for step in range(1, 7) if SnapshotPace(2).due(step, 0.0)]
+    assert taken == [2, 4, 6]
     assert not any(SnapshotPace(None).due(step, 0.0) for step in range(1, 7))
+    for snapshot_s in (0.001, 0.04, 3.0):
+        pace, spent = SnapshotPace(1), 0.0
+        for step in range(1, 10_001):
+            now = step * 0.5
+            if pace.due(step, now):
+                pace.kept(snapshot_s)
+                spent += snapshot_s
+            assert spent <= BURST_S + SHARE * now + snapshot_s
+        assert spent == pytest.approx(min(SHARE * 5000, 10_000 * snapshot_s), rel=0.1)
+
+
+def test_a_slow_snapshot_does_not_delay_the_next() -> None:
+    pace = SnapshotPace(1)
+    assert pace.due(1, 0.0)
+    pace.kept(0.09)
+    assert pace.due(2, 0.1)
+    pace.kept(0.09)
+    assert not pace.due(3, 0.2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -169,7 +186,7 @@ def test_files_are_not_larger_than_the_topology_says(folder: Path, tmp_path: Pat
     made, kept = backend(folder, dtype), Snapshots(tmp_path / "s", PLACE)
     for step in (1, 2):
         train(made, step)
-        kept.take(0, step, {f"own/{name}": each for name, each in made.own_state().items()} | random_state.states())
+        kept.take(0, step, rank_state(made, EarlierVersions(0), step))
     needed, found = snapshot_bytes(topology), sum(file.stat().st_size for file in (tmp_path / "s").iterdir())
     assert found <= needed <= 1.5 * found + (1 << 20)
     assert snapshot_bytes(load(path, ["checkpoint.memory_every=null", "services.batch-store.memory=1GiB"])) == 0
