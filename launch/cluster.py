@@ -34,7 +34,7 @@ from shared.actor import logging
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps, newest_run, service_name, sweep_abandoned
-from shared.topology import Topology, TopologyError, load, stop_limit_s
+from shared.topology import Topology, TopologyError, load, snapshot_bytes, stop_limit_s
 
 STATUS_DEADLINE_S = 2.0
 POLL_S = 1.0
@@ -104,6 +104,7 @@ def _main(
         print(f"warning: {line}" if not line.startswith(" ") else line, file=sys.stderr)
     if findings.errors and not dry_run:
         _refuse(findings.errors)
+    topology = preflight.with_room(topology)
     try:
         path = run_dir or (place.resumable(topology) if resume else place.default_path(topology))
     except RpcError as error:
@@ -141,6 +142,7 @@ def _show_plan(topology: Topology, path: Path) -> None:
     print(f"steps          {topology.run.steps}")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
     print(f"spares         {', '.join(heavy_imports(topology)) or 'none'}")
+    print(f"snapshots      {snapshot_bytes(topology) >> 20} MiB of the trainer's state, there too")
     names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
     gpus = visible_gpus(topology, names if wanted(topology) <= len(names) else None)
     width = max(len("gpus"), *map(len, gpus.values()))

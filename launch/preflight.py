@@ -13,7 +13,8 @@ from pathlib import Path
 from launch import functions, gpus
 from shared.data import DataError, open_source
 from shared.rundir import SHM_ROOT
-from shared.topology import Topology, model_files
+from shared.topology import Topology, model_files, snapshot_bytes
+from shared.topology.fields import format_size
 from shared.topology.services import DEVICE_SERVICE
 
 SHOWN_ROWS = 3
@@ -36,9 +37,19 @@ def check(topology: Topology, file: str) -> Findings:
     findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
     _check_tokenizer(topology, file, findings)
     _check_memory(topology, file, findings)
+    if refused := _refused_snapshots(topology):
+        findings.warnings.append(f"{file}: {refused}: a killed trainer returns to its checkpoint")
     _check_gpus(topology, file, findings)
     _check_doors(topology, file, findings)
     return findings
+
+
+def with_room(topology: Topology) -> Topology:
+    """Return `topology` without snapshots of the trainer if shared memory has no room for them."""
+    if not _refused_snapshots(topology):
+        return topology
+    checkpoint = topology.checkpoint.model_copy(update={"memory_every": None})
+    return topology.model_copy(update={"checkpoint": checkpoint})
 
 
 def shm_root(topology: Topology) -> Path:
@@ -141,6 +152,25 @@ def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
         )
     elif not os.access(folder, os.W_OK):
         findings.errors.append(f"{file}: {folder}: not writable; set services.batch-store.directory")
+
+
+def _refused_snapshots(topology: Topology) -> str:
+    """Return why the trainer keeps no snapshots although it should. Empty if it keeps them, or is not to."""
+    needed, limit = snapshot_bytes(topology), topology.checkpoint.memory
+    if needed > limit:
+        return (
+            f"checkpoint.memory: snapshots of the trainer need {format_size(needed)}, the limit is "
+            f"{format_size(limit)}; raise it, or set checkpoint.memory_every to null"
+        )
+    root = shm_root(topology)
+    free = shutil.disk_usage(next(each for each in (root, *root.parents) if each.exists())).free
+    left = max(free - topology.services.batch_store.memory * len(topology.store_hosts()), 0)
+    if needed > left:
+        return (
+            f"checkpoint.memory_every: snapshots of the trainer need {format_size(needed)}, {root} has "
+            f"{format_size(left)} besides services.batch-store.memory; lower that, enlarge {root}, or set this to null"
+        )
+    return ""
 
 
 def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:

@@ -5,6 +5,8 @@ Light services import nothing that imports this module, because it imports torch
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -28,12 +30,20 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 
     Raises WireError for a dtype outside `proto.dtypes`.
     """
-    name = _NAMES.get(tensor.dtype)
-    row = dtypes.by_name(name if name is not None else str(tensor.dtype))
+    row = _row(tensor)
     host = tensor.detach().cpu().resolve_conj().resolve_neg()
     carrier = _CARRIERS.get(row.name)
     array: Array = host.numpy() if carrier is None else host.view(carrier[0]).numpy()
     return array if carrier is None else array.view(row.numpy)
+
+
+def numpy_dtype(tensor: torch.Tensor) -> np.dtype[Any]:
+    """Return the dtype of `to_numpy(tensor)`. Raises WireError for a dtype outside `proto.dtypes`."""
+    return _row(tensor).numpy
+
+
+def _row(tensor: torch.Tensor) -> dtypes.DType:
+    return dtypes.by_name(_NAMES.get(tensor.dtype, str(tensor.dtype)))
 
 
 def to_torch(array: Array) -> torch.Tensor:

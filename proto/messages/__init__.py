@@ -103,6 +103,7 @@ from proto.messages.trainer import (
     ForwardBackwardDone,
     ForwardDone,
     GetWorkerState,
+    HeldSnapshot,
     InitModel,
     LoadCheckpoint,
     LossSpec,

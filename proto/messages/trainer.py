@@ -105,6 +105,7 @@ class OptimStepDone(Message, frozen=True, kw_only=True):
     grad_norm: float  # norm of the gradient before clipping
     lr: float  # learning rate of the update
     seconds: float
+    snapshot_s: float = 0.0  # processor time that the snapshot took, not part of `seconds`; 0: there is none
 
 
 @message(87, reply=OptimStepDone)
@@ -113,6 +114,8 @@ class OptimStep(WorkerRequest, frozen=True, kw_only=True):
 
     step: int  # the training step of this update
     last: bool  # this is the last update of the step
+    snapshot_lineage: int = -1
+    """With `last`: keep a snapshot of the state in shared memory under this lineage. -1: keep none."""
 
 
 @message(88)
@@ -156,13 +159,15 @@ class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
 
 @message(92, reply=WorkerReady)
 class LoadCheckpoint(WorkerRequest, frozen=True, kw_only=True):
-    """Load a checkpoint.
+    """Load a checkpoint, or a snapshot in shared memory. Every other snapshot is discarded.
 
     Errors:
-        conflict: it belongs to another model. Nothing is changed.
+        conflict: it is damaged or belongs to another model. Nothing is changed.
+        missing: there is none of this step.
     """
 
     step: int
+    snapshot_lineage: int = -1  # the lineage of the snapshot; -1: load the checkpoint
 
 
 @message(93, reply=Saved)
@@ -170,6 +175,13 @@ class SaveModel(WorkerRequest, frozen=True, kw_only=True):
     """Export the model as a Hugging Face directory, atomically."""
 
     path: str  # path of the directory
+
+
+class HeldSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of the training state that a rank holds in shared memory."""
+
+    lineage: int  # lineage of the weights
+    step: int  # number of finished training steps
 
 
 @message(94)
@@ -181,6 +193,7 @@ class WorkerState(Message, frozen=True, kw_only=True):
     order: int  # number of the last call that it has begun
     dirty: bool
     """Gradients are accumulated or a step is incomplete. Only a reload makes this state trustworthy."""
+    snapshots: list[HeldSnapshot] = []  # the snapshots that can be loaded
 
 
 @message(95, reply=WorkerState)

@@ -66,13 +66,15 @@ class WorkerDispatch:
         self._step = -1
         """Training step of the workers after all calls made so far."""
         self._updates_left = 0
+        self._snapshot_lineage = -1
         self._refused = False
         """Whether a call has failed. The workers refuse later calls until they are taken over again."""
 
     async def take_over(self) -> messages.WorkerState:
         """Take control of the workers and return their state. They refuse other drivers and earlier calls from then on.
 
-        The state is dirty if the ranks are at different steps; a reload is needed to make them one group again.
+        The state is dirty if the ranks are at different steps; a reload is needed to make them one group again. Its
+        snapshots are those that every rank holds.
         """
         states = await self._take_over(self._order)
         self._order = max(state.order for state in states)
@@ -82,8 +84,11 @@ class WorkerDispatch:
         self._refused = False
         steps = {state.step for state in states}
         dirty = any(state.dirty for state in states) or len(steps) > 1
-        self._step, self._updates_left = min(steps), 0
-        return messages.WorkerState(step=self._step, driver=self._driver, order=self._order, dirty=dirty)
+        self._step, self._updates_left, self._snapshot_lineage = min(steps), 0, -1
+        held = [each for each in states[0].snapshots if all(each in state.snapshots for state in states)]
+        return messages.WorkerState(
+            step=self._step, driver=self._driver, order=self._order, dirty=dirty, snapshots=held
+        )
 
     async def go_on(self, step: int) -> None:
         """Make workers accept calls again after they refused one without changing anything. They have to be at `step`.
@@ -130,14 +135,18 @@ class WorkerDispatch:
         request = messages.ForwardBackward(driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, loss=loss)
         return self._submit(request, messages.ForwardBackwardDone)
 
-    def begin_step(self, updates: int) -> None:
-        """Make the next `updates` optimizer steps one training step. By default each is a training step of its own."""
-        self._updates_left = updates
+    def begin_step(self, updates: int, *, snapshot_lineage: int = -1) -> None:
+        """Make the next `updates` optimizer steps one training step. By default each is a training step of its own.
+
+        With a `snapshot_lineage` from 0 on, the last of them keeps a snapshot in shared memory under this lineage.
+        """
+        self._updates_left, self._snapshot_lineage = updates, snapshot_lineage
 
     def optim_step(self) -> Awaitable[messages.OptimStepDone]:
         """Clip and apply the accumulated gradient. The answer has its norm before clipping and the learning rate."""
         step, last = self._next_update()
-        request = messages.OptimStep(driver=_NOT_YET, order=_NOT_YET, step=step, last=last)
+        lineage, self._snapshot_lineage = (self._snapshot_lineage, -1) if last else (-1, self._snapshot_lineage)
+        request = messages.OptimStep(driver=_NOT_YET, order=_NOT_YET, step=step, last=last, snapshot_lineage=lineage)
         return self._submit(request, messages.OptimStepDone)
 
     async def skip_update(self) -> None:
@@ -173,10 +182,13 @@ class WorkerDispatch:
         )
         return self._submit(request, messages.Saved)
 
-    def load_checkpoint(self, step: int) -> Awaitable[messages.WorkerReady]:
-        """Load weights and optimizer state after `step`. Raises RpcError: missing, or conflict if it is damaged."""
+    def load_checkpoint(self, step: int, *, snapshot_lineage: int = -1) -> Awaitable[messages.WorkerReady]:
+        """Load weights and optimizer state after `step`, from shared memory if `snapshot_lineage` is not -1.
+
+        Raises RpcError: missing, or conflict if it is damaged.
+        """
         self._step, self._updates_left = step, 0
-        request = messages.LoadCheckpoint(driver=_NOT_YET, order=_NOT_YET, step=step)
+        request = messages.LoadCheckpoint(driver=_NOT_YET, order=_NOT_YET, step=step, snapshot_lineage=snapshot_lineage)
         return self._submit(request, messages.WorkerReady)
 
     def save_hf_model(self, path: Path) -> Awaitable[messages.Saved]:

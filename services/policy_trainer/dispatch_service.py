@@ -74,7 +74,11 @@ class DispatchService(Service):
         self._pending.take_over(request.driver, request.at_least)
         state = await self._workers.take_over()
         return messages.WorkerState(
-            step=state.step, driver=self._pending.driver, order=self._pending.done, dirty=state.dirty
+            step=state.step,
+            driver=self._pending.driver,
+            order=self._pending.done,
+            dirty=state.dirty,
+            snapshots=state.snapshots,
         )
 
 

@@ -22,6 +22,7 @@ from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import ResumePoint
 from services.policy_trainer.reward_shaping import shaped
 from services.policy_trainer.scheduler_calls import SchedulerCalls
+from services.policy_trainer.snapshot_pace import SnapshotPace
 from services.policy_trainer.stop import Stop
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
@@ -72,6 +73,7 @@ class Driver:
         self.export = export
         self.stop = stop or Stop()
         self.bad_steps = BadSteps(topology.run.on_bad_step)
+        self.snapshots = SnapshotPace(topology.checkpoint.memory_every)
         self._log = structlog.get_logger("driver")
 
     async def train(self) -> None:
@@ -131,7 +133,8 @@ class Driver:
             mini_batches = await self.prepare(batch, metrics)
         except RpcError as error:  # no update of the step can be made
             await self.skip_update(error, metrics, left=1)
-        self.workers.begin_step(updates=len(mini_batches))
+        keeps = self.snapshots.due(metrics.step, time.monotonic())
+        self.workers.begin_step(updates=len(mini_batches), snapshot_lineage=self.resumed.lineage if keeps else -1)
         for index, mini_batch in enumerate(mini_batches):
             try:
                 await self.update(mini_batch, metrics)
@@ -188,6 +191,7 @@ class Driver:
             raise update
         metrics.add_gradient(gradient)
         metrics.add_update(update)
+        self.snapshots.kept(update.snapshot_s)
 
     async def skip_update(self, error: RpcError, metrics: StepMetrics, *, left: int) -> None:
         """Skip the first of the `left` remaining updates of the step. Its tasks count as consumed.

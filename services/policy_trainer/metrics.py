@@ -84,6 +84,7 @@ class StepMetrics:
             "time/wait_batch": self.wait_batch_s,
             "time/forward_backward": self.forward_s + self.forward_backward_s,
             "time/optim": self.optim_s,
+            "time/snapshot": sum(each.snapshot_s for each in self.updates),
             "time/publish": self.publish_s,
             "time/checkpoint": self.checkpoint_s,
             "throughput/samples_per_s": _samples(batch) / step_s,

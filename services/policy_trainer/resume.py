@@ -1,8 +1,13 @@
 """Decides where a driver begins by comparing the journal with the workers' state, and reloads workers if necessary.
 
 Workers are trusted if they are at the committed step or have finished the one journaled step. In any other state
-(fresh, behind, within a step) they are reloaded from a checkpoint and replay the journaled steps. If the tasks of those
+(fresh, behind, within a step) they are reloaded: from the newest snapshot in shared memory that all of them hold and
+that the journal covers, or else from a checkpoint. They replay the journaled steps after it. If the tasks of those
 steps are gone, the scheduler takes the steps back.
+
+A snapshot belongs to the lineage in which its step was trained: whatever takes steps back begins a new lineage, so a
+snapshot of steps that were taken back is never loaded. A snapshot of the committed step has the bits of the version
+published under its lineage, which therefore continues.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from proto.messages import ErrorCode, RunInfo
+from proto.messages import ErrorCode, HeldSnapshot, RunInfo
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import batch_row
 from services.policy_trainer.scheduler_calls import SchedulerCalls
@@ -58,14 +63,19 @@ async def resume(
     if not state.dirty and state.step == info.committed_step:
         log.info("workers continue", step=state.step)
         return _resume_point(state.step, info)
-    usable = [step for step in checkpoints if step <= info.committed_step]
-    loaded = await _load(workers, usable)
-    if info.committed_step > INITIAL_STEP:  # version 0 is the model directory and has the same bits in every life
+    loaded, source = await _load_snapshot(workers, info, state.snapshots), "snapshot"
+    if loaded is None:
+        usable = [step for step in checkpoints if step <= info.committed_step]
+        loaded, source = await _load(workers, usable), "checkpoint"
+    # Version 0 is the model directory and has the same bits in every life.
+    same_bits = loaded == info.committed_step and (source == "snapshot" or loaded == INITIAL_STEP)
+    if not same_bits:
         info = await scheduler.reloaded(loaded)
     if 0 < info.reference_step != loaded:
         await _publish_again(info.reference_step, scheduler, workers, info.lineage, store)
         await workers.load_checkpoint(loaded)
-    log.info("workers loaded", step=loaded, replay=info.committed_step - loaded, lineage=info.lineage)
+    replay = info.committed_step - loaded
+    log.info("workers loaded", source=source, step=loaded, replay=replay, lineage=info.lineage)
     return _resume_point(loaded, info)
 
 
@@ -82,15 +92,31 @@ def _resume_point(version: int, info: RunInfo) -> ResumePoint:
     return ResumePoint(version, info.committed_step, info.lineage, info.checkpoint_step, info.checkpoint_now)
 
 
+async def _load_snapshot(workers: WorkerDispatch, info: RunInfo, held: Sequence[HeldSnapshot]) -> int | None:
+    """Load the newest intact snapshot of a committed step and return its step, or None if there is none.
+
+    None is loaded if the reference's version has to be published again, because that would discard the snapshot.
+    """
+    usable = [each.step for each in held if each.lineage == info.lineage and each.step <= info.committed_step]
+    if info.reference_step:
+        return None
+    return await _load_newest(workers, usable, snapshot_lineage=info.lineage)
+
+
 async def _load(workers: WorkerDispatch, checkpoints: Sequence[int]) -> int:
     """Load the newest intact checkpoint, or else the initial model, and return its step."""
+    loaded = await _load_newest(workers, checkpoints)
+    return (await workers.init_model()).step if loaded is None else loaded
+
+
+async def _load_newest(workers: WorkerDispatch, steps: Sequence[int], *, snapshot_lineage: int = -1) -> int | None:
     log = structlog.get_logger("driver")
-    for step in sorted(checkpoints, reverse=True):
+    for step in sorted(steps, reverse=True):
         try:
-            return (await workers.load_checkpoint(step)).step
+            return (await workers.load_checkpoint(step, snapshot_lineage=snapshot_lineage)).step
         except RpcError as error:
             if error.code not in (ErrorCode.MISSING, ErrorCode.CONFLICT):
                 raise
             log.warning("checkpoint refused, trying the previous one", step=step, error=str(error))
             await workers.take_over()
-    return (await workers.init_model()).step
+    return None

@@ -41,7 +41,7 @@ class Shelf:
         own_storages(tensors)
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
-            storage = _local(tensor).untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in storages:
                 storages[storage.data_ptr()] = storage
         on_cpu = [each for each in storages.values() if each.device.type == "cpu"]
@@ -128,7 +128,8 @@ def give_back() -> None:
     cpu.give_back()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that is on this rank, over the same memory."""
     local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local
 

@@ -3,7 +3,7 @@
 `load` is the entry point. Importing this package imports pydantic and ruamel.yaml, but not torch.
 """
 
-from shared.topology.capacity import stop_limit_s, task_bytes, weight_bytes, worst_case_bytes
+from shared.topology.capacity import snapshot_bytes, stop_limit_s, task_bytes, weight_bytes, worst_case_bytes
 from shared.topology.load import load
 from shared.topology.problem import TopologyError
 from shared.topology.schema import ServiceSpec, Topology
@@ -13,6 +13,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "load",
+    "snapshot_bytes",
     "stop_limit_s",
     "task_bytes",
     "weight_bytes",

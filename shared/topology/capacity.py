@@ -37,6 +37,10 @@ _STEP_S = 60.0
 """Seconds for work that does not grow with the checkpoint: the open step, and calls between services."""
 _SAVED_BYTES_PER_S = 32 << 20
 """Minimum rate, that of a slow disk, at which a checkpoint is written, synced and read back."""
+_FLOAT = 4
+"""Bytes of a float32."""
+_SNAPSHOT_BYTES = 64 << 10
+"""Maximum bytes of a rank's snapshot besides its tensors: header, states of random generators, canaries."""
 _MOMENTS = 2
 """Number of float32 values that the optimizer keeps per parameter, besides the parameter itself (AdamW)."""
 
@@ -161,6 +165,31 @@ def _checkpoint_bytes(topology: Topology) -> int:
         return 0
     earlier = topology.staleness if topology.run.deterministic else 0
     return weights * (1 + _MOMENTS + earlier)
+
+
+def snapshot_bytes(topology: Topology) -> int:
+    """Return the maximum bytes of the snapshots that all trainer ranks keep in shared memory, two for each rank.
+
+    Returns 0 if there are none, or if the model cannot be measured, which the check of the topology reports.
+    """
+    if topology.checkpoint.memory_every is None:
+        return 0
+    try:
+        shapes = weight_shapes(topology.policy.model)
+    except (OSError, ValueError):
+        return 0
+    trainer, width = topology.services.policy_trainer, _DTYPE_BYTES[topology.policy.dtype]
+    elements = sum(map(math.prod, shapes))
+    # A single rank of backend torch, and megatron, have float32 masters beside 16-bit weights.
+    megatron = trainer.backend == "megatron"
+    low = width < _FLOAT and (megatron or trainer.world_size == 1)
+    weights = width if low else _FLOAT
+    copies = trainer.dp * trainer.parallel.cp if megatron else 1  # of the weights, not of masters and moments
+    earlier = topology.staleness * width if topology.run.deterministic else 0
+    data = elements * (copies * weights + low * _FLOAT + _MOMENTS * _FLOAT + earlier)
+    rows = trainer.world_size * len(shapes) * (3 + _MOMENTS + (topology.staleness if earlier else 0))
+    padding = data // 50 if megatron else 0  # of a vocabulary that tp does not divide, and of copied norms
+    return 2 * (data + padding + rows * (_SHARD_BYTES + _NAME_BYTES) + trainer.world_size * _SNAPSHOT_BYTES)
 
 
 def stop_limit_s(topology: Topology) -> float:

@@ -168,6 +168,16 @@ class Checkpoint(Section):
     keep_every: Count | None = Field(
         default=None, description="also keep every checkpoint whose step is a multiple of this"
     )
+    memory_every: Count | None = Field(
+        default=1,
+        description="minimum steps between snapshots of the trainer in shared memory, to which it returns if it is "
+        "killed; they take at most 1 % of its time; null: none, it returns to its checkpoint",
+    )
+    memory: Size = Field(
+        default=4 * 1024**3,
+        description="maximum bytes of shared memory for the two snapshots of every rank, as 64GiB; if they need more, "
+        "none are kept",
+    )
 
 
 class GC(Section):

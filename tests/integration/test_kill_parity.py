@@ -56,8 +56,26 @@ def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Pa
                 parity.kill(run, service)
         assert run.end() == 0, run.output()
     assert {"policy-trainer-worker", "reference", "rollout"} <= parity.spares_used(run)
+    loaded = [line for line in run.log("policy-trainer") if line["event"] == "workers loaded"][-1]
+    assert (loaded["source"], loaded["replay"]) == ("snapshot", 0)
     assert parity.differences(undisturbed, run.path) == []
     assert max(row["sync/sent"] for row in run.rows()[1:]) == 1.0
+
+
+def test_a_worker_killed_long_after_its_checkpoint_replays_only_the_steps_after_its_snapshot(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    with parity.start(tmp_path, "checkpoint.every=100", "checkpoint.memory_every=4") as run:
+        run.wait_for("step 5", lambda: parity.committed(run, 5))
+        parity.kill(run, "policy-trainer-worker")
+        assert run.end() == 0, run.output()
+        log = run.log("policy-trainer")
+    loaded = [line for line in log if line["event"] == "workers loaded"][-1]
+    assert (loaded["source"], loaded["step"] % 4, loaded["lineage"]) == ("snapshot", 0, 1)
+    assert 0 < loaded["replay"] < 4
+    replayed = [line["step"] for line in log if line["event"] == "replayed"]
+    assert replayed == list(range(loaded["step"] + 1, loaded["step"] + 1 + loaded["replay"]))
+    assert parity.differences(undisturbed, run.path) == []
 
 
 @pytest.mark.timeout(600)
@@ -121,7 +139,7 @@ def test_the_lost_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path:
 def test_shards_damaged_in_any_state_are_made_again_and_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
     """A bit flips in a shard that the worker reads next, in one that a restarted store drops, and in one of a trained
     task that a replay needs."""
-    with parity.start(tmp_path) as run:
+    with parity.start(tmp_path, "checkpoint.memory_every=null") as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))
         damage_unread(run, "ref_logprobs")
         run.wait_for("the report of the worker", lambda: parity.losses(run) >= 1)

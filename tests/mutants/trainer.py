@@ -7,6 +7,7 @@ from tests.mutants.mutation import Mutation
 WORKER = "services/policy_trainer/worker"
 NUMBERS = "tests/unit/policy_trainer/test_numbers.py"
 LOSSES = "tests/unit/policy_trainer/test_losses.py"
+SNAPSHOTS = "tests/unit/policy_trainer/test_snapshots.py"
 STATE = "tests/unit/policy_trainer/test_state.py"
 GRADIENTS = "tests/parity/test_gradients_torch.py"
 
@@ -172,6 +173,48 @@ TRAINER = [
         "_exchange(partial, target)  #",
         "(shutil.rmtree(target), partial.rename(target))  #",
         "tests/unit/policy_trainer/test_checkpoint_interrupted.py",
+    ),
+    Mutation(
+        "a rank returns to a newer snapshot than another rank",
+        "services/policy_trainer/dispatch.py",
+        "if all(each in state.snapshots for state in states)]",
+        "if each]",
+        "tests/unit/policy_trainer/test_dispatch_orders.py::test_a_snapshot_counts_only_if_every_rank_holds_it",
+    ),
+    Mutation(
+        "a snapshot without its seal is used",
+        f"{WORKER}/snapshots.py",
+        "        _clear(target)\n",
+        "",
+        f"{SNAPSHOTS}::test_an_interrupted_write_leaves_the_other_snapshot",
+    ),
+    Mutation(
+        "a damaged snapshot is loaded",
+        f"{WORKER}/snapshots.py",
+        "if xxhash.xxh3_64_intdigest(data.data) != shard.checksum:",
+        "if False:",
+        f"{SNAPSHOTS}::test_every_flipped_byte_is_seen",
+    ),
+    Mutation(
+        "the next snapshot replaces the one that was loaded",
+        f"{WORKER}/snapshots.py",
+        "                self._newest = file\n            elif",
+        "                pass\n            elif",
+        f"{SNAPSHOTS}::test_the_snapshot_that_was_loaded_is_not_the_one_overwritten",
+    ),
+    Mutation(
+        "a snapshot of a step that was taken back is loaded",
+        "services/policy_trainer/resume.py",
+        "each.lineage == info.lineage and each.step",
+        "each.step",
+        f"{STATE}::test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_taken_back",
+    ),
+    Mutation(
+        "a snapshot of a step that was never committed is loaded",
+        "services/policy_trainer/resume.py",
+        " and each.step <= info.committed_step]\n    if info.reference_step",
+        "]\n    if info.reference_step",
+        f"{STATE}::test_otherwise_an_earlier_state_is_loaded_under_a_new_lineage",
     ),
     Mutation(
         "the driver publishes weights before it commits their step",

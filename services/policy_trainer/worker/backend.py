@@ -142,6 +142,16 @@ class Backend(Protocol):
         Raises RpcError(conflict), before anything is changed, if the state belongs to another model.
         """
 
+    def own_state(self) -> dict[str, Tensor]:
+        """Return the live tensors of this rank's part of weights and optimizer, by name. The next update changes them.
+
+        This and `load_own_state` are no collectives.
+        """
+        ...
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `own_state` returned in another life of the same rank of the same layout, and drop gradients."""
+
     def export(self, folder: Path) -> None:
         """Write config.json and safetensors of the Hugging Face model into `folder` on rank 0 (no tokenizer)."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from services.policy_trainer.worker.colocation.shelves import PartShelves
 from services.policy_trainer.worker.mesh import Mesh
 from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards
-from shared.colocation.shelf import own_storages
+from shared.colocation.shelf import local_part, own_storages
 from shared.model import cpu
 from shared.model.load import load_model
 from shared.model.logprobs import Entropy, Scores
@@ -232,6 +232,29 @@ class TorchBackend:
                 self._optimizer.state[master] = slots
             if name in self._trained.separate and f"master/{name}" in state.optimizer:
                 master.copy_(self._trained.part(state.optimizer[f"master/{name}"], master))
+        self.drop_gradients()
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Return the live weights, separate masters and AdamW's state of this rank."""
+        found = {f"weight/{name}": each for name, each in self._trained.own_weights().items()}
+        for name, master in self._trained.masters.items():
+            found |= {f"{slot}/{name}": each for slot, each in self._optimizer.state[master].items()}
+        masters = zip(sorted(self._trained.separate), self._trained.own_masters(), strict=False)
+        found |= {f"master/{name}": each for name, each in masters}
+        return {name: local_part(each) for name, each in found.items()}
+
+    @torch.no_grad()
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the tensors back into weights, masters and a new AdamW."""
+        self.shelves.backload()
+        self._reset()
+        for name, master in self._trained.masters.items():
+            if f"step/{name}" in state:
+                moments = {slot: torch.zeros_like(master) for slot in ("exp_avg", "exp_avg_sq")}
+                step = state[f"step/{name}"].to(master.device, copy=True)
+                self._optimizer.state[master] = {"step": step, **moments}
+        for name, live in self.own_state().items():
+            live.copy_(state[name])
         self.drop_gradients()
 
     def export(self, folder: Path) -> None:

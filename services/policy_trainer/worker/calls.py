@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import structlog
 
 from proto import messages
+from proto.errors import WireError
 from proto.ids import REVISION
 from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WorkerRequest
 from proto.registry import Message
@@ -26,6 +27,7 @@ from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.batch_reader import BatchReader
 from services.policy_trainer.worker.colocation.devices import Devices
 from services.policy_trainer.worker.colocation.residency import NEEDS, Part, parts_named
+from services.policy_trainer.worker.snapshots import Snapshots
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
 from shared.ranks.group import Group, GroupEnded
@@ -91,6 +93,8 @@ class Calls:
         self._putting: asyncio.Future[Any] | None = None
         """The put of weights into a store under way. No optimizer step begins before its end."""
         self._saving: set[asyncio.Task[None]] = set()
+        kept = topology.checkpoint.memory_every is not None
+        self._snapshots = Snapshots(run.shm / "trainer", place) if kept else None
         self._accumulated: list[str] = []
         """Tasks of this data-parallel rank whose gradients wait for the next update."""
         self._log = structlog.get_logger("policy-trainer-worker")
@@ -202,29 +206,73 @@ class Calls:
             await self._together("InitModel", self._backend.restart)
             self._pristine = True
             self.devices.loaded_anew()
-        await self._together("InitModel", lambda: self._record(0))
+        await self._together("InitModel", lambda: self._begin_at(0))
         return self._ready_at(0)
 
     async def _load_checkpoint(self, request: messages.LoadCheckpoint, _: Call) -> Message:
         from services.policy_trainer.worker import checkpoint
         from services.policy_trainer.worker.backend import TrainingState
 
-        async def read() -> checkpoint.SavedState:
+        async def read() -> Callable[[], None]:
             await self._weights_put()
-            return await asyncio.to_thread(checkpoint.load, self._run.checkpoints, request.step)
+            if request.snapshot_lineage >= 0:
+                return await asyncio.to_thread(self._read_snapshot, request.snapshot_lineage, request.step)
+            saved = await asyncio.to_thread(checkpoint.load, self._run.checkpoints, request.step)
+
+            def load() -> None:
+                self._backend.load_state(TrainingState(saved.weights, saved.optimizer))
+                self._earlier.restore(saved.earlier, self._canaries)
+
+            return load
 
         self.reader.end_step()
-        snapshot = await self._ready(request, read())
+        load = await self._ready(request, read())
 
         def work() -> None:
             self._pristine, self.dirty = False, True
-            self._backend.load_state(TrainingState(snapshot.weights, snapshot.optimizer))
-            self._earlier.restore(snapshot.earlier, self._canaries)
-            self._record(request.step)
+            load()
+            self._begin_at(request.step, request.snapshot_lineage)
 
         await self._together("LoadCheckpoint", work)
         self.devices.loaded_anew()
         return self._ready_at(request.step)
+
+    def _read_snapshot(self, lineage: int, step: int) -> Callable[[], None]:
+        """Verify a snapshot and return what loads it. Raises RpcError: missing, or conflict if it is damaged."""
+        from services.policy_trainer.worker.rank_state import load_rank_state
+
+        if self._snapshots is None:
+            raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}: this rank keeps none")
+        state = self._snapshots.read(lineage, step)
+        return lambda: load_rank_state(state, self._backend, self._earlier, self._canaries)
+
+    def _keep(self, lineage: int, step: int) -> float:
+        """Keep a snapshot of the present state, that after `step`. If it cannot be kept, keep none from now on.
+
+        Return the seconds of processor time that this took.
+        """
+        from services.policy_trainer.worker.rank_state import rank_state
+
+        if self._snapshots is None:
+            return 0.0
+        began = time.thread_time()
+        try:
+            self._snapshots.take(lineage, step, rank_state(self._backend, self._earlier, step))
+        except (OSError, WireError) as error:
+            self._log.warning("no snapshots: a killed trainer returns to its checkpoint", error=str(error))
+            self._snapshots.remove()
+            self._snapshots = None
+        return time.thread_time() - began
+
+    def snapshots(self) -> list[messages.HeldSnapshot]:
+        """Return the snapshots that this rank can load."""
+        return self._snapshots.held() if self._snapshots is not None else []
+
+    def _begin_at(self, step: int, lineage: int = -1) -> None:
+        """Begin a line of steps at `step`. Snapshots of other lines are discarded: all but the loaded one, if any."""
+        self._record(step)
+        if self._snapshots is not None:
+            self._snapshots.keep_only(lineage, step)
 
     def _record(self, step: int) -> None:
         """Keep this version in deterministic mode. Called on every rank as part of a collective."""
@@ -316,7 +364,10 @@ class Calls:
         if request.last:
             self.step = request.step
             self.reader.end_step()
-        return messages.OptimStepDone(grad_norm=update.grad_norm, lr=update.lr, seconds=time.perf_counter() - began)
+        seconds, snapshot_s = time.perf_counter() - began, 0.0
+        if request.last and request.snapshot_lineage >= 0:
+            snapshot_s = await self._on_compute_thread(lambda: self._keep(request.snapshot_lineage, request.step))
+        return messages.OptimStepDone(grad_norm=update.grad_norm, lr=update.lr, seconds=seconds, snapshot_s=snapshot_s)
 
     async def _skip_update(self, request: messages.SkipUpdate, _: Call) -> Message:
         async def may_count() -> None:

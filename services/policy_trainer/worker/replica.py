@@ -54,6 +54,10 @@ class Replica:
         """Return the live weights, which change with the next update."""
         return named_weights(self.model)
 
+    def own_weights(self) -> dict[str, Tensor]:
+        """Return the live weights."""
+        return self.weights()
+
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Copy full weights of the same names and shapes into the model and its masters."""

@@ -57,22 +57,23 @@ class Shards:
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
         """Return full weights on the host on rank 0 and {} elsewhere. Every rank has to call this."""
+        found: dict[str, Tensor] = {}
+        for name, live in self.own_weights().items():
+            whole = self.whole(live)
+            if self._rank == 0:
+                found[name] = whole.to(self._dtypes[name])
+        return found
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """Return the live pieces of all weights."""
         live = dict(cast(Any, self.model).named_parameters(remove_duplicate=False))
         live |= dict(self.model.named_buffers())
-        found: dict[str, Tensor] = {}
-        for name, dtype in self._dtypes.items():
-            whole = self.whole(live[name])
-            if self._rank == 0:
-                found[name] = whole.to(dtype)
-        return found
+        return {name: live[name] for name in self._dtypes}
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Copy this rank's pieces from full weights of the same names and shapes."""
-        live = dict(cast(Any, self.model).named_parameters(remove_duplicate=False))
-        live |= dict(self.model.named_buffers())
-        for name in self._dtypes:
-            target = live[name]
+        for name, target in self.own_weights().items():
             target.copy_(self.part(weights[name], target))
 
     def whole(self, part: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ import pytest
 
 from launch import functions, preflight
 from launch.supervisor.server import child_environment
-from shared.topology import load
+from shared.topology import load, snapshot_bytes
+from shared.topology.fields import format_size
 from tests.unit.shared.topology.small_topology import edited, make, problems, write
 
 pytestmark = pytest.mark.slow
@@ -247,3 +248,28 @@ def test_a_dry_run_and_a_start_give_the_same_one_line_error_and_leave_nothing(mo
         assert not (tmp_path / "run").exists()
     assert said[0] == said[1]
     assert [line.split(": ")[1] for line in said[0]] == ["reward.function", "policy.model"]
+
+
+def test_snapshots_that_do_not_fit_are_off_and_one_line_says_so() -> None:
+    topology = load(QUICKSTART)
+    needed = snapshot_bytes(topology)
+    assert 4 << 20 < needed < topology.checkpoint.memory
+    assert preflight.with_room(topology) == topology
+    fits = load(QUICKSTART, [f"checkpoint.memory={needed}"])
+    assert preflight.with_room(fits) == fits
+    small = load(QUICKSTART, [f"checkpoint.memory={needed - 1}"])
+    (line,) = preflight.check(small, "t.yaml").warnings
+    assert line.startswith(f"t.yaml: checkpoint.memory: snapshots of the trainer need {format_size(needed)}, the limit")
+    assert "\n" not in line
+    assert preflight.with_room(small).checkpoint.memory_every is None
+    assert preflight.with_room(small).checkpoint.every == topology.checkpoint.every
+    off = load(QUICKSTART, [f"checkpoint.memory={needed - 1}", "checkpoint.memory_every=null"])
+    assert preflight.check(off, "t.yaml").warnings == []
+
+
+def test_snapshots_that_shared_memory_cannot_hold_beside_the_store_are_off() -> None:
+    free = shutil.disk_usage("/dev/shm").free
+    tight = load(QUICKSTART, [f"services.batch-store.memory={free - (1 << 20)}"])
+    (line,) = [each for each in preflight.check(tight, "t.yaml").warnings if "snapshots" in each]
+    assert "besides services.batch-store.memory" in line
+    assert preflight.with_room(tight).checkpoint.memory_every is None

@@ -184,7 +184,7 @@ class Table:
         meta = BatchMeta(tasks=tasks, parts=[BatchPart(ROLLOUT.name, list(ROLLOUT.makes))], stores=[STORE])
         return StepBatch(step=1, batch=meta, scalars=scalars, reward_mean_unfiltered=0.0)
 
-    def begin_step(self, updates: int) -> None:
+    def begin_step(self, updates: int, *, snapshot_lineage: int) -> None:
         self.sums.append({"updates": float(updates)})
 
     async def forward(self, batch: Batch, _: list[str]) -> tuple[Batch, float]:

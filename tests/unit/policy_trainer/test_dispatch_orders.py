@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from proto.messages import ErrorCode, GetWorkerState, InitModel, WorkerReady, WorkerRequest, WorkerState
+from proto.messages import ErrorCode, GetWorkerState, HeldSnapshot, InitModel, WorkerReady, WorkerRequest, WorkerState
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.worker.call_queue import CallQueue
 from shared.ranks.layout import Layout
@@ -19,14 +20,16 @@ DRIVER = 7
 class Rank:
     """A worker's client that carries out what its real lane lets through. `calls` has every call that reached it."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Sequence[int] = ()) -> None:
+        """`held` are the steps of its snapshots."""
         self.lane = CallQueue()
+        self.held = [HeldSnapshot(lineage=1, step=step) for step in held]
         self.calls: list[WorkerRequest] = []
 
     async def call(self, request: Any, reply: type[Any], *, deadline_s: float) -> Any:
         if isinstance(request, GetWorkerState):
             self.lane.take_over(request.driver, request.at_least)
-            return WorkerState(step=0, driver=DRIVER, order=self.lane.done, dirty=False)
+            return WorkerState(step=0, driver=DRIVER, order=self.lane.done, dirty=False, snapshots=self.held)
         self.calls.append(request)
         self.lane.add(request, None)  # type: ignore[arg-type]
         await self.lane.next()
@@ -59,3 +62,11 @@ def test_a_call_that_reaches_a_restarted_rank_does_not_take_the_place_of_a_later
         assert all(isinstance(call, InitModel) for call in ranks[0].calls)
 
     asyncio.run(scene())
+
+
+def test_a_snapshot_counts_only_if_every_rank_holds_it() -> None:
+    clients: list[Any] = [Rank([4, 5]), Rank([5, 6]), Rank([6, 5])]
+    state = asyncio.run(WorkerDispatch(clients, Layout(3), DRIVER).take_over())
+    assert [each.step for each in state.snapshots] == [5]
+    one: list[Any] = [Rank([4, 5])]
+    assert [each.step for each in asyncio.run(WorkerDispatch(one, Layout(1), DRIVER).take_over()).snapshots] == [4, 5]

@@ -276,3 +276,27 @@ def test_bad_data_ends_the_driver_with_the_status_that_prevents_a_restart(
         assert asyncio.run(life()) == status
     finally:
         run.remove_volatile()
+
+
+def test_a_snapshot_is_kept_every_few_steps_under_the_lineage(topology: Topology, tmp_path: Path) -> None:
+    """A replayed step keeps one, too. Only the last update of a step does."""
+    other = tmp_path / "other"
+    other.mkdir()
+    path = edited(make(other), "  kl:\n    coef: 0.001\n", "")
+    few = load(
+        path,
+        [
+            f"run.steps={STEPS}",
+            "staleness=0",
+            "data.eval={}",
+            "checkpoint.memory_every=2",
+            "algorithm.num_iterations=2",
+            "algorithm.loss.anchor=rollout",
+        ],
+    )
+    recorder = Recorder()
+    train(few, recorder, ResumePoint(1, 2, 7, -1, checkpoint_now=False))
+    steps = [each for moment, each in recorder.calls if moment == "asked" and isinstance(each, messages.OptimStep)]
+    kept = [(each.step, each.last, each.snapshot_lineage) for each in steps if each.snapshot_lineage >= 0]
+    assert kept == [(2, True, 7), (4, True, 7)]
+    assert len(steps) == 2 * 4

@@ -18,6 +18,7 @@ from proto.messages import (
     BatchPart,
     CheckpointSaved,
     ErrorCode,
+    HeldSnapshot,
     LossSpec,
     OptimStep,
     WeightsRef,
@@ -242,23 +243,27 @@ def test_an_export_loads_with_equal_logits_and_replaces_an_earlier_one(folder: P
 
 
 class Workers:
-    """A worker group at `step`. Its checkpoints in `damaged` do not load."""
+    """A worker group at `step`. It holds the snapshots `held` (lineage, step); states in `damaged` do not load, a
+    checkpoint named by its step and a snapshot by both."""
 
-    def __init__(self, step: int, *, damaged: Sequence[int] = ()) -> None:
+    def __init__(
+        self, step: int, *, damaged: Sequence[int | tuple[int, int]] = (), held: Sequence[tuple[int, int]] = ()
+    ) -> None:
         self.step = step
         self.damaged = damaged
+        self.held = [HeldSnapshot(lineage=lineage, step=step) for lineage, step in held]
         self.calls: list[str] = []
 
     async def take_over(self) -> WorkerState:
-        return WorkerState(step=self.step, driver=1, order=0, dirty=False)
+        return WorkerState(step=self.step, driver=1, order=0, dirty=False, snapshots=self.held)
 
     async def init_model(self) -> WorkerReady:
         return WorkerReady(step=0, parameters=1)
 
-    async def load_checkpoint(self, step: int) -> WorkerReady:
-        if step in self.damaged:
+    async def load_checkpoint(self, step: int, *, snapshot_lineage: int = -1) -> WorkerReady:
+        if (step if snapshot_lineage < 0 else (snapshot_lineage, step)) in self.damaged:
             raise RpcError(ErrorCode.CONFLICT, f"checkpoint {step}: damaged")
-        self.calls.append(f"load {step}")
+        self.calls.append(f"load {step}" if snapshot_lineage < 0 else f"load {snapshot_lineage}/{step}")
         return WorkerReady(step=step, parameters=1)
 
     async def publish_weights(self, lineage: int, step: int, *, store: str) -> WeightsRef:
@@ -318,6 +323,53 @@ def test_steps_that_cannot_be_replayed_are_retrained_from_the_checkpoint_that_lo
     assert standing.checkpoint <= back_at
     bench.publish_again(back_at)
     bench.step(back_at + 1)  # was refused while the scheduler was at another step
+
+
+def three_steps(*, collect_at_commit: bool) -> Bench:
+    bench = Bench(config=Configure(5, 3, 2, collect_at_commit)).start()
+    for step in (1, 2, 3):
+        bench.step(step)
+    bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
+    return bench
+
+
+@pytest.mark.parametrize("collect_at_commit", [False, True])
+def test_a_snapshot_of_the_committed_step_continues_its_lineage(collect_at_commit: bool) -> None:
+    """Even tasks that can no longer be replayed are not lost."""
+    bench, workers = three_steps(collect_at_commit=collect_at_commit), Workers(-1, held=[(0, 3), (0, 2)])
+    standing = resumed(bench, workers, [1])
+    assert workers.calls == ["load 0/3"]
+    assert (standing.version, standing.committed, standing.lineage) == (3, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("held", "damaged", "calls"),
+    [
+        ([(0, 2), (0, 3)], [(0, 3)], ["load 0/2"]),  # an earlier step is loaded, the later ones are replayed
+        ([(0, 4), (0, 2)], [], ["load 0/2"]),  # step 4 was trained but never committed
+        ([(0, 2), (0, 3)], [(0, 2), (0, 3)], ["load 1"]),
+        ([(1, 3), (1, 2)], [], ["load 1"]),  # of another lineage
+        ([], [], ["load 1"]),
+    ],
+)
+def test_otherwise_an_earlier_state_is_loaded_under_a_new_lineage(
+    held: list[tuple[int, int]], damaged: list[tuple[int, int]], calls: list[str]
+) -> None:
+    bench, workers = three_steps(collect_at_commit=False), Workers(-1, held=held, damaged=damaged)
+    standing = resumed(bench, workers, [1])
+    assert workers.calls == calls
+    assert (standing.version, standing.committed, standing.lineage) == (int(calls[0][-1]), 3, 1)
+
+
+def test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_taken_back() -> None:
+    bench = three_steps(collect_at_commit=True)
+    assert resumed(bench, Workers(-1), [1]).committed == 1
+    bench.publish_again(1)
+    for step in (2, 3):
+        bench.step(step)
+    workers = Workers(-1, held=[(0, 3), (0, 2)])  # of the first life of these steps
+    assert resumed(bench, workers, [1]).committed == 1
+    assert workers.calls == ["load 1"]
 
 
 def test_workers_at_the_committed_step_continue_and_save_the_ordered_checkpoint() -> None:

@@ -7,6 +7,7 @@ tp > 1. On a CPU the same layers run on gloo through `cpu_shims`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -173,6 +174,18 @@ class MegatronBackend:
         self.shelves.backload()
         self._trained.set_weights(state.weights.__getitem__)
         self._trained.set_optimizer(state.optimizer)
+        self._trained.drop_gradients()
+
+    @in_megatron
+    def own_state(self) -> dict[str, Tensor]:
+        """Return the live weights, masters and AdamW's state of this rank."""
+        return self._trained.own_state()
+
+    @in_megatron
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the tensors back into weights, masters and a new AdamW."""
+        self.shelves.backload()
+        self._trained.set_own_state(state)
         self._trained.drop_gradients()
 
     @in_megatron

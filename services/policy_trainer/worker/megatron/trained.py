@@ -5,7 +5,7 @@ Gradients are unscaled sums over data and context ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -230,6 +230,36 @@ class Trained:
             if step is not None and all(each is not None for each in moments.values()):
                 on_device = {slot: each.to(main.device) for slot, each in moments.items() if each is not None}
                 inner.state[main] = {"step": step.to(main.device, torch.float32, copy=True), **on_device}
+
+    # ---- this rank's part
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Return the live tensors of this rank by name: weights, separate masters, moments and numbers of updates."""
+        inner: Any = self.optimizer.optimizer
+        found = {f"weight/{name}": param.detach() for name, param in self._params.items()}
+        mains = self._mains()
+        for name, param in self._params.items():
+            main = mains.get(param)
+            if main is None:
+                continue
+            if self._low:
+                found[f"master/{name}"] = main
+            found |= {f"{slot}/{name}": each for slot, each in inner.state.get(main, {}).items()}
+        return found
+
+    @torch.no_grad()
+    def set_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `own_state` returned in the same layout."""
+        self.reset()
+        inner: Any = self.optimizer.optimizer
+        mains = self._mains()
+        for name, param in self._params.items():
+            if f"step/{name}" in state:
+                main = mains[param]
+                moments = {slot: torch.zeros_like(main) for slot in _MOMENTS}
+                inner.state[main] = {"step": state[f"step/{name}"].to(main.device, copy=True), **moments}
+        for name, live in self.own_state().items():
+            live.copy_(state[name])
 
     # ---- memory
 

@@ -317,6 +317,16 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "self._topology.checkpoint.keep_every",
         "unit/policy_trainer/test_state.py::test_the_newest_and_the_multiples_are_kept",
     ),
+    "checkpoint.memory_every": (
+        f"{TRAINER}/driver.py",
+        "topology.checkpoint.memory_every",
+        "unit/policy_trainer/test_driver_order.py::test_a_snapshot_is_kept_every_few_steps_under_the_lineage",
+    ),
+    "checkpoint.memory": (
+        "launch/preflight.py",
+        "topology.checkpoint.memory",
+        "unit/launch/test_preflight.py::test_snapshots_that_do_not_fit_are_off_and_one_line_says_so",
+    ),
     "lease.lease_s": (
         "services/scheduler/server.py",
         "topology.lease.lease_s",
