@@ -24,7 +24,7 @@ from proto.messages import Error, ErrorCode
 from proto.registry import Message, Request
 from proto.tensors import Buffer
 from shared.rpc.errors import DeadlineExceeded, RpcError
-from shared.rpc.transport import Pump, open_socket
+from shared.rpc.transport import open_pump, open_socket
 from shared.security.curve import clear, is_tcp, unlock
 from shared.security.keys import Keyring
 
@@ -83,7 +83,7 @@ class Client:
         except RpcError:
             self._socket.close()
             raise
-        self._pump = Pump(self._socket, self._on_message, on_writable=self._on_writable)
+        self._pump = open_pump(self._socket, self._on_message, on_writable=self._on_writable)
 
     def connect(self, endpoint: str) -> None:
         """Connect to `endpoint` instead and send unanswered requests again. Does nothing if it is the same endpoint."""

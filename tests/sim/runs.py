@@ -1,0 +1,77 @@
+"""Runs seeds, replays the failing one and makes it smaller."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from tests.sim.scenario import Scenario, Size, draw
+from tests.sim.virtual import real_seconds
+from tests.sim.world import Outcome, World
+
+COLLECT_EVERY = 10
+SHRINK_ATTEMPTS = 200
+_undisturbed: dict[Size, int] = {}
+
+
+def run(scenario: Scenario, folder: Path, *, tracing: bool = False) -> Outcome:
+    """Run a scenario. In deterministic mode also compare its weights with those of an undisturbed run."""
+    outcome = World(scenario, folder, tracing=tracing).run()
+    if outcome.violation or not scenario.size.deterministic or not scenario.faults:
+        return outcome
+    if scenario.size not in _undisturbed:
+        _undisturbed[scenario.size] = World(replace(scenario, seed=0, faults=()), folder).run().chain
+    if outcome.chain != _undisturbed[scenario.size]:
+        text = f"promise 9: the weights are {outcome.chain}, without faults {_undisturbed[scenario.size]}"
+        return replace(outcome, violation=text)
+    return outcome
+
+
+def shrink(scenario: Scenario, folder: Path) -> tuple[Scenario, Outcome]:
+    """Return the smallest scenario found that still breaks a promise, and what it came to."""
+    outcome = run(scenario, folder, tracing=True)
+    attempts = 0
+    smaller = True
+    while smaller and attempts < SHRINK_ATTEMPTS:
+        smaller = False
+        for other in scenario.smaller():
+            attempts += 1
+            found = run(other, folder, tracing=True)
+            if found.violation:
+                scenario, outcome, smaller = other, found, True
+                break
+    return scenario, outcome
+
+
+def run_one(seed: int, folder: Path, *, tracing: bool) -> int:
+    """Run one seed and print what came of it."""
+    scenario = draw(seed)
+    outcome = run(scenario, folder, tracing=tracing)
+    print(scenario)
+    for line in outcome.history:
+        print(line)
+    print(f"{outcome.events} events in {outcome.seconds:.1f} virtual seconds, trace {outcome.trace_hash:016x}")
+    print(outcome.violation or "every promise was kept")
+    return 1 if outcome.violation else 0
+
+
+def run_many(seeds: Iterable[int], folder: Path) -> int:
+    """Run seeds until one breaks a promise. Print that one, made smaller."""
+    began, count, events, virtual_s = real_seconds(), 0, 0, 0.0
+    for seed in seeds:
+        outcome = run(draw(seed), folder)
+        count, events, virtual_s = count + 1, events + outcome.events, virtual_s + outcome.seconds
+        if outcome.violation:
+            print(f"seed {seed} breaks a promise: {outcome.violation}")
+            scenario, found = shrink(draw(seed), folder)
+            print(f"\nthe smallest scenario found:\n{scenario}\n")
+            print("\n".join(found.history))
+            print(f"\n{found.violation}\nreplay: python -m tests.sim {seed} --trace")
+            return 1
+        if count % COLLECT_EVERY == 0:
+            gc.collect()
+    seconds = real_seconds() - began
+    print(f"{count} seeds, {events} events, {virtual_s:.0f} virtual seconds in {seconds:.1f} s: every promise was kept")
+    return 0

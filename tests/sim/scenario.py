@@ -1,0 +1,207 @@
+"""What happens in one simulated run: its size, and the faults, all drawn from a seed. Scenarios can be made smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
+
+from tests.sim.network import Weather
+
+Key = tuple[str, int]
+KINDS = ("scheduler", "batch-store", "policy-trainer", "policy-trainer-worker", "rollout", "reference")
+FAULTS_UNTIL_S = 2.5
+"""Virtual seconds from the start in which faults begin. An undisturbed run takes two."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size and mode of a run."""
+
+    steps: int = 3
+    tasks: int = 2
+    block: int = 1
+    staleness: int = 1
+    rollouts: int = 1
+    ranks: int = 1
+    every: int = 1
+    reference: bool = False
+    deterministic: bool = False
+    by_completion: bool = False
+
+    def plan(self) -> list[Key]:
+        """Return the processes of the run, in the order of the launcher's plan."""
+        plan: list[Key] = [("scheduler", 0), ("batch-store", 0)]
+        plan += [("policy-trainer-worker", rank) for rank in range(self.ranks)]
+        plan += [("policy-trainer", 0)]
+        plan += [("reference", 0)] if self.reference else []
+        return plan + [("rollout", instance) for instance in range(self.rollouts)]
+
+    def topology(self, model: str) -> str:
+        """Return the topology as YAML."""
+        kl = "  kl: {estimator: k3, in: loss, coef: 0.001}\n" if self.reference else ""
+        return (
+            f"run: {{name: sim, steps: {self.steps}, seed: 0, deterministic: {str(self.deterministic).lower()}}}\n"
+            f"policy: {{model: {model}, dtype: float32}}\n"
+            'data: {train: {source: "builtin:addition", max_prompt_tokens: 16}}\n'
+            'reward: {function: "builtin:exact_match"}\n'
+            "sampling: {temperature: 1.0, max_new_tokens: 8}\n"
+            f"staleness: {self.staleness}\n"
+            f"consume: {'completion' if self.by_completion else 'order'}\n"
+            "algorithm:\n"
+            f"  tasks_per_step: {self.tasks}\n"
+            "  group_size: 2\n"
+            "  advantage: {name: grpo}\n"
+            "  loss: {name: ppo_clip, clip: [0.2, 0.2], aggregation: token_mean, anchor: rollout}\n"
+            f"{kl}"
+            "optimizer: {name: adamw, lr: 3.0e-4}\n"
+            f"checkpoint: {{every: {self.every}, keep_last: 1}}\n"
+            "lease: {lease_s: 4, attempts: 60}\n"
+            "services:\n"
+            f"  policy-trainer: {{backend: torch, workers: {self.ranks}, collective_s: 20}}\n"
+            + ("  reference: {backend: torch}\n" if self.reference else "")
+            + f"  rollout: {{instances: {self.rollouts}, engine: transformers, block_tasks: {self.block}}}\n"
+            "  batch-store: {memory: 64MiB}\n"
+        )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that begins `at_s` seconds after the start."""
+
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Kill(Fault):
+    """SIGKILL, between two callbacks of the process or, with `operations`, before that many further operations:
+    messages sent, transactions committed, files sealed, tombstones written."""
+
+    key: Key
+    operations: int = 0
+
+    def __str__(self) -> str:
+        when = f" at its operation {self.operations} from then" if self.operations else ""
+        return f"{self.at_s:7.3f} s  kill {self.key[0]}/{self.key[1]}{when}"
+
+
+@dataclass(frozen=True)
+class Stop(Fault):
+    """SIGSTOP for some seconds, then SIGCONT."""
+
+    key: Key
+    for_s: float
+
+    def __str__(self) -> str:
+        return f"{self.at_s:7.3f} s  stop {self.key[0]}/{self.key[1]} for {self.for_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class Cut(Fault):
+    """Two processes cannot reach each other for some seconds."""
+
+    one: Key
+    other: Key
+    for_s: float
+
+    def __str__(self) -> str:
+        pair = f"{self.one[0]}/{self.one[1]} and {self.other[0]}/{self.other[1]}"
+        return f"{self.at_s:7.3f} s  cut between {pair} for {self.for_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class Storm(Fault):
+    """Messages are lost, repeated and delayed for some seconds."""
+
+    weather: Weather
+    for_s: float
+
+    def __str__(self) -> str:
+        each = self.weather
+        what = f"lost {each.lost:.0%}, twice {each.twice:.0%}, late {each.late:.0%} by up to {each.late_s:.1f} s"
+        return f"{self.at_s:7.3f} s  storm for {self.for_s:.1f} s: {what}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run. `seed` also decides delays and ids."""
+
+    seed: int
+    size: Size
+    faults: tuple[Fault, ...]
+
+    def smaller(self) -> Iterator[Scenario]:
+        """Yield scenarios that lack something of this one: first faults, then services, then steps."""
+        for index in range(len(self.faults)):
+            yield replace(self, faults=self.faults[:index] + self.faults[index + 1 :])
+        for index, fault in enumerate(self.faults):
+            if isinstance(fault, Storm):
+                for name in ("lost", "twice", "late"):
+                    if getattr(fault.weather, name):
+                        calmer = replace(fault, weather=replace(fault.weather, **{name: 0.0}))
+                        yield replace(self, faults=(*self.faults[:index], calmer, *self.faults[index + 1 :]))
+        size = self.size
+        for other in (
+            replace(size, reference=False),
+            replace(size, rollouts=1),
+            replace(size, ranks=1),
+            replace(size, by_completion=False),
+            replace(size, staleness=0),
+            replace(size, block=1),
+            replace(size, tasks=1, block=1),
+            replace(size, steps=max(size.steps - 1, 1)),
+        ):
+            if other != size:
+                plan = other.plan()
+                yield replace(self, size=other, faults=tuple(each for each in self.faults if _concerns(each, plan)))
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}: {self.size}", *map(str, self.faults)]
+        return "\n  ".join(lines)
+
+
+def _concerns(fault: Fault, plan: list[Key]) -> bool:
+    match fault:
+        case Kill() | Stop():
+            return fault.key in plan
+        case Cut():
+            return fault.one in plan and fault.other in plan
+        case _:
+            return True
+
+
+def draw(seed: int) -> Scenario:
+    """Return the scenario of a seed."""
+    rng = Random(f"scenario {seed}")
+    deterministic = rng.random() < 0.35
+    tasks = rng.choice((1, 2, 2, 3))
+    size = Size(
+        steps=rng.choice((2, 3, 3)),
+        tasks=tasks,
+        block=rng.choice([each for each in (1, 2, 3) if tasks % each == 0]),
+        staleness=rng.choice((0, 1, 1, 2)),
+        rollouts=rng.choice((1, 1, 2)),
+        ranks=rng.choice((1, 1, 2)) if tasks > 1 else 1,
+        every=rng.choice((1, 2)),
+        reference=rng.random() < 0.3,
+        deterministic=deterministic,
+        by_completion=not deterministic and rng.random() < 0.2,
+    )
+    plan = size.plan()
+    faults: list[Fault] = []
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3))):
+        at_s = round(rng.uniform(0.0, FAULTS_UNTIL_S), 3)
+        kind = rng.random()
+        if kind < 0.35:
+            faults.append(Kill(at_s, rng.choice(plan)))
+        elif kind < 0.65:
+            faults.append(Kill(at_s, rng.choice(plan), rng.randrange(1, 40)))
+        elif kind < 0.75:
+            faults.append(Stop(at_s, rng.choice(plan), round(rng.uniform(0.2, 8.0), 2)))
+        elif kind < 0.87:
+            one, other = rng.sample(plan, 2)
+            faults.append(Cut(at_s, one, other, round(rng.uniform(0.2, 6.0), 2)))
+        else:
+            weather = Weather(rng.choice((0.0, 0.1, 0.3)), rng.choice((0.0, 0.2)), rng.choice((0.0, 0.2)))
+            faults.append(Storm(at_s, weather, round(rng.uniform(0.5, 6.0), 2)))
+    return Scenario(seed, size, tuple(sorted(faults, key=lambda fault: fault.at_s)))

@@ -1,0 +1,199 @@
+"""The surroundings of simulated processes: clocks, random ids, process ids, files that are read again and again.
+
+`surroundings` is entered once; what it replaces asks the world that is running (`here`). Everything else is the
+production code.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import structlog
+
+from services.batch_store.stream_server import StreamStats
+from tests.sim.clock import CURRENT
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+EPOCH_S = 1_700_000_000.0
+_running: list[World] = []
+real_seconds = time.perf_counter
+
+
+def here() -> World:
+    """Return the world that is running."""
+    return _running[-1]
+
+
+@contextmanager
+def running(world: World) -> Iterator[None]:
+    """Make `world` the one that is running."""
+    _running.append(world)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+class NoStreams:
+    """Takes the place of the store's streams to other hosts."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def bind(self, *_: Any) -> None: ...
+
+    def check(self) -> None: ...
+
+    def stats(self) -> StreamStats:
+        return StreamStats()
+
+    def close(self) -> None: ...
+
+
+def _no_telemetry(*_: Any, **__: Any) -> None:
+    """Drop telemetry, on which nothing depends."""
+
+
+class NoPasses:
+    """Takes the place of the thread that copies the journal's log into its file."""
+
+    error = ""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def wrote(self, *_: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _operations(owner: type, name: str) -> Callable[..., Any]:
+    """Return the method `name` of `owner` with a possible death before and after it."""
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        world, node = here(), CURRENT.get()
+        world.operation(node, f"before {name}")
+        result = real(self, *args, **kwargs)
+        world.operation(node, f"after {name}")
+        return result
+
+    return method
+
+
+def _handled(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Scheduler.handle` under observation."""
+
+    @functools.wraps(real)
+    def handle(self: Any, event: Any, now: float) -> Any:
+        effects = real(self, event, now)
+        here().checks.handled(self, event, effects)
+        return effects
+
+    return handle
+
+
+def _acknowledged(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `StoreService._clear` under observation."""
+
+    @functools.wraps(real)
+    async def clear(self: Any, request: Any, call: Any) -> Any:
+        answer = await real(self, request, call)
+        here().checks.acknowledged(list(request.tasks))
+        return answer
+
+    return clear
+
+
+@contextmanager
+def surroundings(*, loud: bool = False) -> Iterator[None]:
+    """Replace what simulated processes would take from the machine. With `loud`, warnings are noted in the history."""
+    import services.batch_store.server
+    import services.policy_trainer.worker.export
+    import services.policy_trainer.worker.start
+    import services.policy_trainer.worker.weights.publish
+    import services.scheduler.server
+    import shared.topology
+    from services.batch_store.files import StoreFiles
+    from services.batch_store.server import StoreService
+    from services.scheduler.journal import Journal
+    from services.scheduler.state import Scheduler
+    from shared.actor.telemetry import TelemetrySender
+    from tests.sim import model
+    from tests.sim.network import SimContext
+
+    load = functools.cache(shared.topology.load)
+    make_plan, plans = services.scheduler.server.make_plan, dict[Any, Any]()
+    pid, now = os.getpid, time.monotonic
+
+    def plan(topology: Any, where: Any) -> Any:
+        if where not in plans:
+            plans[where] = make_plan(topology, where)
+        return plans[where]
+
+    def clock() -> float:
+        return here().loop.time() if _running else now()
+
+    def note(logger: Any, method: str, event: dict[str, Any]) -> Any:
+        if _running:
+            here().log(event)
+        raise structlog.DropEvent
+
+    quiet = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, disable=lambda: None, enable=lambda: None)
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=1))
+    replaced = {
+        "time.monotonic": clock,
+        "time.perf_counter": clock,
+        "time.time": lambda: EPOCH_S + clock(),
+        "time.time_ns": lambda: int((EPOCH_S + clock()) * 1e9),
+        "secrets.randbits": lambda bits: here().ids.getrandbits(bits),
+        "secrets.token_hex": lambda nbytes=32: here().ids.randbytes(nbytes).hex(),
+        "secrets.token_bytes": lambda nbytes=32: here().ids.randbytes(nbytes),
+        "os.getpid": lambda: node.pid if (node := CURRENT.get()) is not None else pid(),
+        "zmq.Context": lambda *_, **__: SimContext(here().network, here().current()),
+        "shared.actor.service.psutil": SimpleNamespace(Process=lambda: process),
+        "shared.actor.service.gc": quiet,
+        "shared.topology.load": load,
+        "services.scheduler.server.load": load,
+        "services.scheduler.server.make_plan": plan,
+        "services.scheduler.server.gc": quiet,
+        "services.scheduler.server.TICK_S": 0.5,
+        "services.scheduler.journal.WalCheckpoints": NoPasses,
+        "services.batch_store.server.StreamServer": NoStreams,
+        "services.batch_store.server.REAP_S": 1.0,
+        "services.policy_trainer.worker.start.make_backend": lambda run, topology, place, generation: model.SimBackend(
+            here(), place, generation
+        ),
+        "services.policy_trainer.worker.weights.publish.Canaries": model.SimCanaries,
+        "services.policy_trainer.worker.export.export": model.export,
+        "shared.model.load.require_deterministic_algorithms": lambda: None,
+    }
+    with ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(mock.patch(name, value))
+        stack.enter_context(mock.patch.object(TelemetrySender, "emit", _no_telemetry))
+        for owner, name in (
+            (Journal, "commit"),
+            (StoreFiles, "create"),
+            (StoreFiles, "seal"),
+            (StoreFiles, "entomb"),
+            (StoreFiles, "retire"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, _operations(owner, name)))
+        stack.enter_context(mock.patch.object(Scheduler, "handle", _handled(Scheduler.handle)))
+        stack.enter_context(mock.patch.object(StoreService, "_clear", _acknowledged(StoreService._clear)))
+        structlog.configure(
+            processors=[note],
+            wrapper_class=structlog.make_filtering_bound_logger(logging.INFO if loud else logging.CRITICAL),
+        )
+        stack.callback(structlog.reset_defaults)
+        yield
