@@ -76,7 +76,7 @@ class Node:
 
 
 def _close(coroutine: Any) -> None:
-    with contextlib.suppress(Exception):  # it awaits something on its way out, or is running
+    with contextlib.suppress(Exception, Killed):  # it awaits or sends something on its way out, or is running
         coroutine.close()
 
 

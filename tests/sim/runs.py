@@ -57,13 +57,16 @@ def run_one(seed: int, folder: Path, *, tracing: bool) -> int:
     return 1 if outcome.violation else 0
 
 
-def run_many(seeds: Iterable[int], folder: Path) -> int:
+def run_many(seeds: Iterable[int], folder: Path, *, keep_going: bool = False) -> int:
     """Run seeds until one breaks a promise. Print that one, made smaller."""
-    began, count, events, virtual_s = real_seconds(), 0, 0, 0.0
+    began, count, events, virtual_s, broken = real_seconds(), 0, 0, 0.0, 0
     for seed in seeds:
         outcome = run(draw(seed), folder)
         count, events, virtual_s = count + 1, events + outcome.events, virtual_s + outcome.seconds
-        if outcome.violation:
+        if outcome.violation and keep_going:
+            broken += 1
+            print(f"seed {seed}: {outcome.violation.splitlines()[0][:200]}", flush=True)
+        elif outcome.violation:
             print(f"seed {seed} breaks a promise: {outcome.violation}")
             scenario, found = shrink(draw(seed), folder)
             print(f"\nthe smallest scenario found:\n{scenario}\n")
@@ -73,5 +76,6 @@ def run_many(seeds: Iterable[int], folder: Path) -> int:
         if count % COLLECT_EVERY == 0:
             gc.collect()
     seconds = real_seconds() - began
-    print(f"{count} seeds, {events} events, {virtual_s:.0f} virtual seconds in {seconds:.1f} s: every promise was kept")
-    return 0
+    verdict = f"{broken} broke a promise" if broken else "every promise was kept"
+    print(f"{count} seeds, {events} events, {virtual_s:.0f} virtual seconds in {seconds:.1f} s: {verdict}")
+    return 1 if broken else 0

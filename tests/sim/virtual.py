@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -178,6 +179,8 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "shared.model.load.require_deterministic_algorithms": lambda: None,
     }
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of killed processes are never awaited
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(mock.patch.object(TelemetrySender, "emit", _no_telemetry))
