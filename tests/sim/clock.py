@@ -13,6 +13,7 @@ import contextvars
 import heapq
 import weakref
 from asyncio import events
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from random import Random
@@ -111,38 +112,48 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
-        self._clock_resolution = 1e-9
-        self._selector = self
         self._time = START_S
         self._rng = rng
         self._free_at: weakref.WeakKeyDictionary[Executor, float] = weakref.WeakKeyDictionary()
         self.before_waiting: list[Callable[[], object]] = []
-        """Called once each, when no callback is ready: every process waits for input, a timer or a thread."""
-        self.steps = 0
+        """Called once each, when no callback is ready."""
         self.set_exception_handler(lambda *_: None)
 
     def time(self) -> float:
         return self._time
 
-    # ---- what a selector does for BaseEventLoop
+    # ---- one round of the loop
 
-    def select(self, timeout: float | None) -> list[object]:
-        self.steps += 1
-        while self.before_waiting:
+    def _run_once(self) -> None:
+        """Run what is ready, and whatever that makes ready. If nothing is left, jump to the next timer."""
+        ready: deque[_Handle | _Timer] = self._ready  # type: ignore[attr-defined]
+        while ready:
+            handle = ready.popleft()
+            if not handle._cancelled:  # type: ignore[union-attr]
+                handle._run()
+            if self._stopping:  # type: ignore[attr-defined]
+                return
+        while self.before_waiting:  # every process waits for input, a timer or a thread
             self.before_waiting.pop()()
-            if self._ready:  # type: ignore[attr-defined]
-                return []
-        if timeout is None:
+        if ready:
+            return
+        timers: list[_Timer] = self._scheduled  # type: ignore[attr-defined]
+        while timers and timers[0]._cancelled:  # type: ignore[attr-defined]
+            heapq.heappop(timers)._scheduled = False
+        if not timers:
             raise Stuck("nothing is left to happen")
-        if timeout > 0 and not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self._time = max(self._time, self._scheduled[0]._when)  # type: ignore[attr-defined]
-        return []
+        self._time = max(self._time, timers[0]._when)  # type: ignore[attr-defined]
+        while timers and timers[0]._when <= self._time:  # type: ignore[attr-defined]
+            timer = heapq.heappop(timers)
+            timer._scheduled = False
+            ready.append(timer)
 
-    def _process_events(self, event_list: list[object]) -> None:
-        pass
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """Leave a cancelled timer where it is, until its time comes."""
 
-    def _write_to_self(self) -> None:
-        pass
+    def _process_events(self, event_list: list[object]) -> None: ...
+
+    def _write_to_self(self) -> None: ...
 
     def let_go_on(self, node: Node) -> None:
         """Continue a stopped process (SIGCONT)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from tests.sim.network import Weather
 
@@ -37,32 +38,36 @@ class Size:
         plan += [("reference", 0)] if self.reference else []
         return plan + [("rollout", instance) for instance in range(self.rollouts)]
 
-    def topology(self, model: str) -> str:
-        """Return the topology as YAML."""
-        kl = "  kl: {estimator: k3, in: loss, coef: 0.001}\n" if self.reference else ""
-        return (
-            f"run: {{name: sim, steps: {self.steps}, seed: 0, deterministic: {str(self.deterministic).lower()}}}\n"
-            f"policy: {{model: {model}, dtype: float32}}\n"
-            'data: {train: {source: "builtin:addition", max_prompt_tokens: 16}}\n'
-            'reward: {function: "builtin:exact_match"}\n'
-            "sampling: {temperature: 1.0, max_new_tokens: 8}\n"
-            f"staleness: {self.staleness}\n"
-            f"consume: {'completion' if self.by_completion else 'order'}\n"
-            "algorithm:\n"
-            f"  tasks_per_step: {self.tasks}\n"
-            "  group_size: 2\n"
-            "  advantage: {name: grpo}\n"
-            "  loss: {name: ppo_clip, clip: [0.2, 0.2], aggregation: token_mean, anchor: rollout}\n"
-            f"{kl}"
-            "optimizer: {name: adamw, lr: 3.0e-4}\n"
-            f"checkpoint: {{every: {self.every}, keep_last: 1}}\n"
-            "lease: {lease_s: 4, attempts: 60}\n"
-            "services:\n"
-            f"  policy-trainer: {{backend: torch, workers: {self.ranks}, collective_s: 20}}\n"
-            + ("  reference: {backend: torch}\n" if self.reference else "")
-            + f"  rollout: {{instances: {self.rollouts}, engine: transformers, block_tasks: {self.block}}}\n"
-            "  batch-store: {memory: 64MiB}\n"
-        )
+    def document(self, model: str) -> dict[str, Any]:
+        """Return the topology as a user would write it."""
+        algorithm: dict[str, Any] = {
+            "tasks_per_step": self.tasks,
+            "group_size": 2,
+            "advantage": {"name": "grpo"},
+            "loss": {"name": "ppo_clip", "clip": [0.2, 0.2], "aggregation": "token_mean", "anchor": "rollout"},
+        }
+        services: dict[str, Any] = {
+            "policy-trainer": {"backend": "torch", "workers": self.ranks, "collective_s": 20.0},
+            "rollout": {"instances": self.rollouts, "engine": "transformers", "block_tasks": self.block},
+            "batch-store": {"memory": "64MiB"},
+        }
+        if self.reference:
+            algorithm["kl"] = {"estimator": "k3", "in": "loss", "coef": 0.001}
+            services["reference"] = {"backend": "torch"}
+        return {
+            "run": {"name": "sim", "steps": self.steps, "seed": 0, "deterministic": self.deterministic},
+            "policy": {"model": model, "dtype": "float32"},
+            "data": {"train": {"source": "builtin:addition", "max_prompt_tokens": 16}},
+            "reward": {"function": "builtin:exact_match"},
+            "sampling": {"temperature": 1.0, "max_new_tokens": 8},
+            "staleness": self.staleness,
+            "consume": "completion" if self.by_completion else "order",
+            "algorithm": algorithm,
+            "optimizer": {"name": "adamw", "lr": 3.0e-4},
+            "services": services,
+            "checkpoint": {"every": self.every, "keep_last": 1},
+            "lease": {"lease_s": 4.0, "attempts": 60},
+        }
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,8 @@ class Scenario:
     seed: int
     size: Size
     faults: tuple[Fault, ...]
+    drains: bool = True
+    """Whether the world goes on after the last step until every process has ended."""
 
     def smaller(self) -> Iterator[Scenario]:
         """Yield scenarios that lack something of this one: first faults, then services, then steps."""
@@ -174,9 +181,9 @@ def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
     rng = Random(f"scenario {seed}")
     deterministic = rng.random() < 0.35
-    tasks = rng.choice((1, 2, 2, 3))
+    tasks = rng.choice((1, 2, 2, 2, 3))
     size = Size(
-        steps=rng.choice((2, 3, 3)),
+        steps=rng.choice((1, 2, 2, 3)),
         tasks=tasks,
         block=rng.choice([each for each in (1, 2, 3) if tasks % each == 0]),
         staleness=rng.choice((0, 1, 1, 2)),
@@ -204,4 +211,4 @@ def draw(seed: int) -> Scenario:
         else:
             weather = Weather(rng.choice((0.0, 0.1, 0.3)), rng.choice((0.0, 0.2)), rng.choice((0.0, 0.2)))
             faults.append(Storm(at_s, weather, round(rng.uniform(0.5, 6.0), 2)))
-    return Scenario(seed, size, tuple(sorted(faults, key=lambda fault: fault.at_s)))
+    return Scenario(seed, size, tuple(sorted(faults, key=lambda fault: fault.at_s)), drains=rng.random() < 0.2)

@@ -7,24 +7,32 @@ production code.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import structlog
 
+import shared.topology
 from services.batch_store.stream_server import StreamStats
+from shared.topology import Topology
+from shared.topology.load import _built
 from tests.sim.clock import CURRENT
+from tests.sim.scenario import Size
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
+MODEL = Path(__file__).resolve().parents[2] / "launch/topologies/models/tiny-qwen3"
 EPOCH_S = 1_700_000_000.0
 _running: list[World] = []
 real_seconds = time.perf_counter
@@ -43,6 +51,20 @@ def running(world: World) -> Iterator[None]:
         yield
     finally:
         _running.pop()
+
+
+@functools.cache
+def topology_of(size: Size) -> Topology:
+    """Return the topology of a size. Its file is not parsed, which takes as long as the run."""
+    return _built(size.document(str(MODEL)), str(MODEL))
+
+
+def check_topology(size: Size) -> None:
+    """Raise TopologyError if a user could not write the topology of this size."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(size.document(str(MODEL)), file)
+        file.flush()
+        assert shared.topology.load(file.name) == topology_of(size)
 
 
 class NoStreams:
@@ -122,8 +144,8 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     import services.policy_trainer.worker.export
     import services.policy_trainer.worker.start
     import services.policy_trainer.worker.weights.publish
+    import services.scheduler.planning
     import services.scheduler.server
-    import shared.topology
     from services.batch_store.files import StoreFiles
     from services.batch_store.server import StoreService
     from services.scheduler.journal import Journal
@@ -132,14 +154,18 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     from tests.sim import model
     from tests.sim.network import SimContext
 
-    load = functools.cache(shared.topology.load)
-    make_plan, plans = services.scheduler.server.make_plan, dict[Any, Any]()
+    check_topology(Size())
+    make_plan, plans = services.scheduler.server.make_plan, dict[Size, Any]()
     pid, now = os.getpid, time.monotonic
 
-    def plan(topology: Any, where: Any) -> Any:
-        if where not in plans:
-            plans[where] = make_plan(topology, where)
-        return plans[where]
+    def load(_: Any) -> Topology:
+        return topology_of(here().scenario.size)
+
+    def plan(topology: Topology, where: Any) -> Any:
+        size = here().scenario.size
+        if size not in plans:
+            plans[size] = make_plan(topology, where)
+        return plans[size]
 
     def clock() -> float:
         return here().loop.time() if _running else now()
@@ -166,6 +192,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "shared.topology.load": load,
         "services.scheduler.server.load": load,
         "services.scheduler.server.make_plan": plan,
+        "services.scheduler.planning.open_source": functools.cache(services.scheduler.planning.open_source),
         "services.scheduler.server.gc": quiet,
         "services.scheduler.server.TICK_S": 0.5,
         "services.scheduler.journal.WalCheckpoints": NoPasses,

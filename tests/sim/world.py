@@ -26,7 +26,6 @@ from tests.sim.network import CALM, Network, kind_of
 from tests.sim.scenario import Cut, Fault, Key, Kill, Scenario, Stop, Storm
 from tests.sim.virtual import running
 
-MODEL = Path(__file__).resolve().parents[2] / "launch/topologies/models/tiny-qwen3"
 LIMIT_S = 240.0
 """Virtual seconds after the last fault in which the run has to end."""
 FIRST_PID = 100_000_000
@@ -36,13 +35,7 @@ SIGKILL, SIGTERM = 9, 15
 
 @dataclass(frozen=True)
 class SimRun(RunDir):
-    """A run directory with simulated endpoints and the topology of its size."""
-
-    described: Path = Path()
-
-    @property
-    def topology(self) -> Path:
-        return self.described
+    """A run directory with simulated endpoints."""
 
     @property
     def host_id(self) -> str:
@@ -80,12 +73,14 @@ class World:
         self.nodes: dict[Key, Node] = {}
         """The living process of each service."""
         self.violation = ""
+        self.complete = False
+        """Whether the driver has ended because nothing was left to do."""
         self.history: list[str] = []
         self._tracing = tracing
         self._digest = xxhash.xxh3_64()
         self._events = 0
         self._next_pid = FIRST_PID
-        self.run_dir = _make_run(folder, scenario)
+        self.run_dir = _make_run(folder)
         self._supervisor_node = self._node((SUPERVISOR, 0))
         self.checks = Checks(self)
         self._supervisor: SimSupervisor
@@ -193,6 +188,13 @@ class World:
         self.record("exit", node, status)
         self.loop.call_later(0.001, self._supervisor.exited, key, node, status, context=self._supervisor_node.context)
 
+    def supervised(self, event: Event) -> None:
+        """End the world with the driver if the scenario does not go on."""
+        if isinstance(event, Exited) and event.key[0] == DRIVER and event.status == 0 and event.run_complete:
+            self.complete = True
+            if not self.scenario.drains:
+                self.loop.stop()
+
     # ---- faults
 
     def _begin(self, fault: Fault) -> None:
@@ -247,8 +249,10 @@ class World:
             self.loop.run_forever()
         except Stuck as error:
             self.check(False, f"promise 5: {error}\n{self.waits()}")
-        if not self.violation:
+        if not self.violation and (self.scenario.drains or not self.complete):
             self._judge(task)
+        elif not self.violation:
+            self.checks.at_end()
         chain = self.checks.chain
         seconds = self.loop.time() - START_S
         return Outcome(self.violation, self._digest.intdigest(), chain, seconds, self._events, self.history)
@@ -336,6 +340,10 @@ class SimSupervisor(Supervisor):
         self._children[key] = cast(Any, SimProcess(self._world, node))
         return Spawned(key, node.pid)
 
+    def _feed(self, event: Event) -> None:
+        super()._feed(event)
+        self._world.supervised(event)
+
     def exited(self, key: Key, node: Node, status: int) -> None:
         """Do what `_on_exit` does for a real process."""
         child = self._children.get(key)
@@ -349,12 +357,9 @@ class SimSupervisor(Supervisor):
             self._feed(Exited(key, node.pid, status))
 
 
-def _make_run(folder: Path, scenario: Scenario) -> SimRun:
-    described = folder / f"{xxhash.xxh3_64_hexdigest(repr(scenario.size).encode())}.yaml"
-    if not described.exists():
-        described.write_text(scenario.size.topology(str(MODEL)))
+def _make_run(folder: Path) -> SimRun:
     path, shm = folder / "run", folder / "shm"
     for each in (path / "logs", path / "checkpoints", shm):
         shutil.rmtree(each, ignore_errors=True)
         each.mkdir(parents=True)
-    return SimRun(path=path, sockets=folder, shm=shm, described=described)
+    return SimRun(path=path, sockets=folder, shm=shm)
