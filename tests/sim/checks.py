@@ -7,22 +7,30 @@ import json
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
 
-from proto.messages import LeaseGrant, PutTask, StepBatch
+from proto.messages import Complete, CompleteAck, GetRunInfo, LeaseGrant, Outcome, PutTask, StepBatch
 from services.batch_store.room import Tier
 from services.batch_store.server import StoreService
-from services.scheduler.events import Answer, Effect, Persist, Rewound, Tick
+from services.scheduler.events import Answer, Asked, DriverRequest, Effect, Persist, Rewound, SaveStep, SendClear, Tick
 from services.scheduler.server import SchedulerService
 from services.scheduler.state import Scheduler
+from services.scheduler.tasks import TaskState
 from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call
 from shared.rundir import checkpoint_steps
+from shared.stages import ROLLOUT
 from tests.sim.model import NAME, task_of
 
 if TYPE_CHECKING:
     from tests.sim.clock import Node
     from tests.sim.scenario import Key
     from tests.sim.world import World
+
+
+Held = tuple[tuple[str, int], ...]
+"""Task ids and fences."""
 
 
 class Checks:
@@ -32,12 +40,23 @@ class Checks:
         self._world = world
         self._scheduler: SchedulerService | None = None
         self._store: StoreService | None = None
-        self.batches: dict[int, tuple[str, ...]] = {}
+        self.batches: dict[int, Held] = {}
         """The tasks of each step as a driver was told."""
-        self._leases: dict[int, tuple[tuple[str, int], ...]] = {}
-        """The tasks and fences of each lease that was granted."""
-        self._fences: dict[tuple[int, str, int], int] = {}
-        """Stage, task and fence -> lease."""
+        self._trained: set[int] = set()
+        self._requests: WeakKeyDictionary[Call, object] = WeakKeyDictionary()
+        self._uncommitted: list[Effect] = []
+        self._drivers: list[int] = []
+        """Incarnations of the drivers that have taken over, in order."""
+        self._leases: dict[int, tuple[int, Held]] = {}
+        """Lease -> incarnation of its holder, tasks and fences, as granted."""
+        self._asked: dict[tuple[int, int], int] = {}
+        """Incarnation and id of a request -> lease that it was given."""
+        self._fences: dict[tuple[str, int], int] = {}
+        """Task and fence -> lease of its rollout."""
+        self._newest: dict[str, int] = {}
+        """Task -> highest fence that was given."""
+        self._puts: dict[tuple[str, int], str] = {}
+        """Task and fence -> the put that the store has acknowledged last."""
         self._cleared: dict[str, int] = {}
         """Task -> highest fence whose clear the store has acknowledged."""
         self.chain = 0
@@ -59,44 +78,122 @@ class Checks:
         """Forget a process that is dead."""
         if node.service is self._scheduler:
             self._scheduler = None
+            self._uncommitted.clear()
         elif node.service is self._store:
             self._store = None
 
     # ---- the scheduler
 
     def handled(self, machine: Scheduler, event: Any, effects: list[Effect]) -> None:
-        """Check what the scheduler decided."""
-        for effect in effects:
-            if isinstance(effect, Answer):
-                self._answered(effect.body)
-            elif isinstance(effect, Rewound):
-                self.batches = {step: ids for step, ids in self.batches.items() if step <= effect.step}
+        """Check the state that an event has led to. What it says to others counts when it is said."""
+        check = self._world.check
+        if isinstance(event, Asked):
+            self._requests[cast(Call, event.ref)] = event.request
+        self._uncommitted += [effect for effect in effects if isinstance(effect, SaveStep | Rewound)]
         if isinstance(event, Tick) and not any(isinstance(effect, Persist) for effect in effects):
             return
+        size, run = self._world.scenario.size, machine.run
+        live = run.window.live + len(run.open_batch)
+        most = (size.staleness + 1) * size.tasks
+        check(live <= most or size.deterministic, f"{live} tasks are live, the bound is {most}")
         try:
-            machine.run.validate()
+            run.validate()
         except AssertionError as error:
-            self._world.check(False, f"the scheduler's state: {error}")
+            check(False, f"the scheduler's state: {error}")
         self.shards_are_readable()
 
-    def _answered(self, body: object) -> None:
+    def committed(self) -> None:
+        """Check what has become durable."""
+        effects, self._uncommitted = self._uncommitted, []
+        for effect in effects:
+            match effect:
+                case SaveStep(state=TaskState.TRAINED):
+                    again = effect.step in self._trained
+                    self._world.check(not again, f"promise 2: step {effect.step} is committed twice")
+                    self._trained.add(effect.step)
+                case Rewound():
+                    self._world.check(False, f"the run went back from step {effect.committed} to step {effect.step}")
+                case _:
+                    pass
+
+    def carried_out(self, effect: Effect) -> None:
+        """Check what the scheduler says to others."""
+        match effect:
+            case Answer():
+                call = cast(Call, effect.ref)
+                if call in self._requests:
+                    self._answered(self._requests[call], effect.body)
+                self._told(effect, effect.body)
+            case SendClear(tracked=True):
+                self._covered(effect.tasks)
+            case _:
+                pass
+
+    def _answered(self, request: Any, body: object) -> None:
+        """Check that a request was granted to one who may make it."""
+        check = self._world.check
+        if isinstance(request, Complete) and isinstance(body, CompleteAck):
+            refused = {(each.task_id, each.fence) for each in body.refused}
+            for each in request.results:
+                if each.outcome == Outcome.DONE and (each.task_id, each.fence) not in refused:
+                    self._completed(request, each.task_id, each.fence)
+        elif isinstance(request, DriverRequest):
+            if isinstance(request, GetRunInfo) and request.driver not in self._drivers:
+                self._drivers.append(request.driver)
+            newest = self._drivers[-1] if self._drivers else 0
+            check(request.driver == newest, f"a {type(request).__name__} of a driver that was replaced is obeyed")
+
+    def _completed(self, request: Complete, task_id: str, fence: int) -> None:
+        check = self._world.check
+        holder, held = self._leases.get(request.lease_id, (0, ()))
+        check(
+            holder == request.incarnation, f"{task_id}: a completion was accepted from another process than the holder"
+        )
+        check((task_id, fence) in held, f"{task_id}: a completion was accepted under a lease that does not hold it")
+        newest = self._newest.get(task_id, 0)
+        check(fence == newest, f"{task_id}: a completion under fence {fence} was accepted, the last one is {newest}")
+
+    def _told(self, effect: Answer, body: object) -> None:
+        """Check an answer against all earlier ones."""
         check = self._world.check
         if isinstance(body, StepBatch):
-            ids = tuple(task.task_id for task in body.batch.tasks)
-            known = self.batches.setdefault(body.step, ids)
-            check(known == ids, f"promise 2: step {body.step} had {', '.join(known)} and now has {', '.join(ids)}")
-            for step, others in self.batches.items():
-                both = set(others) & set(ids) if step != body.step else set()
-                check(not both, f"promise 2: {', '.join(sorted(both))} is in step {step} and in step {body.step}")
-        elif isinstance(body, LeaseGrant):
             held = tuple((task.task_id, task.fence) for task in body.batch.tasks)
-            known_lease = self._leases.setdefault(body.lease_id, held)
-            check(known_lease == held, f"lease {body.lease_id} was of {known_lease} and is now of {held}")
+            known = self.batches.setdefault(body.step, held)
+            check(known == held, f"promise 2: step {body.step} had {known} and now has {held}")
+            for step, others in self.batches.items():
+                both = {each for each, _ in others} & {each for each, _ in held} if step != body.step else set()
+                check(not both, f"promise 2: {', '.join(sorted(both))} is in step {step} and in step {body.step}")
+            oldest = int(body.scalars["version_min"].min()) if "version_min" in body.scalars else body.step
+            bound = body.step - 1 - self._world.scenario.size.staleness
+            check(
+                oldest >= bound,
+                f"step {body.step} trains on samples of version {oldest}, the oldest allowed is {bound}",
+            )
+        elif isinstance(body, LeaseGrant):
+            call: Any = effect.ref
+            held = tuple((task.task_id, task.fence) for task in body.batch.tasks)
+            mine = (call.incarnation, held)
+            known_lease = self._leases.setdefault(body.lease_id, mine)
+            check(known_lease == mine, f"lease {body.lease_id} was of {known_lease} and is now of {mine}")
+            key = (call.incarnation, call.request_id)
+            first = self._asked.setdefault(key, body.lease_id)
+            check(first == body.lease_id, f"one request was given lease {first} and lease {body.lease_id}")
             for task_id, fence in held:
-                first = self._fences.setdefault((0 if body.stage == "rollout" else 1, task_id, fence), body.lease_id)
-                check(
-                    first == body.lease_id or body.stage != "rollout",
-                    f"fence {fence} of {task_id} was given to lease {first} and to lease {body.lease_id}",
+                self._newest[task_id] = max(self._newest.get(task_id, 0), fence)
+                if body.stage == ROLLOUT.name:
+                    before = self._fences.setdefault((task_id, fence), body.lease_id)
+                    text = f"fence {fence} of {task_id} was given to lease {before} and to lease {body.lease_id}"
+                    check(before == body.lease_id, text)
+
+    def _covered(self, tasks: list[PutTask]) -> None:
+        """Check that a trained task is collected only once recovery cannot return to a step before its own."""
+        keeps, kept = self._world.scenario.size.keeps, checkpoint_steps(self._world.run_dir.checkpoints)
+        covered = kept[-keeps:][0] if kept else 0
+        for step, batch in self.batches.items():
+            for each in tasks:
+                self._world.check(
+                    step <= covered or (each.task_id, each.fence) not in batch,
+                    f"{each.task_id} of step {step} is collected, and recovery may return to step {covered}",
                 )
 
     # ---- the store
@@ -108,6 +205,9 @@ class Checks:
         def cleared(tasks: Any) -> Any:
             tasks = list(tasks)
             self._nothing_leased(tasks)
+            for task_id, fence in list(self._puts):
+                if any(each.task_id == task_id and each.fence >= fence for each in tasks):
+                    del self._puts[task_id, fence]
             return clear(tasks)
 
         index.clear = cleared  # type: ignore[method-assign]
@@ -123,6 +223,12 @@ class Checks:
                         f"promise 3: {each.task_id} is collected under fence {each.fence}, and lease {lease.lease_id} "
                         f"holds fence {task.fence}",
                     )
+
+    def sealed(self, store: StoreService, put_id: str) -> None:
+        """Note that a put is about to be acknowledged."""
+        table = store.index.sealed(put_id).table if put_id in store.index._sealed else None
+        if table is not None:
+            self._puts |= dict.fromkeys(zip(table.task_ids, table.fences, strict=True), put_id)
 
     def acknowledged(self, tasks: list[PutTask]) -> None:
         """Note that the store has acknowledged a clear."""
@@ -144,6 +250,9 @@ class Checks:
         if not store._scanned.done():
             return
         page, _ = store.index.inventory(0)
+        there = {(each.task_id, each.fence) for each in page}
+        for put in self._puts:
+            self._world.check(put in there, f"promise 1: the acknowledged put of {put} cannot be read")
         for each in page:
             self._world.check(
                 self._cleared.get(each.task_id, -1) < each.fence,

@@ -10,11 +10,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import zmq
 
+from proto import codec
 from proto.envelope import FLAG_REPLY
+from proto.messages import Complete
 from tests.sim.clock import Node, VirtualLoop
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ class Network:
         self.weather = CALM
         self.cut: set[frozenset[str]] = set()
         """Pairs of nodes, by name, between which nothing passes."""
+        self.ghosts: set[str] = set()
+        """Processes whose next completion another process sends, too."""
         self.bound: dict[str, SimSocket] = {}
         self.dialled: dict[str, list[SimSocket]] = {}
         self.sent = self.lost = self.repeated = 0
@@ -60,6 +65,9 @@ class Network:
     def carry(self, source: SimSocket, target: SimSocket, frames: list[bytes], header: bytes) -> None:
         """Send a message on its way. Its fate is drawn now."""
         self.sent += 1
+        if self.ghosts and kind_of(header)[0] == Complete.TYPE and source.node.name in self.ghosts:
+            self.ghosts.discard(source.node.name)
+            self._loop.call_at(self._loop.time(), self._arrive, source, target, self._from_another(frames), header)
         weather, rng = self.weather, self._rng
         copies = 1
         if weather is not CALM:
@@ -76,6 +84,14 @@ class Network:
                 delay += rng.random() * weather.late_s
             at = (int((self._loop.time() + delay) / TURN_S) + 1) * TURN_S
             self._loop.call_at(at, self._arrive, source, target, frames, header)
+
+    def _from_another(self, frames: list[bytes]) -> list[bytes]:
+        """Return a completion as another process would send it."""
+        decoded = codec.decode(frames[1:])
+        incarnation = decoded.envelope.incarnation ^ 2
+        body = msgspec.structs.replace(cast(Complete, decoded.body), incarnation=incarnation)
+        made = codec.encode(body, request_id=1, incarnation=incarnation, remaining_s=1.0)
+        return [frames[0], *map(bytes, made)]
 
     def _arrive(self, source: SimSocket, target: SimSocket, frames: list[bytes], header: bytes) -> None:
         if target.closed or not target.node.alive or (target.peers is None and source.closed):

@@ -26,6 +26,7 @@ class Size:
     rollouts: int = 1
     ranks: int = 1
     every: int = 1
+    keeps: int = 1
     reference: bool = False
     deterministic: bool = False
     by_completion: bool = False
@@ -65,7 +66,7 @@ class Size:
             "algorithm": algorithm,
             "optimizer": {"name": "adamw", "lr": 3.0e-4},
             "services": services,
-            "checkpoint": {"every": self.every, "keep_last": 1},
+            "checkpoint": {"every": self.every, "keep_last": self.keeps},
             "lease": {"lease_s": 4.0, "attempts": 60},
         }
 
@@ -128,6 +129,24 @@ class Storm(Fault):
 
 
 @dataclass(frozen=True)
+class Ghost(Fault):
+    """The next completion of a rollout arrives first as if another process had sent it."""
+
+    key: Key
+
+    def __str__(self) -> str:
+        return f"{self.at_s:7.3f} s  another process completes the next lease of {self.key[0]}/{self.key[1]}"
+
+
+@dataclass(frozen=True)
+class Damage(Fault):
+    """The newest checkpoint is damaged, if there is an older one, and the trainer's first rank is killed."""
+
+    def __str__(self) -> str:
+        return f"{self.at_s:7.3f} s  damage the newest of several checkpoints and kill policy-trainer-worker/0"
+
+
+@dataclass(frozen=True)
 class Scenario:
     """One run. `seed` also decides delays and ids."""
 
@@ -169,7 +188,7 @@ class Scenario:
 
 def _concerns(fault: Fault, plan: list[Key]) -> bool:
     match fault:
-        case Kill() | Stop():
+        case Kill() | Stop() | Ghost():
             return fault.key in plan
         case Cut():
             return fault.one in plan and fault.other in plan
@@ -180,7 +199,7 @@ def _concerns(fault: Fault, plan: list[Key]) -> bool:
 def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
     rng = Random(f"scenario {seed}")
-    deterministic = rng.random() < 0.35
+    deterministic = rng.random() < 0.3
     tasks = rng.choice((1, 2, 2, 2, 3))
     size = Size(
         steps=rng.choice((1, 2, 2, 3)),
@@ -188,27 +207,34 @@ def draw(seed: int) -> Scenario:
         block=rng.choice([each for each in (1, 2, 3) if tasks % each == 0]),
         staleness=rng.choice((0, 1, 1, 2)),
         rollouts=rng.choice((1, 1, 2)),
-        ranks=rng.choice((1, 1, 2)) if tasks > 1 else 1,
+        ranks=rng.choice((1, 1, 1, 2)) if tasks > 1 else 1,
         every=rng.choice((1, 2)),
+        keeps=rng.choice((1, 2)),
         reference=rng.random() < 0.3,
         deterministic=deterministic,
         by_completion=not deterministic and rng.random() < 0.2,
     )
     plan = size.plan()
+    likely = [*plan, *[("scheduler", 0), ("batch-store", 0)] * 2]
     faults: list[Fault] = []
-    for _ in range(rng.choice((0, 1, 1, 2, 2, 3))):
+    for _ in range(rng.choice((1, 2, 3, 4, 5))):
         at_s = round(rng.uniform(0.0, FAULTS_UNTIL_S), 3)
         kind = rng.random()
-        if kind < 0.35:
+        if kind < 0.2:
             faults.append(Kill(at_s, rng.choice(plan)))
-        elif kind < 0.65:
-            faults.append(Kill(at_s, rng.choice(plan), rng.randrange(1, 40)))
-        elif kind < 0.75:
+        elif kind < 0.6:
+            faults.append(Kill(at_s, rng.choice(likely), rng.randrange(1, 25)))
+        elif kind < 0.68:
             faults.append(Stop(at_s, rng.choice(plan), round(rng.uniform(0.2, 8.0), 2)))
-        elif kind < 0.87:
+        elif kind < 0.76:
             one, other = rng.sample(plan, 2)
             faults.append(Cut(at_s, one, other, round(rng.uniform(0.2, 6.0), 2)))
+        elif kind < 0.82:
+            faults.append(Ghost(at_s, ("rollout", 0)))
+        elif kind < 0.86:
+            faults.append(Damage(at_s))
         else:
-            weather = Weather(rng.choice((0.0, 0.1, 0.3)), rng.choice((0.0, 0.2)), rng.choice((0.0, 0.2)))
+            weather = Weather(rng.choice((0.0, 0.1, 0.3)), rng.choice((0.0, 0.3)), rng.choice((0.0, 0.3)))
             faults.append(Storm(at_s, weather, round(rng.uniform(0.5, 6.0), 2)))
-    return Scenario(seed, size, tuple(sorted(faults, key=lambda fault: fault.at_s)), drains=rng.random() < 0.2)
+    faults.sort(key=lambda fault: fault.at_s)
+    return Scenario(seed, size, tuple(faults), drains=rng.random() < 0.2)

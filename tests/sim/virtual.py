@@ -125,6 +125,59 @@ def _handled(real: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
+def _committed(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Journal.commit` under observation."""
+
+    @functools.wraps(real)
+    def commit(self: Any) -> None:
+        real(self)
+        here().checks.committed()
+
+    return commit
+
+
+def _carried_out(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `SchedulerService._carry_out` under observation."""
+
+    @functools.wraps(real)
+    def carry_out(self: Any, effect: Any) -> None:
+        here().checks.carried_out(effect)
+        real(self, effect)
+
+    return carry_out
+
+
+def _once(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Mailbox.handle`, whose handlers are observed: no request of a caller may reach one twice."""
+
+    @functools.wraps(real)
+    def register(self: Any, request: Any, handler: Any) -> Any:
+        seen: set[tuple[int, int]] = set()
+
+        def observed(body: Any, call: Any) -> Any:
+            key = (call.incarnation, call.request_id)
+            if not call.one_way:
+                here().check(key not in seen, f"a {type(body).__name__} was executed twice")
+                seen.add(key)
+            return handler(body, call)
+
+        return real(self, request, observed)
+
+    return register
+
+
+def _sealed(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `StoreService._seal` under observation."""
+
+    @functools.wraps(real)
+    async def seal(self: Any, request: Any, call: Any) -> Any:
+        answer = await real(self, request, call)
+        here().checks.sealed(self, request.put_id)
+        return answer
+
+    return seal
+
+
 def _acknowledged(real: Callable[..., Any]) -> Callable[..., Any]:
     """Return `StoreService._clear` under observation."""
 
@@ -149,8 +202,10 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     from services.batch_store.files import StoreFiles
     from services.batch_store.server import StoreService
     from services.scheduler.journal import Journal
+    from services.scheduler.server import SchedulerService
     from services.scheduler.state import Scheduler
     from shared.actor.telemetry import TelemetrySender
+    from shared.rpc.mailbox import Mailbox
     from tests.sim import model
     from tests.sim.network import SimContext
 
@@ -211,6 +266,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(mock.patch.object(TelemetrySender, "emit", _no_telemetry))
+        stack.enter_context(mock.patch.object(Journal, "commit", _committed(Journal.commit)))
         for owner, name in (
             (Journal, "commit"),
             (StoreFiles, "create"),
@@ -219,8 +275,12 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
             (StoreFiles, "retire"),
         ):
             stack.enter_context(mock.patch.object(owner, name, _operations(owner, name)))
+        carry_out = _carried_out(SchedulerService._carry_out)
+        stack.enter_context(mock.patch.object(SchedulerService, "_carry_out", carry_out))
         stack.enter_context(mock.patch.object(Scheduler, "handle", _handled(Scheduler.handle)))
         stack.enter_context(mock.patch.object(StoreService, "_clear", _acknowledged(StoreService._clear)))
+        stack.enter_context(mock.patch.object(StoreService, "_seal", _sealed(StoreService._seal)))
+        stack.enter_context(mock.patch.object(Mailbox, "handle", _once(Mailbox.handle)))
         structlog.configure(
             processors=[note],
             wrapper_class=structlog.make_filtering_bound_logger(logging.INFO if loud else logging.CRITICAL),

@@ -18,12 +18,12 @@ from launch.supervisor.server import SUPERVISOR, Supervisor
 from launch.supervisor.state import Event, Exited, RunEnded, RunOutcome, Spawned
 from proto.messages import Ack
 from proto.registry import by_type
-from shared.rundir import RunDir, service_name
+from shared.rundir import RunDir, checkpoint_steps, service_name
 from tests.sim.actors import KINDS
 from tests.sim.checks import Checks
 from tests.sim.clock import CURRENT, START_S, Killed, Node, Stuck, VirtualLoop
 from tests.sim.network import CALM, Network, kind_of
-from tests.sim.scenario import Cut, Fault, Key, Kill, Scenario, Stop, Storm
+from tests.sim.scenario import Cut, Damage, Fault, Ghost, Key, Kill, Scenario, Stop, Storm
 from tests.sim.virtual import running
 
 LIMIT_S = 240.0
@@ -218,8 +218,24 @@ class World:
             case Storm(_, weather, for_s):
                 self.network.weather = weather
                 self.loop.call_later(for_s, self._calm)
+            case Ghost(_, key):
+                self.network.ghosts.add(service_name(*key))
+            case Damage():
+                self._damage_newest_checkpoint()
             case _:
                 raise TypeError(type(fault).__name__)
+
+    def _damage_newest_checkpoint(self) -> None:
+        folder = self.run_dir.checkpoints
+        steps = checkpoint_steps(folder)
+        worker = self.nodes.get(("policy-trainer-worker", 0))
+        if len(steps) < 2 or worker is None:
+            return
+        path = folder / f"step-{steps[-1]}" / "optimizer.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        self.loop.before_waiting.append(lambda: self.kill(worker))
 
     def _calm(self) -> None:
         self.network.weather = CALM
