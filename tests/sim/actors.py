@@ -23,7 +23,8 @@ from services.rollout.worker import RolloutWorker
 from services.scheduler.server import SchedulerService
 from shared import topology as topologies
 from shared.actor.service import Service
-from shared.colocation.turns import OwnDevices
+from shared.colocation.devices import ENGINE, NOTHING, REFERENCE, WEIGHTS, Parts
+from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
 from shared.lease import Lease, LeaseBook
 from tests.sim.model import BEGINNING, SimEngine, SimRewards, SimTasks, digest
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from shared.rundir import RunDir
 
 STORE = "batch-store/0"
+_REFERENCE: Parts = frozenset({REFERENCE})
 KINDS: dict[str, type[Service]] = {}
 
 
@@ -59,6 +61,16 @@ class SimRollout(Service):
         in_flight = InFlight(engine, sync, source, self.telemetry.emit)
         self._in_flight = None if topology.run.deterministic else in_flight
 
+        async def leave(_: Parts) -> Parts:
+            sync.forget()
+            await engine.sleep()
+            return ENGINE
+
+        turns: Turns = take_turns(self, leave) if self.NAME in topology.colocated_services else OwnDevices()
+        await turns.acquire(frozenset({WEIGHTS}))
+        await engine.wake(frozenset({WEIGHTS}))
+        turns.done()
+
         async def on_text(work: Callable[[], Any]) -> Any:
             return work()
 
@@ -73,7 +85,7 @@ class SimRollout(Service):
             data=self._data,
             source=source,
             in_flight=in_flight,
-            turns=OwnDevices(),
+            turns=turns,
             store=STORE,
             block_tasks=topology.services.rollout.block_tasks,
             filters=False,
@@ -117,10 +129,12 @@ class SimScoring:
     """Takes the place of `Scoring` and of the model that it asks."""
 
     def __init__(self) -> None:
-        self.turns = OwnDevices()
+        self.turns: Turns = OwnDevices()
         self.progress = 0
 
     async def lead(self, lease: Lease, leases: LeaseBook, shards: Sequence[dict[str, Any]]) -> tuple[list[Any], float]:
+        await self.turns.acquire(_REFERENCE)
+        here().holds(_REFERENCE)
         await here().compute()
         self.progress += 1
         return [
@@ -139,24 +153,40 @@ class SimReference(Service):
         self._data = DataClient(self.client)
         scoring: Any = SimScoring()
         self.progress = lambda: scoring.progress
-        self._worker = ReferenceWorker(self, scoring, self._data, scoring, STORE)
+        self._scoring = scoring
+        self._worker: ReferenceWorker | None = None
+
+    async def start(self) -> None:
+        async def leave(parts: Parts) -> Parts:
+            here().holds(NOTHING)
+            return parts
+
+        if self.NAME in topologies.load(self.run.topology).colocated_services:
+            self._scoring.turns = take_turns(self, leave)
+        self._worker = ReferenceWorker(self, self._scoring, self._data, self._scoring, STORE)
 
     async def serve(self) -> None:
+        assert self._worker is not None
         await self._worker.pipeline.run()
 
     async def drain(self) -> None:
-        await self._worker.pipeline.drain()
+        if self._worker is not None:
+            await self._worker.pipeline.drain()
 
     async def close(self) -> None:
         self._data.close()
         await super().close()
 
     def heartbeat(self) -> Heartbeat:
+        beat = super().heartbeat()
+        if self._worker is None:
+            return beat
         self._worker.rest()
-        return msgspec.structs.replace(super().heartbeat(), leases=self._worker.leases.progress())
+        return msgspec.structs.replace(beat, leases=self._worker.leases.progress())
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
-        self._worker.leases.lost(lease_ids)
+        if self._worker is not None:
+            self._worker.leases.lost(lease_ids)
 
 
 KINDS |= {

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import xxhash
 from proto.ids import make_task_id, split_task_id
 from proto.messages import Canary, LeaseGrant
 from services.policy_trainer.worker.backend import OptimizerUpdate, Sequences, TrainingState
+from services.policy_trainer.worker.colocation.devices import device_parts
 from services.rollout.engine import (
     FinishReason,
     Generation,
@@ -32,6 +33,7 @@ from services.rollout.engine import (
 )
 from services.rollout.rewards.score import Score
 from services.rollout.tasks import PreparedTasks, ReadyTask
+from shared.colocation.devices import ENGINE, NOTHING, WEIGHTS, Parts
 from shared.stages import TRAIN
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class SimBackend:
     def __init__(self, world: World, place: Any, generation: int) -> None:
         self.place = place
         self.model = SimpleNamespace(register_forward_hook=lambda hook: None)
-        self.shelves = SimpleNamespace(offload=lambda parts: 0, backload=lambda parts: 0)
+        self.shelves = SimpleNamespace(offload=self._offload, backload=self._backload)
         self.parameters = 1
         self.vocab_size = VOCABULARY
         self._world = world
@@ -80,21 +82,46 @@ class SimBackend:
         """Gradients by (updates so far, rank): what the ranks of a group give to each other in collectives."""
         world.members.setdefault(generation, {})[place.rank] = world.current()
         self._generation = generation
+        self._there, self._away = {"parameters"}, set[str]()
         self.restart()
 
+    def _offload(self, parts: Iterable[str]) -> int:
+        moved = self._there & set(parts)
+        self._away |= moved
+        self._there -= moved
+        self._world.holds(device_parts(cast(Any, frozenset(self._there))))
+        return len(moved)
+
+    def _backload(self, parts: Iterable[str]) -> int:
+        moved = self._away & set(parts)
+        self._away -= moved
+        self._use(*moved)
+        return len(moved)
+
+    def _use(self, *parts: str) -> None:
+        """Check that none of `parts` was moved off the device. From now on they are there."""
+        away = self._away & set(parts)
+        self._world.check(not away, f"a call uses {', '.join(sorted(away))}, which are off the device")
+        self._there |= set(parts)
+        self._world.holds(device_parts(cast(Any, frozenset(self._there))))
+
     def restart(self) -> None:
+        self._use("parameters")
         self.chain, self.updates, self.applied = BEGINNING, 0, list[int]()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
         self._group[self.updates, self.place.rank] = (0, [])
+        self._there -= {"gradients"}
 
     def forward(self, sequences: Sequences, temperature: float) -> Array:
+        self._use("parameters")
         return np.array([-(digest(self.chain, int(token)) % 4096) / 4096 for token in sequences.token_ids], np.float32)
 
     def forward_backward(
         self, sequences: Sequences, temperature: float, loss: Any, *, entropy: Any
     ) -> dict[str, float]:
+        self._use("parameters", "gradients")
         total, numbers = self._group[self.updates, self.place.rank]
         first = 0
         tasks: dict[int, None] = {}
@@ -107,6 +134,7 @@ class SimBackend:
         return {"tokens": float(first)}
 
     def step(self, step: int) -> OptimizerUpdate:
+        self._use("parameters", "gradients", "optimizer")
         self._need_all()
         parts = [self._group[self.updates, rank] for rank in range(self._ranks)]
         numbers = sorted(number for _, each in parts for number in each)
@@ -127,14 +155,17 @@ class SimBackend:
             raise RuntimeError("connection closed by peer")
 
     def weights(self) -> dict[str, torch.Tensor]:
+        self._use("parameters")
         return {NAME: torch.tensor([self.chain])} if self.place.rank == 0 else {}
 
     def state(self) -> TrainingState:
+        self._use("parameters", "optimizer")
         if self.place.rank:
             return TrainingState({}, {})
         return TrainingState(self.weights(), {"applied": torch.tensor([self.updates, *self.applied])})
 
     def load_state(self, state: TrainingState) -> None:
+        self._use("parameters", "optimizer")
         self.chain = int(state.weights[NAME][0])
         self.updates, *self.applied = state.optimizer["applied"].tolist()
         self.drop_gradients()
@@ -172,6 +203,7 @@ class SimEngine:
         self.progress = self.swaps = 0
         self._world = world
         self._chain = BEGINNING
+        self._awake: Parts = NOTHING
 
     async def generate(
         self,
@@ -182,6 +214,7 @@ class SimEngine:
     ) -> list[list[Generation]]:
         made: list[list[Generation]] = []
         for prompt in prompts:
+            self._use(ENGINE)
             await self._world.compute()
             if cancel.is_set():
                 raise GenerationCancelled("the lease was lost")
@@ -207,6 +240,7 @@ class SimEngine:
         return work()
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
+        self._use(frozenset({WEIGHTS}))
         self._chain = int(weights[NAME][0])
         self.swaps += 1
 
@@ -217,9 +251,16 @@ class SimEngine:
     async def score(self, token_ids: Array) -> Array:
         return scores_of(self._chain, len(token_ids) - 1)
 
-    async def sleep(self) -> None: ...
+    async def sleep(self) -> None:
+        self._awake = NOTHING
+        self._world.holds(self._awake)
 
-    async def wake(self, parts: Any) -> None: ...
+    async def wake(self, parts: Parts) -> None:
+        self._awake |= parts
+        self._world.holds(self._awake)
+
+    def _use(self, parts: Parts) -> None:
+        self._world.check(parts <= self._awake, f"the engine computes without {', '.join(sorted(parts - self._awake))}")
 
     async def pause(self) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,16 +29,16 @@ def run(scenario: Scenario, folder: Path, *, tracing: bool = False) -> Outcome:
     return outcome
 
 
-def shrink(scenario: Scenario, folder: Path) -> tuple[Scenario, Outcome]:
-    """Return the smallest scenario found that still breaks a promise, and what it came to."""
-    outcome = run(scenario, folder, tracing=True)
+def shrink(scenario: Scenario, attempt: Callable[[Scenario], Outcome]) -> tuple[Scenario, Outcome]:
+    """Return the smallest scenario found that still breaks a promise, and what it came to. `attempt` runs one."""
+    outcome = attempt(scenario)
     attempts = 0
     smaller = True
     while smaller and attempts < SHRINK_ATTEMPTS:
         smaller = False
         for other in scenario.smaller():
             attempts += 1
-            found = run(other, folder, tracing=True)
+            found = attempt(other)
             if found.violation:
                 scenario, outcome, smaller = other, found, True
                 break
@@ -68,7 +68,7 @@ def run_many(seeds: Iterable[int], folder: Path, *, keep_going: bool = False) ->
             print(f"seed {seed}: {outcome.violation.splitlines()[0][:200]}", flush=True)
         elif outcome.violation:
             print(f"seed {seed} breaks a promise: {outcome.violation}")
-            scenario, found = shrink(draw(seed), folder)
+            scenario, found = shrink(draw(seed), lambda each: run(each, folder, tracing=True))
             print(f"\nthe smallest scenario found:\n{scenario}\n")
             print("\n".join(found.history))
             print(f"\n{found.violation}\nreplay: python -m tests.sim {seed} --trace")

@@ -30,6 +30,8 @@ class Size:
     reference: bool = False
     deterministic: bool = False
     by_completion: bool = False
+    colocated: bool = False
+    """Whether trainer, reference and engine take turns on the same devices."""
 
     def plan(self) -> list[Key]:
         """Return the processes of the run, in the order of the launcher's plan."""
@@ -55,7 +57,9 @@ class Size:
         if self.reference:
             algorithm["kl"] = {"estimator": "k3", "in": "loss", "coef": 0.001}
             services["reference"] = {"backend": "torch"}
+        turns = ["policy-trainer", "rollout", *(["reference"] if self.reference else [])]
         return {
+            "placement": {"colocate": turns if self.colocated else []},
             "run": {"name": "sim", "steps": self.steps, "seed": 0, "deterministic": self.deterministic},
             "policy": {"model": model, "dtype": "float32"},
             "data": {"train": {"source": "builtin:addition", "max_prompt_tokens": 16}},
@@ -172,6 +176,7 @@ class Scenario:
             replace(size, rollouts=1),
             replace(size, ranks=1),
             replace(size, by_completion=False),
+            replace(size, colocated=False),
             replace(size, staleness=0),
             replace(size, block=1),
             replace(size, tasks=1, block=1),
@@ -213,6 +218,7 @@ def draw(seed: int) -> Scenario:
         reference=rng.random() < 0.3,
         deterministic=deterministic,
         by_completion=not deterministic and rng.random() < 0.2,
+        colocated=rng.random() < 0.25,
     )
     plan = size.plan()
     likely = [*plan, *[("scheduler", 0), ("batch-store", 0)] * 2]

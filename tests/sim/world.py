@@ -18,6 +18,7 @@ from launch.supervisor.server import SUPERVISOR, Supervisor
 from launch.supervisor.state import Event, Exited, RunEnded, RunOutcome, Spawned
 from proto.messages import Ack
 from proto.registry import by_type
+from shared.colocation.devices import NOTHING, Parts, barred_by
 from shared.rundir import RunDir, checkpoint_steps, service_name
 from tests.sim.actors import KINDS
 from tests.sim.checks import Checks
@@ -70,6 +71,7 @@ class World:
         self.network = Network(self, self.loop, Random(f"network {seed}"))
         self.groups: dict[int, dict[tuple[int, int], tuple[int, list[int]]]] = {}
         self.members: dict[int, dict[int, Node]] = {}
+        self._devices: dict[Node, Parts] = {}
         self.nodes: dict[Key, Node] = {}
         """The living process of each service."""
         self.violation = ""
@@ -96,6 +98,18 @@ class World:
     async def compute(self) -> None:
         """Take the time of a computation."""
         await asyncio.sleep(self._rng.expovariate(1.0) * 0.1)
+
+    def holds(self, parts: Parts) -> None:
+        """Note which parts the running process has on the shared devices, and check that they may be there together."""
+        node = self.current()
+        self._devices[node] = parts
+        if not self.scenario.size.colocated:
+            return
+        for other, theirs in self._devices.items():
+            both = barred_by(parts) & theirs if other is not node and other.alive else NOTHING
+            self.check(
+                not both, f"{node.name} has {', '.join(sorted(parts))} on the devices, {other.name} {sorted(both)}"
+            )
 
     def operation(self, node: Node | None, what: str) -> None:
         """Note an input or output operation of `node`, which may be its last."""
