@@ -24,13 +24,14 @@ def main() -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of names is part of what a seed decides
         again = [sys.executable, "-m", "tests.sim", *sys.argv[1:]]
         os.execve(sys.executable, again, os.environ | {"PYTHONHASHSEED": "0"})  # noqa: S606  # this program
-    from tests.sim.runs import run_many, run_one
+    from tests.sim.runs import run_many, run_one, warm_up
     from tests.sim.virtual import surroundings
 
     with (
         tempfile.TemporaryDirectory(prefix="rlbus-sim-", dir="/dev/shm") as folder,
         surroundings(loud=arguments.trace),
     ):
+        warm_up(Path(folder))
         gc.collect()
         gc.freeze()
         gc.disable()
