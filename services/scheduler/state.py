@@ -414,7 +414,9 @@ class Scheduler:
     def _try_evals(self, asked: Asked, request: WaitEvals) -> bool:
         check_driver(self.run, request.driver)
         results = evaluated(self.run, request.step)
-        if results is None:
+        # Rows leave in step order: without the earlier evaluations, the run would end before they are written.
+        earlier = any(step < request.step for _, step in self.run.evaluations.open)
+        if results is None or earlier:
             self._check_troubles()
             return False
         self._answer(asked, EvalsDone(step=request.step, accuracy=results))

@@ -30,6 +30,7 @@ class Size:
     reference: bool = False
     deterministic: bool = False
     by_completion: bool = False
+    evaluates: bool = False
     colocated: bool = False
     """Whether trainer, reference and engine take turns on the same devices."""
 
@@ -57,12 +58,16 @@ class Size:
         if self.reference:
             algorithm["kl"] = {"estimator": "k3", "in": "loss", "coef": 0.001}
             services["reference"] = {"backend": "torch"}
+        heldout = {"source": "builtin:addition?split=test", "every": 1, "rows": 2, "samples": 1, "temperature": 0.0}
         turns = ["policy-trainer", "rollout", *(["reference"] if self.reference else [])]
         return {
             "placement": {"colocate": turns if self.colocated else []},
             "run": {"name": "sim", "steps": self.steps, "seed": 0, "deterministic": self.deterministic},
             "policy": {"model": model, "dtype": "float32"},
-            "data": {"train": {"source": "builtin:addition", "max_prompt_tokens": 16}},
+            "data": {
+                "train": {"source": "builtin:addition", "max_prompt_tokens": 16},
+                "eval": {"heldout": heldout} if self.evaluates else {},
+            },
             "reward": {"function": "builtin:exact_match"},
             "sampling": {"temperature": 1.0, "max_new_tokens": 8},
             "staleness": self.staleness,
@@ -177,6 +182,7 @@ class Scenario:
             replace(size, ranks=1),
             replace(size, by_completion=False),
             replace(size, colocated=False),
+            replace(size, evaluates=False),
             replace(size, staleness=0),
             replace(size, block=1),
             replace(size, tasks=1, block=1),
@@ -218,6 +224,7 @@ def draw(seed: int) -> Scenario:
         reference=rng.random() < 0.3,
         deterministic=deterministic,
         by_completion=not deterministic and rng.random() < 0.2,
+        evaluates=rng.random() < 0.2,
         colocated=rng.random() < 0.25,
     )
     plan = size.plan()
