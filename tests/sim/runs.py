@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.sim.scenario import Scenario, Size, draw
 from tests.sim.virtual import cpu_seconds
 from tests.sim.world import Outcome, World
 
+CHUNK = 25
+"""Number of seeds that a process runs at a time."""
 COLLECT_EVERY = 10
 SHRINK_ATTEMPTS = 200
 _undisturbed: dict[Size, int] = {}
@@ -66,25 +71,57 @@ def run_one(seed: int, folder: Path, *, tracing: bool) -> int:
     return 1 if outcome.violation else 0
 
 
-def run_many(seeds: Iterable[int], folder: Path, *, keep_going: bool = False) -> int:
-    """Run seeds until one breaks a promise. Print that one, made smaller."""
-    began, count, events, virtual_s, broken = cpu_seconds(), 0, 0, 0.0, 0
-    for seed in seeds:
-        outcome = run(draw(seed), folder)
-        count, events, virtual_s = count + 1, events + outcome.events, virtual_s + outcome.seconds
-        if outcome.violation and keep_going:
-            broken += 1
-            print(f"seed {seed}: {outcome.violation.splitlines()[0][:200]}", flush=True)
-        elif outcome.violation:
-            print(f"seed {seed} breaks a promise: {outcome.violation}")
-            scenario, found = shrink(draw(seed), lambda each: run(each, folder, tracing=True))
-            print(f"\nthe smallest scenario found:\n{scenario}\n")
-            print("\n".join(found.history))
-            print(f"\n{found.violation}\nreplay: python -m tests.sim {seed} --trace")
-            return 1
-        if count % COLLECT_EVERY == 0:
-            gc.collect()
-    seconds = cpu_seconds() - began
+def run_many(seeds: range, folder: Path, *, jobs: int = 1, keep_going: bool = False) -> int:
+    """Run seeds in `jobs` processes until one breaks a promise. Print that one, made smaller.
+
+    With `keep_going`, name every failing seed instead.
+    """
+    chunks = [seeds[first : first + CHUNK] for first in range(0, len(seeds), CHUNK)]
+    work = functools.partial(_run_chunk, folder=folder, keep_going=keep_going)
+    events, virtual_s, cpu_s, broken = 0, 0.0, 0.0, 0
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for done in pool.imap(work, chunks):
+            events, virtual_s, cpu_s = events + done.events, virtual_s + done.virtual_s, cpu_s + done.cpu_s
+            for seed, violation in done.broken.items():
+                broken += 1
+                print(f"seed {seed}: {violation.splitlines()[0]}", flush=True)
+                if not keep_going:
+                    return _print_smallest(seed, folder)
     verdict = f"{broken} broke a promise" if broken else "every promise was kept"
-    print(f"{count} seeds, {events} events, {virtual_s:.0f} virtual seconds in {seconds:.1f} s of CPU: {verdict}")
+    print(f"{len(seeds)} seeds, {events} events, {virtual_s:.0f} virtual seconds, {cpu_s:.1f} s of CPU: {verdict}")
     return 1 if broken else 0
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What some seeds came to. `broken` are violations by seed."""
+
+    events: int
+    virtual_s: float
+    cpu_s: float
+    broken: dict[int, str]
+
+
+def _run_chunk(seeds: range, *, folder: Path, keep_going: bool) -> _Chunk:
+    own = folder / str(os.getpid())
+    own.mkdir(exist_ok=True)
+    began, events, virtual_s = cpu_seconds(), 0, 0.0
+    broken: dict[int, str] = {}
+    for seed in seeds:
+        outcome = run(draw(seed), own)
+        events, virtual_s = events + outcome.events, virtual_s + outcome.seconds
+        if outcome.violation:
+            broken[seed] = outcome.violation
+            if not keep_going:
+                break
+        if seed % COLLECT_EVERY == 0:
+            gc.collect()
+    return _Chunk(events, virtual_s, cpu_seconds() - began, broken)
+
+
+def _print_smallest(seed: int, folder: Path) -> int:
+    scenario, outcome = shrink(draw(seed), lambda each: run(each, folder, tracing=True))
+    print(f"\nthe smallest scenario found:\n{scenario}\n")
+    print("\n".join(outcome.history))
+    print(f"\n{outcome.violation}\nreplay seed {seed}: python -m tests.sim {seed} --trace")
+    return 1
