@@ -14,6 +14,7 @@ import pytest
 from tests.sim.clock import START_S, Node, VirtualLoop
 from tests.sim.runs import shrink
 from tests.sim.scenario import Kill, Scenario, Size, Stop, Storm, draw
+from tests.sim.virtual import check_topology
 from tests.sim.world import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +32,14 @@ def simulate(*arguments: str) -> tuple[int, str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("first", "count"), [(0, 400), (400, 1600)], ids=["first", "others"])
 def test_every_promise_is_kept_in_every_simulated_run(first: int, count: int) -> None:
-    status, output = simulate("--first", str(first), "--seeds", str(count))
+    status, output = simulate("--first", str(first), "--seeds", str(count), "--jobs", "2")
     assert status == 0, output[-20_000:]
     assert f"{count} seeds" in output
+
+
+def test_a_user_could_write_the_topology_of_every_size() -> None:
+    for seed in range(20):
+        check_topology(draw(seed).size)
 
 
 @pytest.mark.slow

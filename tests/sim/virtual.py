@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,98 +98,6 @@ class NoPasses:
     def close(self) -> None: ...
 
 
-def _operations(owner: type, name: str) -> Callable[..., Any]:
-    """Return the method `name` of `owner` with a possible death before and after it."""
-    real = getattr(owner, name)
-
-    @functools.wraps(real)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        world, node = here(), CURRENT.get()
-        world.operation(node, f"before {name}")
-        result = real(self, *args, **kwargs)
-        world.operation(node, f"after {name}")
-        return result
-
-    return method
-
-
-def _handled(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Scheduler.handle` under observation."""
-
-    @functools.wraps(real)
-    def handle(self: Any, event: Any, now: float) -> Any:
-        effects = real(self, event, now)
-        here().checks.handled(self, event, effects)
-        return effects
-
-    return handle
-
-
-def _committed(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Journal.commit` under observation."""
-
-    @functools.wraps(real)
-    def commit(self: Any) -> None:
-        real(self)
-        here().checks.committed()
-
-    return commit
-
-
-def _carried_out(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `SchedulerService._carry_out` under observation."""
-
-    @functools.wraps(real)
-    def carry_out(self: Any, effect: Any) -> None:
-        here().checks.carried_out(effect)
-        real(self, effect)
-
-    return carry_out
-
-
-def _once(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Mailbox.handle`, whose handlers are observed: no request of a caller may reach one twice."""
-
-    @functools.wraps(real)
-    def register(self: Any, request: Any, handler: Any) -> Any:
-        seen: set[tuple[int, int]] = set()
-
-        def observed(body: Any, call: Any) -> Any:
-            key = (call.incarnation, call.request_id)
-            if not call.one_way:
-                here().check(key not in seen, f"a {type(body).__name__} was executed twice")
-                seen.add(key)
-            return handler(body, call)
-
-        return real(self, request, observed)
-
-    return register
-
-
-def _sealed(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `StoreService._seal` under observation."""
-
-    @functools.wraps(real)
-    async def seal(self: Any, request: Any, call: Any) -> Any:
-        answer = await real(self, request, call)
-        here().checks.sealed(self, request.put_id)
-        return answer
-
-    return seal
-
-
-def _acknowledged(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `StoreService._clear` under observation."""
-
-    @functools.wraps(real)
-    async def clear(self: Any, request: Any, call: Any) -> Any:
-        answer = await real(self, request, call)
-        here().checks.acknowledged(list(request.tasks))
-        return answer
-
-    return clear
-
-
 @contextmanager
 def surroundings(*, loud: bool = False) -> Iterator[None]:
     """Replace what simulated processes would take from the machine. With `loud`, warnings are noted in the history."""
@@ -199,17 +107,11 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     import services.policy_trainer.worker.weights.publish
     import services.scheduler.planning
     import services.scheduler.server
-    from services.batch_store.files import StoreFiles
-    from services.batch_store.server import StoreService
-    from services.scheduler.journal import Journal
-    from services.scheduler.server import SchedulerService
-    from services.scheduler.state import Scheduler
     from shared.actor.telemetry import TelemetrySender
-    from shared.rpc.mailbox import Mailbox
     from tests.sim import model
     from tests.sim.network import SimContext
+    from tests.sim.observe import observers
 
-    check_topology(Size())
     make_plan, plans = services.scheduler.server.make_plan, dict[Size, Any]()
     pid, now = os.getpid, time.monotonic
 
@@ -266,21 +168,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(mock.patch.object(TelemetrySender, "emit", _no_telemetry))
-        stack.enter_context(mock.patch.object(Journal, "commit", _committed(Journal.commit)))
-        for owner, name in (
-            (Journal, "commit"),
-            (StoreFiles, "create"),
-            (StoreFiles, "seal"),
-            (StoreFiles, "entomb"),
-            (StoreFiles, "retire"),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, _operations(owner, name)))
-        carry_out = _carried_out(SchedulerService._carry_out)
-        stack.enter_context(mock.patch.object(SchedulerService, "_carry_out", carry_out))
-        stack.enter_context(mock.patch.object(Scheduler, "handle", _handled(Scheduler.handle)))
-        stack.enter_context(mock.patch.object(StoreService, "_clear", _acknowledged(StoreService._clear)))
-        stack.enter_context(mock.patch.object(StoreService, "_seal", _sealed(StoreService._seal)))
-        stack.enter_context(mock.patch.object(Mailbox, "handle", _once(Mailbox.handle)))
+        stack.enter_context(observers())
         structlog.configure(
             processors=[note],
             wrapper_class=structlog.make_filtering_bound_logger(logging.INFO if loud else logging.CRITICAL),
