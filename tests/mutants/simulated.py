@@ -32,7 +32,6 @@ _ALSO = frozenset(
         "a tombstone is written after the clear",
         "a restarted store forgets its tombstones",
         "a file is deleted while some of its tasks live",
-        "metrics.jsonl gets the row of a step twice",
     }
 )
 """Mutations with a test of their own, which the simulation finds, too."""
@@ -65,10 +64,10 @@ SIMULATED = [
         SEEDS,
     ),
     Mutation(
-        "workers that have taken the open step are made to take it again",
+        "a driver goes on with workers that are not at the committed step",
         "services/policy_trainer/resume.py",
-        "        await scheduler.commit(info.open_step, batch_row(await scheduler.next_batch(info.open_step)))\n",
-        "",
+        "    if not state.dirty and state.step == info.committed_step:\n",
+        "    if not state.dirty:\n",
         SEEDS,
     ),
     Mutation(

@@ -34,7 +34,7 @@ _FLAGS = slice(8, 10)
 
 @dataclass(frozen=True)
 class Weather:
-    """How the network treats a message: probabilities of a loss, of a second copy and of a long delay."""
+    """How the network treats a message: probabilities of a loss, of a second copy, which is late, and of a delay."""
 
     lost: float = 0.0
     twice: float = 0.0
@@ -80,7 +80,7 @@ class Network:
         for number in range(copies):
             self.repeated += number
             delay = 0.0002 + rng.expovariate(1.0) * 0.0008
-            if weather is not CALM and rng.random() < weather.late:
+            if number or (weather is not CALM and rng.random() < weather.late):
                 delay += rng.random() * weather.late_s
             at = (int((self._loop.time() + delay) / TURN_S) + 1) * TURN_S
             self._loop.call_at(at, self._arrive, source, target, frames, header)

@@ -235,16 +235,16 @@ def draw(seed: int) -> Scenario:
         kind = rng.random()
         if kind < 0.2:
             faults.append(Kill(at_s, rng.choice(plan)))
-        elif kind < 0.6:
+        elif kind < 0.54:
             faults.append(Kill(at_s, rng.choice(likely), rng.randrange(1, 25)))
-        elif kind < 0.68:
+        elif kind < 0.6:
             faults.append(Stop(at_s, rng.choice(plan), round(rng.uniform(0.2, 8.0), 2)))
-        elif kind < 0.76:
+        elif kind < 0.67:
             one, other = rng.sample(plan, 2)
             faults.append(Cut(at_s, one, other, round(rng.uniform(0.2, 6.0), 2)))
-        elif kind < 0.82:
+        elif kind < 0.73:
             faults.append(Ghost(at_s, ("rollout", 0)))
-        elif kind < 0.86:
+        elif kind < 0.77:
             faults.append(Damage(at_s))
         else:
             weather = Weather(rng.choice((0.0, 0.1, 0.3)), rng.choice((0.0, 0.3)), rng.choice((0.0, 0.3)))
