@@ -72,7 +72,6 @@ class Checks:
         elif isinstance(service, StoreService):
             self._store = service
             node.on_kill.append(lambda: _close_store(service))
-            self._watch_store(service)
 
     def died(self, key: Key, node: Node) -> None:
         """Forget a process that is dead."""
@@ -200,19 +199,12 @@ class Checks:
 
     # ---- the store
 
-    def _watch_store(self, service: StoreService) -> None:
-        index = service.index
-        clear = index.clear
-
-        def cleared(tasks: Any) -> Any:
-            tasks = list(tasks)
-            self._nothing_leased(tasks)
-            for task_id, fence in list(self._puts):
-                if any(each.task_id == task_id and each.fence >= fence for each in tasks):
-                    del self._puts[task_id, fence]
-            return clear(tasks)
-
-        index.clear = cleared  # type: ignore[method-assign]
+    def clearing(self, tasks: list[PutTask]) -> None:
+        """Note that the store is about to collect shards: from now on they may be gone."""
+        self._nothing_leased(tasks)
+        for task_id, fence in list(self._puts):
+            if any(each.task_id == task_id and each.fence >= fence for each in tasks):
+                del self._puts[task_id, fence]
 
     def _nothing_leased(self, tasks: list[PutTask]) -> None:
         if self._scheduler is None or not hasattr(self._scheduler, "_state"):

@@ -103,8 +103,10 @@ def _acknowledged(real: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(real)
     async def clear(self: Any, request: Any, call: Any) -> Any:
+        tasks = list(request.tasks)
+        here().checks.clearing(tasks)
         answer = await real(self, request, call)
-        here().checks.acknowledged(list(request.tasks))
+        here().checks.acknowledged(tasks)
         return answer
 
     return clear

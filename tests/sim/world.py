@@ -184,6 +184,7 @@ class World:
         status = 1 if done.cancelled() or done.exception() is not None else done.result()
         if not done.cancelled() and (error := done.exception()) is not None:
             self.record("crash", node.name, type(error).__name__, error)
+        self.checks.died(key, node)
         node.kill()
         self._exited(key, node, status)
 
