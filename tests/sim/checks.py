@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from proto.messages import Complete, CompleteAck, GetRunInfo, LeaseGrant, Outcome, PutTask, StepBatch
 from services.batch_store.room import Tier
 from services.batch_store.server import StoreService
-from services.scheduler.events import Answer, Asked, DriverRequest, Effect, Persist, Rewound, SaveStep, SendClear, Tick
+from services.scheduler.events import Answer, Asked, DriverRequest, Effect, Persist, Rewound, SaveStep, SendClear
 from services.scheduler.server import SchedulerService
 from services.scheduler.state import Scheduler
 from services.scheduler.tasks import TaskState
@@ -89,7 +89,7 @@ class Checks:
         if isinstance(event, Asked):
             self._requests[cast(Call, event.ref)] = event.request
         self._uncommitted += [effect for effect in effects if isinstance(effect, SaveStep | Rewound)]
-        if isinstance(event, Tick) and not any(isinstance(effect, Persist) for effect in effects):
+        if not any(isinstance(effect, Persist) for effect in effects):
             return
         size, run = self._world.scenario.size, machine.run
         live = run.window.live + len(run.open_batch)

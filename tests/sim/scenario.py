@@ -213,7 +213,7 @@ def draw(seed: int) -> Scenario:
     deterministic = rng.random() < 0.3
     tasks = rng.choice((1, 2, 2, 2, 3))
     size = Size(
-        steps=rng.choice((1, 2, 2, 3)),
+        steps=rng.choice((1, 1, 2, 2, 2, 3)),
         tasks=tasks,
         block=rng.choice([each for each in (1, 2, 3) if tasks % each == 0]),
         staleness=rng.choice((0, 1, 1, 2)),
