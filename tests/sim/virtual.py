@@ -108,6 +108,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     import services.scheduler.planning
     import services.scheduler.server
     from shared.actor.telemetry import TelemetrySender
+    from shared.dataplane.mapping import BlockMapping
     from tests.sim import model
     from tests.sim.network import SimContext
     from tests.sim.observe import observers
@@ -168,6 +169,8 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(mock.patch.object(TelemetrySender, "emit", _no_telemetry))
+        # It reads pages ahead on a thread, which the clock does not know.
+        stack.enter_context(mock.patch.object(BlockMapping, "touch"))
         stack.enter_context(observers())
         structlog.configure(
             processors=[note],
