@@ -46,12 +46,18 @@ def _handled(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _committed(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Journal.commit` under observation."""
+    """Return `Journal.commit` under observation. A commit that writes something may be the last operation."""
 
     @functools.wraps(real)
     def commit(self: Any) -> None:
+        if not self.dirty:
+            real(self)
+            return
+        world, node = here(), CURRENT.get()
+        world.operation(node, "before commit")
         real(self)
-        here().checks.committed()
+        world.checks.committed()
+        world.operation(node, "after commit")
 
     return commit
 
@@ -123,7 +129,6 @@ def observers() -> Iterator[None]:
         (StoreService, "_clear", _acknowledged),
         (Mailbox, "handle", _once),
         *((StoreFiles, name, _deadly) for name in ("create", "seal", "entomb", "retire")),
-        (Journal, "commit", _deadly),
     ]
     with ExitStack() as stack:
         for owner, name, wrapper in observed:
