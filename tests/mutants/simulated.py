@@ -29,9 +29,7 @@ _ALSO = frozenset(
         "the next attempt of a task keeps the previous fence",
         "a step that was committed is committed again",
         "a replaced driver is obeyed",
-        "a tombstone is written after the clear",
         "a restarted store forgets its tombstones",
-        "a file is deleted while some of its tasks live",
     }
 )
 """Mutations with a test of their own, which the simulation finds, too."""
@@ -47,6 +45,13 @@ SIMULATED = [
         "services/scheduler/completion.py",
         'return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over, it is now {task.fence}"',
         "return None",
+        SEEDS,
+    ),
+    Mutation(
+        "a clear is acknowledged without a tombstone",
+        "services/batch_store/server.py",
+        "files.entomb(self.index.entomb(request.tasks))",
+        "self.index.entomb(request.tasks)",
         SEEDS,
     ),
     Mutation(

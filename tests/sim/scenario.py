@@ -251,5 +251,9 @@ def draw(seed: int) -> Scenario:
         else:
             weather = Weather(rng.choice((0.0, 0.1, 0.3)), rng.choice((0.0, 0.3)), rng.choice((0.0, 0.3)))
             faults.append(Storm(at_s, weather, round(rng.uniform(0.5, 6.0), 2)))
+    if rng.random() < 0.15:  # a producer that returns after its lease and the store's memory of it are gone
+        at_s = round(rng.uniform(0.6, 1.4), 3)
+        faults.append(Stop(at_s, ("rollout", 0), round(rng.uniform(5.0, 7.5), 2)))
+        faults.append(Kill(round(at_s + rng.uniform(4.5, 7.0), 3), ("batch-store", 0)))
     faults.sort(key=lambda fault: fault.at_s)
     return Scenario(seed, size, tuple(faults), drains=rng.random() < 0.2)
