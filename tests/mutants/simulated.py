@@ -27,7 +27,6 @@ _ALSO = frozenset(
         "a retry of an answered request is executed again",
         "a retry of a request in progress is executed concurrently",
         "the next attempt of a task keeps the previous fence",
-        "a step that was committed is committed again",
         "a replaced driver is obeyed",
         "a restarted store forgets its tombstones",
     }
@@ -39,13 +38,6 @@ SIMULATED = [
         replace(each, name=f"{each.name}, in a simulated run", test=SEEDS)
         for each in (*SCHEDULER, *STORE, *BUS, *TRAINER)
         if each.name in _ALSO
-    ),
-    Mutation(
-        "a completion under a lower fence is accepted",
-        "services/scheduler/completion.py",
-        'return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over, it is now {task.fence}"',
-        "return None",
-        SEEDS,
     ),
     Mutation(
         "a clear is acknowledged without a tombstone",

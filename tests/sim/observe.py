@@ -13,6 +13,7 @@ from services.batch_store.server import StoreService
 from services.scheduler.journal import Journal
 from services.scheduler.server import SchedulerService
 from services.scheduler.state import Scheduler
+from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Mailbox
 from tests.sim.clock import CURRENT
 from tests.sim.virtual import here
@@ -92,6 +93,19 @@ def _once(real: Callable[..., Any]) -> Callable[..., Any]:
     return register
 
 
+def _failed(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Mailbox._fail` under observation: no handler raises anything but an answer."""
+
+    @functools.wraps(real)
+    def fail(self: Any, call: Any, body: Any, error: Exception) -> None:
+        node = CURRENT.get()
+        expected = isinstance(error, RpcError) or node is None or not node.alive
+        here().check(expected, f"a {type(body).__name__} failed: {type(error).__name__}: {error}")
+        real(self, call, body, error)
+
+    return fail
+
+
 def _sealed(real: Callable[..., Any]) -> Callable[..., Any]:
     """Return `StoreService._seal` under observation."""
 
@@ -128,6 +142,7 @@ def observers() -> Iterator[None]:
         (StoreService, "_seal", _sealed),
         (StoreService, "_clear", _acknowledged),
         (Mailbox, "handle", _once),
+        (Mailbox, "_fail", _failed),
         *((StoreFiles, name, _deadly) for name in ("create", "seal", "entomb", "retire")),
     ]
     with ExitStack() as stack:

@@ -18,6 +18,7 @@ from launch.supervisor.server import SUPERVISOR, Supervisor
 from launch.supervisor.state import Event, Exited, RunEnded, RunOutcome, Spawned
 from proto.messages import Ack
 from proto.registry import by_type
+from shared.actor.service import PEER_LOST_STATUS
 from shared.colocation.devices import NOTHING, Parts, barred_by
 from shared.rundir import RunDir, checkpoint_steps, service_name
 from tests.sim.actors import KINDS
@@ -185,7 +186,9 @@ class World:
         if not done.cancelled() and (error := done.exception()) is not None:
             self.record("crash", node.name, type(error).__name__, error)
         self.checks.died(key, node)
+        cause = getattr(node.service, "cause", "")
         node.kill()
+        self.check(status in (0, PEER_LOST_STATUS), f"{node.name} ended with status {status}: {cause}")
         self._exited(key, node, status)
 
     def kill(self, node: Node) -> None:
