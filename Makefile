@@ -118,6 +118,11 @@ MINUTES ?= 10
 chaos: setup-dev ## real runs, disturbed for MINUTES, and whether they keep the promises and the bits; needs root
 	$(PY) -m tests.chaos --minutes $(MINUTES)
 
+SEEDS ?= 2000
+.PHONY: sim
+sim: setup-dev ## whole runs on a virtual clock and a faulty network, from many seeds (SEEDS=2000)
+	$(PY) -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
+
 .PHONY: mutants
 mutants: setup-dev ## whether the tests find each defect of tests/mutants/, put into a copy of the tree
 	$(PY) -m tests.mutants

@@ -124,7 +124,7 @@ class EvalsDone(Message, frozen=True, kw_only=True):
 
 @message(48, reply=EvalsDone)
 class WaitEvals(Request, frozen=True, kw_only=True):
-    """The driver waits for the evaluations of a version. Deferred until they are done.
+    """The driver waits for the evaluations of a version. Deferred until they and all earlier ones are done.
 
     Errors:
         bad_data: a trouble ended the run.

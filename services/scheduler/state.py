@@ -498,7 +498,9 @@ class Scheduler:
         check_driver(self.run, request.driver)
         check_versions(self.run)
         results = evaluated(self.run, request.step)
-        if results is None:
+        # Rows leave in step order: without the earlier evaluations, the run would end before they are written.
+        earlier = any(step < request.step for _, step in self.run.evaluations.open)
+        if results is None or earlier:
             self._check_troubles()
             return False
         self._answer(asked, EvalsDone(step=request.step, accuracy=results))

@@ -24,7 +24,13 @@ Answer = Callable[[Met | RpcError], None]
 @dataclass
 class _Round:
     deadline: float
-    waiting: dict[int, Answer] = field(default_factory=dict)
+    waiting: dict[int, list[Answer]] = field(default_factory=dict)
+    """The answers that each rank waits for: a rank that withdraws still waits for its first one, too."""
+
+    def answer_all(self, outcome: Met | RpcError) -> None:
+        for answers in self.waiting.values():
+            for answer in answers:
+                answer(outcome)
 
 
 class Rendezvous:
@@ -59,7 +65,7 @@ class Rendezvous:
             answer(self._decided[request.round])
         else:
             current = self._rounds.setdefault(request.round, _Round(now + self._deadline_s))
-            current.waiting[request.rank] = answer
+            current.waiting.setdefault(request.rank, []).append(answer)
             if request.failure:
                 self._decide(request.round, [f"rank {request.rank}: {request.failure}"])
             elif len(current.waiting) == len(self._names):
@@ -81,8 +87,9 @@ class Rendezvous:
     def end(self, cause: str) -> None:
         """End the group and answer every rank that waits."""
         self.ended = self.ended or cause
-        waiting = [answer for current in self._rounds.values() for answer in current.waiting.values()]
-        for answer in (*waiting, *self._parked.values()):
+        for current in self._rounds.values():
+            current.answer_all(self._ended_error())
+        for answer in self._parked.values():
             answer(self._ended_error())
         self._rounds.clear()
         self._parked.clear()
@@ -104,8 +111,7 @@ class Rendezvous:
         self._decided[name] = met
         if len(self._decided) > _DECIDED_ROUNDS:
             self._decided.popitem(last=False)
-        for answer in self._rounds.pop(name).waiting.values():
-            answer(met)
+        self._rounds.pop(name).answer_all(met)
 
     def _ended_error(self) -> RpcError:
         return RpcError(ErrorCode.LOST, f"the group has ended: {self.ended}")

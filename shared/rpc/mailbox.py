@@ -29,7 +29,7 @@ from shared.rpc.errors import RpcError
 from shared.rpc.offenders import Offenders
 from shared.rpc.replies import Key, Replies, fingerprint
 from shared.rpc.sender import Sender, sender
-from shared.rpc.transport import Pump, open_socket
+from shared.rpc.transport import MessagePump, open_pump, open_socket
 from shared.rpc.unread import Unread
 from shared.security.connections import Connections
 from shared.security.curve import is_tcp, lock
@@ -61,7 +61,7 @@ class Door:
 
     number: int
     claim: Claim | None
-    pump: Pump | None = None
+    pump: MessagePump | None = None
     connections: Connections | None = None
     unread: Unread | None = None
 
@@ -190,7 +190,7 @@ class Mailbox:
         if on_drained is not None:
             self._on_drained = on_drained
         on_message = self._on_authenticated if is_tcp(endpoint) else self._on_trusted
-        door.pump = Pump(
+        door.pump = open_pump(
             socket,
             functools.partial(on_message, door),
             self._on_drained,

@@ -7,7 +7,8 @@ from tests.mutants.launch import LAUNCHER
 from tests.mutants.mutation import Mutation
 from tests.mutants.rollout import ROLLOUT
 from tests.mutants.scheduler import SCHEDULER
+from tests.mutants.simulated import SIMULATED
 from tests.mutants.store import STORE
 from tests.mutants.trainer import TRAINER
 
-MUTATIONS: list[Mutation] = [*SCHEDULER, *STORE, *BUS, *TRAINER, *ROLLOUT, *LAUNCHER]
+MUTATIONS: list[Mutation] = [*SCHEDULER, *STORE, *BUS, *TRAINER, *ROLLOUT, *LAUNCHER, *SIMULATED]

@@ -706,6 +706,22 @@ def test_rows_are_written_in_step_order_and_wait_for_their_evaluation() -> None:
     assert rows[0].row["eval/held/accuracy"] == 1.0
 
 
+def test_the_driver_waits_for_earlier_evaluations_too_because_rows_are_written_in_order() -> None:
+    bench = Bench(evaluated(), Configure(2, 3, 2, False)).start()
+    first = bench.granted(most=8)
+    for _ in range(2):
+        bench.complete(bench.granted())
+    for step in (1, 2):
+        bench.step(step)
+    last = bench.granted(most=8)
+    assert (first.weights and first.weights.step, last.weights and last.weights.step) == (0, 2)
+    bench.complete(last, samples=1)
+    assert bench.ask(WaitEvals(driver=1, step=2)) is None
+    bench.complete(first, samples=1)
+    assert bench.ask(WaitEvals(driver=1, step=2)).accuracy == {"held": 1.0}
+    assert [row.step for row in bench.effects if isinstance(row, WriteRow)] == [0, 1, 2]
+
+
 def test_several_samples_a_row_give_their_mean_and_the_best_of_them() -> None:
     """Rows [1, 0, 0, 0], [0, 0, 0, 0] and [1, 1, 0, 0] have a mean of 0.25, and two of three rows are solved."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()

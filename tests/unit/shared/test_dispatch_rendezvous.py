@@ -49,6 +49,14 @@ def test_one_failure_fails_every_rank_at_once_including_late_ones() -> None:
     assert not ranks.rendezvous.ended
 
 
+def test_a_rank_that_withdraws_from_a_round_is_answered_where_it_waits() -> None:
+    ranks = Ranks(2).formed()
+    ranks.come(1, "a")
+    ranks.come(1, "a", failure="a driver takes over")
+    wanted = Met(generation=GENERATION, failures=["rank 1: a driver takes over"])
+    assert ranks.answers[1, "a"] == [wanted, wanted]
+
+
 def test_a_rank_that_withdraws_after_all_have_met_changes_nothing() -> None:
     ranks = Ranks(2).formed()
     ranks.come(0, "a")

@@ -1,0 +1,78 @@
+"""Defects that the simulation finds: rules of the whole, broken in one place, in `SEEDS` seeds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.mutants.bus import BUS
+from tests.mutants.mutation import Mutation
+from tests.mutants.scheduler import SCHEDULER
+from tests.mutants.store import STORE
+from tests.mutants.trainer import TRAINER
+
+SEEDS = "tests/sim/test_simulation.py::test_every_promise_is_kept_in_every_simulated_run[first]"
+WORKER = "services/policy_trainer/worker"
+
+_ALSO = frozenset(
+    {
+        "a completion is accepted from another life of its holder",
+        "a retried lease request is given a second lease",
+        "admission goes one step further than staleness allows",
+        "a task may be sampled with a version that is one step too old",
+        "a step that is requested again gets other tasks",
+        "tasks are collected before the oldest kept checkpoint covers them",
+        "reconciliation clears what is leased or accepted",
+        "a change of the state is not journaled",
+        "a reply is sent before its decision is in the journal",
+        "a retry of an answered request is executed again",
+        "a retry of a request in progress is executed concurrently",
+        "the next attempt of a task keeps the previous fence",
+        "a replaced driver is obeyed",
+        "a restarted store forgets its tombstones",
+    }
+)
+"""Mutations with a test of their own, which the simulation finds, too."""
+
+SIMULATED = [
+    *(
+        replace(each, name=f"{each.name}, in a simulated run", test=SEEDS)
+        for each in (*SCHEDULER, *STORE, *BUS, *TRAINER)
+        if each.name in _ALSO
+    ),
+    Mutation(
+        "a clear is acknowledged without a tombstone",
+        "services/batch_store/server.py",
+        "files.entomb(self.index.entomb(request.tasks))",
+        "self.index.entomb(request.tasks)",
+        SEEDS,
+    ),
+    Mutation(
+        "the batch of a step is not journaled",
+        "services/scheduler/state.py",
+        "found = batch(self.run, request) or self._durable(request)",
+        "found = batch(self.run, request) or self.run.apply(request)",
+        SEEDS,
+    ),
+    Mutation(
+        "an optimizer step runs without the optimizer's state on the device",
+        f"{WORKER}/colocation/residency.py",
+        "messages.OptimStep: PARTS,",
+        "messages.OptimStep: _PARAMETERS,",
+        SEEDS,
+    ),
+    Mutation(
+        "a driver goes on with workers that are not at the committed step",
+        "services/policy_trainer/resume.py",
+        "    if not state.dirty and state.step == info.committed_step:\n",
+        "    if not state.dirty:\n",
+        SEEDS,
+    ),
+    Mutation(
+        "a rank that withdraws from a round is not answered where it waits",
+        "shared/ranks/rendezvous.py",
+        "current.waiting.setdefault(request.rank, []).append(answer)",
+        "current.waiting[request.rank] = [answer]",
+        "tests/unit/shared/test_dispatch_rendezvous.py::"
+        "test_a_rank_that_withdraws_from_a_round_is_answered_where_it_waits",
+    ),
+]

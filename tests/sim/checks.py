@@ -1,0 +1,306 @@
+"""The promises of docs/architecture.md, checked after every event of a world."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+from proto.messages import Complete, CompleteAck, GetRunInfo, LeaseGrant, Outcome, PutTask, StepBatch
+from services.batch_store.room import Tier
+from services.batch_store.server import StoreService
+from services.scheduler.events import Answer, Asked, DriverRequest, Effect, Persist, Rewound, SaveStep, SendClear
+from services.scheduler.server import SchedulerService
+from services.scheduler.state import Scheduler
+from services.scheduler.tasks import TaskState
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call
+from shared.rundir import checkpoint_steps
+from shared.stages import ROLLOUT
+from tests.sim.model import NAME, task_of
+
+if TYPE_CHECKING:
+    from tests.sim.clock import Node
+    from tests.sim.scenario import Key
+    from tests.sim.world import World
+
+
+Held = tuple[tuple[str, int], ...]
+"""Task ids and fences."""
+
+
+class Checks:
+    """What an observer of a run knows, across the lives of its processes."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._scheduler: SchedulerService | None = None
+        self._store: StoreService | None = None
+        self.batches: dict[int, Held] = {}
+        """The tasks of each step as a driver was told."""
+        self._trained: set[int] = set()
+        self._requests: WeakKeyDictionary[Call, object] = WeakKeyDictionary()
+        self._uncommitted: list[Effect] = []
+        self._drivers: list[int] = []
+        """Incarnations of the drivers that have taken over, in order."""
+        self._leases: dict[int, tuple[int, Held]] = {}
+        """Lease -> incarnation of its holder, tasks and fences, as granted."""
+        self._asked: dict[tuple[int, int], int] = {}
+        """Incarnation and id of a request -> lease that it was given last."""
+        self._fences: dict[tuple[str, int], int] = {}
+        """Task and fence -> lease of its rollout."""
+        self._newest: dict[str, int] = {}
+        """Task -> highest fence that was given."""
+        self._puts: dict[tuple[str, int], str] = {}
+        """Task and fence -> the put that the store has acknowledged last."""
+        self._cleared: dict[str, int] = {}
+        """Task -> highest fence whose clear the store has acknowledged."""
+        self.chain = 0
+
+    # ---- lives
+
+    def watch(self, key: Key, node: Node) -> None:
+        """Observe a process that has just started."""
+        service = node.service
+        if isinstance(service, SchedulerService):
+            self._scheduler = service
+            node.on_kill.append(lambda: _close_scheduler(service))
+        elif isinstance(service, StoreService):
+            self._store = service
+            node.on_kill.append(lambda: _close_store(service))
+
+    def died(self, key: Key, node: Node) -> None:
+        """Forget a process that is dead."""
+        if node.service is self._scheduler:
+            self._scheduler = None
+            self._uncommitted.clear()
+        elif node.service is self._store:
+            self._store = None
+
+    # ---- the scheduler
+
+    def handled(self, machine: Scheduler, event: Any, effects: list[Effect]) -> None:
+        """Check the state that an event has led to. What it says to others counts when it is said."""
+        check = self._world.check
+        if isinstance(event, Asked):
+            self._requests[cast(Call, event.ref)] = event.request
+        self._uncommitted += [effect for effect in effects if isinstance(effect, SaveStep | Rewound)]
+        if not any(isinstance(effect, Persist) for effect in effects):
+            return
+        size, run = self._world.scenario.size, machine.run
+        live = run.window.live + len(run.open_batch)
+        most = (size.staleness + 1) * size.tasks
+        check(live <= most or size.deterministic, f"{live} tasks are live, the bound is {most}")
+        try:
+            run.validate()
+        except AssertionError as error:
+            check(False, f"the scheduler's state: {error}")
+        self.shards_are_readable()
+
+    def committed(self) -> None:
+        """Check what has become durable."""
+        effects, self._uncommitted = self._uncommitted, []
+        for effect in effects:
+            match effect:
+                case SaveStep(state=TaskState.TRAINED):
+                    again = effect.step in self._trained
+                    self._world.check(not again, f"promise 2: step {effect.step} is committed twice")
+                    self._trained.add(effect.step)
+                case Rewound():
+                    self._world.check(False, f"the run went back from step {effect.committed} to step {effect.step}")
+                case _:
+                    pass
+
+    def carried_out(self, effect: Effect) -> None:
+        """Check what the scheduler says to others."""
+        match effect:
+            case Answer():
+                call = cast(Call, effect.ref)
+                if call in self._requests:
+                    self._answered(self._requests[call], effect.body)
+                self._told(effect, effect.body)
+            case SendClear(tracked=True):
+                self._covered(effect.tasks)
+            case _:
+                pass
+
+    def _answered(self, request: Any, body: object) -> None:
+        """Check that a request was granted to one who may make it."""
+        check = self._world.check
+        if isinstance(request, Complete) and isinstance(body, CompleteAck):
+            refused = {(each.task_id, each.fence) for each in body.refused}
+            for each in request.results:
+                if each.outcome == Outcome.DONE and (each.task_id, each.fence) not in refused:
+                    self._completed(request, each.task_id, each.fence)
+        elif isinstance(request, DriverRequest):
+            if isinstance(request, GetRunInfo) and request.driver not in self._drivers:
+                self._drivers.append(request.driver)
+            newest = self._drivers[-1] if self._drivers else 0
+            check(request.driver == newest, f"a {type(request).__name__} of a driver that was replaced is obeyed")
+
+    def _completed(self, request: Complete, task_id: str, fence: int) -> None:
+        check = self._world.check
+        holder, held = self._leases.get(request.lease_id, (0, ()))
+        check(
+            holder == request.incarnation, f"{task_id}: a completion was accepted from another process than the holder"
+        )
+        check((task_id, fence) in held, f"{task_id}: a completion was accepted under a lease that does not hold it")
+        newest = self._newest.get(task_id, 0)
+        check(fence == newest, f"{task_id}: a completion under fence {fence} was accepted, the last one is {newest}")
+
+    def _told(self, effect: Answer, body: object) -> None:
+        """Check an answer against all earlier ones."""
+        check = self._world.check
+        if isinstance(body, StepBatch):
+            held = tuple((task.task_id, task.fence) for task in body.batch.tasks)
+            known = self.batches.setdefault(body.step, held)
+            check(known == held, f"promise 2: step {body.step} had {known} and now has {held}")
+            for step, others in self.batches.items():
+                both = {each for each, _ in others} & {each for each, _ in held} if step != body.step else set()
+                check(not both, f"promise 2: {', '.join(sorted(both))} is in step {step} and in step {body.step}")
+            oldest = int(body.scalars["version_min"].min()) if "version_min" in body.scalars else body.step
+            bound = body.step - 1 - self._world.scenario.size.staleness
+            check(
+                oldest >= bound,
+                f"step {body.step} trains on samples of version {oldest}, the oldest allowed is {bound}",
+            )
+        elif isinstance(body, LeaseGrant):
+            call: Any = effect.ref
+            held = tuple((task.task_id, task.fence) for task in body.batch.tasks)
+            mine = (call.incarnation, held)
+            known_lease = self._leases.setdefault(body.lease_id, mine)
+            check(known_lease == mine, f"lease {body.lease_id} was of {known_lease} and is now of {mine}")
+            key = (call.incarnation, call.request_id)
+            before, self._asked[key] = self._asked.get(key, body.lease_id), body.lease_id
+            lives = self._scheduler is not None and self._scheduler._state.run.leases.get(before) is not None
+            text = f"one request was given lease {body.lease_id} although it holds lease {before}"
+            check(before == body.lease_id or not lives, text)
+            for task_id, fence in held:
+                self._newest[task_id] = max(self._newest.get(task_id, 0), fence)
+                if body.stage == ROLLOUT.name:
+                    first = self._fences.setdefault((task_id, fence), body.lease_id)
+                    text = f"fence {fence} of {task_id} was given to lease {first} and to lease {body.lease_id}"
+                    check(first == body.lease_id, text)
+
+    def _covered(self, tasks: list[PutTask]) -> None:
+        """Check that a trained task is collected only once recovery cannot return to a step before its own."""
+        keeps, kept = self._world.scenario.size.keeps, checkpoint_steps(self._world.run_dir.checkpoints)
+        covered = kept[-keeps:][0] if kept else 0
+        for step, batch in self.batches.items():
+            for each in tasks:
+                self._world.check(
+                    step <= covered or (each.task_id, each.fence) not in batch,
+                    f"{each.task_id} of step {step} is collected, and recovery may return to step {covered}",
+                )
+
+    # ---- the store
+
+    def clearing(self, tasks: list[PutTask]) -> None:
+        """Note that the store is about to collect shards: from now on they may be gone."""
+        self._nothing_leased(tasks)
+        for task_id, fence in list(self._puts):
+            if any(each.task_id == task_id and each.fence >= fence for each in tasks):
+                del self._puts[task_id, fence]
+
+    def _nothing_leased(self, tasks: list[PutTask]) -> None:
+        if self._scheduler is None or not hasattr(self._scheduler, "_state"):
+            return
+        for lease in self._scheduler._state.run.leases:
+            for task in lease.tasks.values():
+                for each in tasks:
+                    self._world.check(
+                        each.task_id != task.task_id or each.fence < task.fence,
+                        f"promise 3: {each.task_id} is collected under fence {each.fence}, and lease {lease.lease_id} "
+                        f"holds fence {task.fence}",
+                    )
+
+    def sealed(self, store: StoreService, put_id: str) -> None:
+        """Note that a put is about to be acknowledged."""
+        table = store.index.sealed(put_id).table if put_id in store.index._sealed else None
+        if table is not None:
+            self._puts |= dict.fromkeys(zip(table.task_ids, table.fences, strict=True), put_id)
+
+    def acknowledged(self, tasks: list[PutTask]) -> None:
+        """Note that the store has acknowledged a clear."""
+        for task in tasks:
+            self._cleared[task.task_id] = max(self._cleared.get(task.task_id, 0), task.fence)
+        self.store_is_sound()
+
+    def store_is_sound(self) -> None:
+        """Check promise 4, and that what was collected stays away."""
+        store = self._store
+        if store is None:
+            return
+        room = store.index.room
+        for tier in Tier:
+            self._world.check(
+                room.used[tier] <= room.limits[tier],
+                f"promise 4: {room.used[tier]} of {room.limits[tier]} bytes are used",
+            )
+        if not store._scanned.done():
+            return
+        page, _ = store.index.inventory(0)
+        there = {(each.task_id, each.fence) for each in page}
+        for put in self._puts:
+            self._world.check(put in there, f"promise 1: the acknowledged put of {put} cannot be read")
+        for each in page:
+            self._world.check(
+                self._cleared.get(each.task_id, -1) < each.fence,
+                f"promise 3: {each.task_id} can be read under fence {each.fence} after its collection",
+            )
+
+    def shards_are_readable(self) -> None:
+        """Check promise 1: what the scheduler has accepted and not ordered to be collected is in the store."""
+        if self._store is None or self._scheduler is None or not self._store._scanned.done():
+            return
+        for task in self._scheduler._state.run.tasks:
+            if task.made and not task.clears:
+                try:
+                    self._store.index.locate([PutTask(task.task_id, task.fence)])
+                except RpcError as error:
+                    self._world.check(False, f"promise 1: {task.task_id}, {task.state}: {error}")
+
+    # ---- the end
+
+    def at_end(self) -> None:
+        """Check what a finished run has left behind."""
+        world = self._world
+        run, steps = world.run_dir, world.scenario.size.steps
+        chain, _, applied = (run.export / NAME).read_text().partition(" ")
+        self.chain = int(chain)
+        with closing(sqlite3.connect(run.journal)) as journal:
+            rows = journal.execute("SELECT step, task_ids FROM steps WHERE state = 'TRAINED' ORDER BY step").fetchall()
+        world.check([step for step, _ in rows] == list(range(1, steps + 1)), f"the journal has steps {rows}")
+        batches = [sorted(json.loads(ids)) for _, ids in rows]
+        trained = [task_of(int(number)) for number in applied.split(",") if number]
+        at = 0
+        for step, ids in enumerate(batches, 1):
+            mine = sorted(trained[at : at + len(ids)])
+            world.check(mine == ids, f"promise 2: step {step} was to train {ids} and trained {mine}")
+            at += len(ids)
+        world.check(at == len(trained), f"promise 2: also trained: {trained[at:]}")
+        lines = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
+        first = 0 if world.scenario.size.evaluates else 1
+        world.check(lines == list(range(first, steps + 1)), f"metrics.jsonl has the rows of steps {lines}")
+        world.check(steps in checkpoint_steps(run.checkpoints), "the last step has no checkpoint")
+
+
+def _close_scheduler(service: SchedulerService) -> None:
+    if hasattr(service, "_journal"):
+        service._journal.close()
+    if hasattr(service, "_metrics"):
+        _quietly(service._metrics.close)
+
+
+def _close_store(service: StoreService) -> None:
+    if service._files is not None:
+        _quietly(service._files.close)
+
+
+def _quietly(close: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError):  # closed before, by the process itself
+        close()

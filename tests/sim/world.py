@@ -1,0 +1,399 @@
+"""One simulated run: its processes, the supervisor that restarts them, and the faults."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+import xxhash
+
+from launch.supervisor.plan import DRIVER
+from launch.supervisor.server import SUPERVISOR, Supervisor
+from launch.supervisor.state import Event, Exited, RunEnded, RunOutcome, Spawned
+from proto.messages import Ack
+from proto.registry import by_type
+from shared.actor.service import PEER_LOST_STATUS
+from shared.colocation.devices import NOTHING, Parts, barred_by
+from shared.rundir import RunDir, checkpoint_steps, service_name
+from tests.sim.actors import KINDS
+from tests.sim.checks import Checks
+from tests.sim.clock import CURRENT, START_S, Killed, Node, Stuck, VirtualLoop
+from tests.sim.network import CALM, Network, kind_of
+from tests.sim.scenario import Cut, Damage, Fault, Ghost, Key, Kill, Scenario, Stop, Storm
+from tests.sim.virtual import running
+
+LIMIT_S = 240.0
+"""Virtual seconds after the last fault in which the run has to end."""
+FIRST_PID = 100_000_000
+"""Above every process id of the machine."""
+SIGKILL, SIGTERM = 9, 15
+
+
+@dataclass(frozen=True)
+class SimRun(RunDir):
+    """A run directory with simulated endpoints."""
+
+    @property
+    def host_id(self) -> str:
+        return "sim"
+
+    def endpoint(self, service: str, instance: int) -> str:
+        return f"sim://{service}-{instance}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a world came to. `violation` is empty if every promise was kept."""
+
+    violation: str
+    trace_hash: int
+    chain: int
+    seconds: float
+    """Virtual seconds."""
+    events: int
+    history: Sequence[str] = ()
+
+
+class World:
+    """One run on a virtual clock. Every choice is drawn from the scenario's seed."""
+
+    def __init__(self, scenario: Scenario, folder: Path, *, tracing: bool = False) -> None:
+        self.scenario = scenario
+        seed = scenario.seed
+        self.ids = Random(f"ids {seed}")
+        self._rng = Random(f"delays {seed}")
+        self.loop = VirtualLoop(Random(f"threads {seed}"))
+        self.network = Network(self, self.loop, Random(f"network {seed}"))
+        self.groups: dict[int, dict[tuple[int, int], tuple[int, list[int]]]] = {}
+        self.members: dict[int, dict[int, Node]] = {}
+        self._devices: dict[Node, Parts] = {}
+        self.nodes: dict[Key, Node] = {}
+        """The living process of each service."""
+        self.violation = ""
+        self.complete = False
+        """Whether the driver has ended because nothing was left to do."""
+        self.history: list[str] = []
+        self._tracing = tracing
+        self._digest = xxhash.xxh3_64()
+        self._events = 0
+        self._next_pid = FIRST_PID
+        self.run_dir = _make_run(folder)
+        self._supervisor_node = self._node((SUPERVISOR, 0))
+        self.checks = Checks(self)
+        self._supervisor: SimSupervisor
+
+    # ---- what processes ask
+
+    def current(self) -> Node:
+        """Return the process whose code runs."""
+        node = CURRENT.get()
+        assert node is not None
+        return node
+
+    async def compute(self) -> None:
+        """Take the time of a computation."""
+        await asyncio.sleep(self._rng.expovariate(1.0) * 0.1)
+
+    def holds(self, parts: Parts) -> None:
+        """Note which parts the running process has on the shared devices, and check that they may be there together."""
+        node = self.current()
+        self._devices[node] = parts
+        if not self.scenario.size.colocated:
+            return
+        for other, theirs in self._devices.items():
+            both = barred_by(parts) & theirs if other is not node and other.alive else NOTHING
+            self.check(
+                not both, f"{node.name} has {', '.join(sorted(parts))} on the devices, {other.name} {sorted(both)}"
+            )
+
+    def operation(self, node: Node | None, what: str) -> None:
+        """Note an input or output operation of `node`, which may be its last."""
+        if node is None:
+            return
+        node.operations += 1
+        if node.strike_at is not None and node.operations >= node.strike_at and node.alive and CURRENT.get() is node:
+            self.record("killed at", node.name, what)
+            self.kill(node)
+        if not node.alive:
+            raise Killed
+
+    def check(self, holds: bool, text: str) -> None:
+        """Fail the world unless `holds`."""
+        if not holds and not self.violation:
+            self.violation = text
+            self.record("VIOLATION", text)
+            self.loop.stop()
+
+    # ---- the history
+
+    def note(self, what: str, source: str, target: str, header: bytes) -> None:
+        """Record the fate of a message."""
+        kind, reply = kind_of(header)
+        name = f"{what} {source} {target} {kind} {reply}"
+        self._events += 1
+        self._digest.update(f"{self.loop.time():.6f} {name}".encode())
+        if self._tracing:
+            text = by_type(kind).__name__
+            self._line(f"{source} {'=>' if reply else '->'} {target}  {text}{' LOST' if what == 'lost' else ''}")
+
+    def record(self, *words: object) -> None:
+        """Record anything else that happened."""
+        text = " ".join(map(str, words))
+        self._events += 1
+        self._digest.update(f"{self.loop.time():.6f} {text}".encode())
+        if self._tracing:
+            self._line(text)
+
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Show a line of a process's log."""
+        if self._tracing:
+            node = CURRENT.get()
+            fields = " ".join(f"{key}={str(value)[:160]}" for key, value in event.items() if key != "event")
+            self._line(f"    {node.name if node else '-'}: {event.get('event')} {fields}")
+
+    def _line(self, text: str) -> None:
+        self.history.append(f"{self.loop.time() - START_S:9.4f}  {text}")
+
+    # ---- processes
+
+    def _node(self, key: Key) -> Node:
+        self._next_pid += 1
+        node = Node(service_name(*key), self._next_pid)
+        self.nodes[key] = node
+        return node
+
+    def start(self, key: Key, supervisor: str) -> Node:
+        """Start a process, which boots for a moment."""
+        node = self._node(key)
+        self.record("start", node)
+        self.loop.call_later(0.05 + self._rng.random() * 0.4, self._boot, key, node, supervisor, context=node.context)
+        return node
+
+    def _boot(self, key: Key, node: Node, supervisor: str) -> None:
+        node.service = KINDS[key[0]](self.run_dir, key[1], supervisor)
+        self.checks.watch(key, node)
+        task = self.loop.create_task(_live(node.service), context=node.context)
+        task.add_done_callback(lambda done: self._ended(key, node, done), context=node.context)
+
+    def _ended(self, key: Key, node: Node, done: asyncio.Task[int]) -> None:
+        status = 1 if done.cancelled() or done.exception() is not None else done.result()
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self.record("crash", node.name, type(error).__name__, error)
+        self.checks.died(key, node)
+        cause = getattr(node.service, "cause", "")
+        node.kill()
+        self.check(status in (0, PEER_LOST_STATUS), f"{node.name} ended with status {status}: {cause}")
+        self._exited(key, node, status)
+
+    def kill(self, node: Node) -> None:
+        """Kill a process now."""
+        if not node.alive:
+            return
+        self.record("kill", node)
+        key = next(key for key, each in self.nodes.items() if each is node)
+        self.checks.died(key, node)
+        node.kill()
+        gc.collect()  # what it had mapped is unmapped
+        self._exited(key, node, -SIGKILL)
+
+    def _exited(self, key: Key, node: Node, status: int) -> None:
+        self.record("exit", node, status)
+        self.loop.call_later(0.001, self._supervisor.exited, key, node, status, context=self._supervisor_node.context)
+
+    def supervised(self, event: Event) -> None:
+        """End the world with the driver if the scenario does not go on."""
+        if isinstance(event, Exited) and event.key[0] == DRIVER and event.status == 0 and event.run_complete:
+            self.complete = True
+            if not self.scenario.drains:
+                self.loop.stop()
+
+    # ---- faults
+
+    def _begin(self, fault: Fault) -> None:
+        self.record("fault", fault)
+        match fault:
+            case Kill(_, key, operations):
+                node = self.nodes.get(key)
+                if node is not None and operations:
+                    node.strike_at = node.operations + operations
+                elif node is not None:
+                    self.loop.before_waiting.append(lambda: self.kill(node))
+            case Stop(_, key, for_s):
+                node = self.nodes.get(key)
+                if node is not None and node.stopped is None:
+                    node.stopped = []
+                    self.loop.call_later(for_s, self.loop.let_go_on, node)
+            case Cut(_, one, other, for_s):
+                pair = frozenset((service_name(*one), service_name(*other)))
+                self.network.cut.add(pair)
+                self.loop.call_later(for_s, self.network.cut.discard, pair)
+            case Storm(_, weather, for_s):
+                self.network.weather = weather
+                self.loop.call_later(for_s, self._calm)
+            case Ghost(_, key):
+                self.network.ghosts.add(service_name(*key))
+            case Damage():
+                self._damage_newest_checkpoint()
+            case _:
+                raise TypeError(type(fault).__name__)
+
+    def _damage_newest_checkpoint(self) -> None:
+        folder = self.run_dir.checkpoints
+        steps = checkpoint_steps(folder)
+        worker = self.nodes.get(("policy-trainer-worker", 0))
+        if len(steps) < 2 or worker is None:
+            return
+        path = folder / f"step-{steps[-1]}" / "optimizer.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        self.loop.before_waiting.append(lambda: self.kill(worker))
+
+    def _calm(self) -> None:
+        self.network.weather = CALM
+
+    # ---- the run
+
+    def run(self) -> Outcome:
+        """Run to the end, or to the first violation."""
+        asyncio.set_event_loop(self.loop)
+        with running(self):
+            try:
+                return self._run()
+            finally:
+                self._close()
+                asyncio.set_event_loop(None)
+
+    def _run(self) -> Outcome:
+        context = self._supervisor_node.context
+        self._supervisor = context.run(SimSupervisor, self)
+        task = self.loop.create_task(self._supervisor.run(), context=context)
+        task.add_done_callback(lambda _: self.loop.stop())
+        for fault in self.scenario.faults:
+            self.loop.call_at(START_S + fault.at_s, self._begin, fault)
+        last = max((each.at_s + getattr(each, "for_s", 0.0) for each in self.scenario.faults), default=0.0)
+        self.loop.call_at(START_S + last + LIMIT_S, self._too_late)
+        try:
+            self.loop.run_forever()
+        except Stuck as error:
+            self.check(False, f"promise 5: {error}\n{self.waits()}")
+        if not self.violation and (self.scenario.drains or not self.complete):
+            self._judge(task)
+        elif not self.violation:
+            self.checks.at_end()
+        chain = self.checks.chain
+        seconds = self.loop.time() - START_S
+        return Outcome(self.violation, self._digest.intdigest(), chain, seconds, self._events, self.history)
+
+    def _too_late(self) -> None:
+        self.check(False, f"promise 5: the run has not ended {LIMIT_S:g} s after the last fault\n{self.waits()}")
+
+    def _judge(self, task: asyncio.Task[RunEnded]) -> None:
+        if task.exception() is not None:
+            error = task.exception()
+            self.check(False, f"the supervisor failed: {type(error).__name__}: {error}")
+            return
+        ended = task.result()
+        self.check(ended.outcome == RunOutcome.DONE, f"the run ended {ended.outcome}: {ended.cause}")
+        if not self.violation:
+            self.checks.at_end()
+
+    def waits(self) -> str:
+        """Return who waits for whom: every unanswered request of a living process."""
+        lines: list[str] = []
+        for node in self.nodes.values():
+            service = node.service
+            if node.alive and service is not None:
+                state = getattr(service, "state", "")
+                lines.append(f"  {node.name} is {state}" + (" (stopped)" if node.stopped is not None else ""))
+                for client in getattr(service, "_clients", {}).values():
+                    for pending in client._pending.values():
+                        kind, _ = kind_of(pending.frames[0])
+                        left = pending.deadline - self.loop.time()
+                        lines.append(f"    waits for {client.peer}: {by_type(kind).__name__}, {left:.1f} s left")
+        return "\n".join(lines)
+
+    def _close(self) -> None:
+        for node in self.nodes.values():
+            node.kill()
+        self.loop._scheduled.clear()  # type: ignore[attr-defined]
+        self.loop._ready.clear()  # type: ignore[attr-defined]
+        self.loop.close()
+        shutil.rmtree(self.run_dir.path, ignore_errors=True)
+        shutil.rmtree(self.run_dir.shm, ignore_errors=True)
+
+
+async def _live(service: Any) -> int:
+    return int(await service.run_until_stopped())
+
+
+class SimProcess:
+    """What the supervisor knows of a child process."""
+
+    def __init__(self, world: World, node: Node) -> None:
+        self.pid = node.pid
+        self._world = world
+        self._node = node
+
+    def send_signal(self, number: int) -> None:
+        if number == SIGKILL:
+            self.kill()
+        elif number == SIGTERM and self._node.alive:
+            if self._node.service is None:
+                self.kill()
+            else:
+                self._world.loop.call_soon(self._node.service.request_stop, context=self._node.context)
+        elif self._node.stopped is not None:
+            self._world.loop.let_go_on(self._node)
+
+    def kill(self) -> None:
+        self._world.loop.before_waiting.append(lambda: self._world.kill(self._node))
+
+    def wait(self) -> int:
+        return 0
+
+
+class SimSupervisor(Supervisor):
+    """The supervisor, with simulated processes as its children."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.run_dir, world.scenario.size.plan(), threads={}, on_event=lambda event: None)
+        self._world = world
+
+    def _start_guard(self) -> None:
+        """Start none: the simulation does not outlive its world."""
+
+    def _spawn(self, key: Key) -> Event:
+        node = self._world.start(key, self._endpoint)
+        self._children[key] = cast(Any, SimProcess(self._world, node))
+        return Spawned(key, node.pid)
+
+    def _feed(self, event: Event) -> None:
+        super()._feed(event)
+        self._world.supervised(event)
+
+    def exited(self, key: Key, node: Node, status: int) -> None:
+        """Do what `_on_exit` does for a real process."""
+        child = self._children.get(key)
+        if child is not None and child.pid == node.pid:
+            del self._children[key]
+        for call in self._dying.pop(node.pid, []):
+            call.reply(Ack())
+        if key[0] == DRIVER and status == 0 and not self.draining:
+            self._background(self._driver_exited(key, node.pid))
+        else:
+            self._feed(Exited(key, node.pid, status))
+
+
+def _make_run(folder: Path) -> SimRun:
+    path, shm = folder / "run", folder / "shm"
+    for each in (path / "logs", path / "checkpoints", shm):
+        shutil.rmtree(each, ignore_errors=True)
+        each.mkdir(parents=True)
+    return SimRun(path=path, sockets=folder, shm=shm)
