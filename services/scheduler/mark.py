@@ -68,7 +68,10 @@ class Mark:
             os.close(folder)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the file. Later calls do nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _unpacked(slot: bytes) -> tuple[int, Reached] | None:

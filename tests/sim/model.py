@@ -45,6 +45,8 @@ BEGINNING = 7
 ROWS = 10_000
 """A prompt is one token: epoch * ROWS + index."""
 VOCABULARY = 1 << 30
+MOST_APPLIED = 1024
+"""Maximum number of tasks that a simulated run trains."""
 CANARY_TOKENS = np.arange(4, dtype=np.int32)
 
 
@@ -168,6 +170,19 @@ class SimBackend:
         self._use("parameters", "optimizer")
         self.chain = int(state.weights[NAME][0])
         self.updates, *self.applied = state.optimizer["applied"].tolist()
+        self.drop_gradients()
+
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        self._use("parameters", "optimizer")
+        room = torch.zeros(MOST_APPLIED, dtype=torch.int64)  # every snapshot of a rank has the same size
+        room[: len(self.applied)] = torch.tensor(self.applied, dtype=torch.int64)
+        return {NAME: torch.tensor([self.chain, self.updates, len(self.applied)]), "applied": room}
+
+    def load_own_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._use("parameters", "optimizer")
+        self.chain, self.updates, count = state[NAME].tolist()
+        self.applied = state["applied"][:count].tolist()
         self.drop_gradients()
 
 

@@ -95,6 +95,8 @@ class NoPasses:
 
     def wrote(self, *_: Any) -> None: ...
 
+    def order(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -138,6 +140,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     replaced = {
         "time.monotonic": clock,
         "time.perf_counter": clock,
+        "time.thread_time": clock,
         "time.time": lambda: EPOCH_S + clock(),
         "time.time_ns": lambda: int((EPOCH_S + clock()) * 1e9),
         "secrets.randbits": lambda bits: here().ids.getrandbits(bits),
