@@ -161,7 +161,8 @@ def test_unlisted_messages_are_for_services_and_rights_grow_with_the_role() -> N
     allowed = {role: {kind for kind in all_messages().values() if least_role(kind) <= role} for role in Role}
     assert {kind.__name__ for kind in allowed[Role.OBSERVER]} == {"Ping", "GetSnapshot"}
     assert {kind.__name__ for kind in allowed[Role.OPERATOR] - allowed[Role.OBSERVER]} == {
-        "GetLog", "GetStatus", "GetStoreStats", "GetSupervisorState", "Resolve", "RestartService", "StopRun",
+        "DrainService", "GetLog", "GetStatus", "GetStoreStats", "GetStory", "GetSupervisorState", "GetWaits", "Resolve",
+        "RestartService", "ScaleService", "StopRun",
     }  # fmt: skip
     assert allowed[Role.SERVICE] == set(all_messages().values())
     assert all(issubclass(kind, Request) for kind in LEAST_ROLE)
