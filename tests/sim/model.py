@@ -172,7 +172,6 @@ class SimBackend:
         self.updates, *self.applied = state.optimizer["applied"].tolist()
         self.drop_gradients()
 
-
     def own_state(self) -> dict[str, torch.Tensor]:
         self._use("parameters", "optimizer")
         room = torch.zeros(MOST_APPLIED, dtype=torch.int64)  # every snapshot of a rank has the same size
