@@ -101,7 +101,8 @@ class Inventory(Message, frozen=True, kw_only=True):
 
     tasks: list[PutTask]  # the tasks with their fences
     cursor: int  # cursor of the next page; 0: this was the last one
-    hashes: list[list[int]] = []  # for each task, the content hash (section 8) of its shards in each of its files
+    files: list[int] = []  # for each task, the number of its files
+    hashes: list[int] = []  # the content hash (section 8) of the shards in each of these files, task after task
 
 
 @message(68, reply=Inventory)

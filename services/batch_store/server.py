@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -374,7 +375,8 @@ class StoreService(Service):
             tasks, cursor = [task for task in request.tasks if self.index.content_hashes(task)], 0
         else:
             tasks, cursor = self.index.inventory(request.cursor)
-        return Inventory(tasks=tasks, cursor=cursor, hashes=[self.index.content_hashes(task) for task in tasks])
+        hashes = [self.index.content_hashes(task) for task in tasks]
+        return Inventory(tasks=tasks, cursor=cursor, files=[*map(len, hashes)], hashes=[*chain.from_iterable(hashes)])
 
     async def _check(self, files: StoreFiles, tasks: Sequence[PutTask]) -> None:
         """Read all shards of these tasks and forget those whose bytes are no longer the ones that were put."""

@@ -11,6 +11,7 @@ import gc
 import json
 import time
 from collections.abc import Coroutine, Iterable
+from itertools import islice
 from typing import ClassVar, cast, get_args
 
 import msgspec
@@ -369,7 +370,10 @@ class SchedulerService(Service):
 
 def _hashes(page: Inventory, store: str) -> list[list[int]]:
     """Return the content hashes of a page, one list per task. Raises RpcError(bad_request) if there are not as many."""
-    if len(page.hashes) != len(page.tasks):
-        text = f"{store}: inventory of {len(page.tasks)} tasks with {len(page.hashes)} lists of hashes"
+    if len(page.files) != len(page.tasks) or min(page.files, default=0) < 0 or sum(page.files) != len(page.hashes):
+        text = (
+            f"{store}: inventory of {len(page.tasks)} tasks with {len(page.files)} counts of {len(page.hashes)} hashes"
+        )
         raise RpcError(ErrorCode.BAD_REQUEST, text)
-    return list(page.hashes)
+    rest = iter(page.hashes)
+    return [[*islice(rest, count)] for count in page.files]

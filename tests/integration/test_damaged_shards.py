@@ -66,7 +66,7 @@ async def held(peer: Peer, tasks: list[TaskShards]) -> list[str]:
     """Return those of the tasks that the store holds after it has read them again."""
     names = [PutTask(task.task_id, task.fence) for task in tasks]
     found = await peer.store.call(GetInventory(tasks=names), Inventory, deadline_s=30)
-    assert [len(hashes) for hashes in found.hashes] == [1] * len(found.tasks)
+    assert found.files == [1] * len(found.tasks) == [1] * len(found.hashes)
     return [task.task_id for task in found.tasks]
 
 

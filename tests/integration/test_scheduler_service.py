@@ -190,6 +190,8 @@ class World:
                 await self.clear_came.wait()
 
     def _inventory(self, request: GetInventory, call: Call) -> Inventory:
+        if request.tasks:
+            raise RpcError(ErrorCode.BUSY, "batch-store/0: no shards are checked now", retry_after_s=0.01)
         return Inventory(tasks=[PutTask(*held) for held in sorted(self.holds)], cursor=0)
 
     async def join(self, service: str, instance: int, client: Client, incarnation: int) -> None:

@@ -48,6 +48,8 @@ class Checks:
         self._drivers: list[int] = []
         """Incarnations of the drivers that have taken over, in order."""
         self._leases: dict[int, tuple[int, Held]] = {}
+        self._accepted: set[tuple[str, int]] = set()
+        """Task ids and fences of the results that their holders completed."""
         """Lease -> incarnation of its holder, tasks and fences, as granted."""
         self._asked: dict[tuple[int, int], int] = {}
         """Incarnation and id of a request -> lease that it was given last."""
@@ -89,6 +91,9 @@ class Checks:
         if isinstance(event, Asked):
             self._requests[cast(Call, event.ref)] = event.request
         self._uncommitted += [effect for effect in effects if isinstance(effect, SaveStep | Rewound)]
+        for effect in effects:
+            if isinstance(effect, Persist) and isinstance(effect.event, Complete):
+                self._accept(effect.event)
         if not any(isinstance(effect, Persist) for effect in effects):
             return
         size, run = self._world.scenario.size, machine.run
@@ -142,8 +147,17 @@ class Checks:
             newest = self._drivers[-1] if self._drivers else 0
             check(request.driver == newest, f"a {type(request).__name__} of a driver that was replaced is obeyed")
 
+    def _accept(self, request: Complete) -> None:
+        """Note what the holder of a lease has completed, which it may not learn because the scheduler is killed."""
+        holder, _ = self._leases.get(request.lease_id, (0, ()))
+        if holder == request.incarnation:
+            done = {(each.task_id, each.fence) for each in request.results if each.outcome == Outcome.DONE}
+            self._accepted |= done
+
     def _completed(self, request: Complete, task_id: str, fence: int) -> None:
         check = self._world.check
+        if (task_id, fence) in self._accepted:
+            return  # the same result once more changes nothing
         holder, held = self._leases.get(request.lease_id, (0, ()))
         check(
             holder == request.incarnation, f"{task_id}: a completion was accepted from another process than the holder"
