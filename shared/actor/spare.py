@@ -8,7 +8,8 @@ an empty list when they are done, and then takes one order: the module of the se
 the descriptor of its output. The module runs as under `python -m`. Before that, a spare knows neither the keys nor the
 data of a run. It ends with its supervisor, which closes the other end of the pair.
 
-A spare imports at the lowest priority. An unprivileged process cannot raise its priority again, but in Linux each
+A spare imports at the lowest priority, and only while nobody else wants its core (SCHED_IDLE): with the priority alone
+its imports slowed a quickstart on two cores down by a tenth. An unprivileged process cannot raise its priority again, but in Linux each
 thread has a priority of its own: a thread that ends afterwards imports, and the main thread, which becomes the service,
 keeps its priority. Threads inherit the priority of the thread that starts them, so a spare is not used if its imports
 leave threads behind.
@@ -71,6 +72,7 @@ def _import(names: Sequence[str], supervisor: socket.socket) -> None:
     """Import `names` at the lowest priority and tell the supervisor. On any failure end the process with status 1."""
     own = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, own, LOWEST)
+    os.sched_setscheduler(own, os.SCHED_IDLE, os.sched_param(0))
     try:
         for name in names:
             module, _, function = name.partition(":")

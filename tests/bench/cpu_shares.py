@@ -50,13 +50,14 @@ class CpuTimes:
         return found
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each process by name. Raises BenchError if a process was replaced meanwhile."""
+        """Return the share of each process by name. Raises BenchError if a process ended meanwhile."""
         early, late = (self._taken.get(step, {}) for step in self._steps)
-        if not early or early.keys() != late.keys():
-            raise BenchError(f"processes came or went between steps {self._steps[0]} and {self._steps[1]}")
+        ended = sorted(self.names[pid] for pid in early.keys() - late.keys())
+        if not late or ended:
+            raise BenchError(f"processes ended between steps {self._steps[0]} and {self._steps[1]}: {ended}")
         used: Counter[str] = Counter()
-        for pid in early:
-            used[self.names[pid]] += late[pid] - early[pid]
+        for pid in late:
+            used[self.names[pid]] += late[pid] - early.get(pid, 0.0)
         total = used.total()
         return {name: seconds / total for name, seconds in used.items()}
 
