@@ -123,7 +123,7 @@ BUS = [
         "proto/excerpt.py",
         "MAX_NAMED = 1 << 16",
         "MAX_NAMED = 1 << 21",
-        "tests/integration/test_lying_store.py"
+        "tests/integration/batch_store/test_lying_store.py"
         "::test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little",
     ),
     Mutation(

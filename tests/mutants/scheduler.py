@@ -224,7 +224,7 @@ SCHEDULER = [
                 self._carry_out(effect)
             self._journal.commit()
 """,
-        "tests/integration/test_scheduler_disk.py",
+        "tests/integration/scheduler/test_scheduler_disk.py",
     ),
     Mutation(
         "a task changes its state along an edge that is not in the table",
