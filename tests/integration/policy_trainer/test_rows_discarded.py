@@ -38,7 +38,7 @@ from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 from tests.integration.scheduler.test_scheduler_service import CANARY, Scheduler, World
-from tests.unit.scheduler.test_scheduler import STORE, Bench
+from tests.unit.scheduler.bench import STORE, Bench
 
 TOPOLOGY = """\
 run: {name: rows, steps: 100000, seed: 7}

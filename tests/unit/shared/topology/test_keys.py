@@ -330,7 +330,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "lease.lease_s": (
         "services/scheduler/server.py",
         "topology.lease.lease_s",
-        "unit/scheduler/test_scheduler.py::test_only_progress_renews_a_lease",
+        "unit/scheduler/test_leases.py::test_only_progress_renews_a_lease",
     ),
     "transport.encrypt_bulk": (
         "services/batch_store/server.py",
