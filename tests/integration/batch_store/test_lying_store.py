@@ -19,7 +19,7 @@ from shared.dataplane.client import TaskShards
 from shared.dataplane.stream import StreamReader
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
-from tests.integration.hosts.test_stream import assert_same, block, fetch, with_peer
+from tests.integration.hosts.streamed import assert_same, block, fetch, with_peer
 from tests.integration.store_process import STORE, Peer, ending, make_run
 from tests.integration.stream_line import Message as BulkMessage
 from tests.integration.stream_line import TcpStoreProcess, meddled, remote
