@@ -162,7 +162,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "reward.memory": (
         ROLLOUT,
         "topology.reward.memory",
-        "unit/rollout/test_rewards.py::test_a_bad_call_costs_its_sample_only",
+        "unit/rollout/test_rewards_bad.py::test_a_bad_call_costs_its_sample_only",
     ),
     "reward.processes": (
         ROLLOUT,
