@@ -5,12 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import resource
 import secrets
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,36 +15,37 @@ import pytest
 from proto import dtypes
 from proto.errors import WireError
 from proto.messages import (
-    Ack,
     BatchMeta,
     BatchPart,
-    Clear,
     ErrorCode,
     GetInventory,
-    GetStoreStats,
     Inventory,
-    Locate,
-    Located,
     PutBegin,
     PutGrant,
     PutSeal,
     PutSealed,
     PutTask,
-    StoreStats,
     TaskHandle,
 )
 from proto.tensors import Array
 from services.batch_store.room import held_bytes
 from services.batch_store.state import GRANT_S
-from shared.actor.service import UNUSABLE_STATUS
 from shared.batch import Batch, BatchStatus
-from shared.dataplane.client import Receipt, TaskShards
+from shared.dataplane.client import TaskShards
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir
-from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, ending, make_run, peer_of
-
-CALL_S = 10.0
-MEMORY = 16 << 20
+from tests.integration.batch_store.blocks import (
+    CALL_S,
+    MEMORY,
+    block,
+    clear,
+    descriptor_target,
+    fetch,
+    files,
+    meta_of,
+    put,
+    stats,
+)
+from tests.integration.store_process import STORE, Peer, StoreProcess, ending, make_run, peer_of
 
 
 @pytest.fixture
@@ -56,48 +53,6 @@ def store(tmp_path: Path) -> Iterator[StoreProcess]:
     with ending(StoreProcess(make_run(tmp_path, memory=MEMORY))) as process:
         process.start()
         yield process
-
-
-def block(first: int, count: int, size: int = 100, fence: int = 1) -> list[TaskShards]:
-    return [
-        TaskShards(f"train/0/{i}", fence, {"a": np.full(size, i, np.int32), "b": np.full((2, size), -i, np.float64)})
-        for i in range(first, first + count)
-    ]
-
-
-def meta_of(tasks: Sequence[TaskShards], keys: Sequence[str] = ("a", "b")) -> BatchMeta:
-    handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]
-    return BatchMeta(tasks=handles, parts=[BatchPart("s", list(keys))], stores=[STORE])
-
-
-def named(tasks: Sequence[TaskShards]) -> list[PutTask]:
-    return [PutTask(task.task_id, task.fence) for task in tasks]
-
-
-async def clear(peer: Peer, tasks: Sequence[TaskShards]) -> None:
-    await peer.store.call(Clear(tasks=named(tasks)), Ack, deadline_s=CALL_S)
-
-
-async def stats(peer: Peer) -> StoreStats:
-    return await peer.store.call(GetStoreStats(), StoreStats, deadline_s=CALL_S)
-
-
-async def put(peer: Peer, tasks: Sequence[TaskShards], deadline_s: float = CALL_S) -> list[Receipt]:
-    return await peer.data.put(tasks, store=STORE, deadline_s=deadline_s)
-
-
-async def fetch(peer: Peer, tasks: Sequence[TaskShards], keys: Sequence[str] = ("a", "b")) -> list[dict[str, Array]]:
-    return await peer.data.fetch(meta_of(tasks, keys), keys, deadline_s=CALL_S)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-def files(run: RunDir, ending: str) -> list[Path]:
-    return sorted((run.shm / "batch-store-0").glob(f"*.{ending}"))
 
 
 def test_every_dtype_and_shape_comes_back_byte_exact(store: StoreProcess) -> None:
@@ -395,7 +350,7 @@ def test_mapping_keeps_its_lock_when_the_reader_closes_every_descriptor(store: S
             await put(peer, tasks)
             held = await fetch(peer, tasks)
             where = str(files(store.run, "blk")[0])
-            ours = [fd for fd in os.listdir("/proc/self/fd") if _target(fd) == where]
+            ours = [fd for fd in os.listdir("/proc/self/fd") if descriptor_target(fd) == where]
             assert len(ours) == 1  # mmap's duplicate
             os.close(int(ours[0]))
             await clear(peer, tasks)
@@ -406,42 +361,6 @@ def test_mapping_keeps_its_lock_when_the_reader_closes_every_descriptor(store: S
             assert (await stats(peer)).zombie_bytes == 0
 
     asyncio.run(main())
-
-
-def _target(descriptor: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return ""
-
-
-def test_batch_of_more_files_than_the_usual_descriptor_limit_can_be_mapped_and_cleared(store: StoreProcess) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    tasks = block(0, 1500, size=4)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-
-    async def main() -> None:
-        async with peer_of(store.run) as peer:  # raises the soft limit again
-            for first in range(0, len(tasks), 100):
-                await asyncio.gather(*(put(peer, [task]) for task in tasks[first : first + 100]))
-            found = await fetch(peer, tasks)
-            assert [int(each["a"][0]) for each in found] == list(range(1500))
-            assert store.process is not None
-            open_ones = len(os.listdir(f"/proc/{store.process.pid}/fd"))
-            resource.prlimit(store.process.pid, resource.RLIMIT_NOFILE, (open_ones + 40, hard))
-            await clear(peer, tasks[:500])  # all are mapped and use up the free descriptors
-            await clear(peer, tasks[500:])
-            assert (await stats(peer)).tasks == 0
-            assert (await stats(peer)).zombie_bytes == (await stats(peer)).bytes > 0
-            found.clear()
-            gc.collect()
-            assert (await stats(peer)).bytes == 0
-            assert files(store.run, "blk") == files(store.run, "dead") == []
-
-    try:
-        asyncio.run(main())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_cancelled_put_gives_its_room_back(store: StoreProcess) -> None:
@@ -457,90 +376,5 @@ def test_cancelled_put_gives_its_room_back(store: StoreProcess) -> None:
             async with asyncio.timeout(GRANT_S + 10):
                 while (await stats(peer)).bytes:
                     await asyncio.sleep(0.05)
-
-    asyncio.run(main())
-
-
-def test_shared_memory_too_small_for_the_limit_is_refused_at_start(tmp_path: Path) -> None:
-    process = StoreProcess(make_run(tmp_path, memory=1 << 50))
-    process.start()
-    assert process.process is not None
-    try:
-        _, errors = process.process.communicate(timeout=30)
-        assert process.process.returncode == UNUSABLE_STATUS
-        assert b"services.batch-store.memory is 1125899906842624 bytes, /dev/shm has room for" in errors
-        assert b"--shm-size" in errors
-    finally:
-        process.run.remove_volatile()
-
-
-def test_second_store_of_the_same_instance_is_refused(store: StoreProcess) -> None:
-    async def main() -> None:
-        async with peer_of(store.run) as peer:
-            await put(peer, block(0, 1))
-
-    asyncio.run(main())
-    twin = StoreProcess(store.run)
-    twin.start()
-    assert twin.process is not None
-    _, errors = twin.process.communicate(timeout=30)
-    assert twin.process.returncode == 1
-    assert b"in use by a live process" in errors or b"served by another process" in errors
-
-
-def test_stop_with_the_run_alive_keeps_the_shards(store: StoreProcess) -> None:
-    tasks = block(0, 2)
-
-    async def main() -> None:
-        async with peer_of(store.run) as peer:
-            await put(peer, tasks)
-            assert store.stop() == 0
-            store.start()
-            assert len(await fetch(peer, tasks)) == 2
-
-    asyncio.run(main())
-
-
-def test_store_whose_supervisor_died_removes_the_shared_memory(tmp_path: Path) -> None:
-    run = make_run(tmp_path, memory=MEMORY)
-    script = """
-import subprocess, sys
-store = subprocess.Popen([sys.executable, "-m", "services.batch_store", "--run", sys.argv[1],
-                          "--supervisor", "ipc://" + sys.argv[2]])
-print(store.pid, flush=True)
-store.wait()
-"""
-    supervisor = subprocess.Popen(
-        [sys.executable, "-c", script, str(run.path), str(run.sockets / "supervisor-0")],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-    )
-    assert supervisor.stdout is not None
-    pid = int(supervisor.stdout.readline())
-
-    async def main() -> None:
-        async with peer_of(run) as peer:
-            await put(peer, block(0, 1))
-            assert files(run, "blk")
-            supervisor.send_signal(signal.SIGKILL)
-            supervisor.wait(10)
-            await until(lambda: not run.shm.exists())
-
-    try:
-        asyncio.run(main())
-    finally:
-        supervisor.stdout.close()
-        if run.shm.exists():
-            os.kill(pid, signal.SIGKILL)
-        run.remove_volatile()
-
-
-def test_reader_and_store_agree_where_a_file_lies(store: StoreProcess) -> None:
-    async def main() -> None:
-        async with peer_of(store.run) as peer:
-            await put(peer, block(0, 2))
-            located = await peer.store.call(Locate(tasks=named(block(0, 2))), Located, deadline_s=CALL_S)
-            assert located.files == [str(path) for path in files(store.run, "blk")]
-            assert located.places == [[0], [0]]
 
     asyncio.run(main())
