@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,96 +15,39 @@ import zmq
 
 from proto.ids import new_incarnation
 from proto.messages import (
-    Ack,
-    BatchMeta,
-    BatchPart,
-    Clear,
     ErrorCode,
     GetInventory,
     GetStorePlace,
-    GetStoreStats,
     Inventory,
-    Locate,
-    Located,
     Ping,
     Pong,
     PutBegin,
     PutGrant,
     PutTask,
     StorePlace,
-    StoreStats,
-    TaskHandle,
     Telemetry,
 )
 from services.batch_store.room import RETRY_AFTER_S
-from shared.actor.service import UNUSABLE_STATUS
 from shared.dataplane.client import TaskShards
 from shared.dataplane.reach import write_place
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call, Mailbox
-from shared.rundir import RunDir, folder_id
-from tests.integration.store_process import STORE, Peer, StoreProcess, make_run, peer_of, small_mount
-
-MIB = 1 << 20
-MEMORY = 8 * MIB
-SPILL = 16 * MIB
-SHARD = 2 * MIB - 4096
-"""With header and table, a file of one shard is exactly 2 MiB."""
-
-
-@asynccontextmanager
-async def served(run: RunDir) -> AsyncIterator[tuple[StoreProcess, Peer]]:
-    store = StoreProcess(run)
-    store.start()
-    try:
-        async with peer_of(run) as peer:
-            yield store, peer
-    finally:
-        if store.process is not None and store.process.poll() is None:
-            store.kill()
-        run.remove_volatile()
-
-
-def shard(number: int, *, split: str = "train", nbytes: int = SHARD) -> TaskShards:
-    values = np.random.default_rng(number).integers(0, 256, nbytes, np.uint8)
-    return TaskShards(f"{split}/0/{number}", 1, {"a": values})
-
-
-def meta_of(tasks: list[TaskShards]) -> BatchMeta:
-    handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]
-    return BatchMeta(tasks=handles, parts=[BatchPart("s", ["a"])], stores=[STORE])
-
-
-async def check(peer: Peer, tasks: list[TaskShards]) -> None:
-    found = await peer.data.fetch(meta_of(tasks), ["a"], deadline_s=30)
-    for task, arrays in zip(tasks, found, strict=True):
-        assert np.array_equal(arrays["a"], task.shards["a"]), task.task_id
-
-
-async def put(peer: Peer, task: TaskShards, deadline_s: float = 30) -> None:
-    await peer.data.put([task], store=STORE, deadline_s=deadline_s)
-
-
-async def clear(peer: Peer, tasks: list[TaskShards]) -> None:
-    await peer.store.call(Clear(tasks=[PutTask(task.task_id, 1) for task in tasks]), Ack, deadline_s=30)
-
-
-async def stats(peer: Peer) -> StoreStats:
-    return await peer.store.call(GetStoreStats(), StoreStats, deadline_s=10)
-
-
-async def places(peer: Peer, tasks: list[TaskShards]) -> list[str]:
-    """Return `memory` or `disk` for each task."""
-    request = Locate(tasks=[PutTask(task.task_id, 1) for task in tasks])
-    located = await peer.store.call(request, Located, deadline_s=10)
-    files = [located.files[first] for [first] in located.places]
-    return ["disk" if "/spill/" in path else "memory" for path in files]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.02)
+from shared.rundir import RunDir
+from tests.integration.batch_store.full_store import (
+    MEMORY,
+    MIB,
+    SHARD,
+    SPILL,
+    check,
+    clear,
+    meta_of,
+    places,
+    put,
+    served,
+    shard,
+    stats,
+)
+from tests.integration.store_process import STORE, Peer, make_run, peer_of
 
 
 @pytest.fixture
@@ -368,146 +308,3 @@ def test_telemetry_shows_memory_spill_and_refusals(run: RunDir) -> None:
             context.term()
 
     asyncio.run(main())
-
-
-def test_a_directory_serves_instead_of_shared_memory(tmp_path: Path) -> None:
-    run = make_run(tmp_path, memory=MEMORY, shm_root=tmp_path / "folder")
-
-    async def main() -> None:
-        async with served(run) as (store, peer):
-            tasks = [shard(i) for i in range(3)]
-            for task in tasks:
-                await put(peer, task)
-            assert len(list((tmp_path / "folder").rglob("*.blk"))) == 3
-            store.kill()
-            store.start()
-            await check(peer, tasks)
-
-    asyncio.run(main())
-    assert not list((tmp_path / "folder").iterdir())
-
-
-def test_what_a_dead_run_of_this_host_spilled_is_deleted_by_the_next_store(tmp_path: Path, run: RunDir) -> None:
-    spill, here = tmp_path / "spill", folder_id(run.shm.parent)
-    owners = {
-        "rlbus-dead": here,
-        "rlbus-other-host": here.replace(here[:8], "01234567"),
-        "rlbus-other-container": here.rpartition("/")[0] + "/fffff",
-    }
-    for name, owner in owners.items():
-        (spill / name / "batch-store-0").mkdir(parents=True)
-        (spill / name / "batch-store-0" / "shards.blk").write_bytes(b"x")
-        (spill / name / "owner").write_text(owner)
-    (spill / "something").mkdir()
-    (spill / "file").touch()
-
-    async def main() -> None:
-        async with served(run) as (_, peer):
-            await put(peer, shard(1))
-
-    asyncio.run(main())
-    left = ["file", "rlbus-other-container", "rlbus-other-host", "something"]  # without the dead run's folder
-    assert sorted(path.name for path in spill.iterdir()) == left
-    assert len(list(spill.rglob("*.blk"))) == 2
-
-
-def test_two_hosts_that_share_a_spill_folder_keep_to_their_own(tmp_path: Path) -> None:
-    """Each host sees only its own shared memory, so the other run appears to be dead."""
-    spill = tmp_path / "spill"
-    for host in ("a", "b"):
-        (tmp_path / host / "shm").mkdir(parents=True)
-    (a, b) = (
-        make_run(tmp_path / host, memory=MEMORY, shm_root=tmp_path / host / "shm", spill=spill, spill_limit=SPILL)
-        for host in ("a", "b")
-    )
-    tasks = [shard(i) for i in range(6)]
-
-    async def main() -> None:
-        async with served(a) as (_, peer):
-            for task in tasks:
-                await put(peer, task)
-            hidden = a.shm.rename(tmp_path / "hidden")
-            async with served(b) as (_, other):
-                await put(other, shard(1))
-            hidden.rename(a.shm)
-            assert await places(peer, tasks) == ["disk"] * 2 + ["memory"] * 4
-            await check(peer, tasks)
-
-    asyncio.run(main())
-
-
-def test_a_deleted_spilled_file_is_missing_and_the_store_goes_on(run: RunDir) -> None:
-    tasks = [shard(i) for i in range(7)]
-
-    async def main() -> None:
-        async with served(run) as (store, peer):
-            for task in tasks:
-                await put(peer, task)
-            located = await peer.store.call(Locate(tasks=[PutTask("train/0/0", 1)]), Located, deadline_s=10)
-            os.unlink(located.files[0])
-            with pytest.raises(RpcError, match="train/0/0#a") as caught:
-                await check(peer, tasks)
-            assert caught.value.code == ErrorCode.MISSING
-            await check(peer, tasks[1:])
-            now = await stats(peer)
-            assert (now.bytes, now.shards, now.files, now.zombie_bytes) == (12 * MIB, 6, 6, 0)
-            located = await peer.store.call(Locate(tasks=[PutTask("train/0/1", 1)]), Located, deadline_s=10)
-            os.unlink(located.files[0])
-            await clear(peer, tasks)
-            gc.collect()
-            now = await stats(peer)
-            assert now.bytes == now.spare_bytes
-            assert store.process is not None
-            assert store.process.poll() is None
-            await put(peer, shard(8))
-
-    asyncio.run(main())
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    yield from small_mount(folder, 8 * MIB)
-
-
-def test_a_full_disk_is_busy_and_the_store_goes_on_when_there_is_room_again(tmp_path: Path, small_disk: Path) -> None:
-    run = make_run(tmp_path, memory=MEMORY, spill=small_disk, spill_limit=6 * MIB)
-    junk = small_disk / "junk"
-
-    async def main() -> None:
-        async with served(run) as (store, peer):
-            tasks = [shard(i) for i in range(5)]
-            for task in tasks[:4]:
-                await put(peer, task)
-            with junk.open("wb", buffering=0) as stream:
-                stream.write(bytes(7 * MIB))
-            with pytest.raises(RpcError) as caught:
-                await put(peer, tasks[4], deadline_s=1)
-            assert caught.value.code == ErrorCode.BUSY
-            await check(peer, tasks[:4])
-            waiting = asyncio.ensure_future(put(peer, tasks[4]))
-            await asyncio.sleep(0.5)
-            assert not waiting.done()
-            junk.unlink()
-            await waiting
-            await check(peer, tasks)
-            assert "memory" in await places(peer, tasks)
-            assert (await stats(peer)).bytes == 10 * MIB  # more than the memory: one is on disk
-            assert store.process is not None
-            assert store.process.poll() is None
-
-    asyncio.run(main())
-    assert not list(small_disk.rglob("*.blk"))
-
-
-def test_a_disk_too_small_for_the_spill_limit_is_refused_at_start(tmp_path: Path, small_disk: Path) -> None:
-    run = make_run(tmp_path, memory=MEMORY, spill=small_disk, spill_limit=9 * MIB)
-    store = StoreProcess(run)
-    store.start()
-    assert store.process is not None
-    try:
-        _, errors = store.process.communicate(timeout=30)
-    finally:
-        run.remove_volatile()
-    assert store.process.returncode == UNUSABLE_STATUS
-    assert b"services.batch-store.spill_limit is 9437184 bytes" in errors
