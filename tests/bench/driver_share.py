@@ -25,9 +25,9 @@ from shared.dataplane.client import TaskShards
 from shared.ranks.layout import Layout
 from shared.rundir import RunDir
 from shared.stages import ROLLOUT
+from tests.integration.policy_trainer.test_trainer_worker import Bench, bench_of
+from tests.integration.policy_trainer.trainer_group import WorkerGroup, driver_of, group_of
 from tests.integration.store_process import REPOSITORY, STORE
-from tests.integration.test_trainer_worker import Bench, bench_of
-from tests.integration.trainer_group import WorkerGroup, driver_of, group_of
 
 RANKS, TASKS, GROUP, PROMPT, LONGEST = 8, 64, 8, 16, 200
 STEPS = 3

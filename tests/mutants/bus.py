@@ -10,6 +10,7 @@ MAILBOX = "shared/rpc/mailbox.py"
 NEWER = "tests/unit/proto/test_codec.py::test_newer_major_version_is_named_even_with_another_kind_of_checksum"
 HEADER = "tests/unit/proto/test_codec.py::test_header_is_refused"
 RPC = "tests/unit/shared/rpc/test_rpc.py"
+RPC_MISUSE = "tests/unit/shared/rpc/test_rpc_misuse.py"
 SECURITY = "tests/unit/shared/test_security.py"
 
 BUS = [
@@ -123,7 +124,7 @@ BUS = [
         "proto/excerpt.py",
         "MAX_NAMED = 1 << 16",
         "MAX_NAMED = 1 << 21",
-        "tests/integration/test_lying_store.py"
+        "tests/integration/batch_store/test_lying_store.py"
         "::test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little",
     ),
     Mutation(
@@ -138,6 +139,6 @@ BUS = [
         "shared/rpc/replies.py",
         "while len(self._kept) > CACHED_REPLIES or self.nbytes > CACHED_REPLY_BYTES:",
         "while False:",
-        f"{RPC}::test_reply_memory_is_bounded",
+        f"{RPC_MISUSE}::test_reply_memory_is_bounded",
     ),
 ]

@@ -8,8 +8,8 @@ RUN_DIR = "shared/rundir.py"
 WATCH = "launch/supervisor/watch.py"
 INTERRUPTS = "launch/interrupts.py"
 SWEEP = "tests/unit/shared/test_rundir.py"
-LAUNCH = "tests/integration/test_launch.py"
-INTERRUPTED = "tests/integration/test_launch_interrupted.py"
+LAUNCH = "tests/integration/launch/test_launch.py"
+INTERRUPTED = "tests/integration/launch/test_launch_interrupted.py"
 
 LAUNCHER = [
     Mutation(

@@ -10,7 +10,12 @@ COMPLETING = "services/scheduler/completion.py"
 EVALUATIONS = "services/scheduler/evaluations.py"
 LEASING = "services/scheduler/leasing.py"
 STEPPING = "services/scheduler/steps.py"
-UNIT = "tests/unit/scheduler/test_scheduler.py"
+LEASES = "tests/unit/scheduler/test_leases.py"
+ADMITTED = "tests/unit/scheduler/test_admission.py"
+STEPS = "tests/unit/scheduler/test_steps.py"
+COLLECTED = "tests/unit/scheduler/test_collection.py"
+EVALUATED = "tests/unit/scheduler/test_evaluations.py"
+REPLAY = "tests/unit/scheduler/test_replay.py"
 COMPLETION = "tests/unit/scheduler/test_completion.py"
 STORES = "tests/unit/scheduler/test_stores.py"
 JOURNAL = "services/scheduler/journal.py"
@@ -25,91 +30,91 @@ SCHEDULER = [
         COMPLETING,
         "lease is None or task.lease != lease.lease_id or lease.stage",
         "lease is None or lease.stage",
-        f"{UNIT}::test_a_result_counts_only_under_the_lease_that_holds_its_task",
+        f"{LEASES}::test_a_result_counts_only_under_the_lease_that_holds_its_task",
     ),
     Mutation(
         "a completion is accepted from another life of its holder",
         COMPLETING,
         "if lease is not None and lease.incarnation != request.incarnation:",
         "if False:",
-        f"{UNIT}::test_a_result_of_an_earlier_incarnation_of_the_holder_is_refused",
+        f"{LEASES}::test_a_result_of_an_earlier_incarnation_of_the_holder_is_refused",
     ),
     Mutation(
         "a completion is accepted for a stage other than its lease's",
         COMPLETING,
         " or lease.stage != stage:",
         ":",
-        f"{UNIT}::test_a_result_counts_only_for_the_stage_of_its_lease",
+        f"{LEASES}::test_a_result_counts_only_for_the_stage_of_its_lease",
     ),
     Mutation(
         "a late result under a lower fence is accepted",
         COMPLETING,
         "if result.fence < task.fence:",
         "if False:",
-        f"{UNIT}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
+        f"{LEASES}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
     ),
     Mutation(
         "a result under a fence that was never given is accepted",
         COMPLETING,
         "if result.fence > task.fence:",
         "if False:",
-        f"{UNIT}::test_a_fence_that_was_never_granted_is_a_conflict",
+        f"{LEASES}::test_a_fence_that_was_never_granted_is_a_conflict",
     ),
     Mutation(
         "other content under an accepted fence is a no-op instead of a conflict",
         COMPLETING,
         " and accepted.content_hash == result.content_hash:",
         ":",
-        f"{UNIT}::test_a_repeated_result_is_a_no_op_and_other_content_a_conflict",
+        f"{LEASES}::test_a_repeated_result_is_a_no_op_and_other_content_a_conflict",
     ),
     Mutation(
         "a group of one survivor is trained on",
         COMPLETING,
         "result.samples < min(2, run.plan.group_size)",
         "result.samples < 1",
-        f"{UNIT}::test_one_surviving_sample_drops_a_train_task",
+        f"{LEASES}::test_one_surviving_sample_drops_a_train_task",
     ),
     Mutation(
         "the next attempt of a task keeps the previous fence",
         "services/scheduler/tasks.py",
         "task.fence = max(task.fence + 1, self.least_fence)",
         "task.fence = max(task.fence, self.least_fence)",
-        f"{UNIT}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
+        f"{LEASES}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
     ),
     Mutation(
         "a heartbeat without progress renews a lease",
         "services/scheduler/pace.py",
         "if report.progress > pace.progress:",
         "if report.progress >= pace.progress:",
-        f"{UNIT}::test_only_progress_renews_a_lease",
+        f"{LEASES}::test_only_progress_renews_a_lease",
     ),
     Mutation(
         "a retried lease request is given a second lease",
         "services/scheduler/state.py",
         "if before is not None:",
         "if False:",
-        f"{UNIT}::test_a_retried_request_gets_the_same_grant",
+        f"{LEASES}::test_a_retried_request_gets_the_same_grant",
     ),
     Mutation(
         "admission forgets the tasks of the open step",
         ADMISSION,
         "min(run.plan.max_live - len(run.open_batch), left)",
         "min(run.plan.max_live, left)",
-        f"{UNIT}::test_the_tasks_of_a_step_in_training_are_live_until_it_is_committed",
+        f"{ADMITTED}::test_the_tasks_of_a_step_in_training_are_live_until_it_is_committed",
     ),
     Mutation(
         "admission goes one step further than staleness allows",
         "services/scheduler/plan.py",
         "return (self.staleness + 1) * self.tasks_per_step",
         "return (self.staleness + 2) * self.tasks_per_step",
-        f"{UNIT}::test_live_tasks_never_exceed_the_bound",
+        f"{ADMITTED}::test_live_tasks_never_exceed_the_bound",
     ),
     Mutation(
         "a task may be sampled with a version that is one step too old",
         LEASING,
         "task.admission) - 1 - run.plan.staleness",
         "task.admission) - 2 - run.plan.staleness",
-        f"{UNIT}::test_a_lease_names_the_oldest_version_its_step_may_be_sampled_with",
+        f"{ADMITTED}::test_a_lease_names_the_oldest_version_its_step_may_be_sampled_with",
     ),
     Mutation(
         "consume completion trains on tokens that are older than staleness allows",
@@ -123,42 +128,42 @@ SCHEDULER = [
         "services/scheduler/versions.py",
         "            and version not in named\n",
         "",
-        f"{UNIT}::test_a_version_is_collected_when_no_lease_and_no_evaluation_names_it",
+        f"{COLLECTED}::test_a_version_is_collected_when_no_lease_and_no_evaluation_names_it",
     ),
     Mutation(
         "a block spans two steps",
         LEASING,
         "if group not in (-1, key):",
         "if False:",
-        f"{UNIT}::test_a_lease_never_spans_two_steps",
+        f"{ADMITTED}::test_a_lease_never_spans_two_steps",
     ),
     Mutation(
         "a step that was committed is committed again",
         STEPPING,
         "if step <= run.committed_step:",
         "if step < run.committed_step:",
-        f"{UNIT}::test_a_commit_is_carried_out_once",
+        f"{STEPS}::test_a_commit_is_carried_out_once",
     ),
     Mutation(
         "a step that is requested again gets other tasks",
         STEPPING,
         "if step > run.batched_step:\n        if step",
         "if step >= run.batched_step:\n        if step",
-        f"{UNIT}::test_asking_for_a_batch_again_gives_the_same_and_out_of_order_is_a_conflict",
+        f"{STEPS}::test_asking_for_a_batch_again_gives_the_same_and_out_of_order_is_a_conflict",
     ),
     Mutation(
         "a replaced driver is obeyed",
         STEPPING,
         "if driver != run.driver:",
         "if False:",
-        f"{UNIT}::test_a_newer_driver_fences_off_the_older_one",
+        f"{STEPS}::test_a_newer_driver_fences_off_the_older_one",
     ),
     Mutation(
         "tasks are collected before the oldest kept checkpoint covers them",
         STEPPING,
         "collect_steps(run, kept[0])",
         "collect_steps(run, kept[-1])",
-        f"{UNIT}::test_trained_tasks_wait_for_the_oldest_kept_checkpoint",
+        f"{COLLECTED}::test_trained_tasks_wait_for_the_oldest_kept_checkpoint",
     ),
     Mutation(
         "a checkpoint of a step that is not committed collects its tasks",
@@ -172,7 +177,7 @@ SCHEDULER = [
         COLLECTION,
         "task is None or entry.fence < task.fence",
         "task is None or entry.fence <= task.fence",
-        f"{UNIT}::test_reconciliation_clears_only_shards_that_no_peer_may_read",
+        f"{COLLECTED}::test_reconciliation_clears_only_shards_that_no_peer_may_read",
     ),
     Mutation(
         "a task counts as collected before every store has acknowledged",
@@ -193,14 +198,14 @@ SCHEDULER = [
         "services/scheduler/state.py",
         "self._answer(asked, self._durable(request) or Ack())",
         "self._answer(asked, self.run.apply(request) or Ack())",
-        f"{UNIT}::test_replay_gives_the_same_state",
+        f"{REPLAY}::test_replay_gives_the_same_state",
     ),
     Mutation(
         "a row is written before the evaluation of its version",
         EVALUATIONS,
         " and evaluated(run, run.next_row) is not None:",
         ":",
-        f"{UNIT}::test_rows_are_written_in_step_order_and_wait_for_their_evaluation",
+        f"{EVALUATED}::test_rows_are_written_in_step_order_and_wait_for_their_evaluation",
     ),
     Mutation(
         "metrics.jsonl gets the row of a step twice",
@@ -224,7 +229,7 @@ SCHEDULER = [
                 self._carry_out(effect)
             self._journal.commit()
 """,
-        "tests/integration/test_scheduler_disk.py",
+        "tests/integration/scheduler/test_scheduler_disk.py",
     ),
     Mutation(
         "a task changes its state along an edge that is not in the table",

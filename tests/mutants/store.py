@@ -6,9 +6,9 @@ from tests.mutants.mutation import Mutation
 
 SERVER = "services/batch_store/server.py"
 STATE = "services/batch_store/state.py"
-KILLED = "tests/integration/test_store_kill.py"
+KILLED = "tests/integration/batch_store/test_store_kill.py"
 UNIT = "tests/unit/batch_store/test_state.py"
-DAMAGED = "tests/integration/test_damaged_shards.py"
+DAMAGED = "tests/integration/batch_store/test_damaged_shards.py"
 WIRE = "tests/unit/shared/test_stream_wire.py"
 PROPERTY = "tests/property/test_store_state.py::TestStoreMachine"
 

@@ -144,7 +144,7 @@ TRAINER = [
         f"{WORKER}/colocation/residency.py",
         "messages.OptimStep: PARTS,",
         "messages.OptimStep: _PARAMETERS,",
-        "tests/integration/test_trainer_group.py::test_offload_between_gradient_and_update_changes_no_bit",
+        "tests/integration/policy_trainer/test_trainer_group.py::test_offload_between_gradient_and_update_changes_no_bit",
     ),
     Mutation(
         "a call of an older driver is executed",

@@ -28,7 +28,7 @@ from services.scheduler.events import Configure, Tick
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
 from tests.property import scheduler_view as view
-from tests.unit.scheduler.test_scheduler import STORE, Bench, plan
+from tests.unit.scheduler.bench import STORE, Bench, plan
 
 BLOCK, BLOCKS_A_STEP = 2, 3
 TRAIN = "train"

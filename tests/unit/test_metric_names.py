@@ -13,7 +13,7 @@ from services.scheduler.events import WriteRow
 from shared.stages import REFERENCE_SCALAR
 from tests.metric_names import DOCUMENT, documented, undocumented
 from tests.unit.policy_trainer.test_numbers import step_batch
-from tests.unit.scheduler.test_scheduler import Bench, plan
+from tests.unit.scheduler.bench import Bench, plan
 
 
 def everything() -> set[str]:

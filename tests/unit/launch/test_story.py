@@ -14,7 +14,7 @@ from services.scheduler.events import ClearDone, Persist, SaveStep, SendClear, T
 from services.scheduler.journal import Journal, reading
 from services.scheduler.run_state import RunState
 from shared.rpc.errors import RpcError
-from tests.unit.scheduler.test_scheduler import LEASE_S, Bench
+from tests.unit.scheduler.bench import LEASE_S, Bench
 
 TASK = "train/0/0"
 

@@ -2,79 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
-
 from launch.supervisor import state as s
-from launch.supervisor.plan import Key, module_of, rolling_order, select
-from launch.supervisor.state import RunLifecycle, RunOutcome, RunPhase
+from launch.supervisor.state import RunOutcome, RunPhase
 from shared.actor.service import UNUSABLE_STATUS, ProcessState
-from shared.rpc.errors import RpcError
-
-SCHEDULER, STORE, MONITOR = ("scheduler", 0), ("batch-store", 0), ("monitor", 0)
-WORKER, DRIVER, REFERENCE, ROLLOUT = (
-    ("policy-trainer-worker", 0),
-    ("policy-trainer", 0),
-    ("reference", 0),
-    ("rollout", 0),
+from tests.unit.launch.supervised import (
+    DRIVER,
+    MONITOR,
+    PLAN,
+    REFERENCE,
+    ROLLOUT,
+    SCHEDULER,
+    SIGKILL,
+    STORE,
+    WORKER,
+    World,
 )
-PLAN = [SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT]
-SIGKILL = -9
-
-
-class World:
-    """Carries out effects on a machine where every start succeeds, and records them."""
-
-    def __init__(self, plan: list[Key] = PLAN, save_limit_s: float = 0.0) -> None:
-        self.state = RunLifecycle(plan, save_limit_s)
-        self.now = 100.0
-        self.next_pid = 1
-        self.pids: dict[Key, int] = {}
-        self.spawned: list[Key] = []
-        self.terminated: list[Key] = []
-        self.retired: list[Key] = []
-        self.killed: list[Key] = []
-        self.died: list[s.Died] = []
-        self.ended: list[s.RunEnded] = []
-
-    def feed(self, event: s.Event) -> None:
-        for effect in self.state.handle(event, self.now):
-            match effect:
-                case s.Spawn(key):
-                    self.spawned.append(key)
-                    self.pids[key] = self.next_pid
-                    self.next_pid += 1
-                    self.feed(s.Spawned(key, self.pids[key]))
-                case s.Terminate(key, pid):
-                    assert pid == self.pids[key]
-                    self.terminated.append(key)
-                case s.Retire(key, pid):
-                    assert pid == self.pids[key]
-                    self.retired.append(key)
-                case s.Kill(key, pid):
-                    assert pid == self.pids[key]
-                    self.killed.append(key)
-                case s.Died():
-                    self.died.append(effect)
-                case s.RunEnded():
-                    self.ended.append(effect)
-
-    def report(self, key: Key, state: str, cause: str = "") -> None:
-        self.feed(s.Reported(key, self.pids[key], 1000 + self.pids[key], state, cause))
-
-    def exit(self, key: Key, status: int, *, run_complete: bool = True) -> None:
-        self.feed(s.Exited(key, self.pids[key], status, run_complete))
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.feed(s.TimePassed())
-
-    def run(self) -> World:
-        """Bring every process to READY."""
-        self.feed(s.TimePassed())
-        for key in (SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT):
-            self.report(key, ProcessState.READY)
-        self.spawned.clear()
-        return self
 
 
 def test_first_services_start_before_the_others() -> None:
@@ -434,151 +376,3 @@ def test_deadlines_are_announced() -> None:
     assert world.state.next_deadline() is None
     world.exit(ROLLOUT, 1)
     assert world.state.next_deadline() == world.now + s.FIRST_BACKOFF_S
-
-
-@pytest.mark.parametrize(
-    ("name", "chosen"),
-    [("rollout", [("rollout", 0), ("rollout", 1)]), ("rollout/1", [("rollout", 1)]), ("monitor", [("monitor", 0)])],
-)
-def test_names_select_processes(name: str, chosen: list[Key]) -> None:
-    assert select(name, [("rollout", 0), ("rollout", 1), ("monitor", 0)]) == chosen
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("rolout", "did you mean 'rollout'"),
-        ("rollout/7", "there is rollout/0"),
-        ("zzz", "there is"),
-        ("rollout/x", "write"),
-    ],
-)
-def test_wrong_names_are_refused_with_the_valid_ones(name: str, said: str) -> None:
-    with pytest.raises(RpcError, match=said):
-        select(name, [("rollout", 0), ("monitor", 0)])
-
-
-def test_service_names_become_modules() -> None:
-    assert module_of("batch-store") == "services.batch_store"
-    assert module_of("policy-trainer-worker") == "services.policy_trainer.worker"
-
-
-# --------------------------------------------------------------------------- drain, scale, rolling restart
-
-
-def test_drained_process_finishes_its_leases_and_stays_ended() -> None:
-    world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
-    assert (world.retired, world.terminated) == ([ROLLOUT], [])
-    world.report(ROLLOUT, ProcessState.DRAINING)
-    world.exit(ROLLOUT, 0)
-    world.wait(3600)
-    assert world.state.processes[ROLLOUT].state == ProcessState.DRAINED
-    assert world.spawned == []
-    assert world.state.phase == RunPhase.RUNNING
-
-
-def test_process_killed_while_it_drains_stays_ended() -> None:
-    world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
-    world.exit(ROLLOUT, SIGKILL)
-    assert world.state.processes[ROLLOUT].state == ProcessState.DRAINED
-    assert (world.spawned, world.died) == ([], [])
-
-
-def test_process_that_does_not_finish_its_leases_is_told_to_end_and_then_killed() -> None:
-    world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
-    world.wait(s.RETIRE_LIMIT_S - 1)
-    assert world.terminated == []
-    world.wait(1)
-    assert world.terminated == [ROLLOUT]
-    world.wait(s.DRAIN_LIMIT_S)
-    assert world.killed == [ROLLOUT]
-    world.exit(ROLLOUT, SIGKILL)
-    assert world.state.processes[ROLLOUT].state == ProcessState.DRAINED
-    assert world.state.next_deadline() is None
-
-
-def test_process_that_is_not_ready_is_drained_without_waiting_for_leases() -> None:
-    world = World().run()
-    world.exit(ROLLOUT, 1)  # BACKOFF
-    world.feed(s.DrainAsked([ROLLOUT]))
-    assert world.state.processes[ROLLOUT].state == ProcessState.DRAINED
-    world.wait(60)
-    assert world.spawned == []
-
-
-@pytest.mark.parametrize("event", [s.StartAsked, s.RestartAsked])
-def test_drained_process_comes_back_when_it_is_asked_for(event: type[s.StartAsked | s.RestartAsked]) -> None:
-    world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
-    world.exit(ROLLOUT, 0)
-    world.feed(event([ROLLOUT]))
-    assert world.spawned == [ROLLOUT]
-
-
-def test_process_asked_for_while_it_drains_starts_again_without_counting_as_failed() -> None:
-    world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
-    world.feed(s.StartAsked([ROLLOUT]))
-    world.report(ROLLOUT, ProcessState.DRAINING)
-    world.exit(ROLLOUT, 0)
-    assert world.spawned == [ROLLOUT]
-    assert world.died == []
-
-
-def test_new_instance_starts_and_ends_with_the_others() -> None:
-    world = World().run()
-    new = ("rollout", 1)
-    world.feed(s.StartAsked([ROLLOUT, new]))
-    assert world.spawned == [new]
-    world.report(new, ProcessState.READY)
-    world.exit(new, SIGKILL)
-    assert world.spawned == [new, new]
-    world.feed(s.StopAsked("stopped"))
-    world.exit(DRIVER, 0)
-    assert new in world.terminated
-
-
-def test_run_ends_while_a_process_drains() -> None:
-    world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
-    world.feed(s.StopAsked("stopped"))
-    for key in (DRIVER, ROLLOUT, REFERENCE, WORKER, STORE, MONITOR, SCHEDULER):
-        world.exit(key, 0)
-    assert [each.outcome for each in world.ended] == [RunOutcome.STOPPED]
-
-
-def test_rolling_restart_stops_each_group_once_the_one_before_is_ready() -> None:
-    world = World().run()
-    groups = rolling_order(PLAN, {})
-    assert [group[0] for group in groups] == [MONITOR, ROLLOUT, REFERENCE, WORKER, DRIVER, STORE, SCHEDULER]
-    world.feed(s.RollingRestartAsked(groups))
-    for number, [key] in enumerate(groups, 1):
-        assert len(world.terminated) == number
-        assert world.terminated[-1] == key
-        world.exit(key, 0)
-        world.wait(5)
-        assert len(world.terminated) == number, "the next waits for READY"
-        world.report(key, ProcessState.READY)
-    assert [process.restarts for process in world.state.processes.values()] == [1] * len(PLAN)
-
-
-def test_rolling_restart_waits_for_another_process_that_is_away() -> None:
-    world = World().run()
-    world.feed(s.RollingRestartAsked([[MONITOR], [ROLLOUT]]))
-    world.exit(MONITOR, 0)
-    world.exit(STORE, SIGKILL)
-    world.report(MONITOR, ProcessState.READY)
-    assert world.terminated == [MONITOR]
-    world.report(STORE, ProcessState.READY)
-    assert world.terminated == [MONITOR, ROLLOUT]
-
-
-def test_ranks_of_one_model_are_restarted_together() -> None:
-    keys = [*PLAN, ("policy-trainer-worker", 1), ("reference", 1), ("reference", 2), ("reference", 3)]
-    groups = rolling_order(keys, {"policy-trainer-worker": 2, "reference": 2})
-    assert [WORKER, ("policy-trainer-worker", 1)] in groups
-    assert [("reference", 0), ("reference", 1)] in groups
-    assert [("reference", 2), ("reference", 3)] in groups

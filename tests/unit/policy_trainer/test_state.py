@@ -42,7 +42,7 @@ from shared.rundir import checkpoint_steps
 from shared.stages import PROXIMAL, ROLLOUT
 from shared.topology.algorithm import Optimizer
 from tests.unit.policy_trainer.training import accumulate, one_rank
-from tests.unit.scheduler.test_scheduler import CANARY, STORE, Bench, plan
+from tests.unit.scheduler.bench import CANARY, STORE, Bench, plan
 from tests.unit.tiny_models import make_model, ragged
 
 LOSS = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)

@@ -1,6 +1,7 @@
 """The start-up drill that a trainer makes for engines, once, however long it takes and whatever is published meanwhile.
 
-tests/integration/test_transfer.py and tests/property/test_transfer_state.py test what is sent over which communicator.
+tests/integration/policy_trainer/test_transfer.py and tests/property/test_transfer_state.py test what is sent over which
+communicator.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from services.rollout.rewards.judge import Judge, unavailable
 from services.rollout.rewards.pool import RewardPool
 from shared.sample import Sample
 from shared.topology.schema import RewardRetry
-from tests.unit.rollout.test_rewards import Line, pool, sample, values
+from tests.unit.rollout.reward_rig import Line, pool, sample, values
 
 pytestmark = pytest.mark.slow
 

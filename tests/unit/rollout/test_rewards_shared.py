@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from services.rollout.rewards.score import Score
-from tests.unit.rollout.test_rewards import MIB, Line, pool, sample, values
+from tests.unit.rollout.reward_rig import MIB, Line, pool, sample, values
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,8 @@ from services.rollout.tasks import PreparedTasks
 from services.rollout.weights_source import Arrays, Delivery
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.rpc.errors import RpcError
-from tests.unit.rollout.test_versions import FIRST, FRESH, lease_of, ref_of, rig, tasks, weights_of, worker_of
+from tests.unit.rollout.told_engine import ref_of, weights_of
+from tests.unit.rollout.versions_rig import FIRST, FRESH, lease_of, rig, tasks, worker_of
 
 
 class Store:

@@ -1,6 +1,6 @@
 """An engine's end of a transfer that is requested first and taken later: interruptions in between, and their reports.
 
-The trainer's end is simulated; tests/integration/test_transfer.py has real ones.
+The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py has real ones.
 """
 
 from __future__ import annotations

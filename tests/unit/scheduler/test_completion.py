@@ -8,7 +8,7 @@ from proto.messages import CommitStep, Complete, LeaseGrant, NextBatch, Outcome,
 from services.scheduler import snapshot
 from services.scheduler.events import WriteRow
 from services.scheduler.run_state import RunState
-from tests.unit.scheduler.test_scheduler import STORE, Bench, ids, plan
+from tests.unit.scheduler.bench import STORE, Bench, ids, plan
 
 
 def begun() -> Bench:

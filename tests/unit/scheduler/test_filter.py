@@ -12,7 +12,7 @@ from services.scheduler import snapshot, steps
 from services.scheduler.events import Fail
 from services.scheduler.run_state import RunState
 from shared.stages import train_graph
-from tests.unit.scheduler.test_scheduler import STORE, Bench, ids, plan
+from tests.unit.scheduler.bench import STORE, Bench, ids, plan
 
 
 def complete(bench: Bench, grant: LeaseGrant, scalars: dict[str, Array], samples: int = 2) -> Any:

@@ -9,7 +9,7 @@ from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
 from services.scheduler.steps import rewind
 from services.scheduler.stores import held_in
-from tests.unit.scheduler.test_scheduler import Bench, ids, plan
+from tests.unit.scheduler.bench import Bench, ids, plan
 
 AT_COMMIT = Configure(5, 3, 2, True)
 

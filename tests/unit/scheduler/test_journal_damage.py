@@ -26,7 +26,7 @@ from services.scheduler.run_state import RunState
 from services.scheduler.server import rebuild
 from services.scheduler.state import Scheduler
 from shared.rpc.errors import RpcError
-from tests.unit.scheduler.test_scheduler import Bench, plan
+from tests.unit.scheduler.bench import Bench, plan
 
 MAIN, LOG, MARK = FILES = ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-mark")
 TABLES = ("meta", "steps", "evals", "rows", "rewinds")

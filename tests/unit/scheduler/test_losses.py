@@ -31,7 +31,7 @@ from services.scheduler.events import Fail
 from services.scheduler.losses import Losses
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
-from tests.unit.scheduler.test_scheduler import STORE, Bench, ids, plan
+from tests.unit.scheduler.bench import STORE, Bench, ids, plan
 
 
 def complete(bench: Bench, grant: LeaseGrant, results: list[TaskResult], **scalars: Array) -> None:

@@ -16,7 +16,7 @@ from services.scheduler.plan import EvalPlan, Plan
 from services.scheduler.run_state import RunState
 from services.scheduler.state import Scheduler
 from services.scheduler.store_loss import TAIL_LOST
-from tests.unit.scheduler.test_scheduler import LEASE_S, Bench, plan
+from tests.unit.scheduler.bench import LEASE_S, Bench, plan
 
 CONFIG = Configure(40, 3, 2, False)
 LAST = 5

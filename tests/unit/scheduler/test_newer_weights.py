@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proto.messages import Heartbeat, HeartbeatAck
-from tests.unit.scheduler.test_scheduler import Bench
+from tests.unit.scheduler.bench import Bench
 
 
 def told(bench: Bench, service: str, lineage: int, step: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from proto.messages import CheckpointSaved, CommitStep, GetRunInfo, NextBatch, StepBatch
 from services.scheduler.events import Configure
 from shared.stages import train_graph
-from tests.unit.scheduler.test_scheduler import Bench, ids, plan
+from tests.unit.scheduler.bench import Bench, ids, plan
 
 EVERY = 2
 

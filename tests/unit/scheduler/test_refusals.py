@@ -32,7 +32,7 @@ from services.scheduler.metrics_file import MetricsFile
 from services.scheduler.plan import EvalPlan
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
-from tests.unit.scheduler.test_scheduler import CANARY, STORE, Bench, plan
+from tests.unit.scheduler.bench import CANARY, STORE, Bench, plan
 from tests.unit.shared.rpc.rpc_actors import serving, short_directory
 
 

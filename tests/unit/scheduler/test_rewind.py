@@ -20,7 +20,7 @@ from services.scheduler import snapshot
 from services.scheduler.events import Configure, DiscardRows, Rewound, Tick, WriteRow
 from services.scheduler.plan import Plan
 from services.scheduler.run_state import RunState
-from tests.unit.scheduler.test_scheduler import Bench, ids, plan
+from tests.unit.scheduler.bench import Bench, ids, plan
 
 AT_COMMIT, AT_CHECKPOINT = Configure(40, 3, 2, True), Configure(40, 3, 2, False)
 TASK_BYTES, WEIGHT_BYTES = 50, 100

@@ -8,7 +8,7 @@ import pytest
 
 from proto.messages import NextBatch, Outcome
 from services.scheduler.tasks import TRANSITIONS, Tasks, TaskState
-from tests.unit.scheduler.test_scheduler import Bench, ids
+from tests.unit.scheduler.bench import Bench, ids
 
 
 @pytest.mark.parametrize("before", TaskState)

@@ -26,7 +26,7 @@ from services.scheduler.events import Checked, CheckShards, Effect, Fail, Listed
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
 from shared.stages import train_graph
-from tests.unit.scheduler.test_scheduler import STORE, Bench, ids, plan
+from tests.unit.scheduler.bench import STORE, Bench, ids, plan
 
 CONTENT = 5
 """Content hash of all results of `Bench.complete`."""

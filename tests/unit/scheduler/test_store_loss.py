@@ -16,7 +16,7 @@ from services.scheduler import snapshot
 from services.scheduler.events import Configure, SaveEval, WriteRow
 from services.scheduler.plan import EvalPlan
 from services.scheduler.run_state import RunState
-from tests.unit.scheduler.test_scheduler import Bench, ids, plan
+from tests.unit.scheduler.bench import Bench, ids, plan
 
 
 def register(bench: Bench, data_id: str, incarnation: int) -> None:

@@ -20,7 +20,7 @@ from services.scheduler.events import ClearDone, Configure, Listed, SendClear, S
 from services.scheduler.run_state import RunState
 from services.scheduler.state import STORE_GONE_S
 from shared.stages import train_graph
-from tests.unit.scheduler.test_scheduler import LEASE_S, STORE, Bench, ids, plan
+from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, ids, plan
 
 AWAY = "batch-store/1"
 NINE = Configure(9, 3, 2, False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proto.messages import CheckpointSaved, CommitStep, Heartbeat, NextBatch, StepBatch, Trouble, WaitKind, WaitRow
-from tests.unit.scheduler.test_scheduler import LEASE_S, STORE, Bench, plan
+from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, plan
 
 
 def waits(bench: Bench, kind: WaitKind) -> list[WaitRow]:

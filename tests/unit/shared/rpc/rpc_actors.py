@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[4]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
+from proto import codec  # noqa: E402
 from proto.messages import GetInventory, Inventory, Ping, Pong  # noqa: E402
 from shared.actor.process import run_process  # noqa: E402
 from shared.actor.service import Service  # noqa: E402
@@ -115,6 +116,14 @@ def raw_dealer(endpoint: str, role: Role = Role.SERVICE, **options: int) -> Iter
         yield socket
     finally:
         context.destroy(0)
+
+
+def request(number: int, **header: Any) -> list[Any]:
+    """Return the frames of a request, with other values in its header where `header` names them."""
+    return codec.encode(
+        GetInventory(cursor=1),
+        **{"request_id": number, "incarnation": CLIENT_INCARNATION, "remaining_s": 10.0, **header},
+    )
 
 
 async def receive(socket: zmq.Socket[bytes], within_s: float = DEADLINE_S) -> list[bytes]:

@@ -142,7 +142,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "run.spares": (
         "launch/heavy.py",
         "topology.run.spares",
-        "integration/test_spares.py::test_no_spare_is_kept_with_spares_false",
+        "integration/launch/test_spares.py::test_no_spare_is_kept_with_spares_false",
     ),
     "run.on_bad_step": (
         f"{TRAINER}/driver.py",
@@ -162,7 +162,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "reward.memory": (
         ROLLOUT,
         "topology.reward.memory",
-        "unit/rollout/test_rewards.py::test_a_bad_call_costs_its_sample_only",
+        "unit/rollout/test_rewards_bad.py::test_a_bad_call_costs_its_sample_only",
     ),
     "reward.processes": (
         ROLLOUT,
@@ -217,7 +217,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.policy-trainer.backend": (
         f"{TRAINER}/worker/start.py",
         "options.backend",
-        "integration/test_quickstart_layouts.py::test_the_quickstart_writes_the_rows_of_one_rank_and_goes_on_learning",
+        "integration/runs/test_quickstart_layouts.py::test_the_quickstart_writes_the_rows_of_one_rank_and_goes_on_learning",
     ),
     "services.policy-trainer.max_tokens_per_micro_batch": (
         f"{TRAINER}/worker/start.py",
@@ -227,7 +227,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.policy-trainer.collective_s": (
         f"{TRAINER}/worker/service.py",
         "options.collective_s",
-        "integration/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_start_anew",
+        "integration/policy_trainer/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_start_anew",
     ),
     "services.policy-trainer.recompute": (
         f"{TRAINER}/worker/start.py",
@@ -237,7 +237,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.reference.backend": (
         "services/reference/service.py",
         "settings.backend",
-        "integration/test_reference_group.py::test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another",
+        "integration/reference/test_reference_group.py::test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another",
     ),
     "services.reference.max_tokens_per_micro_batch": (
         "services/reference/service.py",
@@ -247,70 +247,70 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.reference.collective_s": (
         "services/reference/service.py",
         "settings.collective_s",
-        "integration/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_start_anew",
+        "integration/policy_trainer/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_start_anew",
     ),
     "services.rollout.parallel.tp": (
         "services/rollout/engines/__init__.py",
         "settings.parallel.tp",
-        "integration/test_vllm_ranks.py::test_drill_and_updates_reach_both_ranks",
+        "integration/rollout/test_vllm_ranks.py::test_drill_and_updates_reach_both_ranks",
     ),
     "services.rollout.engine": (
         "services/rollout/engines/__init__.py",
         "settings.engine",
-        "integration/test_vllm_cluster.py::test_an_untied_llama_trains_with_log_probs_that_agree",
+        "integration/rollout/test_vllm_cluster.py::test_an_untied_llama_trains_with_log_probs_that_agree",
     ),
     "services.rollout.in_flight": (
         ROLLOUT,
         "settings.in_flight",
-        "integration/test_in_flight.py::test_sequences_go_on_under_newer_weights_and_no_token_is_too_old",
+        "integration/rollout/test_in_flight.py::test_sequences_go_on_under_newer_weights_and_no_token_is_too_old",
     ),
     "services.rollout.partial_s": (
         ROLLOUT,
         "settings.partial_s",
-        "integration/test_partial_rollouts.py::test_samples_of_a_killed_engine_go_on_under_newer_weights",
+        "integration/rollout/test_partial_rollouts.py::test_samples_of_a_killed_engine_go_on_under_newer_weights",
     ),
     "services.rollout.weights": (
         ROLLOUT,
         "settings.weights",
-        "integration/test_vllm_cluster.py::test_every_version_was_sent_and_proved",
+        "integration/rollout/test_vllm_cluster.py::test_every_version_was_sent_and_proved",
     ),
     "services.rollout.transfer_s": (
         ROLLOUT,
         "settings.transfer_s",
-        "integration/test_transfer.py::test_an_engine_that_stops_midway_is_given_up_at_the_deadline_and_can_return",
+        "integration/policy_trainer/test_transfer.py::test_an_engine_that_stops_midway_is_given_up_at_the_deadline_and_can_return",
     ),
     "services.rollout.engine_args": (
         "services/rollout/engines/__init__.py",
         "settings.engine_args",
-        "integration/test_vllm_engine.py::test_arguments_that_are_unknown_or_not_the_users_are_refused_in_one_line",
+        "integration/rollout/test_vllm_engine.py::test_arguments_that_are_unknown_or_not_the_users_are_refused_in_one_line",
     ),
     "services.batch-store.memory": (
         "services/batch_store/server.py",
         "settings.memory",
-        "integration/test_bounded.py::"
+        "integration/batch_store/test_bounded.py::"
         "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
     ),
     "services.batch-store.spill": (
         "services/batch_store/server.py",
         "settings.spill",
-        "integration/test_bounded.py::"
+        "integration/batch_store/test_bounded.py::"
         "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
     ),
     "services.batch-store.spill_limit": (
         "services/batch_store/server.py",
         "settings.spill_limit",
-        "integration/test_bounded.py::"
+        "integration/batch_store/test_bounded.py::"
         "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
     ),
     "services.batch-store.directory": (
         "launch/preflight.py",
         "topology.services.batch_store.directory",
-        "integration/test_bounded.py::test_a_directory_serves_instead_of_shared_memory",
+        "integration/batch_store/test_spill_disk.py::test_a_directory_serves_instead_of_shared_memory",
     ),
     "checkpoint.every": (
         f"{TRAINER}/publisher.py",
         "self._checkpoint.every",
-        "integration/test_bad_steps.py::test_a_bad_step_stops_the_run_which_can_be_resumed_without_it",
+        "integration/policy_trainer/test_bad_steps.py::test_a_bad_step_stops_the_run_which_can_be_resumed_without_it",
     ),
     "checkpoint.keep_every": (
         f"{TRAINER}/worker/calls.py",
@@ -330,12 +330,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "lease.lease_s": (
         "services/scheduler/server.py",
         "topology.lease.lease_s",
-        "unit/scheduler/test_scheduler.py::test_only_progress_renews_a_lease",
+        "unit/scheduler/test_leases.py::test_only_progress_renews_a_lease",
     ),
     "transport.encrypt_bulk": (
         "services/batch_store/server.py",
         "loaded.transport.encrypt_bulk",
-        "integration/test_stream.py::test_chunks_are_sealed_unless_the_topology_says_otherwise",
+        "integration/hosts/test_stream.py::test_chunks_are_sealed_unless_the_topology_says_otherwise",
     ),
     "optimizer.name": (
         "shared/topology/algorithm.py",

@@ -1,0 +1,89 @@
+"""A reference sharded over two ranks in a whole run: its log-probs, its refreshes and the death of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from proto import blockfile
+from proto.errors import WireError
+from proto.tensors import Array
+from services.reference.frozen import FrozenTorch
+from tests.integration.reference.test_reference_refresh import assert_follows, refreshed
+from tests.integration.tiny.harness import ROOT
+from tests.integration.whole_cluster import Cluster, cluster
+
+QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
+MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
+EVERY, STEPS = 20, 50
+"""A step takes a tenth of a second, and the test needs time to look between two refreshes."""
+SMALL = (
+    f"run.steps={STEPS}",
+    "data.eval={}",
+    "algorithm.tasks_per_step=16",
+    f"checkpoint.every={EVERY}",
+    f"algorithm.kl={{estimator: k3, in: loss, coef: 0.01, refresh_every: {EVERY}}}",
+    "services.reference={backend: megatron, parallel: {tp: 2}}",
+)
+KEYS = ("token_ids", "lengths", "loss_mask", "ref_logprobs")
+
+
+def scored_tasks(running: Cluster) -> dict[str, dict[str, Array]]:
+    """Return the shards of step 1's tasks, scored before any refresh, from the store's memory."""
+    found: dict[str, dict[str, Array]] = {}
+    for file in running.run.shm.glob("*/*"):
+        with contextlib.suppress(FileNotFoundError, WireError):
+            data = file.read_bytes()
+            block = blockfile.parse(data, len(data))
+            for index, task_id in enumerate(block.task_ids):
+                if task_id.startswith("train/"):
+                    for shard in block.shards(index):
+                        dtype = np.dtype(shard.dtype.numpy)
+                        values = np.frombuffer(data, dtype, shard.nbytes // dtype.itemsize, shard.offset)
+                        found.setdefault(task_id, {})[shard.key] = values
+    return {task_id: shards for task_id, shards in found.items() if set(KEYS) <= shards.keys()}
+
+
+def rank_pid(running: Cluster, instance: int) -> int | None:
+    for row in running.status().get("services", []):
+        if (row["service"], row["instance"], row["state"]) == ("reference", instance, "READY"):
+            return int(row["pid"])
+    return None
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param((), id="apart"),
+        pytest.param(("placement.colocate=[policy-trainer, reference]",), id="colocated", marks=pytest.mark.long),
+    ],
+)
+def test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another(
+    place: tuple[str, ...], tmp_path: Path
+) -> None:
+    with cluster(QUICKSTART, tmp_path, *SMALL, *place, limit_s=260) as running:
+        running.wait_for("the first step", lambda: len(running.rows()) >= 1)
+        shards = scored_tasks(running)
+        assert len(running.rows()) < EVERY, "too late: the reference may have been refreshed"
+        follower = running.wait_for("rank 1", lambda: rank_pid(running, 1))
+        running.wait_for("the first refresh", lambda: refreshed(running, 0) and refreshed(running, 1))
+        os.kill(follower, signal.SIGKILL)
+        assert running.end() == 0, running.output()
+        rows = running.rows()
+        loads = [set(refreshed(running, instance)) for instance in (0, 1)]
+    frozen = FrozenTorch(MODEL, "float32", 4096)
+    frozen.load()
+    assert len(shards) >= 16
+    assert max(np.abs(task["ref_logprobs"]).max() for task in shards.values()) > 1
+    for task_id, task in shards.items():
+        expected = frozen.logprobs(task["token_ids"], task["lengths"], task["loss_mask"], 1.0, lambda: None)
+        assert np.abs(task["ref_logprobs"] - expected).max() <= 1e-5, task_id
+    assert_follows(rows, every=EVERY, steps=STEPS, least_kl=1e-5)
+    # after the death both ranks restart, and their leases name the version to load
+    assert loads == [{EVERY, 2 * EVERY}] * 2

@@ -1,0 +1,110 @@
+"""Whole runs of `launch.cluster` with algorithms other than the quickstart's: the options affect the numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shared.data.open import open_source
+from tests.metric_names import undocumented
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TOPOLOGIES = REPOSITORY / "launch" / "topologies"
+MODEL = TOPOLOGIES / "models" / "tiny-qwen3"
+OWN = """
+import numpy as np
+
+def advantage(rewards, groups, loss_tokens, *, seen):
+    np.savez(seen, rewards=rewards, groups=groups, loss_tokens=loss_tokens)
+    return rewards - rewards.mean()
+
+def loss(cur, anchor, tokens, *, worth):
+    return worth - tokens.advantages * (cur - cur.detach())
+"""
+
+
+def run(topology: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
+    """Run `topology` and return the rows of metrics.jsonl; functions named by import path are found in `folder`."""
+    command = [sys.executable, "-m", "launch.cluster", str(TOPOLOGIES / topology), "--run-dir", str(folder / "run")]
+    for override in overrides:
+        command += ["--set", override]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert not undocumented(name for row in rows for name in row)
+    return rows
+
+
+def negative_log_likelihood(run: Path, step: int) -> float:
+    """Return the mean over a step's answer tokens, including the end token, under the run's initial model."""
+    with contextlib.closing(sqlite3.connect(run / "journal.sqlite")) as journal:
+        [(ids,)] = journal.execute("SELECT task_ids FROM steps WHERE step = ?", (step,)).fetchall()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    source = open_source("builtin:addition", where="test")
+    found: list[float] = []
+    for task_id in json.loads(ids):
+        row = source.row(int(task_id.rpartition("/")[2]))
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        answer = [*tokenizer(row["answer"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        places = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
+        found += [-float(logprobs[place, token]) for place, token in zip(places, answer, strict=True)]
+    return float(np.mean(found))
+
+
+@pytest.mark.timeout(260)
+def test_supervised_fine_tuning_learns_from_the_answers(tmp_path: Path) -> None:
+    rows = run("sft.yaml", tmp_path, "run.steps=15", "data.eval.heldout.every=15")
+    assert rows[1]["loss/policy"] == pytest.approx(negative_log_likelihood(tmp_path / "run", step=1), rel=1e-5)
+    assert rows[-1]["loss/policy"] < rows[1]["loss/policy"]
+    assert rows[-1]["eval/heldout/accuracy"] > rows[0]["eval/heldout/accuracy"] + 0.05
+    assert {row["reward/mean"] for row in rows[1:]} == {1.0}
+
+
+@pytest.mark.timeout(260)
+def test_filter_reward_kl_masks_entropy_and_user_functions_act_in_one_run(tmp_path: Path) -> None:
+    (tmp_path / "my_algorithm.py").write_text(OWN)
+    rows = run(
+        "quickstart.yaml",
+        tmp_path,
+        "run.steps=4",
+        "data.eval={}",
+        "algorithm.tasks_per_step=16",
+        "algorithm.mini_batch_tasks=8",
+        "algorithm.kl={estimator: k1, in: reward, coef: 0.05}",
+        f"algorithm.advantage={{name: 'my_algorithm:advantage', params: {{seen: {tmp_path}/seen.npz}}}}",
+        "algorithm.loss={name: 'my_algorithm:loss', params: {worth: 3.0}, "
+        "ratio_mask: {level: geometric, low: 0.95, high: 1.05}}",
+        "algorithm.filter_zero_variance={max_refill: 1}",
+        "algorithm.entropy_coef=0.001",
+        "algorithm.overlong=mask",
+        "algorithm.overlong_penalty={tokens: 3}",
+        "algorithm.normalise_rewards=batch",
+    )
+    rows = [row for row in rows if row["step"] > 0]
+    assert len(rows) == 4
+    assert 0 < sum(row["rollout/tasks_dropped"] for row in rows) <= 4 * 16
+    assert any(row["reward/kl"] != 0 for row in rows)
+    assert 0 < rows[-1]["policy/masked_fraction"] < 1  # sampled one version before it is trained on
+    for row in rows:  # a token counts 3 times a truncated importance weight near 1; a masked token counts 0
+        assert row["loss/policy"] == pytest.approx(3.0 * (1 - row["policy/masked_fraction"]), rel=0.3)
+    with np.load(tmp_path / "seen.npz") as seen:
+        assert len(seen["rewards"]) == len(seen["loss_tokens"]) == 16 * 8
+        assert seen["groups"].tolist() == np.repeat(np.arange(16), 8).tolist()
+        assert np.unique(seen["rewards"]).size > 8  # correctness (0 or 1), the answer's length and its KL
+    assert max(row["rollout/staleness_max"] for row in rows) <= 1
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    # trained groups have variance; dropped groups still count in the reported mean
+    assert all(row["reward/std"] > 0 for row in rows)

@@ -1,0 +1,80 @@
+"""A supervisor's state machine with a clock of its own, for tests: no process, no sleeps."""
+
+from __future__ import annotations
+
+from launch.supervisor import state as s
+from launch.supervisor.plan import Key
+from launch.supervisor.state import RunLifecycle
+from shared.actor.service import ProcessState
+
+SCHEDULER, STORE, MONITOR = ("scheduler", 0), ("batch-store", 0), ("monitor", 0)
+
+
+WORKER, DRIVER, REFERENCE, ROLLOUT = (
+    ("policy-trainer-worker", 0),
+    ("policy-trainer", 0),
+    ("reference", 0),
+    ("rollout", 0),
+)
+
+
+PLAN = [SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT]
+
+
+SIGKILL = -9
+
+
+class World:
+    """Carries out effects on a machine where every start succeeds, and records them."""
+
+    def __init__(self, plan: list[Key] = PLAN, save_limit_s: float = 0.0) -> None:
+        self.state = RunLifecycle(plan, save_limit_s)
+        self.now = 100.0
+        self.next_pid = 1
+        self.pids: dict[Key, int] = {}
+        self.spawned: list[Key] = []
+        self.terminated: list[Key] = []
+        self.retired: list[Key] = []
+        self.killed: list[Key] = []
+        self.died: list[s.Died] = []
+        self.ended: list[s.RunEnded] = []
+
+    def feed(self, event: s.Event) -> None:
+        for effect in self.state.handle(event, self.now):
+            match effect:
+                case s.Spawn(key):
+                    self.spawned.append(key)
+                    self.pids[key] = self.next_pid
+                    self.next_pid += 1
+                    self.feed(s.Spawned(key, self.pids[key]))
+                case s.Terminate(key, pid):
+                    assert pid == self.pids[key]
+                    self.terminated.append(key)
+                case s.Retire(key, pid):
+                    assert pid == self.pids[key]
+                    self.retired.append(key)
+                case s.Kill(key, pid):
+                    assert pid == self.pids[key]
+                    self.killed.append(key)
+                case s.Died():
+                    self.died.append(effect)
+                case s.RunEnded():
+                    self.ended.append(effect)
+
+    def report(self, key: Key, state: str, cause: str = "") -> None:
+        self.feed(s.Reported(key, self.pids[key], 1000 + self.pids[key], state, cause))
+
+    def exit(self, key: Key, status: int, *, run_complete: bool = True) -> None:
+        self.feed(s.Exited(key, self.pids[key], status, run_complete))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(s.TimePassed())
+
+    def run(self) -> World:
+        """Bring every process to READY."""
+        self.feed(s.TimePassed())
+        for key in (SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT):
+            self.report(key, ProcessState.READY)
+        self.spawned.clear()
+        return self

@@ -1,0 +1,35 @@
+"""Names of processes: which processes they select, and which modules they run."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.supervisor.plan import Key, module_of, select
+from shared.rpc.errors import RpcError
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [("rollout", [("rollout", 0), ("rollout", 1)]), ("rollout/1", [("rollout", 1)]), ("monitor", [("monitor", 0)])],
+)
+def test_names_select_processes(name: str, chosen: list[Key]) -> None:
+    assert select(name, [("rollout", 0), ("rollout", 1), ("monitor", 0)]) == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("rolout", "did you mean 'rollout'"),
+        ("rollout/7", "there is rollout/0"),
+        ("zzz", "there is"),
+        ("rollout/x", "write"),
+    ],
+)
+def test_wrong_names_are_refused_with_the_valid_ones(name: str, said: str) -> None:
+    with pytest.raises(RpcError, match=said):
+        select(name, [("rollout", 0), ("monitor", 0)])
+
+
+def test_service_names_become_modules() -> None:
+    assert module_of("batch-store") == "services.batch_store"
+    assert module_of("policy-trainer-worker") == "services.policy_trainer.worker"

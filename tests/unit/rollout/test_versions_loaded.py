@@ -1,0 +1,315 @@
+"""Where newer weights come from, and what the leases do that wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+
+from proto.messages import ErrorCode, WeightsRef
+from services.rollout.partial import Completion, PartialJournal
+from services.rollout.transfer import TransferFailed
+from services.rollout.version_loader import Fetched
+from services.rollout.weights_source import Arrays, Entry, Loaded
+from services.rollout.worker import _Prepared
+from shared.dataplane.stream import OnProgress, ignore_progress
+from shared.lease import Lease, LeaseLost
+from shared.rpc.errors import RpcError
+from tests.unit.rollout.told_engine import ref_of, weights_of
+from tests.unit.rollout.versions_rig import (
+    FIRST,
+    FRESH,
+    NEW_TOKENS,
+    NOTED,
+    Rig,
+    lease,
+    lease_of,
+    rig,
+    tasks,
+    versions_of,
+    worker_of,
+)
+
+
+class Lost:
+    """Weights whose transfer fails."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+
+    async def begin(self) -> None:
+        """Accept the transfer."""
+
+    def decline(self) -> None:
+        raise AssertionError("they were wanted")
+
+    async def load(self, engine: Any) -> Loaded:
+        raise TransferFailed("the sender is gone")
+
+
+class Source:
+    """The trainer is unreachable and the store is reachable."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+
+    async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Lost:
+        return Lost(self._entry)
+
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Arrays:
+        return Arrays(weights_of(ref.step))
+
+
+async def announced_at_step_3(made: Rig, folder: Path) -> dict[str, list[Completion]]:
+    async def before_step(number: int) -> None:
+        if number == 3:
+            made.in_flight.announce(ref_of(FIRST + 1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    made.engine.before_step = before_step
+    return await made.sample(PartialJournal(folder, 1e9), [FRESH])
+
+
+def test_a_failed_transfer_falls_back_to_the_store(tmp_path: Path) -> None:
+    async def scenario() -> dict[str, list[Completion]]:
+        async with rig() as made:
+            made.in_flight._source = Source(Entry.SET)
+            return await announced_at_step_3(made, tmp_path)
+
+    [versions] = versions_of(asyncio.run(scenario())).values()
+    assert versions == [FIRST] * 2 + [FIRST + 1] * (NEW_TOKENS - 2)
+
+
+def test_an_update_by_an_undrilled_entry_leaves_a_running_lease_unchanged(tmp_path: Path) -> None:
+    async def scenario() -> dict[str, list[Completion]]:
+        async with rig() as made:
+            made.in_flight._source = Source(Entry.RECEIVE)
+            swaps = made.engine.swaps
+            answers = await announced_at_step_3(made, tmp_path)
+            assert made.sync.holds.step == FIRST
+            assert made.engine.swaps == swaps  # no drill of that entry was begun during sampling
+            return answers
+
+    assert versions_of(asyncio.run(scenario())) == {FRESH: [FIRST] * NEW_TOKENS}
+
+
+class Silent(Lost):
+    """Weights of a sender that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__(Entry.SET)
+        self.asked = asyncio.Event()
+        self.given_up = asyncio.Event()
+
+    async def begin(self) -> None:
+        self.asked.set()
+        await self.given_up.wait()
+        raise TransferFailed("no answer")
+
+
+def test_sampling_continues_while_the_trainer_is_asked_and_it_is_not_asked_again_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            silent = Silent()
+            source = Source(Entry.SET)
+            source.fetch = lambda ref: _ready(silent)  # type: ignore[assignment,method-assign,return-value]
+            made.in_flight._source = source
+            held: list[bool] = []
+
+            async def before_step(number: int) -> None:
+                if number == 2:
+                    made.in_flight.announce(ref_of(FIRST + 1))
+                    await silent.asked.wait()
+                held.append(made.engine.is_held)
+                if number == 5:
+                    silent.given_up.set()
+                    await made.swapped_to(FIRST + 1)
+                    silent.asked.clear()
+                    made.in_flight.announce(ref_of(FIRST + 2))
+                    await made.swapped_to(FIRST + 2)
+
+            made.engine.before_step = before_step
+            answers = await made.sample(PartialJournal(tmp_path, 1e9), [FRESH])
+            assert not any(held)
+            assert versions_of(answers) == {FRESH: [FIRST] * 4 + [FIRST + 2] * (NEW_TOKENS - 4)}
+            assert not silent.asked.is_set()
+
+    asyncio.run(scenario())
+
+
+async def _ready(delivery: Silent) -> Silent:
+    return delivery
+
+
+@pytest.mark.parametrize("entry", list(Entry))
+def test_a_lease_whose_weights_are_not_sent_gets_them_from_the_store(entry: Entry) -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            worker = worker_of(made, source=Source(entry))
+            sampled = await worker._sample(lease_of(FIRST + 2), _Prepared(tasks([FRESH]), Fetched()))
+            assert sampled is not None
+            assert (sampled.version, made.sync.holds.step) == (FIRST + 2, FIRST + 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_that_waits_for_others_shares_their_progress_and_can_be_given_up_at_once() -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            worker = worker_of(made, source=Source(Entry.SET))
+            under_way, waits = lease([NOTED], exact=True), lease_of(FIRST + 1)
+            worker.leases._held = {1: under_way, 2: waits}
+            other = made.in_flight.begin(FIRST, exact=True)
+            waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), Fetched())))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert worker.leases.queued == {waits}
+            worker.leases.progress()
+            before = waits.progress
+            worker.leases.progress()
+            assert waits.progress == before  # neither lease makes progress
+            under_way.advance()
+            worker.leases.progress()
+            assert waits.progress > before
+            waits.give_up()
+            with pytest.raises(LeaseLost):
+                await asyncio.wait_for(waiting, 10)
+            assert not worker.leases.queued
+            made.in_flight.end(other)
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_that_waits_for_a_load_shares_its_progress_and_can_be_given_up_at_once() -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            worker = worker_of(made, source=Source(Entry.SET))
+            loads, waits = lease([NOTED]), lease_of(FIRST + 1)
+            worker.leases._held = {1: loads, 2: waits}
+            async with made.in_flight.settled():
+                waiting = asyncio.create_task(worker._sample(waits, _Prepared(tasks([FRESH]), Fetched())))
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                worker.leases.progress()
+                before = waits.progress
+                loads.advance()
+                worker.leases.progress()
+                assert waits.progress > before
+                waits.give_up()
+                with pytest.raises(LeaseLost):
+                    await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(scenario())
+
+
+def test_a_lease_lost_while_it_is_scored_uses_no_more_time() -> None:
+    class Rewards:
+        """Reward functions that never return."""
+
+        async def score(self, groups: list[Any], advance: Callable[[], None]) -> list[Any]:
+            await asyncio.Event().wait()
+            return groups
+
+    async def scenario() -> None:
+        async with rig() as made:
+            worker, lost = worker_of(made), lease([FRESH])
+            worker._rewards = Rewards()  # type: ignore[assignment]
+            scoring = asyncio.create_task(worker._scores(lost, []))
+            await asyncio.sleep(0)
+            lost.give_up()
+            with pytest.raises(LeaseLost):
+                await asyncio.wait_for(scoring, 10)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service() -> None:
+    """A lease that waits for other weights meanwhile does not prevent that."""
+
+    async def scenario() -> None:
+        async with rig() as made:
+            worker = worker_of(made, source=Source(Entry.SET))
+            worker._service.log = structlog.get_logger()
+            held = [lease([NOTED]), lease_of(FIRST + 2)]
+            for each in held:
+                each.grant = msgspec.structs.replace(each.grant, lease_s=0.1)
+            ahead = list(held)
+
+            async def acquire() -> Lease:
+                if not ahead:
+                    await asyncio.Event().wait()
+                return ahead.pop(0)
+
+            async def prepare(lease: Lease) -> _Prepared:
+                return _Prepared(tasks([each.task_id for each in lease.grant.batch.tasks]), Fetched())
+
+            async def before_step(number: int) -> None:
+                if number == 3:
+                    made.in_flight.announce(ref_of(FIRST + 1))
+                    await asyncio.sleep(0)
+
+            async def hang(weights: dict[str, Any]) -> None:
+                held[0].give_up()
+                await asyncio.Event().wait()
+
+            made.engine.before_step = before_step
+            made.engine.set_weights = hang  # type: ignore[method-assign]
+            worker._pipeline._acquire, worker._pipeline._prepare = acquire, prepare
+            async with asyncio.timeout(20):
+                with pytest.raises(RpcError, match="it hangs"):
+                    await worker.run()
+
+    asyncio.run(scenario())
+
+
+class Cleared(Source):
+    """The trainer is unreachable, and the store has collected the version."""
+
+    async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Arrays:
+        raise RpcError(ErrorCode.MISSING, "collected")
+
+
+def test_a_lease_whose_version_was_collected_is_handed_back_and_the_engine_continues() -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            worker = worker_of(made, source=Cleared(Entry.SET))
+            back: list[bool] = []
+
+            async def hand_back(lease: Lease, why: str, *, untouched: bool = False) -> None:
+                assert "waited for longer than its version lasted" in why
+                back.append(untouched)
+
+            worker.leases.hand_back = hand_back  # type: ignore[method-assign]
+            assert await worker._sample(lease_of(FIRST + 2), _Prepared(tasks([FRESH]), Fetched())) is None
+            assert back == [True]
+            worker._versions._source = Source(Entry.SET)
+            sampled = await worker._sample(lease_of(FIRST + 3), _Prepared(tasks([FRESH]), Fetched()))
+            assert sampled is not None
+            assert sampled.version == FIRST + 3
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_no_drilled_entry_can_load_are_not_fetched_during_sampling(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with rig() as made:
+            brought: list[int] = []
+
+            class FromStore(Source):
+                async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Arrays:
+                    brought.append(ref.step)
+                    return await super().from_store(ref, on_progress)
+
+            made.sync._drilled = {Entry.RECEIVE}
+            made.in_flight._source = FromStore(Entry.RECEIVE)
+            await announced_at_step_3(made, tmp_path)
+            assert made.sync.holds.step == FIRST
+            assert not brought
+
+    asyncio.run(scenario())

@@ -1,0 +1,149 @@
+"""An engine that holds one version of the weights, with everything that brings it newer ones, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from proto.messages import BatchMeta, LeaseGrant, TaskHandle
+from services.rollout.answers import AnswerSampler
+from services.rollout.in_flight import InFlight
+from services.rollout.partial import Completion, PartialJournal
+from services.rollout.rewards.pool import RewardPool
+from services.rollout.tasks import PreparedTasks, ReadyTask
+from services.rollout.weights_source import ShardSource
+from services.rollout.weights_sync import WeightsSync
+from services.rollout.worker import RolloutWorker
+from shared.colocation.turns import OwnDevices
+from shared.lease import Lease
+from shared.topology.schema import RewardRetry
+from tests.unit.rollout.rollout_engine import sampling
+from tests.unit.rollout.told_engine import ToldEngine, ToldWeights, ref_of, weights_of
+
+FIRST = 4
+
+
+NEW_TOKENS, SAMPLES, TEMPERATURE = 8, 2, 1.0
+
+
+NOTED, FRESH = "train/0/0", "train/0/1"
+
+
+class Rig:
+    """An engine that holds version FIRST, with everything that brings it newer versions."""
+
+    def __init__(self) -> None:
+        self.engine = ToldEngine()
+        self.sync = WeightsSync(self.engine, "rollout/0", lambda topic, values: None)
+        self.told: list[str] = []
+        self.in_flight = InFlight(
+            self.engine,
+            self.sync,
+            ShardSource(ToldWeights()),  # type: ignore[arg-type]
+            lambda topic, values: self.told.append(topic),
+        )
+        self.running = asyncio.create_task(self.in_flight.run())
+
+    async def swapped(self, step: int) -> None:
+        """Swap the engine to version `step`."""
+        before = len(self.told)
+        self.in_flight.announce(ref_of(step))
+        while len(self.told) == before:
+            await asyncio.sleep(0)
+        assert self.sync.holds.step == step
+
+    async def swapped_to(self, step: int) -> None:
+        while self.sync.holds.step != step or self.engine.is_held:
+            await asyncio.sleep(0)
+
+    async def sample(self, journal: PartialJournal, ids: list[str]) -> dict[str, list[Completion]]:
+        sampler = AnswerSampler(self.engine, journal)
+        versions = self.in_flight.begin(self.sync.holds.step, exact=False)
+        groups = await sampler.sample(lease(ids), tasks(ids), versions, 0)
+        self.in_flight.end(versions)
+        return dict(zip(ids, groups, strict=True))
+
+
+@asynccontextmanager
+async def rig() -> AsyncIterator[Rig]:
+    made = Rig()
+    await made.sync.load(ref_of(FIRST), weights_of(FIRST))
+    try:
+        yield made
+    finally:
+        made.running.cancel()
+        await asyncio.gather(made.running, return_exceptions=True)
+
+
+def lease(ids: list[str], *, exact: bool = False) -> Lease:
+    grant = LeaseGrant(
+        lease_id=1,
+        stage="rollout",
+        split="train",
+        lease_s=30,
+        batch=BatchMeta(tasks=[TaskHandle(each, 1) for each in ids]),
+        min_step=FIRST if exact else 0,
+        exact=exact,
+        group_size=SAMPLES,
+        block_rows=0,
+    )
+    return Lease(grant, lambda: 0)
+
+
+def tasks(ids: list[str]) -> PreparedTasks:
+    ready = [ReadyTask(TaskHandle(each, 1), {}, [1, 2, 3]) for each in ids]
+    return PreparedTasks(ready, [], sampling(SAMPLES, TEMPERATURE, NEW_TOKENS), 2)
+
+
+def note(folder: Path, task_id: str, versions: list[int]) -> None:
+    """Write a note to the journal as an earlier incarnation would."""
+    ids = np.array(versions, np.int32)
+    answer = Completion(ids, np.full(len(ids), -1.0, np.float32), ids, "")
+    journal = PartialJournal(folder, 1e9)
+    journal.note({task_id: [answer] * SAMPLES}, 0, TEMPERATURE)
+    journal.close()
+
+
+def versions_of(answers: dict[str, list[Completion]]) -> dict[str, list[int]]:
+    """Return the token versions by task, after a check that each equals the version that the token itself tells."""
+    for group in answers.values():
+        for each in group:
+            assert each.versions.tolist() == each.token_ids.tolist()
+            assert each.finish_reason == "length"
+    return {task_id: group[0].versions.tolist() for task_id, group in answers.items()}
+
+
+def worker_of(made: Rig, *, workflow: Any = None, source: Any = None) -> RolloutWorker:
+    service = SimpleNamespace(telemetry=SimpleNamespace(span=lambda name, seconds: None))
+    return RolloutWorker(
+        service,  # type: ignore[arg-type]
+        engine=made.engine,
+        sync=made.sync,
+        tasks=None,  # type: ignore[arg-type]
+        rewards=RewardPool(
+            [], timeout_s=10, memory_bytes=1 << 30, processes=1, retry=RewardRetry(), emit=lambda topic, values: None
+        ),
+        workflow=workflow,
+        answers=AnswerSampler(made.engine, None),
+        data=None,  # type: ignore[arg-type]
+        source=source,
+        in_flight=made.in_flight,
+        turns=OwnDevices(),
+        store="batch-store/0",
+        block_tasks=1,
+        filters=False,
+        on_text=None,  # type: ignore[arg-type]
+    )
+
+
+def lease_of(step: int) -> Lease:
+    made = lease([FRESH])
+    grant = msgspec.structs.replace(made.grant, weights=ref_of(step), min_step=step)
+    return Lease(grant, lambda: 0)

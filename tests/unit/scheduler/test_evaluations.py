@@ -1,0 +1,104 @@
+"""Evaluations and the rows of metrics that wait for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from proto.messages import (
+    BatchMeta,
+    CommitStep,
+    NextBatch,
+    Outcome,
+    StepBatch,
+    TaskHandle,
+    WaitEvals,
+)
+from services.scheduler.events import (
+    Configure,
+    SaveEval,
+    WriteRow,
+)
+from services.scheduler.plan import EvalPlan, Plan
+from tests.unit.scheduler.bench import Bench, ids, plan
+
+
+def evaluated() -> Plan:
+    return plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=1, every=2),))
+
+
+def test_evaluations_come_first_with_exactly_their_version_and_outside_admission() -> None:
+    bench = Bench(evaluated()).start()
+    grant = bench.granted(most=8)
+    assert ids(grant) == ["held/0/0", "held/0/1", "held/0/4"]
+    assert (grant.split, grant.exact, grant.group_size, grant.weights and grant.weights.step) == ("held", True, 1, 0)
+    assert bench.machine.run.window.live == 8
+    assert bench.complete(grant, samples=1, reward=0.5) == []
+    assert bench.acknowledge() == {(task, 1) for task in ids(grant)}
+    assert bench.ask(WaitEvals(driver=1, step=0)).accuracy == {"held": 0.5}
+    assert [(e.version, e.accuracy) for e in bench.effects if isinstance(e, SaveEval)] == [(0, 0.5)]
+
+
+def test_rows_are_written_in_step_order_and_wait_for_their_evaluation() -> None:
+    bench = Bench(evaluated(), Configure(3, 3, 2, False)).start()
+    held = bench.granted(most=8)
+    for _ in range(2):
+        bench.complete(bench.granted())
+    for step in (1, 2):
+        assert isinstance(bench.ask(NextBatch(driver=1, step=step)), StepBatch)
+        bench.ask(CommitStep(driver=1, step=step, metrics={"loss/policy": float(step)}))
+    rows = [effect for effect in bench.effects if isinstance(effect, WriteRow)]
+    assert rows == []
+    bench.complete(held, samples=1)
+    rows = [effect for effect in bench.effects if isinstance(effect, WriteRow)]
+    assert [row.step for row in rows] == [0, 1]  # row 2 waits for version 2's evaluation
+    assert rows[0].row["eval/held/accuracy"] == 1.0
+
+
+def test_the_driver_waits_for_earlier_evaluations_too_because_rows_are_written_in_order() -> None:
+    bench = Bench(evaluated(), Configure(2, 3, 2, False)).start()
+    first = bench.granted(most=8)
+    for _ in range(2):
+        bench.complete(bench.granted())
+    for step in (1, 2):
+        bench.step(step)
+    last = bench.granted(most=8)
+    assert (first.weights and first.weights.step, last.weights and last.weights.step) == (0, 2)
+    bench.complete(last, samples=1)
+    assert bench.ask(WaitEvals(driver=1, step=2)) is None
+    bench.complete(first, samples=1)
+    assert bench.ask(WaitEvals(driver=1, step=2)).accuracy == {"held": 1.0}
+    assert [row.step for row in bench.effects if isinstance(row, WriteRow)] == [0, 1, 2]
+
+
+def test_several_samples_a_row_give_their_mean_and_the_best_of_them() -> None:
+    """Rows [1, 0, 0, 0], [0, 0, 0, 0] and [1, 1, 0, 0] have a mean of 0.25, and two of three rows are solved."""
+    bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()
+    grant = bench.granted(most=8)
+    bench.complete(grant, samples=4, reward=[1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0])
+    (row,) = [effect.row for effect in bench.effects if isinstance(effect, WriteRow)]
+    assert row["eval/held/accuracy"] == row["eval/held/avg@4"] == 0.25
+    assert row["eval/held/pass@4"] == pytest.approx(2 / 3)
+    assert [row[f"eval/held/{name}"] for name in ("rows_scored", "rows_dropped", "samples_failed")] == [3, 0, 0]
+
+
+def test_samples_of_an_evaluation_that_failed_are_wrong_answers_and_counted() -> None:
+    """Rows of four samples: one solved and three failed, all failed, and a row that could not be asked at all."""
+    bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()
+    grant = bench.granted(most=8)
+    first, second, third = grant.batch.tasks
+
+    def ends(task: TaskHandle, **how: Any) -> None:
+        alone = msgspec.structs.replace(grant, batch=BatchMeta(tasks=[task]))
+        assert bench.complete(alone, final=task is third, **how) == []
+
+    ends(first, samples=1, failed=3, reward=1.0)
+    ends(second, outcome=Outcome.DROP, samples=0, failed=4)
+    ends(third, outcome=Outcome.DROP, samples=0)
+    (row,) = [effect.row for effect in bench.effects if isinstance(effect, WriteRow)]
+    assert row["eval/held/accuracy"] == row["eval/held/avg@4"] == 0.25 / 2
+    assert row["eval/held/pass@4"] == 0.5
+    assert [row[f"eval/held/{name}"] for name in ("rows_scored", "rows_dropped", "samples_failed")] == [2, 1, 7]
+    assert [(e.accuracy, e.samples, e.dropped) for e in bench.effects if isinstance(e, SaveEval)] == [(0.125, 2, 1)]
