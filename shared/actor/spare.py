@@ -8,11 +8,11 @@ an empty list when they are done, and then takes one order: the module of the se
 the descriptor of its output. The module runs as under `python -m`. Before that, a spare knows neither the keys nor the
 data of a run. It ends with its supervisor, which closes the other end of the pair.
 
-A spare imports at the lowest priority, and only while nobody else wants its core (SCHED_IDLE): with the priority alone
-its imports slowed a quickstart on two cores down by a tenth. An unprivileged process cannot raise its priority again, but in Linux each
-thread has a priority of its own: a thread that ends afterwards imports, and the main thread, which becomes the service,
-keeps its priority. Threads inherit the priority of the thread that starts them, so a spare is not used if its imports
-leave threads behind.
+A spare imports at the lowest priority (SCHED_IDLE): only while nobody else wants its core. With a nice value of 19 its
+imports slowed a quickstart on two cores down by a tenth. An unprivileged process may not be able to raise its priority
+again, but in Linux each thread has a priority of its own: a thread that ends afterwards imports, and the main thread,
+which becomes the service, keeps its priority. Threads inherit the priority of the thread that starts them, so a spare
+is not used if its imports leave threads behind.
 
 Forks of one process that has imported everything would share its memory. Forking is unsafe here: the child of a process
 with threads of torch, OpenMP or an engine has the locks that they held, but not the threads.
@@ -35,7 +35,6 @@ from pathlib import Path
 
 from shared.actor.process import die_with_parent
 
-LOWEST = 19
 MESSAGE_BYTES = 64 << 10
 """Maximum size of a message."""
 _ARG_START, _ARG_END = 45, 46
@@ -71,7 +70,6 @@ def _receive(supervisor: socket.socket) -> tuple[list[str], int]:
 def _import(names: Sequence[str], supervisor: socket.socket) -> None:
     """Import `names` at the lowest priority and tell the supervisor. On any failure end the process with status 1."""
     own = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, own, LOWEST)
     os.sched_setscheduler(own, os.SCHED_IDLE, os.sched_param(0))
     try:
         for name in names:
@@ -94,7 +92,7 @@ def threads_of_lowest_priority() -> set[int]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):
-            if os.getpriority(os.PRIO_PROCESS, int(task.name)) == LOWEST:
+            if os.sched_getscheduler(int(task.name)) == os.SCHED_IDLE:
                 found.add(int(task.name))
     return found
 

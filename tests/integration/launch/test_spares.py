@@ -17,7 +17,6 @@ import pytest
 
 from launch.heavy import heavy_imports
 from launch.supervisor.server import child_environment
-from shared.actor.spare import LOWEST
 from shared.topology import load
 from tests.integration.tiny.harness import (
     QUICKSTART,
@@ -44,12 +43,13 @@ def warm(here: Launched, kinds: set[str] = HEAVY) -> dict[str, int]:
     return pids
 
 
-def priorities(pid: int) -> set[int]:
-    """Return the priorities of all threads of a process."""
+def priorities(pid: int) -> set[tuple[int, int]]:
+    """Return the scheduling policies and nice values of all threads of a process."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            found.add(os.getpriority(os.PRIO_PROCESS, int(task.name)))
+            number = int(task.name)
+            found.add((os.sched_getscheduler(number), os.getpriority(os.PRIO_PROCESS, number)))
     return found
 
 
@@ -187,7 +187,7 @@ def test_a_spare_of_the_quickstart_imports_everything_at_low_priority_and_opens_
             theirs.close()
             ours.settimeout(100)
             ours.send(json.dumps(imports).encode())
-            wait_for("imports at the lowest priority", lambda: LOWEST in priorities(process.pid))
+            wait_for("imports at the lowest priority", lambda: (os.SCHED_IDLE, 0) in priorities(process.pid))
             assert ours.recv(64) == b"[]"
             socket.send_fds(ours, [json.dumps(["adopted", "--instance", "0"]).encode()], [output.fileno()])
             assert process.wait(30) == 0
