@@ -28,12 +28,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("--minutes", type=float, default=10.0, help="no round begins later than this")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first round (default: a random one)")
-    parser.add_argument("--damage", action="store_true", help="also damage and delete shards")
     given = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGHUP):  # the launchers would inherit them as ignored from a script's `&`
         signal.signal(number, signal.default_int_handler)
     seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed
-    chosen = disturbances.ROUGH | (disturbances.DAMAGE if given.damage else {})
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     print(f"seed {seed}, folder {folder}", flush=True)
     begun = time.monotonic()
@@ -48,7 +46,7 @@ def main() -> int:
             rounds.disturbed(
                 here,
                 seed + number,
-                chosen,
+                disturbances.ROUGH,
                 reference=reference,
                 points=lambda chance, marks: points.drawn(chance, marks, POINTS),
                 say=lambda text: print(text, flush=True),

@@ -305,13 +305,8 @@ ROUGH: dict[Callable[[Round], str], int] = {
     interrupt: 1,
     interrupt_twice: 1,
     kill_the_launcher: 1,
-}
-
-DAMAGE: dict[Callable[[Round], str], int] = {
     damage_a_shard: 2,
     delete_the_shared_memory: 1,
     cut_the_journal: 1,
     flip_the_journal: 1,
 }
-"""Switched on by `--damage`: they need a scheduler that learns which accepted shards are missing, and a journal with
-checksums and a mark of its end."""
