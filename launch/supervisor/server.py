@@ -23,6 +23,28 @@ import zmq
 
 from launch.story import from_rows, to_message
 from launch.supervisor.door import SupervisorDoor
+from launch.supervisor.events import (
+    Died,
+    DrainAsked,
+    Effect,
+    Event,
+    Exited,
+    Kill,
+    KillAsked,
+    KillOrdered,
+    Reported,
+    RestartAsked,
+    Retire,
+    RollingRestartAsked,
+    RunEnded,
+    Silent,
+    Spawn,
+    Spawned,
+    StartAsked,
+    StopAsked,
+    Terminate,
+    TimePassed,
+)
 from launch.supervisor.joined import log_of_joined
 from launch.supervisor.plan import (
     DRIVER,
@@ -37,30 +59,7 @@ from launch.supervisor.plan import (
 from launch.supervisor.spare_processes import Child, SpareNotice, SpareProcesses, rss_bytes
 from launch.supervisor.spares import SpareKind
 from launch.supervisor.stacks import log_stacks
-from launch.supervisor.state import (
-    Died,
-    DrainAsked,
-    Effect,
-    Event,
-    Exited,
-    Kill,
-    KillAsked,
-    KillOrdered,
-    Reported,
-    RestartAsked,
-    Retire,
-    RollingRestartAsked,
-    RunEnded,
-    RunLifecycle,
-    RunPhase,
-    Silent,
-    Spawn,
-    Spawned,
-    StartAsked,
-    StopAsked,
-    Terminate,
-    TimePassed,
-)
+from launch.supervisor.state import RunLifecycle, RunPhase
 from launch.supervisor.waits import ProcessWaits, stopped_processes
 from launch.supervisor.watch import MailboxWatch
 from proto.ids import new_incarnation

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import xxhash
 
+from launch.supervisor.events import Event, Exited, RunEnded, RunOutcome, Spawned
 from launch.supervisor.plan import DRIVER
 from launch.supervisor.server import SUPERVISOR, Supervisor
-from launch.supervisor.state import Event, Exited, RunEnded, RunOutcome, Spawned
 from proto.messages import Ack
 from proto.registry import by_type
 from shared.actor.service import PEER_LOST_STATUS
