@@ -365,9 +365,7 @@ class SimSupervisor(Supervisor):
     def __init__(self, world: World) -> None:
         super().__init__(world.run_dir, world.scenario.size.plan(), threads={}, on_event=lambda event: None)
         self._world = world
-
-    def _start_guard(self) -> None:
-        """Start none: the simulation does not outlive its world."""
+        self._programs.start_guard = lambda: None  # type: ignore[method-assign]  # nothing outlives the simulated world
 
     def _spawn(self, key: Key) -> Event:
         node = self._world.start(key, self._endpoint)
