@@ -57,7 +57,7 @@ _PLACES = (
     (SCHEDULER, "shared.rpc.mailbox:Mailbox.answer", "LeaseGrant", 40),
     (STORE, "services.batch_store.files:StoreFiles.create", "", 60),
     (STORE, "services.batch_store.files:StoreFiles.seal", "", 60),
-    (STORE, "services.batch_store.files:StoreFiles.entomb", "", 10),
+    (STORE, "services.batch_store.tombstones:TombstoneList.append", "", 10),
     (STORE, "services.batch_store.files:StoreFiles.retire", "", 20),
     (STORE, "shared.rpc.mailbox:Mailbox.answer", "PutSealed", 60),
     (STORE, "services.batch_store.server:StoreService._clear", "", 10),
