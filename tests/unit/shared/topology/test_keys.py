@@ -314,7 +314,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     ),
     "checkpoint.keep_every": (
         f"{TRAINER}/worker/calls.py",
-        "self._topology.checkpoint.keep_every",
+        "topology.checkpoint.keep_every",
         "unit/policy_trainer/test_state.py::test_the_newest_and_the_multiples_are_kept",
     ),
     "checkpoint.memory_every": (
