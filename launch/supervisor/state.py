@@ -54,11 +54,11 @@ KILL_BACKOFF_S = 1.0
 START_LIMIT_S = 600.0
 """Seconds after which a process that is not READY is ended and counted as failed."""
 DRAIN_LIMIT_S = 15.0
-"""Seconds after which a process that was told to end is killed (services bound their own drain to 10 s) ..."""
+"""Seconds after which a process that was told to end is killed. Services limit their own drain to 10 s."""
 RETIRE_LIMIT_S = 600.0
 """Seconds after which a process that was asked to finish its leases is told to end, and hands them back."""
 SAVES = frozenset({DRIVER, "policy-trainer-worker"})
-"""... except that at the end of a run these also have the time that a checkpoint takes."""
+"""At the end of a run, these have the time that a checkpoint takes in addition to `DRAIN_LIMIT_S`."""
 _OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 
 
@@ -240,7 +240,7 @@ class RunLifecycle:
             process.state = ProcessState.STOPPED
             self._drain(RunOutcome.DONE, "", None)
         elif event.status == UNUSABLE_STATUS and (process.served or not process.was_ready):
-            self._fail(process, f"{cause} (another start would not mend it)")
+            self._fail(process, f"{cause} (another start would fail, too)")
         else:
             killed = not reported and event.status in _OUTSIDE_KILLS
             outside = killed or event.status == PEER_LOST_STATUS

@@ -61,9 +61,9 @@ A = TypeVar("A", bound=Message)
 REAP_S = 0.25
 EMIT_S = 1.0
 FULL_SHARE = 0.95
-"""Share of the limit from which on a store counts as full for people."""
+"""Share of the limit above which a store is reported as full."""
 REFUSED_S = 3.0
-"""Seconds for which a refused put counts as a present trouble for people."""
+"""Seconds for which a refused put is reported as a present trouble."""
 MAX_STREAM_TASKS = 16384
 """Maximum number of tasks that one stream covers."""
 

@@ -26,7 +26,9 @@ class Point:
     match: str = ""
     """Part of the name of the type of an argument, for functions that handle messages of many types."""
     mark: str = ""
-    """A file that is created when the signal is sent, after which no process is sent it again. Empty: each life is."""
+    """A file that is created when the signal is sent, after which no process is sent it again. If it is empty, every
+    life of the process is sent the signal.
+    """
 
     @classmethod
     def parse(cls, process: str, text: str, number: int, mark: str = "") -> Point:

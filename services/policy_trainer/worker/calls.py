@@ -312,7 +312,7 @@ class Calls:
         async def may_change() -> None:
             if request.step != self.step + 1:
                 raise RpcError(
-                    ErrorCode.CONFLICT, f"optimizer step of step {request.step}: the worker stands at {self.step}"
+                    ErrorCode.CONFLICT, f"optimizer step of step {request.step}: the worker is at step {self.step}"
                 )
             await self._weights_put()
 
@@ -349,7 +349,7 @@ class Calls:
         async def may_count() -> None:
             if request.step != self.step + 1:
                 raise RpcError(
-                    ErrorCode.CONFLICT, f"skipped update of step {request.step}: the worker stands at {self.step}"
+                    ErrorCode.CONFLICT, f"skipped update of step {request.step}: the worker is at step {self.step}"
                 )
 
         await self._ready(request, may_count())
@@ -383,7 +383,7 @@ class Calls:
                 self._require_step(request.step, "publish")
             elif self._place.rank == 0 and self._earlier.get(request.step) is None:
                 raise RpcError(
-                    ErrorCode.CONFLICT, f"version {request.step} is not kept, the worker stands at {self.step}"
+                    ErrorCode.CONFLICT, f"version {request.step} is not kept, the worker is at step {self.step}"
                 )
             await self._weights_put()
 
@@ -470,7 +470,7 @@ class Calls:
 
     def _require_step(self, step: int, what: str) -> None:
         if self.step != step or self.dirty:
-            raise RpcError(ErrorCode.CONFLICT, f"{what} of step {step}: the worker stands at {self.step}")
+            raise RpcError(ErrorCode.CONFLICT, f"{what} of step {step}: the worker is at step {self.step}")
 
 
 def _sequences(tokens: samples.BatchTokens) -> Any:
