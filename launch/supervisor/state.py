@@ -257,7 +257,7 @@ class RunLifecycle:
             self._fail(process, f"{cause} (death {len(deaths)} in {WINDOW_S:g} s, limit {limit})")
             return
         longest = KILL_BACKOFF_S if killed else FAILURE_BACKOFF_S
-        at_once = killed and (process.served or len(deaths) == 1)  # a process that was READY is in no loop of restarts
+        at_once = killed and (process.served or len(deaths) == 1)  # a process that was READY is not in a restart loop
         delay_s = 0.0 if at_once else min(FIRST_BACKOFF_S * 2 ** (len(deaths) - 1), longest)
         process.restarts += 1
         process.state = ProcessState.BACKOFF

@@ -193,7 +193,7 @@ class Complete(Request, frozen=True, kw_only=True):
     others. Names with a slash are parts of dict rewards (`reward/part/<name>`) and metrics of workflows
     (`workflow/<name>`): float32, NaN for a sample without the value."""
     final: bool = True  # the lease ends; its tasks without a result are leased again
-    untouched: bool = False  # no work was done on those tasks, so this counts as no attempt
+    untouched: bool = False  # no work was done on those tasks, so this is not an attempt
 
 
 @message(34, reply=Ack)
