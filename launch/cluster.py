@@ -24,10 +24,11 @@ from launch.heavy import heavy_imports
 from launch.interrupts import Interrupts
 from launch.logs import last_lines, shorten
 from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
+from launch.supervisor.events import Died, Reported, RunEnded, RunOutcome
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.supervisor.spare_processes import SpareNotice
-from launch.supervisor.state import Died, Reported, RunEnded, RunOutcome, RunPhase
+from launch.supervisor.state import RunPhase
 from proto.messages import Status
 from services.scheduler.journal import rewinds
 from shared.actor import logging

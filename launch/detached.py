@@ -17,8 +17,8 @@ from pathlib import Path
 
 from launch import place
 from launch.logs import Follower, tail
+from launch.supervisor.events import RunOutcome
 from launch.supervisor.plan import SUPERVISOR
-from launch.supervisor.state import RunOutcome
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir

@@ -47,7 +47,9 @@ R = TypeVar("R")
 ANSWER_S = 1.5
 """Seconds in which every process has to answer."""
 STALL_S = 5.0
-"""Seconds after which a wait of the next step, a lease without progress or a call of users' code is worth a cause."""
+"""Seconds after which a wait of the next step, a lease without progress or a call of users' code is reported as a
+cause.
+"""
 IDLE_S = 8.0
 """Seconds without progress after which a computation, or clears that a store does not acknowledge, count as wrong."""
 REFUSED_S = 1.0
@@ -112,7 +114,7 @@ async def examine(run: Run) -> Examined:
     states = {service_name(each.service, each.instance): each.state for each in state.processes} if state else {}
     registered = {service_name(each.service, each.instance): each for each in status.services} if status else {}
     ours = {f"{SUPERVISOR}/0", "scheduler/0", *(name for name, each in states.items() if each not in _AWAY)}
-    # A process that was started by hand may have left: it is not missed for ever.
+    # A process that was started by hand may have left: it is not reported as missing for ever.
     foreign = {name for name, row in registered.items() if name not in states and row.heartbeat_age_s < LEFT_S}
     ring = _keyring(run)
     endpoints = {
@@ -312,7 +314,7 @@ def _troubles(graph: _Graph) -> Iterator[Finding]:
 
 
 def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
-    """Yield a stall of the next step for which nothing above is a reason and nobody works."""
+    """Yield a stall of the next step that nothing above explains and on which no process works."""
     named = {each.service for each in wrong}
     for row in graph.stalled:
         service, is_instance = row.of.partition("/")[0], "/" in row.of

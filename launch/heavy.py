@@ -1,7 +1,7 @@
 """Names what the processes that compute with the model import, so that spare processes can import it beforehand.
 
-An entry is `module`, or `module:function` for a function that imports. Whatever is missing here, a process imports
-when it starts; it only starts later.
+An entry is `module`, or `module:function` for a function that imports. A process imports whatever is missing here when
+it starts, which only takes longer.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _refused_snapshots(topology: Topology) -> str:
-    """Return why the trainer keeps no snapshots although it should. Empty if it keeps them, or is not to."""
+    """Return why the trainer keeps no snapshots although it should. Empty if it keeps them, or should not."""
     needed, limit = snapshot_bytes(topology), topology.checkpoint.memory
     if needed > limit:
         return (

@@ -1,7 +1,8 @@
 """`ctl trace`: the story of one task across processes, from the scheduler's journal and the logs. It changes nothing.
 
 The journal is replayed up to its present end with the scheduler's own rules, and every event that changed the task is
-told with its time and cause. A compacted journal begins with a snapshot: of what was before, it remembers the steps.
+told with its time and cause. A compacted journal begins with a snapshot, which remembers only the steps of what came
+before.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class RunDir:
         path = path.absolute()
         if access.role != Role.SERVICE:
             raise RpcError(
-                ErrorCode.BAD_REQUEST, f"run {access.name}: who joins needs the role service, not {access.role.label}"
+                ErrorCode.BAD_REQUEST, f"run {access.name}: joining needs the role service, not {access.role.label}"
             )
         if (path / "run.json").exists() or (path / "keys").exists():
             raise RpcError(ErrorCode.BAD_REQUEST, f"run directory {path}: holds a run already; choose another")

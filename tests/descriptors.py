@@ -1,4 +1,4 @@
-"""A process that runs out of descriptors, as long as a test wants."""
+"""A process that runs out of descriptors for as long as a test wants."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
-    """No more than `count` can be opened."""
+    """Let no more than `count` descriptors be opened during the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
-    gc.collect()  # what earlier tests left would give some back in the midst
+    gc.collect()  # garbage of earlier tests would free descriptors meanwhile
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 50 + count, hard))
     try:
         while True:

@@ -10,12 +10,12 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
 
 def documented() -> list[re.Pattern[str]]:
-    """The names of the table, each a pattern: `<…>` stands for any text."""
+    """Return the names of the table, each a pattern: `<…>` stands for any text."""
     names = re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
     return [re.compile(".+".join(map(re.escape, re.split(r"<\w+>", name)))) for name in names]
 
 
 def undocumented(names: Iterable[str]) -> set[str]:
-    """Those of `names` that no line of the table covers."""
+    """Return those of `names` that no line of the table covers."""
     known = documented()
     return {name for name in names if not any(each.fullmatch(name) for each in known)}

@@ -1,43 +1,24 @@
 """Carries out the decisions of the supervisor's state machine: starts and watches processes, answers the operator.
 
-It decides nothing itself. Processes are started from the main thread, because the kernel ties a child's "die with your
-parent" to the thread that made it. They have process groups of their own, so that a terminal's Ctrl-C reaches the
-launcher only.
+It decides nothing itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO, assert_never
+from typing import Any, assert_never
 
 import structlog
 import zmq
 
-from launch.story import from_rows, to_message
 from launch.supervisor.door import SupervisorDoor
-from launch.supervisor.joined import log_of_joined
-from launch.supervisor.plan import (
-    DRIVER,
-    EVERYTHING,
-    LEASING,
-    SUPERVISOR,
-    Key,
-    Resized,
-    module_of,
-    rolling_order,
-)
-from launch.supervisor.spare_processes import Child, SpareNotice, SpareProcesses, rss_bytes
-from launch.supervisor.spares import SpareKind
-from launch.supervisor.stacks import log_stacks
-from launch.supervisor.state import (
+from launch.supervisor.events import (
     Died,
     DrainAsked,
     Effect,
@@ -51,8 +32,6 @@ from launch.supervisor.state import (
     Retire,
     RollingRestartAsked,
     RunEnded,
-    RunLifecycle,
-    RunPhase,
     Silent,
     Spawn,
     Spawned,
@@ -61,7 +40,23 @@ from launch.supervisor.state import (
     Terminate,
     TimePassed,
 )
-from launch.supervisor.waits import ProcessWaits, stopped_processes
+from launch.supervisor.joined import log_of_joined
+from launch.supervisor.plan import (
+    DRIVER,
+    EVERYTHING,
+    LEASING,
+    SUPERVISOR,
+    Key,
+    Resized,
+    module_of,
+    rolling_order,
+)
+from launch.supervisor.programs import Child, Programs
+from launch.supervisor.spare_processes import SpareNotice, SpareProcesses
+from launch.supervisor.stacks import log_stacks
+from launch.supervisor.state import RunLifecycle, RunPhase
+from launch.supervisor.views import Views
+from launch.supervisor.waits import ProcessWaits
 from launch.supervisor.watch import MailboxWatch
 from proto.ids import new_incarnation
 from proto.messages import (
@@ -70,25 +65,14 @@ from proto.messages import (
     ErrorCode,
     GetLog,
     GetStatus,
-    GetStory,
-    GetSupervisorState,
-    GetWaits,
     KillInstance,
     LogLines,
-    Ping,
-    Pong,
-    ProcessRow,
     RestartService,
     ScaleService,
     ServiceReport,
     Status,
     StopRun,
-    Story,
-    SupervisorState,
-    WaitRow,
-    Waits,
 )
-from shared.actor.logging import log_page
 from shared.actor.process import STACK_SIGNAL
 from shared.actor.service import ProcessState
 from shared.rpc.client import Client
@@ -96,7 +80,6 @@ from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Answer, Call, Mailbox
 from shared.rundir import RunDir, service_name
 
-ROOT = Path(__file__).resolve().parents[2]
 COMPLETE_CALL_S = 5.0
 RETIRE_CALL_S = 5.0
 FOREIGN_S = 10.0
@@ -104,30 +87,6 @@ FOREIGN_S = 10.0
 CANNOT_START = 127
 EVENTS = Died | Spawned | Reported | SpareNotice
 """The events passed to `on_event`."""
-GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x300000"
-"""Makes copies of 3 MiB and more bypass the caches, which reduces the memory traffic of a put of weights. By default
-glibc derives the limit from the size of the last level cache, which some virtual machines report as 320 MiB instead of
-32 MiB."""
-
-
-def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
-    """Return the environment of a service: our packages first, `threads` threads, flat memory, no network look-ups, and
-    the GPUs `gpus` (None: those of the launcher)."""
-    old = os.environ.get("PYTHONPATH", "")
-    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-    return {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{old}" if old else str(ROOT),
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        # one arena per thread would keep the memory that the threads of a torch process free
-        "MALLOC_ARENA_MAX": "2",
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", GLIBC_TUNABLES),
-        **seen,
-    }
 
 
 class Supervisor:
@@ -160,18 +119,17 @@ class Supervisor:
         """
         self._run = run
         self.state = RunLifecycle(plan, save_limit_s)
-        self._threads = dict(threads)
-        self._gpus = dict(gpus or {})
+        self._programs = Programs(
+            run, threads=threads, gpus=gpus or {}, lock=lock, drain_limit_s=self.state.drain_limit_s
+        )
         self._listen = dict(listen or {})
         self._on_event = on_event
-        self._lock = lock
         self._ranks = dict(ranks or {})
         self._resize = resize
         self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
         self._imports = dict(spares or {})
         self._spares: SpareProcesses
         self._children: dict[Key, subprocess.Popen[bytes]] = {}
-        self._guard: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[RunEnded]
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -183,8 +141,6 @@ class Supervisor:
         """The calls to answer once a process is dead, by its pid."""
         self._scheduler: Client | None = None
         self._waits = ProcessWaits()
-        self._telling = asyncio.Lock()
-        """Held while a story is told: one at a time."""
         self._door: SupervisorDoor | None = None
         self._log = structlog.get_logger(SUPERVISOR)
 
@@ -194,15 +150,10 @@ class Supervisor:
         self._ended = self._loop.create_future()
         self._spares = SpareProcesses(
             self._run,
-            {
-                key: SpareKind(key[0], self._threads.get(key, 1), self._gpus.get(key))
-                for key in self.state.processes
-                if key[0] in self._imports
-            },
+            self._programs,
+            [key for key in self.state.processes if key[0] in self._imports],
             self._imports,
             command=self._command_of,
-            launch=self._launch,
-            reap=self._reap,
             calm=lambda: self.state.calm,
             on_notice=self._on_event,
         )
@@ -212,11 +163,10 @@ class Supervisor:
         self._mailbox.handle(ScaleService, self._on_scale)
         self._mailbox.handle(KillInstance, self._on_kill)
         self._mailbox.handle(StopRun, self._on_stop)
-        self._mailbox.handle(GetSupervisorState, self._on_get_state)
-        self._mailbox.handle(Ping, self._on_ping)
-        self._mailbox.handle(GetLog, self._on_get_log)
-        self._mailbox.handle(GetWaits, self._on_get_waits)
-        self._mailbox.handle(GetStory, self._on_get_story)
+        views = Views(
+            self._run, self.state, self._waits, self._incarnation, spares=self._spares.rows, joined_log=self._joined_log
+        )
+        views.serve(self._mailbox)
         watch = MailboxWatch(
             self._run, self._context, self._incarnation, ready=self._ready_processes, on_silent=self._on_silent
         )
@@ -224,7 +174,7 @@ class Supervisor:
             self._endpoint = self._mailbox.bind(self._context, self._run.endpoint(SUPERVISOR, 0))
             self._door = SupervisorDoor(self._run, self._context, self._mailbox, self._incarnation)
             self._door.open(self._listen.get((SUPERVISOR, 0), ""))
-            self._start_guard()
+            self._programs.start_guard()
             self._feed(TimePassed())
             self._background(watch.watch())
             return await self._ended
@@ -317,7 +267,7 @@ class Supervisor:
         command = self._command_of(key)
         try:
             with (self._run.logs / f"{service}-{instance}.out").open("ab") as output:
-                child = self._spares.adopt(key, command, output) or self._launch(key, command, output)
+                child = self._spares.adopt(key, command, output) or self._programs.start(key, command, output)
         except OSError as error:
             self._log.error("cannot start", name=service_name(*key), error=str(error))
             return Exited(key, 0, CANNOT_START)
@@ -327,26 +277,6 @@ class Supervisor:
         started = Spawned(key, child.process.pid)
         self._on_event(started)
         return started
-
-    def _launch(self, key: Key, command: Sequence[str], output: BinaryIO, pass_fds: Sequence[int] = ()) -> Child:
-        """Start `command` with the environment of process `key` and announce it to the guard. Raises OSError."""
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=child_environment(self._threads.get(key, 1), self._gpus.get(key)),
-            pass_fds=pass_fds,
-            process_group=0,
-        )
-        try:
-            child = Child(process, os.pidfd_open(process.pid))
-        except OSError:  # its exit would go unnoticed
-            process.kill()
-            process.wait()
-            raise
-        self._tell_guard(f"+{process.pid} {self.state.drain_limit_s(key)}\n")
-        return child
 
     def _signal(self, key: Key, pid: int, number: int) -> None:
         child = self._children.get(key)
@@ -360,20 +290,8 @@ class Supervisor:
         await log_stacks(self._run, key, pid, cause, lambda: self._signal(key, pid, STACK_SIGNAL))
         self._signal(key, pid, signal.SIGKILL)
 
-    def _reap(self, child: Child) -> int:
-        """Return the exit status of a process that has ended or is about to, and end the processes that it started."""
-        self._loop.remove_reader(child.descriptor)
-        os.close(child.descriptor)
-        # The processes that it started (an engine's ranks, reward processes) hold memory that others get next.
-        # They are killed before the wait, while no other process can have this pid.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)
-        status = child.process.wait()
-        self._tell_guard(f"-{child.process.pid}\n")
-        return status
-
     def _on_exit(self, key: Key, child: Child) -> None:
-        status, pid = self._reap(child), child.process.pid
+        status, pid = self._programs.reap(child), child.process.pid
         if self._children.get(key) is child.process:
             del self._children[key]
         self._log.info("exited", name=service_name(*key), pid=pid, status=status)
@@ -415,29 +333,6 @@ class Supervisor:
 
     def _on_silent(self, key: Key, pid: int, seconds: float) -> None:
         self._feed(Silent(key, pid, seconds))
-
-    # ---- the guard
-
-    def _start_guard(self) -> None:
-        script = Path(__file__).with_name("guard.py")
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(script), str(self._run.sockets), str(self._run.shm)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=() if self._lock is None else (self._lock,),
-            start_new_session=True,
-        )
-
-    def _tell_guard(self, line: str) -> None:
-        if self._guard is None or self._guard.stdin is None:
-            return
-        try:
-            self._guard.stdin.write(line.encode())
-            self._guard.stdin.flush()
-        except OSError as error:
-            self._log.warning("guard is gone", error=str(error))
-            self._guard = None
 
     # ---- the operator and the services
 
@@ -481,9 +376,8 @@ class Supervisor:
         await self._refuse_foreign(request)
         resized = await self._loop.run_in_executor(None, self._resize, request.service, request.instances)
         self._refuse_at_end()
+        self._programs.resize(resized)
         for key in resized.keys:
-            self._threads[key] = resized.threads
-            self._gpus[key] = resized.gpus[key]
             if resized.listen:
                 self._listen[key] = resized.listen
         self._log.info("scaled", name=request.service, instances=request.instances)
@@ -530,61 +424,9 @@ class Supervisor:
         self._loop.call_soon(self.stop, "stopped by the operator")
         return Ack()
 
-    def _on_ping(self, _: Ping, call: Call) -> Pong:
-        return Pong(service=SUPERVISOR, instance=0, incarnation=self._incarnation, state=self.state.phase)
-
-    def _on_get_state(self, _: GetSupervisorState, call: Call) -> SupervisorState:
-        rows = [
-            ProcessRow(
-                service=key[0],
-                instance=key[1],
-                state=process.state,
-                pid=process.pid,
-                incarnation=process.incarnation,
-                restarts=process.restarts,
-                cause=process.cause,
-                rss_bytes=rss_bytes(process.pid),
-            )
-            for key, process in self.state.processes.items()
-        ]
-        return SupervisorState(run=self._run.name, phase=self.state.phase, processes=rows, spares=self._spares.rows())
-
-    async def _on_get_story(self, request: GetStory, call: Call) -> Story:
-        """Have another process replay the journal, because that would keep this one from answering."""
-        arguments = ["--run", str(self._run.path), "trace", "--json", "--", request.task_id]
-        async with self._telling:
-            child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "launch.ctl", *arguments),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=ROOT,
-            )
-            try:
-                output, errors = await child.communicate()
-            finally:
-                if child.returncode is None:
-                    child.kill()
-                    await child.wait()
-        if child.returncode:
-            raise RpcError(ErrorCode.BAD_REQUEST, errors.decode(errors="replace").strip()[-1000:] or "no story")
-        return to_message(from_rows(json.loads(output)["story"]))
-
-    async def _on_get_waits(self, _: GetWaits, call: Call) -> Waits:
-        now = self._loop.time()
-        rows: list[WaitRow] = self._waits.rows(self.state, now)
-        # Reading all processes of the machine takes a while.
-        rows += await self._loop.run_in_executor(None, stopped_processes, dict(self.state.pids()))
-        phase, phase_s = self.state.phase, self._waits.phase_s(now)
-        return Waits(incarnation=self._incarnation, state=phase, state_s=phase_s, waits=rows)
-
-    def _on_get_log(self, request: GetLog, call: Call) -> LogLines | Awaitable[LogLines]:
-        key = (request.service, request.instance)
-        if key not in self.state.processes and key != (SUPERVISOR, 0):  # names from other hosts are not used as paths
-            ring = self._door.keys if self._door is not None else None
-            return log_of_joined(request, self._scheduler_client(), self._context, self._incarnation, ring)
-        lines, position = log_page(self._run.log_file(*key), request.lines, request.position)
-        return LogLines(lines=lines, position=position)
+    def _joined_log(self, request: GetLog) -> Awaitable[LogLines]:
+        ring = self._door.keys if self._door is not None else None
+        return log_of_joined(request, self._scheduler_client(), self._context, self._incarnation, ring)
 
     # ---- the end
 
@@ -605,6 +447,4 @@ class Supervisor:
         if self._scheduler is not None:
             self._scheduler.close()
         await self._loop.run_in_executor(None, self._context.term)
-        if self._guard is not None and self._guard.stdin is not None:
-            self._guard.stdin.close()
-            await self._loop.run_in_executor(None, self._guard.wait)
+        await self._programs.close_guard()

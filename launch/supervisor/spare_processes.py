@@ -7,16 +7,16 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import psutil
 import structlog
 
 from launch.supervisor.plan import SUPERVISOR, Key
+from launch.supervisor.programs import Child, Programs
 from launch.supervisor.spares import SpareKind, SpareRules
 from proto.messages import SpareRow
 from shared.rundir import RunDir
@@ -31,45 +31,28 @@ class SpareNotice:
     text: str
 
 
-@dataclass(frozen=True)
-class Child:
-    """A process that the supervisor has started, and its pidfd."""
-
-    process: subprocess.Popen[bytes]
-    descriptor: int
-
-
-class Launch(Protocol):
-    """Starts `command` with the environment of process `key`. Raises OSError."""
-
-    def __call__(self, key: Key, command: Sequence[str], output: BinaryIO, pass_fds: Sequence[int] = ()) -> Child: ...
-
-
 class SpareProcesses:
     """The spares of one run. Belongs to the event loop of the main thread, on which it was made."""
 
     def __init__(
         self,
         run: RunDir,
-        kinds: Mapping[Key, SpareKind],
+        programs: Programs,
+        keys: Iterable[Key],
         imports: Mapping[str, Sequence[str]],
         *,
         command: Callable[[Key], Sequence[str]],
-        launch: Launch,
-        reap: Callable[[Child], int],
         calm: Callable[[], bool],
         on_notice: Callable[[SpareNotice], None],
     ) -> None:
-        """`kinds` are the processes that may start from a spare; `imports` are by service; `command` is the command of
-        a start without a spare; `reap` waits for a process that has ended and returns its status; `calm` says whether
-        a spare may be started now.
+        """`keys` are the processes that may start from a spare; `imports` are by service; `command` is the command of
+        a start without a spare; `calm` says whether a spare may be started now.
         """
         self._run = run
-        self._kinds = dict(kinds)
+        self._programs = programs
+        self._kinds = {key: programs.kind(key) for key in keys}
         self._imports = imports
         self._command = command
-        self._launch = launch
-        self._reap = reap
         self._calm = calm
         self._on_notice = on_notice
         self._rules = SpareRules(self._kinds.values())
@@ -96,7 +79,7 @@ class SpareProcesses:
             except OSError as error:  # it has just died
                 self._log.warning("spare lost", kind=kind.service, pid=child.process.pid, error=str(error))
                 child.process.kill()
-                self._reap(child)
+                self._programs.reap(child)
                 return None
         child.process.send_signal(signal.SIGCONT)  # someone may have stopped it
         self._log.info("spare used", kind=kind.service, pid=child.process.pid)
@@ -114,7 +97,7 @@ class SpareProcesses:
             child, orders = self._release(kind)
             orders.close()
             child.process.kill()
-            self._reap(child)
+            self._programs.reap(child)
         self._rules.spares.clear()
 
     def _start(self, kind: SpareKind) -> None:
@@ -127,7 +110,7 @@ class SpareProcesses:
         ours.send(json.dumps(self._imports[kind.service]).encode())  # the pair keeps it until the spare reads
         try:
             with theirs, (self._run.logs / f"{kind.service}-spare.out").open("wb") as output:
-                child = self._launch(keys[0], command, output, (theirs.fileno(),))
+                child = self._programs.start(keys[0], command, output, (theirs.fileno(),))
         except OSError as error:
             ours.close()
             self._give_up(kind, self._rules.give_up(kind, str(error)))
@@ -167,7 +150,7 @@ class SpareProcesses:
     def _on_exit(self, kind: SpareKind) -> None:
         child, orders = self._release(kind)
         orders.close()
-        status = self._reap(child)
+        status = self._programs.reap(child)
         self._log.warning("spare died", kind=kind.service, pid=child.process.pid, status=status)
         cause = self._rules.exited(kind, status, self._loop.time())
         if cause:

@@ -50,8 +50,8 @@ class SpareRules:
     def due(self, *, calm: bool) -> SpareKind | None:
         """Return the kind of which a spare is to be started, if any.
 
-        It is none unless the run is `calm`, because imports would slow down a process that starts. One spare imports at
-        a time, so that the first is warm early.
+        Return None unless the run is `calm`, because imports would slow down a process that starts. One spare imports
+        at a time, so that the first is warm early.
         """
         if not calm or not all(spare.warm for spare in self.spares.values()):
             return None
@@ -65,8 +65,9 @@ class SpareRules:
         self.spares[kind].warm = True
 
     def take(self, kind: SpareKind) -> bool:
-        """Return whether a process of `kind` starts from the spare, which is then no longer one. A spare that still
-        imports at the lowest priority is not waited for."""
+        """Return whether a process of `kind` starts from the spare, and forget the spare if so. A spare that still
+        imports at the lowest priority is not waited for.
+        """
         if kind not in self.spares or not self.spares[kind].warm:
             return False
         del self.spares[kind]

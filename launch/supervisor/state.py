@@ -15,6 +15,29 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
 
+from launch.supervisor.events import (
+    Died,
+    DrainAsked,
+    Effect,
+    Event,
+    Exited,
+    Kill,
+    KillAsked,
+    KillOrdered,
+    Reported,
+    RestartAsked,
+    Retire,
+    RollingRestartAsked,
+    RunEnded,
+    RunOutcome,
+    Silent,
+    Spawn,
+    Spawned,
+    StartAsked,
+    StopAsked,
+    Terminate,
+    TimePassed,
+)
 from launch.supervisor.plan import DRAIN_ORDER, DRIVER, FIRST, Key, drain_group
 from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS, ProcessState
 from shared.rundir import service_name
@@ -31,11 +54,11 @@ KILL_BACKOFF_S = 1.0
 START_LIMIT_S = 600.0
 """Seconds after which a process that is not READY is ended and counted as failed."""
 DRAIN_LIMIT_S = 15.0
-"""Seconds after which a process that was told to end is killed (services bound their own drain to 10 s) ..."""
+"""Seconds after which a process that was told to end is killed. Services limit their own drain to 10 s."""
 RETIRE_LIMIT_S = 600.0
 """Seconds after which a process that was asked to finish its leases is told to end, and hands them back."""
 SAVES = frozenset({DRIVER, "policy-trainer-worker"})
-"""... except that at the end of a run these also have the time that a checkpoint takes."""
+"""At the end of a run, these have the time that a checkpoint takes in addition to `DRAIN_LIMIT_S`."""
 _OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 
 
@@ -46,187 +69,6 @@ class RunPhase(StrEnum):
     RUNNING = "RUNNING"
     DRAINING = "DRAINING"
     ENDED = "ENDED"
-
-
-class RunOutcome(StrEnum):
-    """The outcomes of a run."""
-
-    DONE = "DONE"
-    STOPPED = "STOPPED"
-    FAILED = "FAILED"
-
-
-# ---------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True)
-class Spawned:
-    """The process requested by `Spawn` runs as `pid`."""
-
-    key: Key
-    pid: int
-
-
-@dataclass(frozen=True)
-class Reported:
-    """A service reported its state. Ignored unless `pid` is that of the current process."""
-
-    key: Key
-    pid: int
-    incarnation: int
-    state: ProcessState
-    cause: str = ""
-
-
-@dataclass(frozen=True)
-class Silent:
-    """A process that was READY has not answered its mailbox for `seconds`."""
-
-    key: Key
-    pid: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Exited:
-    """A process has exited. `status` is its exit status, or the negative number of the signal that ended it.
-
-    `run_complete` is true if the driver had nothing left to do when it exited with 0.
-    """
-
-    key: Key
-    pid: int
-    status: int
-    run_complete: bool = True
-
-
-@dataclass(frozen=True)
-class RestartAsked:
-    """The operator wants these processes to be ended and started again."""
-
-    keys: Sequence[Key]
-
-
-@dataclass(frozen=True)
-class RollingRestartAsked:
-    """The operator wants these groups of processes restarted one after the other, each READY before the next."""
-
-    groups: Sequence[Sequence[Key]]
-
-
-@dataclass(frozen=True)
-class DrainAsked:
-    """The operator wants these processes to finish their leases, to end, and to stay ended."""
-
-    keys: Sequence[Key]
-
-
-@dataclass(frozen=True)
-class StartAsked:
-    """The operator wants these processes to run, which may be new or DRAINED."""
-
-    keys: Sequence[Key]
-
-
-@dataclass(frozen=True)
-class KillOrdered:
-    """The scheduler wants this process killed because it hangs while others wait. It counts as failed and restarts."""
-
-    key: Key
-    pid: int
-    cause: str
-
-
-@dataclass(frozen=True)
-class StopAsked:
-    """Drain everything and end the run: the operator's stop, or the first Ctrl-C."""
-
-    cause: str
-
-
-@dataclass(frozen=True)
-class KillAsked:
-    """End the run now, without draining: the second Ctrl-C, for example."""
-
-    cause: str = "killed"
-
-
-@dataclass(frozen=True)
-class TimePassed:
-    """Time has passed, or the run begins."""
-
-
-Event = (
-    Spawned
-    | Reported
-    | Silent
-    | Exited
-    | RestartAsked
-    | RollingRestartAsked
-    | DrainAsked
-    | StartAsked
-    | KillOrdered
-    | StopAsked
-    | KillAsked
-    | TimePassed
-)
-
-
-# --------------------------------------------------------------------------------------------------- effects
-
-
-@dataclass(frozen=True)
-class Spawn:
-    """Start this process. Answered with `Spawned`, or with `Exited` and pid 0 if it cannot be started."""
-
-    key: Key
-
-
-@dataclass(frozen=True)
-class Terminate:
-    """Send SIGTERM, so that the process drains and ends."""
-
-    key: Key
-    pid: int
-
-
-@dataclass(frozen=True)
-class Retire:
-    """Ask the service to end once it has finished its leases."""
-
-    key: Key
-    pid: int
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Send SIGKILL. A process that hangs first writes the stacks of its threads to its log."""
-
-    key: Key
-    pid: int
-    hung: bool = False
-
-
-@dataclass(frozen=True)
-class Died:
-    """For people: a process died and restarts in `delay_s` seconds."""
-
-    key: Key
-    cause: str
-    restarts: int
-    delay_s: float
-
-
-@dataclass(frozen=True)
-class RunEnded:
-    """Every process has exited. `key` is the process whose failure ended the run, if any."""
-
-    outcome: RunOutcome
-    cause: str
-    key: Key | None = None
-
-
-Effect = Spawn | Terminate | Retire | Kill | Died | RunEnded
 
 
 @dataclass
@@ -398,7 +240,7 @@ class RunLifecycle:
             process.state = ProcessState.STOPPED
             self._drain(RunOutcome.DONE, "", None)
         elif event.status == UNUSABLE_STATUS and (process.served or not process.was_ready):
-            self._fail(process, f"{cause} (another start would not mend it)")
+            self._fail(process, f"{cause} (another start would fail, too)")
         else:
             killed = not reported and event.status in _OUTSIDE_KILLS
             outside = killed or event.status == PEER_LOST_STATUS
@@ -415,7 +257,7 @@ class RunLifecycle:
             self._fail(process, f"{cause} (death {len(deaths)} in {WINDOW_S:g} s, limit {limit})")
             return
         longest = KILL_BACKOFF_S if killed else FAILURE_BACKOFF_S
-        at_once = killed and (process.served or len(deaths) == 1)  # a process that was READY is in no loop of restarts
+        at_once = killed and (process.served or len(deaths) == 1)  # a process that was READY is not in a restart loop
         delay_s = 0.0 if at_once else min(FIRST_BACKOFF_S * 2 ** (len(deaths) - 1), longest)
         process.restarts += 1
         process.state = ProcessState.BACKOFF

@@ -1,4 +1,4 @@
-"""What the processes of a run wait for, as the supervisor sees it, for people. It decides nothing."""
+"""Describes for people what the processes of a run wait for, as the supervisor sees it. It decides nothing."""
 
 from __future__ import annotations
 

@@ -23,9 +23,11 @@ from shared.rundir import RunDir, service_name
 
 PING_EVERY_S = 2.0
 SILENCE_S = 20.0
-"""Seconds without an answer after which a process counts as hung ..."""
+"""Seconds without an answer after which a process counts as hung; see also `SLOWNESS`."""
 SLOWNESS = 5.0
-"""... or this many times the longest gap that a READY process of its service has shown in this run, if that is more."""
+"""A process counts as hung only after this many times the longest gap that a READY process of its service has shown in
+this run.
+"""
 TICK_S = 0.5
 CALL_S = 3600.0
 

@@ -96,7 +96,7 @@ class WaitKind(StrEnum):
     """The subject of a `WaitRow`."""
 
     CALL = "call"  # a request to another process is not answered yet
-    REFUSED = "refused"  # another process keeps answering that it has no room or ends
+    REFUSED = "refused"  # another process keeps answering that it has no room or is about to end
     STEP = "step"  # the driver waits for tasks of its next step, or for an evaluation
     LEASE = "lease"  # a lease makes no progress
     CLEAR = "clear"  # a store has not acknowledged clears

@@ -21,7 +21,7 @@ class RunInfo(Message, frozen=True, kw_only=True):
     """As in `StepBatch`, for the steps trained so far: save one as soon as the workers are at the committed step."""
     reference_step: int = 0
     """The policy version of this step must be given to the reference (`algorithm.kl.refresh_every`), and no store holds
-    it: publish it again from its checkpoint, unless the workers are at it anyway. 0: nothing is missing."""
+    it: publish it again from its checkpoint, unless the workers hold it. 0: nothing is missing."""
 
 
 @message(41, reply=RunInfo)

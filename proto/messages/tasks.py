@@ -120,8 +120,8 @@ class DropReason(StrEnum):
     TOO_LONG = "too_long"  # the prompt, or the answer of supervised fine-tuning, has more tokens than the limit
     NO_CHAT_TEMPLATE = "no_chat_template"  # the prompt consists of messages, and the tokenizer has no template for them
     BAD_ROW = "bad_row"  # the row cannot be read, or lacks a usable prompt or answer
-    REWARD_FAILED = "reward_failed"  # too few samples are left, and reward functions lost the first of the others
-    WORKFLOW_FAILED = "workflow_failed"  # too few samples are left, and the workflow lost the first of the others
+    REWARD_FAILED = "reward_failed"  # too few samples are left, and the first lost sample was lost by a reward function
+    WORKFLOW_FAILED = "workflow_failed"  # too few samples are left, and the first lost sample was lost by the workflow
     FILTERED = "filtered"  # all rewards of the group are equal (algorithm.filter_zero_variance)
     STALE = "stale"  # the version of the oldest token is too old (consume: completion)
     ATTEMPTS = "attempts"  # lease.attempts attempts failed
@@ -193,7 +193,7 @@ class Complete(Request, frozen=True, kw_only=True):
     others. Names with a slash are parts of dict rewards (`reward/part/<name>`) and metrics of workflows
     (`workflow/<name>`): float32, NaN for a sample without the value."""
     final: bool = True  # the lease ends; its tasks without a result are leased again
-    untouched: bool = False  # no work was done on those tasks, so this counts as no attempt
+    untouched: bool = False  # no work was done on those tasks, so this is not an attempt
 
 
 @message(34, reply=Ack)

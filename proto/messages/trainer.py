@@ -206,7 +206,9 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
 
     driver: int
     at_least: int = 0
-    """Calls are numbered from above this and above what the worker has done, so that all ranks of a group agree."""
+    """Calls get numbers above this one and above that of the last call of the worker, so that all ranks of a group
+    agree.
+    """
 
 
 @message(96)

@@ -1,8 +1,8 @@
 """The files of one store: create, seal, copy, retire, delete, recover. The file names alone survive a kill.
 
 `<put id>.tmp` is a granted file, `<put id>.part` one that is being copied to disk, `<put id>.blk` a sealed one (if both
-places have it, the one on disk counts), and `*.dead` a zombie. `tombstones` holds one line per tombstone, appended
-before the clear takes effect. A file that a reader or producer has locked is never deleted and its pages are not lent.
+places have it, the one on disk counts), and `*.dead` a zombie. A file that a reader or producer has locked is never
+deleted and its pages are not lent.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
 import xxhash
 
 from proto import blockfile
 from proto.blockfile import HEADER_BYTES, Table
 from proto.errors import WireError
-from proto.ids import check_task_id
-from proto.messages import ErrorCode, PutTask
+from proto.messages import ErrorCode
 from services.batch_store.room import Retire, Tier, held_bytes
+from services.batch_store.tombstones import TombstoneList, replace
 from shared.dataplane.mapping import lock_named
 from shared.os_limits import NO_DESCRIPTOR
 from shared.rpc.errors import RpcError
 
-_TOMBSTONES = "tombstones"
 _LOCK = "store.lock"
 _IDENTITY = "identity"
 _VERIFY_BYTES = 4 << 20
@@ -88,10 +86,7 @@ class StoreFiles:
         if not _try_lock(self._lock):
             os.close(self._lock)
             raise RpcError(ErrorCode.CONFLICT, f"{name}: {directory} is served by another process; end that one first")
-        self._journal = os.open(directory / _TOMBSTONES, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._journal_lines = 0
-        self.owes_tombstones = False
-        """Whether tombstones are missing from the list for want of room. `compact` writes them."""
+        self.tombstones = TombstoneList(name, directory / "tombstones")
         self.identity = self._load_identity(directory / _IDENTITY)
         """Identifier created with the directory. A store that restarts with another one has lost its shards."""
         self._sealed_ns = 0
@@ -107,7 +102,7 @@ class StoreFiles:
         try:
             return path.read_text()
         except FileNotFoundError:
-            os.close(_replace(path, secrets.token_hex(16)))
+            os.close(replace(path, secrets.token_hex(16)))
             return path.read_text()
 
     def check_room(self, limits: Sequence[int]) -> None:
@@ -329,59 +324,6 @@ class StoreFiles:
         """Unlock a claimed spare that was not used."""
         os.close(self._claimed.pop(name))
 
-    # ---- tombstones
-
-    def entomb(self, tasks: Iterable[PutTask]) -> None:
-        """Append tombstones durably, all or none. On OSError (no room) `owes_tombstones` is set."""
-        lines = [f"{task.fence} {task.task_id}\n" for task in tasks]
-        if not lines:
-            return
-        data = "".join(lines).encode()
-        before = os.fstat(self._journal).st_size
-        try:
-            if os.write(self._journal, data) < len(data):
-                os.ftruncate(self._journal, before)
-                raise OSError(errno.ENOSPC, "no room for tombstones", self.path(_TOMBSTONES))
-        except OSError:
-            self.owes_tombstones = True
-            raise
-        self._journal_lines += len(lines)
-
-    def compact(self, tombstones: dict[str, int]) -> None:
-        """Rewrite the list if tombstones are missing from it or most of its lines are out of date.
-
-        On OSError the existing list stays in use.
-        """
-        if not self.owes_tombstones and self._journal_lines <= 2 * len(tombstones) + 4096:
-            return
-        lines = (f"{fence} {task_id}\n" for task_id, fence in tombstones.items())
-        before = self._journal
-        self._journal = _replace(self._directory / _TOMBSTONES, "".join(lines))
-        os.close(before)
-        self._journal_lines = len(tombstones)
-        self.owes_tombstones = False
-
-    def tombstones(self) -> list[PutTask]:
-        """Return the tombstones of the former life, oldest first. A torn last line was not acknowledged: it is cut off.
-
-        Damaged lines are skipped and logged, so that the store can still serve its other shards.
-        """
-        path = self._directory / _TOMBSTONES
-        text = path.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        if len(whole) != len(text):
-            os.truncate(path, len(whole))
-        found: list[PutTask] = []
-        lines = whole.decode(errors="replace").split("\n")[:-1]
-        for line in lines:
-            fence, _, task_id = line.partition(" ")
-            try:
-                found.append(PutTask(check_task_id(task_id), int(fence)))
-            except ValueError as error:  # WireError is one
-                structlog.get_logger(self._name).error("damaged tombstone skipped", line=line[:200], why=str(error))
-        self._journal_lines = len(lines)
-        return found
-
     # ---- after a restart
 
     def scan(self) -> list[Found]:
@@ -428,25 +370,10 @@ class StoreFiles:
         """Close every descriptor. The files stay."""
         for _, descriptor in self._zombies.values():
             os.close(descriptor)
-        os.close(self._journal)
+        self.tombstones.close()
         os.close(self._lock)
         self._zombies.clear()
         self._closed.clear()
-
-
-def _replace(path: Path, text: str) -> int:
-    """Replace a small file atomically and return a descriptor that appends to it. On an error the old file stays."""
-    scratch = path.with_name(f"{path.name}.new")
-    descriptor = os.open(scratch, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    try:
-        with open(descriptor, "w", closefd=False) as stream:
-            stream.write(text)
-        scratch.replace(path)
-    except BaseException:
-        os.close(descriptor)
-        scratch.unlink(missing_ok=True)  # free the room that it took
-        raise
-    return descriptor
 
 
 def _copy(source: int, target: int) -> None:

@@ -16,8 +16,10 @@ from services.batch_store.room import Retire, Room
 from shared.os_limits import NO_DESCRIPTOR, raise_descriptor_limit
 
 AT_ONCE, AT_ONCE_SHARE = 128, 32
-"""Maximum number of files that are renamed (and as many reopened) before the next round of deletions, and the divisor
-of the limit on descriptors that gives the same; the smaller one applies. A zombie keeps a descriptor until deleted."""
+"""Maximum number of files that are renamed, and of files that are reopened, before the next round of deletions; and the
+divisor of the limit on descriptors that gives a second maximum. The smaller one applies, because a zombie keeps a
+descriptor until it is deleted.
+"""
 ZOMBIE_SHARE = 4
 """Divisor of the limit on descriptors that gives the maximum number of open zombies. The mappings of streams have the
 same share, as do the connections of an endpoint (two descriptors each); those of the bulk port have a sixteenth. Some

@@ -61,9 +61,9 @@ A = TypeVar("A", bound=Message)
 REAP_S = 0.25
 EMIT_S = 1.0
 FULL_SHARE = 0.95
-"""Share of the limit from which on a store counts as full for people."""
+"""Share of the limit above which a store is reported as full."""
 REFUSED_S = 3.0
-"""Seconds for which a refused put counts as a present trouble for people."""
+"""Seconds for which a refused put is reported as a present trouble."""
 MAX_STREAM_TASKS = 16384
 """Maximum number of tasks that one stream covers."""
 
@@ -123,7 +123,7 @@ class StoreService(Service):
                 raise
             # Acknowledged files are served even if other processes have filled the mount since.
             self.log.warning("less room than the limit: puts may be answered with BUSY", why=str(error))
-        self.index.recall(files.tombstones())
+        self.index.recall(files.tombstones.read())
         for found in await asyncio.to_thread(files.scan):
             self._recover(found)
         self._retirement.settle()
@@ -147,9 +147,9 @@ class StoreService(Service):
             self._retirement.settle()
             self._retirement.free(self.index.room.surplus(self.loop.time()))
             if self.loop.time() - emitted >= EMIT_S:
-                if files.owes_tombstones:
+                if files.tombstones.incomplete:
                     with contextlib.suppress(OSError):  # logged at the first attempt
-                        files.compact(self.index.tombstones)
+                        files.tombstones.compact(self.index.tombstones)
                 emitted = self.loop.time()
                 stats = msgspec.structs.asdict(self.index.stats())
                 stats |= {
@@ -358,12 +358,12 @@ class StoreService(Service):
             text = f"{self.name}: clear of {bad.task_id} under fence {bad.fence}: must be in 0..2**63-1"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         try:
-            files.entomb(self.index.entomb(request.tasks))
+            files.tombstones.append(self.index.entomb(request.tasks))
         except OSError as error:  # a full mount must not prevent the clear, which makes room
             self.log.error("tombstones not written", error=str(error))
         self._retirement.take(self.index.clear(request.tasks))
         try:
-            files.compact(self.index.tombstones)
+            files.tombstones.compact(self.index.tombstones)
         except OSError as error:  # the long list has the same content
             self.log.error("tombstones not compacted", error=str(error))
         return Ack()

@@ -19,7 +19,9 @@ MAX_SPARES = 4096
 IDLE_S = 600.0
 """Seconds after which an unused spare is returned to the system. Most training steps are shorter."""
 _FIT = 2
-"""Maximum ratio between the sizes of a spare and of a put, either way. Beyond it little is saved or much cut off."""
+"""Maximum ratio between the sizes of a spare and of a put, either way. Beyond it, reuse saves little or cuts off
+much.
+"""
 
 
 class Spares:

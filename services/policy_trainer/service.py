@@ -88,7 +88,7 @@ class PolicyTrainerService(Service):
                 return
             except RpcError as error:
                 self._trains = False
-                if error.code == ErrorCode.BAD_DATA:  # a later life would meet the same data again
+                if error.code == ErrorCode.BAD_DATA:  # another life would fail on the same data
                     self.exit_status = UNUSABLE_STATUS
                 damaged = error.code == ErrorCode.MISSING  # of a batch (WorkersLost), or of a version (`NextBatch`)
                 if not damaged and not isinstance(error, WorkersLost):

@@ -90,7 +90,8 @@ class TaskSets:
                 raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
 
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
-        """Return the rows and prompts of a lease. A bad row or too long a prompt becomes a DROP with a one-line reason.
+        """Return the rows and prompts of a lease. A bad row or a prompt that is too long becomes a DROP with a one-line
+        reason.
 
         Raises RpcError(bad_request) if the topology has no such split, or the split's source is lost.
         """

@@ -2,7 +2,7 @@
 
 SQLite replays a shortened write-ahead log without an error, as a shorter history. The mark, written after each commit,
 shows that the end is lost. It is not synced: a kill of the process keeps it, and after a power cut an older mark only
-names events that the journal has as well. Two slots are written by turns, so a torn write leaves the previous mark.
+names events that the journal has as well. Two slots are written alternately, so a torn write leaves the previous mark.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class SchedulerService(Service):
             devices=DeviceTurns(device_limits(topology)),
         )
         self._journal = Journal(self.run.journal, plan.fingerprint())
-        gc.disable()  # what the journal makes stays: collections would only traverse it, again and again
+        gc.disable()  # objects made from the journal stay alive: garbage collections would only traverse them
         try:
             events = rebuild(self._journal, self._state)
         finally:

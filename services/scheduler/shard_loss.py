@@ -1,12 +1,13 @@
 """Shards that a store has lost: found by its inventory or by a reader, and always confirmed by the store itself. Pure.
 
 An unfinished task is sampled again under a higher fence, at no cost to its attempts. A task of a step is only marked,
-because its shards may not be needed any more:
+because its shards may no longer be needed:
 
 - open step: the next driver life, which a reader's failure brings about, finds the step reopened. Its other tasks
   keep their results, so in order of admission the step gets the same tasks in the same order. Workers that had begun
   the step are reloaded (`services/policy_trainer/resume.py`), so no task is trained twice (promise 2).
-- committed step: a checkpoint is ordered. A trainer that has to reload before it is saved returns to the last one.
+- committed step: a checkpoint is ordered. A trainer that has to reload before that one is saved returns to the previous
+  one.
 
 A lost version is published again by the driver, which `NextBatch` tells to resume.
 """
@@ -93,7 +94,7 @@ class Audit:
 
 
 def lose_shards(run: RunState, event: ShardsLost) -> bool:
-    """Make the tasks again whose shards the store has lost. Return False if none of them is current."""
+    """Have the tasks whose shards the store has lost made again. Return False if none of them is current."""
     store, count = event.store, 0
     for each in event.tasks:
         if _is_live_version(run, store, each):

@@ -439,11 +439,11 @@ class Scheduler:
             self._answer(asked, Ack())
 
     def _checked(self, checked: Checked) -> None:
-        """Make again what the store has lost, then answer the reader that reported it."""
+        """Have what the store has lost made again, then answer the reader that reported it."""
         order, held = checked.order, checked.held
         lost = [claim.task for claim in order.claims if held is not None and not claim.met(held)]
         if lost and self._durable(ShardsLost(order.store, lost)) is not None:
-            self._out.append(RequestInventory(order.store))  # the damage may have taken more than was asked for
+            self._out.append(RequestInventory(order.store))  # the damage may affect more than was asked about
         if order.ref is None:
             return
         if held is None:

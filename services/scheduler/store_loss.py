@@ -12,7 +12,7 @@ reloads, so a checkpoint is ordered and the run continues without waiting for th
 
 After a power cut the end of the journal may be missing. What happened then is unknown: tasks may have been sampled,
 trained and collected, versions published, leases granted. The run returns to the newest checkpoint of the journal with
-fences, lineages and leases that exceed all of that, so stores and peers take nothing of it for the present.
+fences, lineages and leases that exceed all of that, so stores and peers mistake nothing of it for current state.
 """
 
 from __future__ import annotations

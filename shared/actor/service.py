@@ -75,7 +75,7 @@ class Service:
 
     NAME: ClassVar[str] = ""
     HEARTBEATS: ClassVar[bool] = True
-    """Whether it registers at the scheduler and sends heartbeats, as all services but the scheduler do."""
+    """Whether it registers with the scheduler and sends heartbeats, as all services but the scheduler do."""
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         """`supervisor` is the endpoint to which states are reported, empty for a service started by hand."""

@@ -128,7 +128,7 @@ class StreamReader:
                     on_progress()
                 elif not left_s and not work.done():
                     raise DeadlineExceeded(
-                        f"fetch from {store}: nothing came for {stall_s:g} s and {len(load.tasks)} tasks are not "
+                        f"fetch from {store}: nothing arrived for {stall_s:g} s and {len(load.tasks)} tasks are not "
                         "complete; is the store's host reachable? (ctl status)"
                     )
         finally:

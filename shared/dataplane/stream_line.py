@@ -340,7 +340,7 @@ class StreamLine:
             except BlockingIOError:
                 self._wait(line, min(len(view), _LOW_BYTES))
                 if time.monotonic() - heard > SILENT_S:
-                    raise TimeoutError(f"nothing came for {SILENT_S:g} s") from None
+                    raise TimeoutError(f"nothing arrived for {SILENT_S:g} s") from None
                 if not self._obey():
                     raise ConnectionAbortedError("closed by the reader") from None
                 if owner is not None and owner.is_over:

@@ -338,7 +338,7 @@ class Mailbox:
         except TimeoutError:
             call.fail(RpcError(ErrorCode.DEADLINE, f"{self._name}: {type(body).__name__} was not done in time"))
         except asyncio.CancelledError:
-            call.fail(RpcError(ErrorCode.DRAINING, f"{self._name} is going away"))
+            call.fail(RpcError(ErrorCode.DRAINING, f"{self._name} is shutting down"))
             raise
         except Exception as error:
             self._fail(call, body, error)

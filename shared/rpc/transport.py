@@ -82,7 +82,7 @@ class MessagePump(Protocol):
 
 
 class SelfPumped(Protocol):
-    """A socket that is not libzmq's and brings its own pump, which calls what the arguments of `Pump` say."""
+    """A socket that does not belong to libzmq and has a pump of its own, with the arguments of `Pump`."""
 
     def pump(
         self,

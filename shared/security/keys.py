@@ -141,7 +141,7 @@ def read_private(path: Path, kind: type[T], limit_bytes: int = _FILE_LIMIT_BYTES
             ErrorCode.BAD_REQUEST, f"keys {path}: {error.strerror}; they come with a run, or from ctl export-access"
         ) from None
     if mode & 0o077:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"keys {path}: mode {mode:04o} lets others at it; chmod 600 {path}")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"keys {path}: mode {mode:04o} gives others access; chmod 600 {path}")
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.MsgspecError:

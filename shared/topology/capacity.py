@@ -25,7 +25,8 @@ _NAME_BYTES = 64
 _SHARD_BYTES = 32 + 8 + 63 + _NAME_BYTES
 # `lengths` and `sample_index` are shards too. Their contents are counted in _LENGTH_BYTES.
 _RAGGED_KEYS = 2
-# Versions that no counted lease names: of an evaluation left behind, or of the lineage before a reload.
+# Number of versions that no counted lease names, such as that of an unfinished evaluation or of the lineage before a
+# reload.
 _SPARE_VERSIONS = 1
 # Deterministic mode: besides the version being written, those of all steps that may still be sampled, and one that
 # a reloaded trainer publishes again.

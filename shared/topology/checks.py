@@ -194,7 +194,7 @@ def _transport(topology: Topology) -> Found:
             yield ("transport", "encrypt_bulk"), message
         for name in ports:
             if getattr(transport, name) != type(transport).model_fields[name].default:
-                yield ("transport", name), "without transport.listen nobody listens on tcp, leave it out"
+                yield ("transport", name), "without transport.listen no process listens on tcp; leave it out"
         return
     if transport.listen == "0.0.0.0":  # noqa: S104  # refused, not bound
         yield ("transport", "listen"), "0.0.0.0: other hosts are told this address, give the one that they reach"

@@ -1,7 +1,7 @@
 """What a round does to a run: kills, stops, full disks and memory, clock jumps, damage. Each returns what it did.
 
-A disturbance that lasts ends by a later call (`Round.later`). One after which a run may end by design says so
-(`Round.may_end`), and the run is then resumed.
+A disturbance that lasts is ended by a later call (`Round.later`). A disturbance after which a run may end by design
+says so (`Round.may_end`), and the run is then resumed.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _fill(each: Round, junk: Path, seconds: float) -> str:
 
 
 def few_descriptors(each: Round) -> str:
-    """Leave a store no free descriptor. Other services have no promise to outlive that: libzmq ends them."""
+    """Leave a store no free descriptor. Other services are not promised to survive that: libzmq ends them."""
     pid, seconds = each.pid("batch-store"), each.chance.uniform(0.5, 3)
     if pid is None:
         return "batch-store is away"
@@ -201,7 +201,9 @@ def kill_the_launcher(each: Round) -> str:
 
 
 def damage_the_newest_checkpoint(each: Round) -> str:
-    """Flip a byte, and kill the worker that would restore it. The one before it, or the first model, serves."""
+    """Flip a byte, and kill the worker that would restore it. The one before it, or the first model, is used
+    instead.
+    """
     folders = sorted(each.run.run.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     if not folders:
         return "there is none"
@@ -214,7 +216,7 @@ def damage_the_newest_checkpoint(each: Round) -> str:
 
 
 def delete_the_checkpoints(each: Round) -> str:
-    """Delete the folder of checkpoints, and kill the worker that would restore one. The first model serves."""
+    """Delete the folder of checkpoints, and kill the worker that would restore one. The first model is used instead."""
     shutil.rmtree(each.run.run.checkpoints, ignore_errors=True)
     each.rewound = True
     _kill(each, ("policy-trainer-worker",))

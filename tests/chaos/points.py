@@ -26,7 +26,9 @@ class Point:
     match: str = ""
     """Part of the name of the type of an argument, for functions that handle messages of many types."""
     mark: str = ""
-    """A file that is created when the signal is sent, after which no process is sent it again. Empty: each life is."""
+    """A file that is created when the signal is sent, after which no process is sent it again. If it is empty, every
+    life of the process is sent the signal.
+    """
 
     @classmethod
     def parse(cls, process: str, text: str, number: int, mark: str = "") -> Point:
@@ -57,7 +59,7 @@ _PLACES = (
     (SCHEDULER, "shared.rpc.mailbox:Mailbox.answer", "LeaseGrant", 40),
     (STORE, "services.batch_store.files:StoreFiles.create", "", 60),
     (STORE, "services.batch_store.files:StoreFiles.seal", "", 60),
-    (STORE, "services.batch_store.files:StoreFiles.entomb", "", 10),
+    (STORE, "services.batch_store.tombstones:TombstoneList.append", "", 10),
     (STORE, "services.batch_store.files:StoreFiles.retire", "", 20),
     (STORE, "shared.rpc.mailbox:Mailbox.answer", "PutSealed", 60),
     (STORE, "services.batch_store.server:StoreService._clear", "", 10),

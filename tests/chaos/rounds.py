@@ -26,11 +26,11 @@ from tests.integration.whole_cluster import Cluster, cluster
 
 STEPS = 12
 LIMIT_S = 420.0
-"""Seconds in which a disturbed run has to be done, on a busy machine."""
+"""Seconds in which a disturbed run has to finish, on a busy machine."""
 RESUMES = 4
 """Ends of the launcher that a round causes. The run is left alone after that."""
 DISTURBED_S = 75.0
-"""Seconds of a round in which the run is disturbed. It is left alone afterwards, and has to be done."""
+"""Seconds of a round in which the run is disturbed. It is left alone afterwards, and has to finish."""
 ENDS_S = 120.0
 """Seconds in which the services of a killed launcher end, which may have to save a checkpoint first."""
 PATIENCE_S = 15.0

@@ -42,7 +42,7 @@ SIMULATED = [
     Mutation(
         "a clear is acknowledged without a tombstone",
         "services/batch_store/server.py",
-        "files.entomb(self.index.entomb(request.tasks))",
+        "files.tombstones.append(self.index.entomb(request.tasks))",
         "self.index.entomb(request.tasks)",
         SEEDS,
     ),

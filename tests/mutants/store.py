@@ -18,7 +18,7 @@ STORE = [
         SERVER,
         """\
         try:
-            files.entomb(self.index.entomb(request.tasks))
+            files.tombstones.append(self.index.entomb(request.tasks))
         except OSError as error:  # a full mount must not prevent the clear, which makes room
             self.log.error("tombstones not written", error=str(error))
         self._retirement.take(self.index.clear(request.tasks))
@@ -27,7 +27,7 @@ STORE = [
         fresh = self.index.entomb(request.tasks)
         self._retirement.take(self.index.clear(request.tasks))
         try:
-            files.entomb(fresh)
+            files.tombstones.append(fresh)
         except OSError as error:
             self.log.error("tombstones not written", error=str(error))
 """,
@@ -36,8 +36,8 @@ STORE = [
     Mutation(
         "a restarted store forgets its tombstones",
         SERVER,
-        "self.index.recall(files.tombstones())",
-        "files.tombstones()",
+        "self.index.recall(files.tombstones.read())",
+        "files.tombstones.read()",
         f"{KILLED}::test_a_clear_interrupted_by_the_stores_death_stays_in_effect",
     ),
     Mutation(

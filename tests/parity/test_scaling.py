@@ -31,7 +31,9 @@ SURE = {"float32": 1.0, "bfloat16": 0.4}
 LARGE = 1e4
 TRAINING = {"clip_norm": 0.05, "lr": 1e-3}
 MAX_TOKENS = 60
-"""Tokens of a micro-batch, which make several micro-batches, so that accumulated gradients are scaled, too."""
+"""Maximum tokens of a micro-batch, so few that there are several micro-batches and accumulated gradients are scaled,
+too.
+"""
 
 
 def case() -> tuple[Case, int]:

@@ -10,6 +10,7 @@ from unittest import mock
 
 from services.batch_store.files import StoreFiles
 from services.batch_store.server import StoreService
+from services.batch_store.tombstones import TombstoneList
 from services.scheduler.journal import Journal
 from services.scheduler.server import SchedulerService
 from services.scheduler.state import Scheduler
@@ -143,7 +144,8 @@ def observers() -> Iterator[None]:
         (StoreService, "_clear", _acknowledged),
         (Mailbox, "handle", _once),
         (Mailbox, "_fail", _failed),
-        *((StoreFiles, name, _deadly) for name in ("create", "seal", "entomb", "retire")),
+        *((StoreFiles, name, _deadly) for name in ("create", "seal", "retire")),
+        (TombstoneList, "append", _deadly),
     ]
     with ExitStack() as stack:
         for owner, name, wrapper in observed:

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import xxhash
 
+from launch.supervisor.events import Event, Exited, RunEnded, RunOutcome, Spawned
 from launch.supervisor.plan import DRIVER
 from launch.supervisor.server import SUPERVISOR, Supervisor
-from launch.supervisor.state import Event, Exited, RunEnded, RunOutcome, Spawned
 from proto.messages import Ack
 from proto.registry import by_type
 from shared.actor.service import PEER_LOST_STATUS
@@ -365,9 +365,7 @@ class SimSupervisor(Supervisor):
     def __init__(self, world: World) -> None:
         super().__init__(world.run_dir, world.scenario.size.plan(), threads={}, on_event=lambda event: None)
         self._world = world
-
-    def _start_guard(self) -> None:
-        """Start none: the simulation does not outlive its world."""
+        self._programs.start_guard = lambda: None  # type: ignore[method-assign]  # nothing outlives the simulated world
 
     def _spawn(self, key: Key) -> Event:
         node = self._world.start(key, self._endpoint)

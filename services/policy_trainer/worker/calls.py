@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import structlog
 
 from proto import messages
-from proto.errors import WireError
 from proto.ids import REVISION
 from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WorkerRequest
 from proto.registry import Message
@@ -25,8 +25,10 @@ from proto.tensors import Array
 from services.policy_trainer.loss_spec import ADVANTAGES, WEIGHTS
 from services.policy_trainer.worker import samples
 from services.policy_trainer.worker.batch_reader import BatchReader
+from services.policy_trainer.worker.checkpoint_writer import CheckpointWriter
 from services.policy_trainer.worker.colocation.devices import Devices
 from services.policy_trainer.worker.colocation.residency import NEEDS, Part, parts_named
+from services.policy_trainer.worker.snapshot_keeper import SnapshotKeeper
 from services.policy_trainer.worker.snapshots import Snapshots
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
@@ -34,7 +36,7 @@ from shared.ranks.group import Group, GroupEnded
 from shared.ranks.layout import Place
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
-from shared.rundir import RunDir, checkpoint_steps, service_name
+from shared.rundir import RunDir, service_name
 from shared.stages import PROXIMAL
 from shared.topology import Topology
 
@@ -72,7 +74,7 @@ class Calls:
         self._group = group
         self._data = data
         self._compute = compute
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writer = CheckpointWriter(run.checkpoints, topology.checkpoint.keep_every)
         self._backend: Backend
         self._canaries: Canaries
         self._earlier: EarlierVersions
@@ -92,9 +94,8 @@ class Calls:
         )
         self._putting: asyncio.Future[Any] | None = None
         """The put of weights into a store under way. No optimizer step begins before its end."""
-        self._saving: set[asyncio.Task[None]] = set()
         kept = topology.checkpoint.memory_every is not None
-        self._snapshots = Snapshots(run.shm / "trainer", place) if kept else None
+        self.snapshots = SnapshotKeeper(Snapshots(run.shm / "trainer", place) if kept else None)
         self._accumulated: list[str] = []
         """Tasks of this data-parallel rank whose gradients wait for the next update."""
         self._log = structlog.get_logger("policy-trainer-worker")
@@ -134,12 +135,10 @@ class Calls:
 
     async def close(self) -> None:
         """Wait for unfinished checkpoints and release all resources."""
-        if self._saving:
-            await asyncio.wait(self._saving)
+        await self._writer.close()
         self.reader.forget_prefetched()
         shutil.rmtree(self._run.path / "offloaded" / f"rank-{self._place.rank}", ignore_errors=True)
         self._data.close()
-        self._writer.shutdown(wait=False)
 
     def _advance(self) -> None:
         self.progress += 1
@@ -212,11 +211,13 @@ class Calls:
     async def _load_checkpoint(self, request: messages.LoadCheckpoint, _: Call) -> Message:
         from services.policy_trainer.worker import checkpoint
         from services.policy_trainer.worker.backend import TrainingState
+        from services.policy_trainer.worker.rank_state import load_rank_state
 
         async def read() -> Callable[[], None]:
             await self._weights_put()
             if request.snapshot_lineage >= 0:
-                return await asyncio.to_thread(self._read_snapshot, request.snapshot_lineage, request.step)
+                state = await asyncio.to_thread(self.snapshots.read, request.snapshot_lineage, request.step)
+                return lambda: load_rank_state(state, self._backend, self._earlier, self._canaries)
             saved = await asyncio.to_thread(checkpoint.load, self._run.checkpoints, request.step)
 
             def load() -> None:
@@ -237,42 +238,10 @@ class Calls:
         self.devices.loaded_anew()
         return self._ready_at(request.step)
 
-    def _read_snapshot(self, lineage: int, step: int) -> Callable[[], None]:
-        """Verify a snapshot and return what loads it. Raises RpcError: missing, or conflict if it is damaged."""
-        from services.policy_trainer.worker.rank_state import load_rank_state
-
-        if self._snapshots is None:
-            raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}: this rank keeps none")
-        state = self._snapshots.read(lineage, step)
-        return lambda: load_rank_state(state, self._backend, self._earlier, self._canaries)
-
-    def _keep(self, lineage: int, step: int) -> float:
-        """Keep a snapshot of the present state, that after `step`. If it cannot be kept, keep none from now on.
-
-        Return the seconds of processor time that this took.
-        """
-        from services.policy_trainer.worker.rank_state import rank_state
-
-        if self._snapshots is None:
-            return 0.0
-        began = time.thread_time()
-        try:
-            self._snapshots.take(lineage, step, rank_state(self._backend, self._earlier, step))
-        except (OSError, WireError) as error:
-            self._log.warning("no snapshots: a killed trainer returns to its checkpoint", error=str(error))
-            self._snapshots.remove()
-            self._snapshots = None
-        return time.thread_time() - began
-
-    def snapshots(self) -> list[messages.HeldSnapshot]:
-        """Return the snapshots that this rank can load."""
-        return self._snapshots.held() if self._snapshots is not None else []
-
     def _begin_at(self, step: int, lineage: int = -1) -> None:
         """Begin a line of steps at `step`. Snapshots of other lines are discarded: all but the loaded one, if any."""
         self._record(step)
-        if self._snapshots is not None:
-            self._snapshots.keep_only(lineage, step)
+        self.snapshots.keep_only(lineage, step)
 
     def _record(self, step: int) -> None:
         """Keep this version in deterministic mode. Called on every rank as part of a collective."""
@@ -343,7 +312,7 @@ class Calls:
         async def may_change() -> None:
             if request.step != self.step + 1:
                 raise RpcError(
-                    ErrorCode.CONFLICT, f"optimizer step of step {request.step}: the worker stands at {self.step}"
+                    ErrorCode.CONFLICT, f"optimizer step of step {request.step}: the worker is at step {self.step}"
                 )
             await self._weights_put()
 
@@ -366,14 +335,21 @@ class Calls:
             self.reader.end_step()
         seconds, snapshot_s = time.perf_counter() - began, 0.0
         if request.last and request.snapshot_lineage >= 0:
-            snapshot_s = await self._on_compute_thread(lambda: self._keep(request.snapshot_lineage, request.step))
+
+            def keep() -> float:
+                from services.policy_trainer.worker.rank_state import rank_state
+
+                state = partial(rank_state, self._backend, self._earlier, request.step)
+                return self.snapshots.take(request.snapshot_lineage, request.step, state)
+
+            snapshot_s = await self._on_compute_thread(keep)
         return messages.OptimStepDone(grad_norm=update.grad_norm, lr=update.lr, seconds=seconds, snapshot_s=snapshot_s)
 
     async def _skip_update(self, request: messages.SkipUpdate, _: Call) -> Message:
         async def may_count() -> None:
             if request.step != self.step + 1:
                 raise RpcError(
-                    ErrorCode.CONFLICT, f"skipped update of step {request.step}: the worker stands at {self.step}"
+                    ErrorCode.CONFLICT, f"skipped update of step {request.step}: the worker is at step {self.step}"
                 )
 
         await self._ready(request, may_count())
@@ -407,7 +383,7 @@ class Calls:
                 self._require_step(request.step, "publish")
             elif self._place.rank == 0 and self._earlier.get(request.step) is None:
                 raise RpcError(
-                    ErrorCode.CONFLICT, f"version {request.step} is not kept, the worker stands at {self.step}"
+                    ErrorCode.CONFLICT, f"version {request.step} is not kept, the worker is at step {self.step}"
                 )
             await self._weights_put()
 
@@ -455,7 +431,7 @@ class Calls:
 
     async def _save_checkpoint(self, request: messages.SaveCheckpoint, call: Call) -> Message | Deferred:
         """Gather the state in order and write it during the next step."""
-        from services.policy_trainer.worker import checkpoint
+        from services.policy_trainer.worker.checkpoint import SavedState
 
         async def settled() -> None:
             self._require_step(request.step, "checkpoint")
@@ -465,25 +441,8 @@ class Calls:
         if self._place.rank != 0:
             return messages.Saved(path="", seconds=0.0)
         earlier = self._earlier.tensors(request.step)
-        snapshot = checkpoint.SavedState(request.step, state.weights, state.optimizer, earlier, at_stop=request.at_stop)
-        folder, keep_every = self._run.checkpoints, self._topology.checkpoint.keep_every
-
-        def write() -> tuple[Path, list[int]]:
-            path = checkpoint.save(folder, snapshot, keep_last=request.keep_last, keep_every=keep_every)
-            return path, checkpoint_steps(folder)
-
-        async def save() -> None:
-            began = time.perf_counter()
-            try:
-                path, kept = await asyncio.get_running_loop().run_in_executor(self._writer, write)
-            except Exception as error:
-                self.refuse(request, call, error)
-            else:
-                call.reply(messages.Saved(path=str(path), seconds=time.perf_counter() - began, kept=kept))
-
-        task = asyncio.create_task(save())
-        self._saving.add(task)
-        task.add_done_callback(self._saving.discard)
+        saved = SavedState(request.step, state.weights, state.optimizer, earlier, at_stop=request.at_stop)
+        self._writer.begin(saved, request.keep_last, call.reply, partial(self.refuse, request, call))
         return DEFERRED
 
     async def _save_model(self, request: messages.SaveModel, _: Call) -> Message:
@@ -511,7 +470,7 @@ class Calls:
 
     def _require_step(self, step: int, what: str) -> None:
         if self.step != step or self.dirty:
-            raise RpcError(ErrorCode.CONFLICT, f"{what} of step {step}: the worker stands at {self.step}")
+            raise RpcError(ErrorCode.CONFLICT, f"{what} of step {step}: the worker is at step {self.step}")
 
 
 def _sequences(tokens: samples.BatchTokens) -> Any:

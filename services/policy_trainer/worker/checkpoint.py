@@ -100,7 +100,7 @@ def save(folder: Path, state: SavedState, *, keep_last: int, keep_every: int | N
 
 
 def _made_at_stop(path: Path) -> bool:
-    """Return whether the manifest has `at_stop` set. False for a damaged checkpoint."""
+    """Return whether the manifest has `at_stop` set. Return False for a damaged checkpoint."""
     try:
         return bool(json.loads((path / STATE).read_text()).get("at_stop", False))
     except (OSError, ValueError, AttributeError):

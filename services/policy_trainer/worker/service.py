@@ -151,5 +151,5 @@ class PolicyTrainerWorker(Service):
                 driver=self._pending.driver,
                 order=self._pending.done,
                 dirty=self._calls.dirty,
-                snapshots=self._calls.snapshots(),
+                snapshots=self._calls.snapshots.held(),
             )

@@ -57,7 +57,7 @@ class HttpClient:
                 if event.data == _DONE:
                     return
                 yield self._decoded(event.data, path)
-        raise RpcError(ErrorCode.INTERNAL, f"{self._who}: POST {path}: the stream ended before its end")
+        raise RpcError(ErrorCode.INTERNAL, f"{self._who}: POST {path}: the stream ended early")
 
     async def _whole(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         async with self._answered(method, path, body) as answer:

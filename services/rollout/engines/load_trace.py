@@ -330,7 +330,7 @@ def _nowhere(tensor: Any) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first element, and the one behind the last element."""
+    """Return the address of the first element, and the one after the last element."""
     begin = tensor.data_ptr()
     if tensor.numel() == 0:
         return begin, begin

@@ -5,7 +5,7 @@ many at a time, because each time the keys and values of all rows are copied. A 
 one call until all of them have ended, so the same call gives the same bits. A prompt is run once for all its samples.
 
 Random numbers belong to a prompt: they follow from the run's seed and the prompt's name, never from a global generator.
-A task samples the same whatever else is in the table, unless the shape of the table changes the logits.
+A task's samples do not depend on what else is in the table, unless the shape of the table changes the logits.
 
 Shapes: R rows of the table (the last N of them), T maximum tokens of a sample, S random numbers drawn ahead, P prompts
 of L tokens, V tokens in the vocabulary.

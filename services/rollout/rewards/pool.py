@@ -290,7 +290,7 @@ class RewardPool:
             if over:
                 text = (
                     f"the judge of {term.function} has not answered for {judge.retry.limit_s:g} s "
-                    f"(reward.retry.limit_s), the last of {outage.tries} tries: {outage.error}; mend it, then resume"
+                    f"(reward.retry.limit_s), the last of {outage.tries} tries: {outage.error}; repair it, then resume"
                 )
             found.append(Trouble(TroubleKind.JUDGE, text[:TEXT_CHARS], over))
         return found

@@ -38,7 +38,9 @@ class _Point:
             os.kill(os.getpid(), self._signal)
 
     def _first(self) -> bool:
-        """Return whether no other life of a process has been here. The mark tells the test who was, and when."""
+        """Return whether no other life of a process has been here. The mark tells the test which process was first, and
+        when.
+        """
         if not self._mark:
             return True
         try:

@@ -278,7 +278,7 @@ def test_service_whose_failure_no_restart_can_fix_fails_the_run_at_once(tmp_path
         log = (here.run.logs / "supervisor-0.jsonl").read_text()
     assert status == 1
     assert (
-        "the run failed: rollout/0: model of rollout: cannot be loaded (another start would not mend it)"
+        "the run failed: rollout/0: model of rollout: cannot be loaded (another start would fail, too)"
         in errors.splitlines()
     )
     lines = [json.loads(line) for line in log.splitlines()]

@@ -133,7 +133,7 @@ def test_doctor_names_a_full_store_and_its_producers(live: Cluster) -> None:
         held: list[int] = []
         try:
             for nbytes in (64 << 20, 8 << 20, 1 << 20, 64 << 10):
-                with suppress(RpcError):  # BUSY: it does not fit any more
+                with suppress(RpcError):  # BUSY: it no longer fits
                     while True:
                         begin = PutBegin(
                             put_id=secrets.token_hex(16), nbytes=nbytes, tasks=[PutTask("train/999999/0", 1)]

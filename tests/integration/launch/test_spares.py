@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from launch.heavy import heavy_imports
-from launch.supervisor.server import child_environment
+from launch.supervisor.programs import child_environment
 from shared.topology import load
 from tests.integration.tiny.harness import (
     QUICKSTART,

@@ -84,7 +84,7 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             lost = outside.publish_weights(1, 9, store=STORE)
             after = outside.optim_step()
             results = await asyncio.gather(lost, after, return_exceptions=True)
-            assert "stands at 3" in str(results[0])
+            assert "is at step 3" in str(results[0])
             assert isinstance(results[1], RpcError)
             other = await caller(bench, 8)
             with pytest.raises(RpcError, match="has taken over"):

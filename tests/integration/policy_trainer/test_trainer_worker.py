@@ -271,7 +271,7 @@ def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: Run
             with pytest.raises(RpcError, match="was replaced"):
                 await old.take_over()
             await bench.train(new, 3)
-            with pytest.raises(RpcError, match="the worker stands at 3"):
+            with pytest.raises(RpcError, match="the worker is at step 3"):
                 await new.publish_weights(0, 1, store=STORE, fence=2)
             with pytest.raises(WorkersLost, match="an earlier call failed"):
                 await new.publish_weights(0, 3, store=STORE)

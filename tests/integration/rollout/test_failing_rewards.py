@@ -74,5 +74,5 @@ def test_a_judge_that_never_answers_ends_the_run_in_one_line(tmp_path: Path, env
     assert "the judge of my_failing_rewards:judged has not answered for 5 s (reward.retry.limit_s)" in line
     assert "Connection refused" in line
     assert "my_failing_rewards.py:9" in line
-    assert "(another start would not mend it)" in line
+    assert "(another start would fail, too)" in line
     assert "dropped" not in output

@@ -23,7 +23,7 @@ import zmq
 
 from launch import place
 from launch.supervisor.plan import module_of
-from launch.supervisor.server import child_environment
+from launch.supervisor.programs import child_environment
 from proto.messages import Ping, Pong
 from services.policy_trainer.dispatch import group_dispatch
 from services.policy_trainer.driver import Driver

@@ -28,7 +28,7 @@ POLL_S = 0.02
 
 
 def wait_for(what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-    """The first true answer of `condition`."""
+    """Return the first true answer of `condition`."""
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         answer = condition()
@@ -54,12 +54,12 @@ class Launched:
         return RunDir.open(self.path)
 
     def status(self) -> dict[str, Any]:
-        """What `ctl status --json` says; {} while the run does not answer."""
+        """Return the output of `ctl status --json`, or {} while the run does not answer."""
         done = ctl(self.path, "status", "--json")
         return json.loads(done.stdout) if done.returncode == 0 else {}
 
     def wait_ready(self, ready: int = SERVICES) -> dict[str, dict[str, Any]]:
-        """The services by name/instance, once `ready` of them are READY."""
+        """Return the services by name/instance, once `ready` of them are READY."""
         wait_for("run directory", (self.path / "run.json").exists)
 
         def all_ready() -> dict[str, dict[str, Any]]:
@@ -70,14 +70,14 @@ class Launched:
         return answer
 
     def end(self, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
-        """Exit status, stdout, stderr; waits for the end."""
+        """Wait for the end and return exit status, stdout and stderr."""
         output, errors = self.process.communicate(timeout=limit_s)
         return self.process.returncode, output, errors
 
 
 @contextlib.contextmanager
 def launched(path: Path, *arguments: str, tiny: str = ALL_TINY, spares: bool = False) -> Iterator[Launched]:
-    """A launcher of the quickstart in `path`; whatever it leaves is killed at the end of the test."""
+    """Start a launcher of the quickstart in `path`. Whatever it leaves is killed at the end of the test."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -116,7 +116,7 @@ def launched(path: Path, *arguments: str, tiny: str = ALL_TINY, spares: bool = F
 
 
 def processes_of(path: Path) -> list[int]:
-    """Processes with this run directory on their command line (services, launcher)."""
+    """Return the processes with this run directory on their command line (services, launcher)."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -138,7 +138,7 @@ def ctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def assert_nothing_left(run: RunDir) -> None:
-    """No process, no socket, no shared memory of the run (within a moment)."""
+    """Check that no process, socket or shared memory of the run is left, after a moment at most."""
     wait_for("no process left", lambda: not processes_of(run.path))
     wait_for("no sockets left", lambda: not run.sockets.exists())
     wait_for("no shared memory left", lambda: not run.shm.exists())

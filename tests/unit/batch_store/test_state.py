@@ -102,31 +102,31 @@ def test_grant_is_overdue_only_after_its_time() -> None:
 
 def test_torn_last_tombstone_is_dropped_and_the_list_stays_usable(tmp_path: Path) -> None:
     files = StoreFiles("store", tmp_path / "s")
-    files.entomb([PutTask("t/0/1", 4), PutTask("t/0/2", 5)])
+    files.tombstones.append([PutTask("t/0/1", 4), PutTask("t/0/2", 5)])
     files.close()
     with (tmp_path / "s" / "tombstones").open("a") as stream:
         stream.write("6 t/0/")
     files = StoreFiles("store", tmp_path / "s")
-    assert files.tombstones() == [PutTask("t/0/1", 4), PutTask("t/0/2", 5)]
-    files.entomb([PutTask("t/0/3", 6)])
-    assert files.tombstones()[-1] == PutTask("t/0/3", 6)
+    assert files.tombstones.read() == [PutTask("t/0/1", 4), PutTask("t/0/2", 5)]
+    files.tombstones.append([PutTask("t/0/3", 6)])
+    assert files.tombstones.read()[-1] == PutTask("t/0/3", 6)
     files.close()
 
 
 def test_list_of_tombstones_is_rewritten_when_it_is_mostly_stale(tmp_path: Path) -> None:
     files = StoreFiles("store", tmp_path)
     for fence in range(6000):
-        files.entomb([PutTask("t/0/1", fence)])
+        files.tombstones.append([PutTask("t/0/1", fence)])
     in_the_way = tmp_path / "tombstones.new"
     in_the_way.mkdir()
     with pytest.raises(IsADirectoryError):
-        files.compact({"t/0/1": 5999})
-    files.entomb([PutTask("t/0/1", 6000)])
-    assert files.tombstones()[-1] == PutTask("t/0/1", 6000)
+        files.tombstones.compact({"t/0/1": 5999})
+    files.tombstones.append([PutTask("t/0/1", 6000)])
+    assert files.tombstones.read()[-1] == PutTask("t/0/1", 6000)
     in_the_way.rmdir()
-    files.compact({"t/0/1": 5999})
-    files.entomb([PutTask("t/0/2", 1)])
-    assert files.tombstones() == [PutTask("t/0/1", 5999), PutTask("t/0/2", 1)]
+    files.tombstones.compact({"t/0/1": 5999})
+    files.tombstones.append([PutTask("t/0/2", 1)])
+    assert files.tombstones.read() == [PutTask("t/0/1", 5999), PutTask("t/0/2", 1)]
     files.close()
 
 
@@ -203,8 +203,8 @@ def test_files_of_a_store_are_private_whatever_the_umask(tmp_path: Path) -> None
         assert files.copy_to_disk(put_id)
         files.finish_copy(put_id)
         for fence in range(6000):
-            files.entomb([PutTask("t/0/1", fence)])
-        files.compact({"t/0/1": 5999})
+            files.tombstones.append([PutTask("t/0/1", fence)])
+        files.tombstones.compact({"t/0/1": 5999})
         files.retire(Retire(f"{put_id}.blk", "a.1-1.dead"))
         files.close()
     finally:
@@ -244,7 +244,7 @@ def test_invalid_line_in_the_list_of_tombstones_is_skipped(tmp_path: Path) -> No
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "tombstones").write_bytes(b"1 train/0/1\n1 x\n\xff\xfe\n-3 \n2 train/0/2\n3 train/0/")
     files = StoreFiles("store", tmp_path / "store")
-    assert files.tombstones() == [PutTask("train/0/1", 1), PutTask("train/0/2", 2)]
+    assert files.tombstones.read() == [PutTask("train/0/1", 1), PutTask("train/0/2", 2)]
     files.close()
 
 
@@ -281,20 +281,20 @@ def test_list_that_cannot_be_rewritten_for_lack_of_room_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = StoreFiles("store", tmp_path / "store")
-    files.entomb([PutTask("train/0/0", 1)])
+    files.tombstones.append([PutTask("train/0/0", 1)])
 
     def full(path: Path, target: Path) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", full)
-        files.owes_tombstones = True
+        files.tombstones.incomplete = True
         with pytest.raises(OSError, match="No space"):
-            files.compact({"train/0/0": 1, "train/0/1": 1})
-    assert files.owes_tombstones
+            files.tombstones.compact({"train/0/0": 1, "train/0/1": 1})
+    assert files.tombstones.incomplete
     assert not list((tmp_path / "store").glob("*.new"))
-    files.entomb([PutTask("train/0/2", 1)])
-    files.compact({"train/0/0": 1, "train/0/1": 1, "train/0/2": 1})
-    assert not files.owes_tombstones
-    assert files.tombstones() == [PutTask(f"train/0/{i}", 1) for i in range(3)]
+    files.tombstones.append([PutTask("train/0/2", 1)])
+    files.tombstones.compact({"train/0/0": 1, "train/0/1": 1, "train/0/2": 1})
+    assert not files.tombstones.incomplete
+    assert files.tombstones.read() == [PutTask(f"train/0/{i}", 1) for i in range(3)]
     files.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch.supervisor import state as s
+from launch.supervisor import events as e
 from launch.supervisor.plan import Key
 from launch.supervisor.state import RunLifecycle
 from shared.actor.service import ProcessState
@@ -36,44 +36,44 @@ class World:
         self.terminated: list[Key] = []
         self.retired: list[Key] = []
         self.killed: list[Key] = []
-        self.died: list[s.Died] = []
-        self.ended: list[s.RunEnded] = []
+        self.died: list[e.Died] = []
+        self.ended: list[e.RunEnded] = []
 
-    def feed(self, event: s.Event) -> None:
+    def feed(self, event: e.Event) -> None:
         for effect in self.state.handle(event, self.now):
             match effect:
-                case s.Spawn(key):
+                case e.Spawn(key):
                     self.spawned.append(key)
                     self.pids[key] = self.next_pid
                     self.next_pid += 1
-                    self.feed(s.Spawned(key, self.pids[key]))
-                case s.Terminate(key, pid):
+                    self.feed(e.Spawned(key, self.pids[key]))
+                case e.Terminate(key, pid):
                     assert pid == self.pids[key]
                     self.terminated.append(key)
-                case s.Retire(key, pid):
+                case e.Retire(key, pid):
                     assert pid == self.pids[key]
                     self.retired.append(key)
-                case s.Kill(key, pid):
+                case e.Kill(key, pid):
                     assert pid == self.pids[key]
                     self.killed.append(key)
-                case s.Died():
+                case e.Died():
                     self.died.append(effect)
-                case s.RunEnded():
+                case e.RunEnded():
                     self.ended.append(effect)
 
     def report(self, key: Key, state: str, cause: str = "") -> None:
-        self.feed(s.Reported(key, self.pids[key], 1000 + self.pids[key], state, cause))
+        self.feed(e.Reported(key, self.pids[key], 1000 + self.pids[key], state, cause))
 
     def exit(self, key: Key, status: int, *, run_complete: bool = True) -> None:
-        self.feed(s.Exited(key, self.pids[key], status, run_complete))
+        self.feed(e.Exited(key, self.pids[key], status, run_complete))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.feed(s.TimePassed())
+        self.feed(e.TimePassed())
 
     def run(self) -> World:
         """Bring every process to READY."""
-        self.feed(s.TimePassed())
+        self.feed(e.TimePassed())
         for key in (SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT):
             self.report(key, ProcessState.READY)
         self.spawned.clear()

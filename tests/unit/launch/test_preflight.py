@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch import functions, preflight
-from launch.supervisor.server import child_environment
+from launch.supervisor.programs import child_environment
 from shared.topology import load, snapshot_bytes
 from shared.topology.fields import format_size
 from tests.unit.shared.topology.small_topology import edited, make, problems, write

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from launch.supervisor import events as e
 from launch.supervisor import state as s
+from launch.supervisor.events import RunOutcome
 from launch.supervisor.plan import rolling_order
-from launch.supervisor.state import RunOutcome, RunPhase
+from launch.supervisor.state import RunPhase
 from shared.actor.service import ProcessState
 from tests.unit.launch.supervised import (
     DRIVER,
@@ -24,7 +26,7 @@ from tests.unit.launch.supervised import (
 
 def test_drained_process_finishes_its_leases_and_stays_ended() -> None:
     world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
+    world.feed(e.DrainAsked([ROLLOUT]))
     assert (world.retired, world.terminated) == ([ROLLOUT], [])
     world.report(ROLLOUT, ProcessState.DRAINING)
     world.exit(ROLLOUT, 0)
@@ -36,7 +38,7 @@ def test_drained_process_finishes_its_leases_and_stays_ended() -> None:
 
 def test_process_killed_while_it_drains_stays_ended() -> None:
     world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
+    world.feed(e.DrainAsked([ROLLOUT]))
     world.exit(ROLLOUT, SIGKILL)
     assert world.state.processes[ROLLOUT].state == ProcessState.DRAINED
     assert (world.spawned, world.died) == ([], [])
@@ -44,7 +46,7 @@ def test_process_killed_while_it_drains_stays_ended() -> None:
 
 def test_process_that_does_not_finish_its_leases_is_told_to_end_and_then_killed() -> None:
     world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
+    world.feed(e.DrainAsked([ROLLOUT]))
     world.wait(s.RETIRE_LIMIT_S - 1)
     assert world.terminated == []
     world.wait(1)
@@ -59,16 +61,16 @@ def test_process_that_does_not_finish_its_leases_is_told_to_end_and_then_killed(
 def test_process_that_is_not_ready_is_drained_without_waiting_for_leases() -> None:
     world = World().run()
     world.exit(ROLLOUT, 1)  # BACKOFF
-    world.feed(s.DrainAsked([ROLLOUT]))
+    world.feed(e.DrainAsked([ROLLOUT]))
     assert world.state.processes[ROLLOUT].state == ProcessState.DRAINED
     world.wait(60)
     assert world.spawned == []
 
 
-@pytest.mark.parametrize("event", [s.StartAsked, s.RestartAsked])
-def test_drained_process_comes_back_when_it_is_asked_for(event: type[s.StartAsked | s.RestartAsked]) -> None:
+@pytest.mark.parametrize("event", [e.StartAsked, e.RestartAsked])
+def test_drained_process_comes_back_when_it_is_asked_for(event: type[e.StartAsked | e.RestartAsked]) -> None:
     world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
+    world.feed(e.DrainAsked([ROLLOUT]))
     world.exit(ROLLOUT, 0)
     world.feed(event([ROLLOUT]))
     assert world.spawned == [ROLLOUT]
@@ -76,8 +78,8 @@ def test_drained_process_comes_back_when_it_is_asked_for(event: type[s.StartAske
 
 def test_process_asked_for_while_it_drains_starts_again_without_counting_as_failed() -> None:
     world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
-    world.feed(s.StartAsked([ROLLOUT]))
+    world.feed(e.DrainAsked([ROLLOUT]))
+    world.feed(e.StartAsked([ROLLOUT]))
     world.report(ROLLOUT, ProcessState.DRAINING)
     world.exit(ROLLOUT, 0)
     assert world.spawned == [ROLLOUT]
@@ -87,20 +89,20 @@ def test_process_asked_for_while_it_drains_starts_again_without_counting_as_fail
 def test_new_instance_starts_and_ends_with_the_others() -> None:
     world = World().run()
     new = ("rollout", 1)
-    world.feed(s.StartAsked([ROLLOUT, new]))
+    world.feed(e.StartAsked([ROLLOUT, new]))
     assert world.spawned == [new]
     world.report(new, ProcessState.READY)
     world.exit(new, SIGKILL)
     assert world.spawned == [new, new]
-    world.feed(s.StopAsked("stopped"))
+    world.feed(e.StopAsked("stopped"))
     world.exit(DRIVER, 0)
     assert new in world.terminated
 
 
 def test_run_ends_while_a_process_drains() -> None:
     world = World().run()
-    world.feed(s.DrainAsked([ROLLOUT]))
-    world.feed(s.StopAsked("stopped"))
+    world.feed(e.DrainAsked([ROLLOUT]))
+    world.feed(e.StopAsked("stopped"))
     for key in (DRIVER, ROLLOUT, REFERENCE, WORKER, STORE, MONITOR, SCHEDULER):
         world.exit(key, 0)
     assert [each.outcome for each in world.ended] == [RunOutcome.STOPPED]
@@ -110,7 +112,7 @@ def test_rolling_restart_stops_each_group_once_the_one_before_is_ready() -> None
     world = World().run()
     groups = rolling_order(PLAN, {})
     assert [group[0] for group in groups] == [MONITOR, ROLLOUT, REFERENCE, WORKER, DRIVER, STORE, SCHEDULER]
-    world.feed(s.RollingRestartAsked(groups))
+    world.feed(e.RollingRestartAsked(groups))
     for number, [key] in enumerate(groups, 1):
         assert len(world.terminated) == number
         assert world.terminated[-1] == key
@@ -123,7 +125,7 @@ def test_rolling_restart_stops_each_group_once_the_one_before_is_ready() -> None
 
 def test_rolling_restart_waits_for_another_process_that_is_away() -> None:
     world = World().run()
-    world.feed(s.RollingRestartAsked([[MONITOR], [ROLLOUT]]))
+    world.feed(e.RollingRestartAsked([[MONITOR], [ROLLOUT]]))
     world.exit(MONITOR, 0)
     world.exit(STORE, SIGKILL)
     world.report(MONITOR, ProcessState.READY)

@@ -13,9 +13,9 @@ import pytest
 import structlog
 
 from launch.supervisor import server
+from launch.supervisor.events import Reported, RunEnded, RunOutcome
 from launch.supervisor.plan import Key
 from launch.supervisor.server import Supervisor
-from launch.supervisor.state import Reported, RunEnded, RunOutcome
 from shared.actor import logging
 from shared.rundir import RunDir
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from launch.supervisor import events as e
 from launch.supervisor import state as s
-from launch.supervisor.state import RunOutcome, RunPhase
+from launch.supervisor.events import RunOutcome
+from launch.supervisor.state import RunPhase
 from shared.actor.service import UNUSABLE_STATUS, ProcessState
 from tests.unit.launch.supervised import (
     DRIVER,
@@ -21,13 +23,13 @@ from tests.unit.launch.supervised import (
 
 def test_first_services_start_before_the_others() -> None:
     world = World()
-    world.feed(s.TimePassed())
+    world.feed(e.TimePassed())
     assert world.spawned == [SCHEDULER, STORE, MONITOR]
 
 
 def test_others_start_at_once_when_all_first_services_are_ready() -> None:
     world = World()
-    world.feed(s.TimePassed())
+    world.feed(e.TimePassed())
     world.report(SCHEDULER, ProcessState.READY)
     world.report(STORE, ProcessState.READY)
     assert len(world.spawned) == 3
@@ -60,7 +62,7 @@ def test_process_that_is_killed_again_starts_at_once_if_it_was_ready_and_after_a
 
 def test_the_run_is_calm_while_every_process_is_ready_and_nothing_ends() -> None:
     world = World()
-    world.feed(s.TimePassed())
+    world.feed(e.TimePassed())
     assert not world.state.calm
     world = World().run()
     assert world.state.calm
@@ -68,7 +70,7 @@ def test_the_run_is_calm_while_every_process_is_ready_and_nothing_ends() -> None
     assert not world.state.calm
     world.report(ROLLOUT, ProcessState.READY)
     assert world.state.calm
-    world.feed(s.StopAsked("enough"))
+    world.feed(e.StopAsked("enough"))
     assert not world.state.calm
 
 
@@ -138,7 +140,7 @@ def test_a_process_that_ends_because_a_peer_died_does_not_count_as_failed() -> N
 
 def test_a_first_start_that_is_refused_fails_the_run_at_once_with_its_cause() -> None:
     world = World()
-    world.feed(s.TimePassed())
+    world.feed(e.TimePassed())
     world.report(STORE, ProcessState.FAILED, "services.batch-store.directory: not writable")
     world.exit(STORE, UNUSABLE_STATUS)
     assert world.died == []
@@ -216,13 +218,13 @@ def test_run_drains_in_order_after_the_driver_is_done() -> None:
             world.report(key, ProcessState.STOPPED)
             world.exit(key, 0)
     assert order == [REFERENCE, ROLLOUT, WORKER, STORE, MONITOR, SCHEDULER]
-    assert world.ended == [s.RunEnded(RunOutcome.DONE, "", None)]
+    assert world.ended == [e.RunEnded(RunOutcome.DONE, "", None)]
     assert all(process.state == ProcessState.STOPPED for process in world.state.processes.values())
 
 
 def test_process_that_dies_while_draining_stays_down() -> None:
     world = World().run()
-    world.feed(s.StopAsked("stopped by the operator"))
+    world.feed(e.StopAsked("stopped by the operator"))
     world.exit(ROLLOUT, SIGKILL)
     world.wait(10.0)
     assert world.spawned == []
@@ -230,7 +232,7 @@ def test_process_that_dies_while_draining_stays_down() -> None:
 
 def test_process_that_does_not_drain_is_killed_after_the_limit_only() -> None:
     world = World().run()
-    world.feed(s.StopAsked("interrupted"))
+    world.feed(e.StopAsked("interrupted"))
     assert world.terminated == [DRIVER]
     world.wait(s.DRAIN_LIMIT_S - 0.1)
     assert world.killed == []
@@ -240,8 +242,8 @@ def test_process_that_does_not_drain_is_killed_after_the_limit_only() -> None:
 
 def test_a_trainer_gets_time_for_a_checkpoint_only_when_the_run_ends() -> None:
     for event, limit_s in (
-        (s.StopAsked("interrupted"), s.DRAIN_LIMIT_S + 90),
-        (s.RestartAsked([DRIVER]), s.DRAIN_LIMIT_S),
+        (e.StopAsked("interrupted"), s.DRAIN_LIMIT_S + 90),
+        (e.RestartAsked([DRIVER]), s.DRAIN_LIMIT_S),
     ):
         world = World(save_limit_s=90).run()
         world.feed(event)
@@ -254,7 +256,7 @@ def test_a_trainer_gets_time_for_a_checkpoint_only_when_the_run_ends() -> None:
 
 def test_no_other_process_is_told_to_end_before_the_driver_has_saved() -> None:
     world = World(save_limit_s=90).run()
-    world.feed(s.StopAsked("interrupted"))
+    world.feed(e.StopAsked("interrupted"))
     world.report(DRIVER, ProcessState.DRAINING, "saving step 19")
     world.wait(80.0)
     assert world.terminated == [DRIVER]
@@ -266,9 +268,9 @@ def test_no_other_process_is_told_to_end_before_the_driver_has_saved() -> None:
 
 def test_second_interrupt_kills_all_remaining_processes() -> None:
     world = World().run()
-    world.feed(s.StopAsked("interrupted"))
+    world.feed(e.StopAsked("interrupted"))
     world.exit(DRIVER, 0)
-    world.feed(s.KillAsked())
+    world.feed(e.KillAsked())
     assert set(world.killed) == {key for key in PLAN if key != DRIVER}
     for key in world.killed:
         world.exit(key, SIGKILL)
@@ -277,8 +279,8 @@ def test_second_interrupt_kills_all_remaining_processes() -> None:
 
 def test_stop_during_start_starts_no_further_process() -> None:
     world = World()
-    world.feed(s.TimePassed())
-    world.feed(s.StopAsked("interrupted"))
+    world.feed(e.TimePassed())
+    world.feed(e.StopAsked("interrupted"))
     for key in (STORE, MONITOR, SCHEDULER):
         world.exit(key, 0)
     assert world.spawned == [SCHEDULER, STORE, MONITOR]
@@ -288,7 +290,7 @@ def test_stop_during_start_starts_no_further_process() -> None:
 def test_operator_restart_drains_and_restarts_without_counting_as_a_failure() -> None:
     world = World().run()
     for _ in range(2 * s.FAILURE_LIMIT):
-        world.feed(s.RestartAsked([ROLLOUT]))
+        world.feed(e.RestartAsked([ROLLOUT]))
         assert world.terminated.pop() == ROLLOUT
         world.exit(ROLLOUT, 0)
         world.report(ROLLOUT, ProcessState.READY)
@@ -298,7 +300,7 @@ def test_operator_restart_drains_and_restarts_without_counting_as_a_failure() ->
 
 def test_restarted_driver_that_exits_with_success_does_not_end_the_run() -> None:
     world = World().run()
-    world.feed(s.RestartAsked([DRIVER]))
+    world.feed(e.RestartAsked([DRIVER]))
     world.exit(DRIVER, 0)
     assert world.spawned == [DRIVER]
     assert world.state.phase == RunPhase.RUNNING
@@ -308,7 +310,7 @@ def test_operator_restart_ends_a_backoff() -> None:
     world = World().run()
     world.exit(ROLLOUT, 1)
     assert world.spawned == []
-    world.feed(s.RestartAsked([ROLLOUT]))
+    world.feed(e.RestartAsked([ROLLOUT]))
     assert world.spawned == [ROLLOUT]
 
 
@@ -316,19 +318,19 @@ def test_report_of_an_earlier_incarnation_is_ignored() -> None:
     world = World().run()
     old_pid = world.pids[ROLLOUT]
     world.exit(ROLLOUT, SIGKILL)
-    world.feed(s.Reported(ROLLOUT, old_pid, 7, ProcessState.READY))
+    world.feed(e.Reported(ROLLOUT, old_pid, 7, ProcessState.READY))
     assert world.state.processes[ROLLOUT].state == ProcessState.STARTING
 
 
 def test_report_of_an_unknown_service_is_ignored() -> None:
     world = World().run()
-    world.feed(s.Reported(("rollout", 9), 5, 5, ProcessState.READY))
+    world.feed(e.Reported(("rollout", 9), 5, 5, ProcessState.READY))
     assert world.state.phase == RunPhase.RUNNING
 
 
 def test_process_that_never_becomes_ready_is_killed_and_counts_as_failed() -> None:
     world = World()
-    world.feed(s.TimePassed())
+    world.feed(e.TimePassed())
     world.wait(s.START_LIMIT_S)
     assert world.killed == [SCHEDULER, STORE, MONITOR]
     world.exit(SCHEDULER, SIGKILL)
@@ -347,7 +349,7 @@ def test_process_that_failed_but_does_not_exit_is_killed() -> None:
 
 def test_process_that_does_not_answer_is_killed_and_restarted() -> None:
     world = World().run()
-    world.feed(s.Silent(ROLLOUT, world.pids[ROLLOUT], 60.0))
+    world.feed(e.Silent(ROLLOUT, world.pids[ROLLOUT], 60.0))
     assert world.killed == [ROLLOUT]
     world.exit(ROLLOUT, SIGKILL)
     assert world.died[0].cause == "no answer for 60 s"
@@ -356,18 +358,18 @@ def test_process_that_does_not_answer_is_killed_and_restarted() -> None:
 
 def test_silence_of_an_earlier_incarnation_is_ignored() -> None:
     world = World().run()
-    world.feed(s.Silent(ROLLOUT, world.pids[ROLLOUT] + 100, 60.0))
+    world.feed(e.Silent(ROLLOUT, world.pids[ROLLOUT] + 100, 60.0))
     assert world.killed == []
 
 
 def test_process_that_the_scheduler_wants_dead_is_killed_and_counts_as_failed() -> None:
     world = World().run()
-    world.feed(s.KillOrdered(ROLLOUT, world.pids[ROLLOUT], "hung on shared devices"))
+    world.feed(e.KillOrdered(ROLLOUT, world.pids[ROLLOUT], "hung on shared devices"))
     assert world.killed == [ROLLOUT]
     world.exit(ROLLOUT, SIGKILL)
     assert world.died[0].cause == "hung on shared devices"
     assert len(world.state.processes[ROLLOUT].failures) == 1
-    world.feed(s.KillOrdered(ROLLOUT, world.pids[ROLLOUT] + 100, "an earlier life"))
+    world.feed(e.KillOrdered(ROLLOUT, world.pids[ROLLOUT] + 100, "an earlier life"))
     assert world.killed == [ROLLOUT]
 
 

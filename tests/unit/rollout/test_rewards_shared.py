@@ -1,4 +1,4 @@
-"""Reward calls that other calls in the same process disturb, before or beside them, and that are not lost for it."""
+"""Reward calls that survive disturbances by earlier and concurrent calls in the same process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where newer weights come from, and what the leases do that wait for them."""
+"""Where newer weights come from, and what leases do while they wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A damaged journal is the same history, a named error, or an earlier part of the history that is known to be one."""
+"""A damaged journal gives the same history, a named error, or an earlier part of the history that is known to be
+incomplete.
+"""
 
 from __future__ import annotations
 

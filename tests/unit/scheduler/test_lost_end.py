@@ -1,4 +1,4 @@
-"""A run whose journal lost its end: whatever happened then, nothing of it is taken for the present."""
+"""A run whose journal lost its end: whatever was lost, none of it is mistaken for current state."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def whole(made: Plan) -> tuple[Bench, list[list[str]]]:
 
 
 def shortened(bench: Bench, events: int, agreed: int = LAST) -> Bench:
-    """Return the run as a scheduler finds it whose journal ends after `events` events."""
+    """Return the run as found by a scheduler whose journal ends after `events` events."""
     run = bench.machine.run
     again = Bench(bench.plan, CONFIG)
     again.effects, again.journal, again.calls = [], bench.journal[:events], bench.calls
@@ -75,7 +75,7 @@ def shortened(bench: Bench, events: int, agreed: int = LAST) -> Bench:
 
 
 def resume(bench: Bench, saved: tuple[int, ...] = SAVED) -> RunInfo:
-    """Do what the driver does that finds these checkpoints."""
+    """Do what a driver that finds these checkpoints does."""
     bench.register("batch-store", 0, 1, limit_bytes=1 << 30)
     bench.register("rollout", 0, 7)
     info: RunInfo = bench.ask(GetRunInfo(driver=1))

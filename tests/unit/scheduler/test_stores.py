@@ -133,7 +133,7 @@ def test_a_lost_attempt_is_cleared_where_its_holder_puts() -> None:
     told = bench.sent()
     assert told[AWAY] == ids(there)
     assert sorted(told[STORE]) == sorted(ids(here) + ids(there))  # the trainer's store is always asked
-    late = PutTask(ids(here)[0], 1)  # an instance that moved put it into the store that was told nothing
+    late = PutTask(ids(here)[0], 1)  # a restarted instance had put it into the store that was not told to clear it
     [sent] = [
         effect for effect in bench.event(Listed(AWAY, [late])) if isinstance(effect, SendClear) and not effect.tracked
     ]

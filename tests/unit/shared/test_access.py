@@ -57,7 +57,7 @@ def test_a_file_that_others_could_read_is_replaced_by_a_private_one(home: RunDir
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda file: file.chmod(0o640), "mode 0640 lets others at it; chmod 600"),
+        (lambda file: file.chmod(0o640), "mode 0640 gives others access; chmod 600"),
         (lambda file: file.unlink(), "No such file"),
         (lambda file: file.write_text(file.read_text()[:-40]), "not the JSON"),
         (lambda file: file.write_text(file.read_text().replace('"operator"', '"owner"')), "a role is missing"),
@@ -109,7 +109,7 @@ def test_a_joined_host_has_its_own_sockets_and_the_runs_keys(home: RunDir, tmp_p
 
 def test_only_the_role_service_joins(home: RunDir, tmp_path: Path) -> None:
     launch_access.export(home, Role.OPERATOR, tmp_path / "file")
-    with pytest.raises(RpcError, match="who joins needs the role service, not operator"):
+    with pytest.raises(RpcError, match="joining needs the role service, not operator"):
         RunDir.join(tmp_path / "away", access.read(tmp_path / "file"))
     assert not (tmp_path / "away").exists()
 

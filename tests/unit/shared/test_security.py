@@ -110,7 +110,7 @@ def test_a_run_directory_comes_with_its_keys_and_keeps_them(tmp_path: Path) -> N
     ("damage", "says"),
     [
         (lambda folder: key_file(folder, Role.SERVICE).unlink(), "No such file"),
-        (lambda folder: key_file(folder, Role.SERVICE).chmod(0o640), "mode 0640 lets others at it; chmod 600"),
+        (lambda folder: key_file(folder, Role.SERVICE).chmod(0o640), "mode 0640 gives others access; chmod 600"),
         (lambda folder: (folder / "public.json").chmod(0o602), "mode 0602"),
         (lambda folder: key_file(folder, Role.SERVICE).write_text("{}"), "not the JSON"),
         (lambda folder: key_file(folder, Role.SERVICE).write_bytes(b"\xff" * 9000), "not the JSON"),

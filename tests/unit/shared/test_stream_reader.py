@@ -269,7 +269,7 @@ def test_store_that_stays_silent_loses_the_line(lines: Lines, monkeypatch: pytes
     with lying(lines, CHUNK) as (store, taken, _):
         store.sendall(bulk.pack_head(Head(Kind.DATA, 1, CHUNK, 0)) + b"\xee" * 100)
         assert taken.outcome() is StreamOutcome.LOST
-        assert "nothing came for 0.3 s" in taken.settled[0][1]
+        assert "nothing arrived for 0.3 s" in taken.settled[0][1]
         assert taken.arrival.received == 0
 
 

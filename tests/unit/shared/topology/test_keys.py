@@ -101,7 +101,7 @@ BESIDE = {
     "services.reference.parallel.cp": ("services.reference={backend: megatron}",),
     "data.eval.*.samples": ("data.eval.held={source: builtin:addition, every: 5, temperature: 0.5}",),
 }
-"""What the unchanged topology has too, where it is more than BASE."""
+"""Settings that both topologies have in addition to BASE, by the key that is changed."""
 
 REFUSED = {
     "services.policy-trainer.host": "services.policy-trainer.host=a",
@@ -135,7 +135,7 @@ NUMERIC = {
     "reward.params": "{function: builtin:numeric}",
     "reward.functions.*.params": "{functions: [{function: builtin:numeric}]}",
 }
-"""What they are compared with where it is not BASE's exact_match."""
+"""Settings that they are compared with, where these are not BASE's exact_match."""
 
 TRAINER, ROLLOUT = "services/policy_trainer", "services/rollout/service.py"
 ELSEWHERE: dict[str, tuple[str, str, str]] = {
@@ -314,7 +314,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     ),
     "checkpoint.keep_every": (
         f"{TRAINER}/worker/calls.py",
-        "self._topology.checkpoint.keep_every",
+        "topology.checkpoint.keep_every",
         "unit/policy_trainer/test_state.py::test_the_newest_and_the_multiples_are_kept",
     ),
     "checkpoint.memory_every": (

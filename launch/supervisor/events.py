@@ -1,0 +1,194 @@
+"""The events that the supervisor's state machine takes, and the effects that it returns.
+
+`Event` and `Effect` are unions over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from launch.supervisor.plan import Key
+from shared.actor.service import ProcessState
+
+
+class RunOutcome(StrEnum):
+    """The outcomes of a run."""
+
+    DONE = "DONE"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """The process requested by `Spawn` runs as `pid`."""
+
+    key: Key
+    pid: int
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A service reported its state. Ignored unless `pid` is that of the current process."""
+
+    key: Key
+    pid: int
+    incarnation: int
+    state: ProcessState
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A process that was READY has not answered its mailbox for `seconds`."""
+
+    key: Key
+    pid: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A process has exited. `status` is its exit status, or the negative number of the signal that ended it.
+
+    `run_complete` is true if the driver had nothing left to do when it exited with 0.
+    """
+
+    key: Key
+    pid: int
+    status: int
+    run_complete: bool = True
+
+
+@dataclass(frozen=True)
+class RestartAsked:
+    """The operator wants these processes to be ended and started again."""
+
+    keys: Sequence[Key]
+
+
+@dataclass(frozen=True)
+class RollingRestartAsked:
+    """The operator wants these groups of processes restarted one after the other, each READY before the next."""
+
+    groups: Sequence[Sequence[Key]]
+
+
+@dataclass(frozen=True)
+class DrainAsked:
+    """The operator wants these processes to finish their leases, to end, and to stay ended."""
+
+    keys: Sequence[Key]
+
+
+@dataclass(frozen=True)
+class StartAsked:
+    """The operator wants these processes to run, which may be new or DRAINED."""
+
+    keys: Sequence[Key]
+
+
+@dataclass(frozen=True)
+class KillOrdered:
+    """The scheduler wants this process killed because it hangs while others wait. It counts as failed and restarts."""
+
+    key: Key
+    pid: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """Drain everything and end the run: the operator's stop, or the first Ctrl-C."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class KillAsked:
+    """End the run now, without draining: the second Ctrl-C, for example."""
+
+    cause: str = "killed"
+
+
+@dataclass(frozen=True)
+class TimePassed:
+    """Time has passed, or the run begins."""
+
+
+Event = (
+    Spawned
+    | Reported
+    | Silent
+    | Exited
+    | RestartAsked
+    | RollingRestartAsked
+    | DrainAsked
+    | StartAsked
+    | KillOrdered
+    | StopAsked
+    | KillAsked
+    | TimePassed
+)
+
+
+# -------------------------------------------------------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Start this process. Answered with `Spawned`, or with `Exited` and pid 0 if it cannot be started."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """Send SIGTERM, so that the process drains and ends."""
+
+    key: Key
+    pid: int
+
+
+@dataclass(frozen=True)
+class Retire:
+    """Ask the service to end once it has finished its leases."""
+
+    key: Key
+    pid: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Send SIGKILL. A process that hangs first writes the stacks of its threads to its log."""
+
+    key: Key
+    pid: int
+    hung: bool = False
+
+
+@dataclass(frozen=True)
+class Died:
+    """For people: a process died and restarts in `delay_s` seconds."""
+
+    key: Key
+    cause: str
+    restarts: int
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """Every process has exited. `key` is the process whose failure ended the run, if any."""
+
+    outcome: RunOutcome
+    cause: str
+    key: Key | None = None
+
+
+Effect = Spawn | Terminate | Retire | Kill | Died | RunEnded

@@ -1,0 +1,153 @@
+"""Starts the programs of a run's processes and reaps them. The guard knows at all times which of them are left.
+
+Programs are started from the main thread, because the kernel ties a child's "die with your parent" to the thread that
+made it. They have process groups of their own, so that a terminal's Ctrl-C reaches the launcher only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+
+from launch.supervisor.plan import SUPERVISOR, Key, Resized
+from launch.supervisor.spares import SpareKind
+from shared.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x300000"
+"""Makes copies of 3 MiB and more bypass the caches, which reduces the memory traffic of a put of weights. By default
+glibc derives the limit from the size of the last level cache, which some virtual machines report as 320 MiB instead of
+32 MiB."""
+
+
+def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
+    """Return the environment of a service: our packages first, `threads` threads, flat memory, no network look-ups, and
+    the GPUs `gpus` (None: those of the launcher)."""
+    old = os.environ.get("PYTHONPATH", "")
+    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{old}" if old else str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # one arena per thread would keep the memory that the threads of a torch process free
+        "MALLOC_ARENA_MAX": "2",
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", GLIBC_TUNABLES),
+        **seen,
+    }
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that the supervisor has started, and its pidfd."""
+
+    process: subprocess.Popen[bytes]
+    descriptor: int
+
+
+class Programs:
+    """The programs of one run. For the main thread and its event loop only."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        threads: Mapping[Key, int],
+        gpus: Mapping[Key, str],
+        lock: int | None,
+        drain_limit_s: Callable[[Key], float],
+    ) -> None:
+        """`threads` are CPU threads by process (default 1); `gpus` is CUDA_VISIBLE_DEVICES by process; `lock` is the
+        descriptor of the lock on the run directory, which the guard inherits; `drain_limit_s` returns the seconds that
+        the guard gives a process to end.
+        """
+        self._run = run
+        self._threads = dict(threads)
+        self._gpus = dict(gpus)
+        self._lock = lock
+        self._drain_limit_s = drain_limit_s
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._log = structlog.get_logger(SUPERVISOR)
+
+    def resize(self, resized: Resized) -> None:
+        """Take note of the threads and GPUs of the instances of a service."""
+        for key in resized.keys:
+            self._threads[key] = resized.threads
+            self._gpus[key] = resized.gpus[key]
+
+    def kind(self, key: Key) -> SpareKind:
+        """Return the kind of spare process that can become process `key`."""
+        return SpareKind(key[0], self._threads.get(key, 1), self._gpus.get(key))
+
+    def start(self, key: Key, command: Sequence[str], output: BinaryIO, pass_fds: Sequence[int] = ()) -> Child:
+        """Start `command` with the environment of process `key` and announce it to the guard. Raises OSError."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=child_environment(self._threads.get(key, 1), self._gpus.get(key)),
+            pass_fds=pass_fds,
+            process_group=0,
+        )
+        try:
+            child = Child(process, os.pidfd_open(process.pid))
+        except OSError:  # its exit would go unnoticed
+            process.kill()
+            process.wait()
+            raise
+        self._tell_guard(f"+{process.pid} {self._drain_limit_s(key)}\n")
+        return child
+
+    def reap(self, child: Child) -> int:
+        """Return the exit status of a process that has ended or is about to, and end the processes that it started."""
+        asyncio.get_running_loop().remove_reader(child.descriptor)
+        os.close(child.descriptor)
+        # The processes that it started (an engine's ranks, reward processes) hold memory that others get next.
+        # They are killed before the wait, while no other process can have this pid.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+        status = child.process.wait()
+        self._tell_guard(f"-{child.process.pid}\n")
+        return status
+
+    def start_guard(self) -> None:
+        """Start the process that ends what is left of the run if the launcher dies (`launch.supervisor.guard`)."""
+        script = Path(__file__).with_name("guard.py")
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(script), str(self._run.sockets), str(self._run.shm)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=() if self._lock is None else (self._lock,),
+            start_new_session=True,
+        )
+
+    async def close_guard(self) -> None:
+        """End the guard. Every program has ended."""
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+            await asyncio.get_running_loop().run_in_executor(None, self._guard.wait)
+
+    def _tell_guard(self, line: str) -> None:
+        if self._guard is None or self._guard.stdin is None:
+            return
+        try:
+            self._guard.stdin.write(line.encode())
+            self._guard.stdin.flush()
+        except OSError as error:
+            self._log.warning("guard is gone", error=str(error))
+            self._guard = None

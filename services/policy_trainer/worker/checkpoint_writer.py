@@ -1,0 +1,66 @@
+"""Writes checkpoints on a thread of its own while the next step is computed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from proto.messages import Saved
+from shared.rundir import checkpoint_steps
+
+if TYPE_CHECKING:
+    from services.policy_trainer.worker.checkpoint import SavedState
+
+
+class CheckpointWriter:
+    """Writes one checkpoint after the other. Event loop only."""
+
+    def __init__(self, folder: Path, keep_every: int | None) -> None:
+        """`folder` is that of the run's checkpoints; those of multiples of `keep_every` are never deleted."""
+        self._folder = folder
+        self._keep_every = keep_every
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: set[asyncio.Task[None]] = set()
+
+    def begin(
+        self,
+        state: SavedState,
+        keep_last: int,
+        on_saved: Callable[[Saved], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """Begin to write a checkpoint, and delete those that are older than the `keep_last` newest once it is whole."""
+        task = asyncio.create_task(self._save(state, keep_last, on_saved, on_error))
+        self._saving.add(task)
+        task.add_done_callback(self._saving.discard)
+
+    async def _save(
+        self,
+        state: SavedState,
+        keep_last: int,
+        on_saved: Callable[[Saved], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        from services.policy_trainer.worker import checkpoint
+
+        def write() -> tuple[Path, list[int]]:
+            path = checkpoint.save(self._folder, state, keep_last=keep_last, keep_every=self._keep_every)
+            return path, checkpoint_steps(self._folder)
+
+        began = time.perf_counter()
+        try:
+            path, kept = await asyncio.get_running_loop().run_in_executor(self._thread, write)
+        except Exception as error:
+            on_error(error)
+        else:
+            on_saved(Saved(path=str(path), seconds=time.perf_counter() - began, kept=kept))
+
+    async def close(self) -> None:
+        """Wait for the checkpoints that are being written."""
+        if self._saving:
+            await asyncio.wait(self._saving)
+        self._thread.shutdown(wait=False)

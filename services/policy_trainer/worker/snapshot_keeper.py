@@ -1,0 +1,57 @@
+"""Keeps the snapshots of one rank, or none: a rank that cannot keep one trains on without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import structlog
+
+from proto.errors import WireError
+from proto.messages import ErrorCode, HeldSnapshot
+from services.policy_trainer.worker.snapshots import Snapshots
+from shared.rpc.errors import RpcError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class SnapshotKeeper:
+    """The methods block, except `held`. They are not called from two threads at once."""
+
+    def __init__(self, snapshots: Snapshots | None) -> None:
+        """`snapshots` is None if the topology asks for none."""
+        self._snapshots = snapshots
+
+    def held(self) -> list[HeldSnapshot]:
+        """Return the snapshots that this rank can load."""
+        return self._snapshots.held() if self._snapshots is not None else []
+
+    def read(self, lineage: int, step: int) -> dict[str, Tensor]:
+        """Verify a snapshot and return its tensors. Raises RpcError: missing, or conflict if it is damaged."""
+        if self._snapshots is None:
+            raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}: this rank keeps none")
+        return self._snapshots.read(lineage, step)
+
+    def take(self, lineage: int, step: int, state: Callable[[], Mapping[str, Tensor]]) -> float:
+        """Keep a snapshot of what `state` returns, the state after `step`. If that fails, keep none from now on.
+
+        Return the seconds of processor time that this took.
+        """
+        if self._snapshots is None:
+            return 0.0
+        began = time.thread_time()
+        try:
+            self._snapshots.take(lineage, step, state())
+        except (OSError, WireError) as error:
+            log = structlog.get_logger("policy-trainer-worker")
+            log.warning("no snapshots: a killed trainer returns to its checkpoint", error=str(error))
+            self._snapshots.remove()
+            self._snapshots = None
+        return time.thread_time() - began
+
+    def keep_only(self, lineage: int, step: int) -> None:
+        """Discard all snapshots except this one, if there is one."""
+        if self._snapshots is not None:
+            self._snapshots.keep_only(lineage, step)
