@@ -60,7 +60,7 @@ class Checks:
         self._puts: dict[tuple[str, int], str] = {}
         """Task and fence -> the put that the store has acknowledged last."""
         self._cleared: dict[str, int] = {}
-        """Task -> highest fence that a store has collected: it has acknowledged the clear, or has died with it in effect."""
+        """Task -> highest fence whose clear the store has acknowledged, or was in effect when the store died."""
         self.chain = 0
 
     # ---- lives

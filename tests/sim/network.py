@@ -59,6 +59,8 @@ class Network:
         """Pairs of nodes, by name, between which nothing passes."""
         self.ghosts: set[str] = set()
         """Processes whose next completion another process sends, too."""
+        self.last_words: dict[str, float] = {}
+        """Processes that are killed once they have sent their next completion, and its delay in seconds."""
         self.bound: dict[str, SimSocket] = {}
         self.dialled: dict[str, list[SimSocket]] = {}
         self.sent = self.lost = self.repeated = 0
@@ -72,18 +74,24 @@ class Network:
     def carry(self, source: SimSocket, target: SimSocket, frames: list[bytes], header: bytes) -> None:
         """Send a message on its way. Its fate is drawn now."""
         self.sent += 1
-        if self.ghosts and kind_of(header)[0] == Complete.TYPE and source.node.name in self.ghosts:
-            self.ghosts.discard(source.node.name)
-            self._put(self._loop.time(), source, target, self._from_another(frames), header)
+        name = source.node.name
+        if (name in self.ghosts or name in self.last_words) and kind_of(header) == (Complete.TYPE, False):
+            if name in self.ghosts:
+                self.ghosts.discard(name)
+                self._put(self._loop.time(), source, target, self._from_another(frames), header)
+            if (delay_s := self.last_words.pop(name, None)) is not None:
+                self._put(self._loop.time() + delay_s, source, target, frames, header)
+                self._loop.before_waiting.append(lambda: self._world.kill(source.node))
+                return
         weather, rng = self.weather, self._rng
         copies = 1
         if weather is not CALM:
             copies = 0 if rng.random() < weather.lost else 2 if rng.random() < weather.twice else 1
-        if frozenset((source.node.name, target.node.name)) in self.cut:
+        if frozenset((name, target.node.name)) in self.cut:
             copies = 0
         if not copies:
             self.lost += 1
-            self._world.note("lost", source.node.name, target.node.name, header)
+            self._world.note("lost", name, target.node.name, header)
         for number in range(copies):
             self.repeated += number
             delay = 0.0002 + rng.expovariate(1.0) * 0.0008

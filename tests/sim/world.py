@@ -25,7 +25,7 @@ from tests.sim.actors import KINDS
 from tests.sim.checks import Checks
 from tests.sim.clock import CURRENT, START_S, Killed, Node, Stuck, VirtualLoop
 from tests.sim.network import CALM, KIND, Network, kind_of
-from tests.sim.scenario import Cut, Damage, Fault, Ghost, Key, Kill, Scenario, Stop, Storm
+from tests.sim.scenario import Cut, Damage, Fault, Ghost, Key, Kill, LastWords, Scenario, Stop, Storm
 from tests.sim.virtual import running
 
 LIMIT_S = 240.0
@@ -240,6 +240,8 @@ class World:
                 self.loop.call_later(for_s, self._calm)
             case Ghost(_, key):
                 self.network.ghosts.add(service_name(*key))
+            case LastWords(_, key, after_s):
+                self.network.last_words[service_name(*key)] = after_s
             case Damage():
                 self._damage_newest_checkpoint()
             case _:
