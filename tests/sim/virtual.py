@@ -160,6 +160,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "services.scheduler.planning.open_source": functools.cache(services.scheduler.planning.open_source),
         "services.scheduler.server.gc": quiet,
         "services.scheduler.server.TICK_S": 0.5,
+        "services.scheduler.state.TELL_S": 3600.0,
         "services.scheduler.journal.WalCheckpoints": NoPasses,
         "launch.supervisor.watch.PING_EVERY_S": 6.0,
         "services.batch_store.server.StreamServer": NoStreams,
