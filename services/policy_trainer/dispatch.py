@@ -104,7 +104,10 @@ class WorkerDispatch:
     async def _take_over(self, at_least: int) -> list[messages.WorkerState]:
         request = messages.GetWorkerState(driver=self._driver, at_least=at_least)
         calls = (client.call(request, messages.WorkerState, deadline_s=TAKE_OVER_S) for client in self._clients)
-        return list(await asyncio.gather(*calls))
+        try:
+            return list(await asyncio.gather(*calls))
+        except RpcError as error:  # such as DRAINING, of a worker that ends because another one has died
+            raise _cause([error]) from None
 
     # ---- training
 

@@ -60,7 +60,7 @@ class Checks:
         self._puts: dict[tuple[str, int], str] = {}
         """Task and fence -> the put that the store has acknowledged last."""
         self._cleared: dict[str, int] = {}
-        """Task -> highest fence whose clear the store has acknowledged."""
+        """Task -> highest fence whose clear the store has acknowledged, or was in effect when the store died."""
         self.chain = 0
 
     # ---- lives
@@ -80,7 +80,9 @@ class Checks:
         if node.service is self._scheduler:
             self._scheduler = None
             self._uncommitted.clear()
-        elif node.service is self._store:
+        elif node.service is self._store and self._store is not None:
+            for task_id, fence in self._store.index.tombstones.items():
+                self._collected(task_id, fence)
             self._store = None
 
     # ---- the scheduler
@@ -92,8 +94,8 @@ class Checks:
             self._requests[cast(Call, event.ref)] = event.request
         self._uncommitted += [effect for effect in effects if isinstance(effect, SaveStep | Rewound)]
         for effect in effects:
-            if isinstance(effect, Persist) and isinstance(effect.event, Complete):
-                self._accept(effect.event)
+            if isinstance(effect, Answer) and isinstance(effect.body, CompleteAck):
+                self._accept(cast(Complete, self._requests[cast(Call, effect.ref)]), effect.body)
         if not any(isinstance(effect, Persist) for effect in effects):
             return
         size, run = self._world.scenario.size, machine.run
@@ -137,22 +139,19 @@ class Checks:
         """Check that a request was granted to one who may make it."""
         check = self._world.check
         if isinstance(request, Complete) and isinstance(body, CompleteAck):
-            refused = {(each.task_id, each.fence) for each in body.refused}
-            for each in request.results:
-                if each.outcome == Outcome.DONE and (each.task_id, each.fence) not in refused:
-                    self._completed(request, each.task_id, each.fence)
+            for task_id, fence in sorted(_done(request, body)):
+                self._completed(request, task_id, fence)
         elif isinstance(request, DriverRequest):
             if isinstance(request, GetRunInfo) and request.driver not in self._drivers:
                 self._drivers.append(request.driver)
             newest = self._drivers[-1] if self._drivers else 0
             check(request.driver == newest, f"a {type(request).__name__} of a driver that was replaced is obeyed")
 
-    def _accept(self, request: Complete) -> None:
+    def _accept(self, request: Complete, answer: CompleteAck) -> None:
         """Note what the holder of a lease has completed, which it may not learn because the scheduler is killed."""
-        holder, _ = self._leases.get(request.lease_id, (0, ()))
+        holder, held = self._leases.get(request.lease_id, (0, ()))
         if holder == request.incarnation:
-            done = {(each.task_id, each.fence) for each in request.results if each.outcome == Outcome.DONE}
-            self._accepted |= done
+            self._accepted |= {each for each in _done(request, answer) & set(held) if each[1] == self._newest[each[0]]}
 
     def _completed(self, request: Complete, task_id: str, fence: int) -> None:
         check = self._world.check
@@ -241,8 +240,11 @@ class Checks:
     def acknowledged(self, tasks: list[PutTask]) -> None:
         """Note that the store has acknowledged a clear."""
         for task in tasks:
-            self._cleared[task.task_id] = max(self._cleared.get(task.task_id, 0), task.fence)
+            self._collected(task.task_id, task.fence)
         self.store_is_sound()
+
+    def _collected(self, task_id: str, fence: int) -> None:
+        self._cleared[task_id] = max(self._cleared.get(task_id, 0), fence)
 
     def store_is_sound(self) -> None:
         """Check promise 4, and that what was collected stays away."""
@@ -301,6 +303,12 @@ class Checks:
         first = 0 if world.scenario.size.evaluates else 1
         world.check(lines == list(range(first, steps + 1)), f"metrics.jsonl has the rows of steps {lines}")
         world.check(steps in checkpoint_steps(run.checkpoints), "the last step has no checkpoint")
+
+
+def _done(request: Complete, answer: CompleteAck) -> set[tuple[str, int]]:
+    """Return tasks and fences of the results that were accepted."""
+    refused = {(each.task_id, each.fence) for each in answer.refused}
+    return {(each.task_id, each.fence) for each in request.results if each.outcome == Outcome.DONE} - refused
 
 
 def _close_scheduler(service: SchedulerService) -> None:

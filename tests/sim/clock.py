@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import contextvars
 import heapq
+import itertools
 import weakref
-from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
@@ -40,7 +40,7 @@ class Node:
         self.name = name
         self.pid = pid
         self.alive = True
-        self.stopped: list[_Handle | _Timer] | None = None
+        self.stopped: list[Callback] | None = None
         """The callbacks that wait until a stopped process (SIGSTOP) continues. None while it runs."""
         self.service: Any = None
         self.on_kill: list[Callable[[], object]] = []
@@ -81,30 +81,20 @@ def _close(coroutine: Any) -> None:
         coroutine.close()
 
 
-class _Handle(events.Handle):
-    __slots__ = ("node",)
-    node: Node | None
+class Callback:
+    """A callback of a node, as `call_soon` and `call_at` return it."""
 
-    def _run(self) -> None:
-        if self.node is None or _runs(self, self.node):
-            super()._run()
+    __slots__ = ("args", "call", "context", "node", "when")
 
+    def __init__(self, call: Any, args: tuple[Any, ...], context: contextvars.Context | None, when: float) -> None:
+        self.call = call
+        self.args = args
+        self.node = CURRENT.get() if context is None else context.get(CURRENT)
+        self.context = contextvars.copy_context() if context is None else context
+        self.when = when
 
-class _Timer(events.TimerHandle):
-    __slots__ = ("node",)
-    node: Node | None
-
-    def _run(self) -> None:
-        if self.node is None or _runs(self, self.node):
-            super()._run()
-
-
-def _runs(handle: _Handle | _Timer, node: Node) -> bool:
-    """Return whether the callback may run now. Those of a stopped process run when it continues."""
-    if node.alive and node.stopped is not None:
-        node.stopped.append(handle)
-        return False
-    return node.alive
+    def cancel(self) -> None:
+        self.call = self.args = self.node = None  # releases what it refers to, before its time comes
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -114,6 +104,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._time = START_S
         self._rng = rng
+        self._numbers = itertools.count()
+        """They order timers for the same time."""
         self._free_at: weakref.WeakKeyDictionary[Executor, float] = weakref.WeakKeyDictionary()
         self.before_waiting: list[Callable[[], object]] = []
         """Called once each, when no callback is ready."""
@@ -125,31 +117,42 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # ---- one round of the loop
 
     def _run_once(self) -> None:
-        """Run what is ready, and whatever that makes ready. If nothing is left, jump to the next timer."""
-        ready: deque[_Handle | _Timer] = self._ready  # type: ignore[attr-defined]
+        """Run what is ready, and whatever that makes ready. If nothing is left, jump to the next timer.
+
+        The callbacks of a dead process do not run. Those of a stopped process run when it continues.
+        """
+        ready: deque[Callback] = self._ready  # type: ignore[attr-defined]
         while ready:
-            handle = ready.popleft()
-            if not handle._cancelled:  # type: ignore[union-attr]
-                handle._run()
+            each = ready.popleft()
+            if each.call is None:
+                continue
+            node = each.node
+            if node is not None:
+                if not node.alive:
+                    continue
+                if node.stopped is not None:
+                    node.stopped.append(each)
+                    continue
+            try:
+                each.context.run(each.call, *each.args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException:  # noqa: S110  # it ends the callback alone, as in every event loop
+                pass
             if self._stopping:  # type: ignore[attr-defined]
                 return
         while self.before_waiting:  # every process waits for input, a timer or a thread
             self.before_waiting.pop()()
         if ready:
             return
-        timers: list[_Timer] = self._scheduled  # type: ignore[attr-defined]
-        while timers and timers[0]._cancelled:  # type: ignore[attr-defined]
-            heapq.heappop(timers)._scheduled = False
+        timers: list[tuple[float, int, Callback]] = self._scheduled  # type: ignore[attr-defined]
+        while timers and timers[0][2].call is None:
+            heapq.heappop(timers)
         if not timers:
             raise Stuck("nothing is left to happen")
-        self._time = max(self._time, timers[0]._when)  # type: ignore[attr-defined]
-        while timers and timers[0]._when <= self._time:  # type: ignore[attr-defined]
-            timer = heapq.heappop(timers)
-            timer._scheduled = False
-            ready.append(timer)
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Leave a cancelled timer where it is, until its time comes."""
+        self._time = max(self._time, timers[0][0])
+        while timers and timers[0][0] <= self._time:
+            ready.append(heapq.heappop(timers)[2])
 
     def _process_events(self, event_list: list[object]) -> None: ...
 
@@ -163,19 +166,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # ---- callbacks know their node
 
     def call_soon(self, callback, *args, context=None):  # type: ignore[no-untyped-def]
-        context = contextvars.copy_context() if context is None else context
-        handle = _Handle(callback, args, self, context)
-        handle.node = context.get(CURRENT)
-        self._ready.append(handle)  # type: ignore[attr-defined]
-        return handle
+        made = Callback(callback, args, context, self._time)
+        self._ready.append(made)  # type: ignore[attr-defined]
+        return made
 
     def call_at(self, when, callback, *args, context=None):  # type: ignore[no-untyped-def]
-        context = contextvars.copy_context() if context is None else context
-        timer = _Timer(when, callback, args, self, context)
-        timer.node = context.get(CURRENT)
-        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
-        timer._scheduled = True
-        return timer
+        made = Callback(callback, args, context, when)
+        heapq.heappush(self._scheduled, (when, next(self._numbers), made))  # type: ignore[attr-defined]
+        return made
 
     def call_later(self, delay, callback, *args, context=None):  # type: ignore[no-untyped-def]
         return self.call_at(self._time + delay, callback, *args, context=context)

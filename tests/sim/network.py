@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from tests.sim.clock import Node, VirtualLoop
 if TYPE_CHECKING:
     from tests.sim.world import World
 
+IN_PIPE = 0.5
+"""Probability that a message is lost if its sender dies while it is under way."""
 TURN_S = 0.0005
 """Messages arrive at multiples of this time, so that some arrive in one burst."""
 RECONNECT_S = 0.05
@@ -30,6 +33,8 @@ STORE_ENDPOINT = "sim://batch-store-0"
 TENSOR_BYTES = 64 << 10
 _TYPE = slice(6, 8)
 _FLAGS = slice(8, 10)
+KIND = slice(6, 10)
+"""Where a header tells message number and flags."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class Network:
         """Pairs of nodes, by name, between which nothing passes."""
         self.ghosts: set[str] = set()
         """Processes whose next completion another process sends, too."""
+        self.last_words: dict[str, float] = {}
+        """Processes that are killed once they have sent their next completion, and its delay in seconds."""
         self.bound: dict[str, SimSocket] = {}
         self.dialled: dict[str, list[SimSocket]] = {}
         self.sent = self.lost = self.repeated = 0
@@ -61,29 +68,40 @@ class Network:
         self._loop = loop
         self._rng = rng
         self.numbers = itertools.count(1)
+        self._wire = contextvars.Context()
+        """Of no process: what was sent arrives although its sender has died or is stopped."""
 
     def carry(self, source: SimSocket, target: SimSocket, frames: list[bytes], header: bytes) -> None:
         """Send a message on its way. Its fate is drawn now."""
         self.sent += 1
-        if self.ghosts and kind_of(header)[0] == Complete.TYPE and source.node.name in self.ghosts:
-            self.ghosts.discard(source.node.name)
-            self._loop.call_at(self._loop.time(), self._arrive, source, target, self._from_another(frames), header)
+        name = source.node.name
+        if (name in self.ghosts or name in self.last_words) and kind_of(header) == (Complete.TYPE, False):
+            if name in self.ghosts:
+                self.ghosts.discard(name)
+                self._put(self._loop.time(), source, target, self._from_another(frames), header)
+            if (delay_s := self.last_words.pop(name, None)) is not None:
+                self._put(self._loop.time() + delay_s, source, target, frames, header)
+                self._loop.before_waiting.append(lambda: self._world.kill(source.node))
+                return
         weather, rng = self.weather, self._rng
         copies = 1
         if weather is not CALM:
             copies = 0 if rng.random() < weather.lost else 2 if rng.random() < weather.twice else 1
-        if frozenset((source.node.name, target.node.name)) in self.cut:
+        if frozenset((name, target.node.name)) in self.cut:
             copies = 0
         if not copies:
             self.lost += 1
-            self._world.note("lost", source.node.name, target.node.name, header)
+            self._world.note("lost", name, target.node.name, header)
         for number in range(copies):
             self.repeated += number
             delay = 0.0002 + rng.expovariate(1.0) * 0.0008
             if number or (weather is not CALM and rng.random() < weather.late):
                 delay += rng.random() * weather.late_s
             at = (int((self._loop.time() + delay) / TURN_S) + 1) * TURN_S
-            self._loop.call_at(at, self._arrive, source, target, frames, header)
+            self._put(at, source, target, frames, header)
+
+    def _put(self, at: float, source: SimSocket, target: SimSocket, frames: list[bytes], header: bytes) -> None:
+        self._loop.call_at(at, self._arrive, source, target, frames, header, context=self._wire)
 
     def _from_another(self, frames: list[bytes]) -> list[bytes]:
         """Return a completion as another process would send it."""
@@ -94,12 +112,14 @@ class Network:
         return [frames[0], *map(bytes, made)]
 
     def _arrive(self, source: SimSocket, target: SimSocket, frames: list[bytes], header: bytes) -> None:
-        if target.closed or not target.node.alive or (target.peers is None and source.closed):
+        if target.closed or not target.node.alive:
             return
-        if target.peers is None and self.bound.get(target.endpoint) is not source:
+        if target.peers is None and self.bound.get(target.endpoint, source) is not source:
             return  # it hung up on this server meanwhile
+        if not source.node.alive and self._rng.random() < IN_PIPE:
+            return
         self._world.note("to", source.node.name, target.node.name, header)
-        self._loop.call_soon(target.receive, frames, context=target.node.context)
+        target.receive(frames)
 
 
 class SimContext:
@@ -225,7 +245,7 @@ class SimSocket:
         """Hand over a message. `on_drained` follows after all that arrived at the same time."""
         self._inbox.append(frames)
         if len(self._inbox) == 1:
-            self._network._loop.call_soon(self._drain)
+            self._network._loop.call_soon(self._drain, context=self.node.context)
 
     def _drain(self) -> None:
         while self._inbox and not self.closed:

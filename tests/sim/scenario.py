@@ -148,6 +148,18 @@ class Ghost(Fault):
 
 
 @dataclass(frozen=True)
+class LastWords(Fault):
+    """A rollout is killed once it has sent its next completion, which arrives some seconds later."""
+
+    key: Key
+    after_s: float
+
+    def __str__(self) -> str:
+        name = f"{self.key[0]}/{self.key[1]}"
+        return f"{self.at_s:7.3f} s  kill {name} after its next completion, which is {self.after_s:.1f} s late"
+
+
+@dataclass(frozen=True)
 class Damage(Fault):
     """The newest checkpoint is damaged, if there is an older one, and the trainer's first rank is killed."""
 
@@ -199,7 +211,7 @@ class Scenario:
 
 def _concerns(fault: Fault, plan: list[Key]) -> bool:
     match fault:
-        case Kill() | Stop() | Ghost():
+        case Kill() | Stop() | Ghost() | LastWords():
             return fault.key in plan
         case Cut():
             return fault.one in plan and fault.other in plan
@@ -211,9 +223,9 @@ def draw(seed: int) -> Scenario:
     """Return the scenario of a seed."""
     rng = Random(f"scenario {seed}")
     deterministic = rng.random() < 0.3
-    tasks = rng.choice((1, 2, 2, 2, 3))
+    tasks = rng.choice((1, 1, 2, 2, 3))
     size = Size(
-        steps=rng.choice((1, 1, 2, 2, 2, 3)),
+        steps=rng.choice((1, 1, 1, 2, 2, 3)),
         tasks=tasks,
         block=rng.choice([each for each in (1, 2, 3) if tasks % each == 0]),
         staleness=rng.choice((0, 1, 1, 2)),
@@ -237,17 +249,19 @@ def draw(seed: int) -> Scenario:
         kind = rng.random()
         if kind < 0.2:
             faults.append(Kill(at_s, rng.choice(plan)))
-        elif kind < 0.54:
+        elif kind < 0.52:
             faults.append(Kill(at_s, rng.choice(likely), rng.randrange(1, 25)))
-        elif kind < 0.6:
+        elif kind < 0.57:
             faults.append(Stop(at_s, rng.choice(plan), round(rng.uniform(0.2, 8.0), 2)))
-        elif kind < 0.67:
+        elif kind < 0.64:
             one, other = rng.sample(plan, 2)
             faults.append(Cut(at_s, one, other, round(rng.uniform(0.2, 6.0), 2)))
-        elif kind < 0.73:
+        elif kind < 0.7:
             faults.append(Ghost(at_s, ("rollout", 0)))
-        elif kind < 0.77:
+        elif kind < 0.74:
             faults.append(Damage(at_s))
+        elif kind < 0.8:
+            faults.append(LastWords(at_s, ("rollout", 0), round(rng.uniform(0.3, 3.0), 2)))
         else:
             weather = Weather(rng.choice((0.0, 0.1, 0.3)), rng.choice((0.0, 0.3)), rng.choice((0.0, 0.3)))
             faults.append(Storm(at_s, weather, round(rng.uniform(0.5, 6.0), 2)))

@@ -30,11 +30,10 @@ def simulate(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("first", "count"), [(0, 400), (400, 1600)], ids=["first", "others"])
-def test_every_promise_is_kept_in_every_simulated_run(first: int, count: int) -> None:
-    status, output = simulate("--first", str(first), "--seeds", str(count), "--jobs", "2")
+def test_every_promise_is_kept_in_every_simulated_run() -> None:
+    status, output = simulate("--seeds", "2000", "--jobs", "2")
     assert status == 0, output[-20_000:]
-    assert f"{count} seeds" in output
+    assert "2000 seeds" in output
 
 
 def test_a_user_could_write_the_topology_of_every_size() -> None:
@@ -43,9 +42,8 @@ def test_a_user_could_write_the_topology_of_every_size() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [3, 28])
-def test_a_seed_gives_the_same_history_in_every_process(seed: int) -> None:
-    first, second = (simulate(str(seed), "--trace") for _ in range(2))
+def test_a_seed_gives_the_same_history_in_every_process() -> None:
+    first, second = (simulate("28", "--trace") for _ in range(2))
     assert first == second
     assert "trace " in first[1]
 

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 MODEL = Path(__file__).resolve().parents[2] / "launch/topologies/models/tiny-qwen3"
 EPOCH_S = 1_700_000_000.0
+TRAIN_ROWS = 5
+"""Number of rows of the training set. Longer runs begin a second epoch."""
 _running: list[World] = []
 cpu_seconds = time.process_time
 
@@ -124,7 +127,8 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     def plan(topology: Topology, where: Any) -> Any:
         size = here().scenario.size
         if size not in plans:
-            plans[size] = make_plan(topology, where)
+            made, bad = make_plan(topology, where)
+            plans[size] = replace(made, rows=range(TRAIN_ROWS)), bad
         return plans[size]
 
     def clock() -> float:
@@ -156,7 +160,9 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         "services.scheduler.planning.open_source": functools.cache(services.scheduler.planning.open_source),
         "services.scheduler.server.gc": quiet,
         "services.scheduler.server.TICK_S": 0.5,
+        "services.scheduler.state.TELL_S": 3600.0,
         "services.scheduler.journal.WalCheckpoints": NoPasses,
+        "launch.supervisor.watch.PING_EVERY_S": 6.0,
         "services.batch_store.server.StreamServer": NoStreams,
         "services.batch_store.server.REAP_S": 1.0,
         "services.policy_trainer.worker.start.make_backend": lambda run, topology, place, generation: model.SimBackend(

@@ -24,8 +24,8 @@ from shared.rundir import RunDir, checkpoint_steps, service_name
 from tests.sim.actors import KINDS
 from tests.sim.checks import Checks
 from tests.sim.clock import CURRENT, START_S, Killed, Node, Stuck, VirtualLoop
-from tests.sim.network import CALM, Network, kind_of
-from tests.sim.scenario import Cut, Damage, Fault, Ghost, Key, Kill, Scenario, Stop, Storm
+from tests.sim.network import CALM, KIND, Network, kind_of
+from tests.sim.scenario import Cut, Damage, Fault, Ghost, Key, Kill, LastWords, Scenario, Stop, Storm
 from tests.sim.virtual import running
 
 LIMIT_S = 240.0
@@ -33,6 +33,8 @@ LIMIT_S = 240.0
 FIRST_PID = 100_000_000
 """Above every process id of the machine."""
 SIGKILL, SIGTERM = 9, 15
+MAPS_NOTHING = frozenset({"scheduler", "batch-store"})
+"""Services that map no shards."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,10 @@ class World:
 
     def note(self, what: str, source: str, target: str, header: bytes) -> None:
         """Record the fate of a message."""
-        kind, reply = kind_of(header)
-        name = f"{what} {source} {target} {kind} {reply}"
         self._events += 1
-        self._digest.update(f"{self.loop.time():.6f} {name}".encode())
+        self._digest.update(f"{self.loop.time()} {what} {source} {target}".encode() + header[KIND])
         if self._tracing:
+            kind, reply = kind_of(header)
             text = by_type(kind).__name__
             self._line(f"{source} {'=>' if reply else '->'} {target}  {text}{' LOST' if what == 'lost' else ''}")
 
@@ -199,7 +200,8 @@ class World:
         key = next(key for key, each in self.nodes.items() if each is node)
         self.checks.died(key, node)
         node.kill()
-        gc.collect()  # what it had mapped is unmapped
+        if key[0] not in MAPS_NOTHING:
+            gc.collect()  # what it had mapped is unmapped
         self._exited(key, node, -SIGKILL)
 
     def _exited(self, key: Key, node: Node, status: int) -> None:
@@ -238,6 +240,8 @@ class World:
                 self.loop.call_later(for_s, self._calm)
             case Ghost(_, key):
                 self.network.ghosts.add(service_name(*key))
+            case LastWords(_, key, after_s):
+                self.network.last_words[service_name(*key)] = after_s
             case Damage():
                 self._damage_newest_checkpoint()
             case _:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from proto.messages import ErrorCode, GetWorkerState, HeldSnapshot, InitModel, WorkerReady, WorkerRequest, WorkerState
-from services.policy_trainer.dispatch import WorkerDispatch
+from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost
 from services.policy_trainer.worker.call_queue import CallQueue
 from shared.ranks.layout import Layout
 from shared.rpc.errors import RpcError
@@ -25,8 +25,11 @@ class Rank:
         self.lane = CallQueue()
         self.held = [HeldSnapshot(lineage=1, step=step) for step in held]
         self.calls: list[WorkerRequest] = []
+        self.ending = False
 
     async def call(self, request: Any, reply: type[Any], *, deadline_s: float) -> Any:
+        if self.ending:
+            raise RpcError(ErrorCode.DRAINING, "the rank is going away")
         if isinstance(request, GetWorkerState):
             self.lane.take_over(request.driver, request.at_least)
             return WorkerState(step=0, driver=DRIVER, order=self.lane.done, dirty=False, snapshots=self.held)
@@ -70,3 +73,11 @@ def test_a_snapshot_counts_only_if_every_rank_holds_it() -> None:
     assert [each.step for each in state.snapshots] == [5]
     one: list[Any] = [Rank([4, 5])]
     assert [each.step for each in asyncio.run(WorkerDispatch(one, Layout(1), DRIVER).take_over()).snapshots] == [4, 5]
+
+
+def test_a_rank_that_ends_while_it_is_taken_over_counts_as_lost() -> None:
+    ranks = [Rank(), Rank()]
+    clients: list[Any] = list(ranks)
+    ranks[1].ending = True
+    with pytest.raises(WorkersLost, match="going away"):
+        asyncio.run(WorkerDispatch(clients, Layout(2), DRIVER).take_over())
