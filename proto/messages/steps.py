@@ -22,6 +22,7 @@ class RunInfo(Message, frozen=True, kw_only=True):
     reference_step: int = 0
     """The policy version of this step must be given to the reference (`algorithm.kl.refresh_every`), and no store holds
     it: publish it again from its checkpoint, unless the workers hold it. 0: nothing is missing."""
+    drivers: int = 0  # number of drivers that have taken over the run so far, this one included
 
 
 @message(41, reply=RunInfo)

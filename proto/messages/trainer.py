@@ -209,6 +209,9 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
     """Calls get numbers above this one and above that of the last call of the worker, so that all ranks of a group
     agree.
     """
+    turn: int = 0
+    """`RunInfo.drivers` of this driver. A take-over is refused if an earlier one had a higher turn: it is the late
+    message of a driver that has died."""
 
 
 @message(96)

@@ -59,6 +59,7 @@ class WorkerDispatch:
         """`clients` are those of the workers' mailboxes, by rank. `driver` is the incarnation that all calls carry."""
         self._clients = list(clients)
         self._driver = driver
+        self._turn = 0
         self._order = 0
         """Number of the last call. Numbers are not reused: an old call may still reach a rank in its next life."""
         self._places = [layout.place(rank) for rank in range(layout.world_size)]
@@ -70,12 +71,14 @@ class WorkerDispatch:
         self._refused = False
         """Whether a call has failed. The workers refuse later calls until they are taken over again."""
 
-    async def take_over(self) -> messages.WorkerState:
+    async def take_over(self, turn: int | None = None) -> messages.WorkerState:
         """Take control of the workers and return their state. They refuse other drivers and earlier calls from then on.
 
+        `turn` is that of the driver (`RunInfo.drivers`); without it, that of the previous call, or 0.
         The state is dirty if the ranks are at different steps; a reload is needed to make them one group again. Its
         snapshots are those that every rank holds.
         """
+        self._turn = self._turn if turn is None else turn
         states = await self._take_over(self._order)
         self._order = max(state.order for state in states)
         if any(state.order != self._order for state in states):
@@ -102,7 +105,7 @@ class WorkerDispatch:
             raise WorkersLost(ErrorCode.LOST, f"the workers are at step {state.step}, no longer at step {step}")
 
     async def _take_over(self, at_least: int) -> list[messages.WorkerState]:
-        request = messages.GetWorkerState(driver=self._driver, at_least=at_least)
+        request = messages.GetWorkerState(driver=self._driver, at_least=at_least, turn=self._turn)
         calls = (client.call(request, messages.WorkerState, deadline_s=TAKE_OVER_S) for client in self._clients)
         try:
             return list(await asyncio.gather(*calls))

@@ -71,7 +71,7 @@ class DispatchService(Service):
 
     async def _take_over(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
         """Return the state of the group. The ranks refuse calls under way, and their callers are told so."""
-        self._pending.take_over(request.driver, request.at_least)
+        self._pending.take_over(request.driver, request.at_least, request.turn)
         state = await self._workers.take_over()
         return messages.WorkerState(
             step=state.step,

@@ -64,6 +64,7 @@ def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
         stopping=run.finished,
         checkpoint_now=bool(run.uncovered) and wants_checkpoint(run, {}),
         reference_step=lost_reference(run),
+        drivers=len(run.old_drivers) + 1,
     )
 
 

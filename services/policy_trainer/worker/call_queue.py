@@ -22,21 +22,23 @@ class CallQueue:
         """Number of the last call taken from the queue."""
         self.epoch = 0
         """Number of take-overs."""
+        self._turn = 0
         self._retired: set[int] = set()
         self._waiting: dict[int, tuple[WorkerRequest, Call]] = {}
         self._failed = ""
         self._arrived = asyncio.Event()
 
-    def take_over(self, driver: int, at_least: int = 0) -> None:
+    def take_over(self, driver: int, at_least: int = 0, turn: int = 0) -> None:
         """Make `driver` the only caller, whose numbers begin above `at_least`, and refuse all waiting calls.
 
-        Raises RpcError(conflict) if `driver` was replaced earlier.
+        Raises RpcError(conflict) if `driver` was replaced earlier, which also shows in a lower `turn`: its message may
+        come after that of the driver which has replaced it.
         """
-        if driver in self._retired:
+        if driver in self._retired or turn < self._turn:
             raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must end")
         if self.driver not in (0, driver):
             self._retired.add(self.driver)
-        self.driver = driver
+        self.driver, self._turn = driver, turn
         self.epoch += 1
         self._failed = ""
         for _, call in self._waiting.values():

@@ -138,7 +138,7 @@ class PolicyTrainerWorker(Service):
 
     async def _state(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
         """Wait for the running call, drop gradients of an unfinished update, and return the worker's state."""
-        self._pending.take_over(request.driver, request.at_least)
+        self._pending.take_over(request.driver, request.at_least, request.turn)
         self._calls.reader.forget_prefetched()
         with suppress(RpcError):  # an ended group shows in the answer below or ends this process
             await self._group.withdraw("a driver takes over")

@@ -254,7 +254,7 @@ class Workers:
         self.held = [HeldSnapshot(lineage=lineage, step=step) for lineage, step in held]
         self.calls: list[str] = []
 
-    async def take_over(self) -> WorkerState:
+    async def take_over(self, turn: int | None = None) -> WorkerState:
         return WorkerState(step=self.step, driver=1, order=0, dirty=False, snapshots=self.held)
 
     async def init_model(self) -> WorkerReady:
@@ -454,6 +454,17 @@ def test_a_worker_refuses_an_older_driver_and_an_unknown_one() -> None:
     assert refused(lane, 7, 2) == ErrorCode.CONFLICT
     with pytest.raises(RpcError, match="was replaced"):
         lane.take_over(7)
+
+
+def test_a_take_over_that_comes_late_does_not_displace_the_newer_driver() -> None:
+    lane = CallQueue()
+    lane.take_over(8, turn=2)
+    with pytest.raises(RpcError, match="driver 7 was replaced by 8"):
+        lane.take_over(7, turn=1)
+    lane.take_over(8, turn=2)
+    lane.add(step_call(8, 1), FakeCall())  # type: ignore[arg-type]
+    lane.take_over(9, turn=3)
+    assert refused(lane, 8, 2) == ErrorCode.CONFLICT
 
 
 def test_nothing_runs_after_a_failed_call_until_the_driver_takes_over_again() -> None:
