@@ -83,7 +83,7 @@ class Programs:
         self._log = structlog.get_logger(SUPERVISOR)
 
     def place(self, key: Key, threads: int, gpus: str) -> None:
-        """Have process `key` start with `threads` CPU threads and the GPUs `gpus` (CUDA_VISIBLE_DEVICES) from now on."""
+        """Have `key` start with `threads` CPU threads and the GPUs `gpus` (CUDA_VISIBLE_DEVICES) from now on."""
         self._threads[key] = threads
         self._gpus[key] = gpus
 
