@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import structlog
 
-from launch.supervisor.plan import SUPERVISOR, Key, Resized
+from launch.supervisor.plan import SUPERVISOR, Key
 from launch.supervisor.spares import SpareKind
 from shared.rundir import RunDir
 
@@ -82,11 +82,10 @@ class Programs:
         self._guard: subprocess.Popen[bytes] | None = None
         self._log = structlog.get_logger(SUPERVISOR)
 
-    def resize(self, resized: Resized) -> None:
-        """Take note of the threads and GPUs of the instances of a service."""
-        for key in resized.keys:
-            self._threads[key] = resized.threads
-            self._gpus[key] = resized.gpus[key]
+    def place(self, key: Key, threads: int, gpus: str) -> None:
+        """Have `key` start with `threads` CPU threads and the GPUs `gpus` (CUDA_VISIBLE_DEVICES) from now on."""
+        self._threads[key] = threads
+        self._gpus[key] = gpus
 
     def kind(self, key: Key) -> SpareKind:
         """Return the kind of spare process that can become process `key`."""

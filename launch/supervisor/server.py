@@ -376,8 +376,8 @@ class Supervisor:
         await self._refuse_foreign(request)
         resized = await self._loop.run_in_executor(None, self._resize, request.service, request.instances)
         self._refuse_at_end()
-        self._programs.resize(resized)
         for key in resized.keys:
+            self._programs.place(key, resized.threads, resized.gpus[key])
             if resized.listen:
                 self._listen[key] = resized.listen
         self._log.info("scaled", name=request.service, instances=request.instances)
