@@ -179,6 +179,8 @@ class Supervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._mailbox = Mailbox(SUPERVISOR, self._incarnation)
         self._endpoint = ""
+        self._ended_lives: set[tuple[Key, int]] = set()
+        """The processes that ran here and have ended, with their ids."""
         self._dying: dict[int, list[Call]] = {}
         """The calls to answer once a process is dead, by its pid."""
         self._scheduler: Client | None = None
@@ -376,6 +378,7 @@ class Supervisor:
         status, pid = self._reap(child), child.process.pid
         if self._children.get(key) is child.process:
             del self._children[key]
+        self._ended_lives.add((key, pid))
         self._log.info("exited", name=service_name(*key), pid=pid, status=status)
         for call in self._dying.pop(pid, []):
             call.reply(Ack())
@@ -519,7 +522,10 @@ class Supervisor:
         key = (request.service, request.instance)
         child = self._children.get(key)
         if child is None or child.pid != request.pid:
-            return Ack()  # that life has ended
+            if (key, request.pid) in self._ended_lives:
+                return Ack()
+            text = f"{service_name(*key)}: process {request.pid} was not started by this launcher, so it may live"
+            raise RpcError(ErrorCode.MISSING, f"{text}; end it where it runs")
         self._log.warning("to be killed", name=service_name(*key), cause=request.cause)
         self._dying.setdefault(request.pid, []).append(call)
         self._feed(KillOrdered(key, request.pid, request.cause))

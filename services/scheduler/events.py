@@ -69,7 +69,7 @@ class Cleared(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreGone(msgspec.Struct, frozen=True, tag=True):
-    """A store of a joined host was silent for so long that it is considered gone for good."""
+    """A store of another host was silent for so long that it is considered gone for good."""
 
     store: str
 

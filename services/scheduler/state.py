@@ -89,11 +89,13 @@ from services.scheduler.view import Seen
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 from shared.stages import ROLLOUT
+from shared.topology import TRAINER_STORE
 
 HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
-STORE_GONE_S = 120.0
-"""Seconds of silence after which a store of a joined host is considered gone. This run does not restart such stores."""
+GONE_S = 120.0
+"""Seconds of silence after which a process is considered gone if nobody can tell whether it lives, because its host may
+be gone too. The trainer's store is waited for: the run's own supervisor restarts it, and the run needs it."""
 MARGIN_S = 0.5
 """Seconds before its deadline at which a deferred call is answered, at most a quarter of the time it had left."""
 TELL_S = 1.0
@@ -337,7 +339,7 @@ class Scheduler:
         return [
             holder
             for holder, seen in self._seen.items()
-            if holder[0] == STORE and holder[1] >= self.run.plan.placed_stores and self._now - seen.at > STORE_GONE_S
+            if holder[0] == STORE and service_name(*holder) != TRAINER_STORE and self._now - seen.at > GONE_S
         ]
 
     # ---------------------------------------------------------------------------------------------- registry
@@ -391,6 +393,12 @@ class Scheduler:
             scheduler_incarnation=self.incarnation, registered=True, lost_leases=lost, weights=self._newer(beat)
         )
         self._answer(asked, ack)
+
+    def is_over(self, service: str, instance: int, incarnation: int, now: float) -> bool:
+        """Return whether a life of a process counts as over at `now` although nobody saw it end: another life has
+        registered, or this one was silent for `GONE_S`."""
+        known, seen = self.run.registry.get((service, instance)), self._seen.get((service, instance))
+        return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S
 
     def _newer(self, beat: Heartbeat) -> WeightsRef | None:
         """Return the newest version if the engine holds an older one and has no evaluation lease, else None.

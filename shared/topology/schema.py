@@ -17,6 +17,8 @@ from shared.topology.algorithm import Algorithm, Optimizer
 from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
 from shared.topology.services import DEVICE_SERVICE, GC, Checkpoint, LeaseSettings, Placement, Services, Transport
 
+TRAINER_STORE = "batch-store/0"
+"""The store of the trainer's host (see `Topology.store_hosts`), into which the trainer puts weights and log-probs."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Part of a task id ("<split>/<epoch>/<index>") and of metric names.
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -219,8 +221,11 @@ class Topology(Section):
         return frozenset(DEVICE_SERVICE[name] for name in self.placement.colocate)
 
     def store_hosts(self) -> list[str | None]:
-        """One host for each batch-store. None is the machine on which the run was started."""
-        return sorted({service.host for service in self.services.placed.values()}, key=lambda host: host or "")
+        """One host for each batch-store. The trainer's is first, because it puts into `TRAINER_STORE`. None is the
+        machine on which the run was started."""
+        home = self.services.policy_trainer.host
+        others = {service.host for service in self.services.placed.values()} - {home}
+        return [home, *sorted(others, key=lambda host: host or "")]
 
     def services_plan(self) -> list[ServiceSpec]:
         """Return every process of the run, each after those that it needs to start."""

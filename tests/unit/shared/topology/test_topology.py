@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from shared.topology import ServiceSpec, Topology, TopologyError, load, weight_bytes, worst_case_bytes
+from shared.topology import (
+    TRAINER_STORE,
+    ServiceSpec,
+    Topology,
+    TopologyError,
+    load,
+    weight_bytes,
+    worst_case_bytes,
+)
 from tests.unit.shared.topology.small_topology import BASE, edited, make, problems, write
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -320,6 +328,15 @@ def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
     resolved = path.with_name("resolved.yaml")
     topology.dump_resolved(resolved)
     assert load(resolved, check_supported=False) == topology
+
+
+@pytest.mark.parametrize(("trainer", "rollout"), [("b", "a"), ("a", "b")])
+def test_the_trainers_host_has_the_store_into_which_the_trainer_puts(folder: Path, trainer: str, rollout: str) -> None:
+    places = ["placement.hosts={a: {}, b: {}}", f"services.policy-trainer.host={trainer}"]
+    topology = load(write(folder), [*places, f"services.rollout.host={rollout}"], check_supported=False)
+    stores = {spec.name: spec.host for spec in topology.services_plan() if spec.service == "batch-store"}
+    assert stores[TRAINER_STORE] == trainer
+    assert rollout in stores.values()
 
 
 # ------------------------------------------------------------------------------ the cost of importing
