@@ -19,6 +19,7 @@ from proto.messages import (
     GetStatus,
     Heartbeat,
     HoldDevices,
+    HostGone,
     LeaseRequest,
     NextBatch,
     PublishWeights,
@@ -104,6 +105,7 @@ Request = (
     | ReportShards
     | Heartbeat
     | HoldDevices
+    | HostGone
     | Resolve
     | LeaseRequest
     | WaitEvals

@@ -31,6 +31,7 @@ from proto.messages import (
     Heartbeat,
     HeartbeatAck,
     HoldDevices,
+    HostGone,
     LeaseRequest,
     NextBatch,
     PublishWeights,
@@ -62,6 +63,7 @@ from services.scheduler.events import (
     Event,
     Fail,
     Leased,
+    LeaseExpired,
     Listed,
     Persist,
     ProcessGone,
@@ -206,6 +208,9 @@ class Scheduler:
                     self._report(asked, request)
                 case HoldDevices():
                     self._devices.hold(request, asked.ref, self._answer_by(asked), self._now)
+                case HostGone():
+                    self._lose_host(request.host_id)
+                    self._answer(asked, Ack())
                 case Resolve():
                     self._answer(asked, self.where(request.service, request.instance))
                 case LeaseRequest():
@@ -320,11 +325,7 @@ class Scheduler:
                 self._tell("scheduler/lost_lease", lost)
                 self._durable(expired)
         for holder in self._silent_stores():
-            store = service_name(*holder)
-            self._durable(StoreGone(store))
-            del self._seen[holder]
-            if self._clearing.pop(store, None) is not None:
-                self._out.append(StopClear(store))
+            self._give_up_store(holder)
         for audit in list(self._audits.values()):
             self._audit(audit)
         if self._reconcile_at <= self._now:
@@ -334,6 +335,38 @@ class Scheduler:
             self._tell_at = self._now + TELL_S
             held_back = sum(map(len, self._leasing))
             self._out.extend(self._teller.state(self.run, waiting=held_back, bad_rows=self.bad_rows))
+
+    def _give_up_store(self, holder: Holder) -> None:
+        store = service_name(*holder)
+        self._durable(StoreGone(store))
+        self._seen.pop(holder, None)
+        if self._clearing.pop(store, None) is not None:
+            self._out.append(StopClear(store))
+
+    def _lose_host(self, host_id: str) -> None:
+        """Give up the stores and the leases of a host. Its processes hold nothing and wait for nothing any longer."""
+        lost = [holder for holder, row in self.run.registry.items() if row.host_id == host_id]
+        for holder in lost:
+            self._fail_waiting(holder, f"{service_name(*holder)} was lost with its host")
+            for lease in list(self.run.leases.held_by(holder)):
+                self._durable(LeaseExpired(lease.lease_id, not_started=True))
+                self._paces.end(lease.lease_id)
+            self._devices.gone(holder, self.run.registry[holder].incarnation)
+        for holder in lost:
+            if holder[0] == STORE and service_name(*holder) != TRAINER_STORE:
+                self._give_up_store(holder)
+
+    def _fail_waiting(self, holder: Holder, why: str, *, but: int = 0) -> None:
+        """Fail the deferred lease requests of a process, except those of its life `but`."""
+        for waiting in chain(*self._leasing):
+            asked = waiting.asked.request
+            if (
+                isinstance(asked, LeaseRequest)
+                and (asked.service, asked.instance) == holder
+                and asked.incarnation != but
+            ):
+                waiting.open = False
+                self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, why))
 
     def _silent_stores(self) -> list[Holder]:
         return [
@@ -348,15 +381,7 @@ class Scheduler:
         check_numbers(request)
         holder = (request.service, request.instance)
         if self.run.registry.get(holder) != request:
-            for waiting in chain(*self._leasing):
-                other = waiting.asked.request
-                if (
-                    isinstance(other, LeaseRequest)
-                    and (other.service, other.instance) == holder
-                    and other.incarnation != request.incarnation
-                ):
-                    waiting.open = False
-                    self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, f"{service_name(*holder)} restarted"))
+            self._fail_waiting(holder, f"{service_name(*holder)} restarted", but=request.incarnation)
             self._durable(request)
             self._devices.registered(request, self._now)
         self._seen[holder] = Seen(self._now)

@@ -6,18 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from proto.messages import (
+    Ack,
     CheckpointSaved,
     CommitStep,
     GetRunInfo,
     GetStatus,
     Heartbeat,
+    HostGone,
     LeaseProgress,
     NextBatch,
     PutTask,
     StepBatch,
 )
 from services.scheduler import snapshot
-from services.scheduler.events import ClearDone, Configure, Listed, SendClear, StopClear, Tick
+from services.scheduler.events import Asked, ClearDone, Configure, Listed, SendClear, StopClear, Tick
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
 from services.scheduler.state import GONE_S
@@ -203,7 +205,8 @@ def test_the_store_of_the_trainer_is_waited_for_indefinitely() -> None:
 
 
 def test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_made_again(tmp_path: Path) -> None:
-    places = ["placement.hosts={b: {}}", "services.rollout.host=b", "algorithm.kl=null", "data.eval={}"]
+    places = ["placement.hosts={b: {}}", "services.rollout.host=b", "transport.listen=10.0.0.1"]
+    places += ["algorithm.kl=null", "data.eval={}"]
     made, _ = make_plan(load(write(make(tmp_path)), places, check_supported=False), tmp_path)
     bench = TwoHosts(made).begin()
     grant = bench.granted(most=1, instance=1, life=8)
@@ -373,6 +376,32 @@ def test_a_store_that_comes_back_without_the_shards_of_a_step_rewinds_the_run() 
     come_back_empty(bench)
     assert bench.ask(GetRunInfo(driver=2)).committed_step == 0
     assert replays_alike(bench)
+
+
+def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin()
+    bench.step(1, AWAY)
+    there = bench.granted(most=2, instance=1, life=8)
+    here = bench.granted(most=2)
+    bench.granted(most=4)
+    assert bench.lease(instance=1, life=8) is None  # held back: no task is left
+    waiting = bench.calls
+    effects = bench.event(Asked(99, HostGone(host_id="away", cause="test"), bench.now + 5))
+    assert isinstance(bench.answer(effects, 99), Ack)
+    assert bench.answer(effects, waiting).code == "lost"
+    assert bench.machine.run.clears.stores == [STORE]
+    again = bench.granted(most=4)
+    assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(there)]
+    assert bench.machine.run.leases.get(here.lease_id) is not None
+    assert replays_alike(bench)
+
+
+def test_the_loss_of_a_host_twice_or_of_an_unknown_one_changes_nothing_more() -> None:
+    bench = TwoHosts().begin()
+    for host in ("away", "away", "unknown"):
+        before = len(bench.journal)
+        assert isinstance(bench.ask(HostGone(host_id=host, cause="test")), Ack)
+    assert len(bench.journal) == before
 
 
 def test_a_process_that_nobody_saw_end_is_over_after_another_registration_or_a_long_silence() -> None:

@@ -1,0 +1,134 @@
+"""Runs on a real Ray cluster whose nodes, actors, agents and launcher are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.hosts.ray_cluster import (
+    RayCluster,
+    assert_nothing_left,
+    processes_of,
+    ray_cluster,
+    run_on,
+    volatile_folders,
+)
+from tests.integration.tiny.harness import ctl, wait_for
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+LIMIT_S = 240.0
+ENDLESS = "run.steps=500"
+PLACES = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={host: [b, c], instances: 2}")
+
+
+class Told:
+    """The lines that a launcher has printed so far."""
+
+    def __init__(self, launcher: subprocess.Popen[str]) -> None:
+        self.lines: list[str] = []
+        self._launcher = launcher
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._launcher.stdout is not None
+        for line in self._launcher.stdout:
+            self.lines.append(line.rstrip())
+
+    def wait_for(self, pattern: str, after: int = 0, limit_s: float = LIMIT_S) -> int:
+        """Wait for a line that contains the pattern, from line `after`, and return the number of the next line."""
+
+        def found() -> int:
+            for number, line in enumerate(self.lines[after:], after):
+                if re.search(pattern, line):
+                    return number + 1
+            assert self._launcher.poll() is None, "\n".join(self.lines[-30:])
+            return 0
+
+        return int(wait_for(pattern, found, limit_s))
+
+    def step(self) -> int:
+        """Return the last committed step that was shown."""
+        return max((int(each) for line in self.lines for each in re.findall(r"step (\d+)/500", line)), default=0)
+
+
+@contextlib.contextmanager
+def three_nodes(path: Path) -> Iterator[tuple[RayCluster, subprocess.Popen[str], Told]]:
+    """Run the quickstart with a rollout on each of two nodes, and yield once steps are being trained."""
+    with ray_cluster("b", "c") as cluster, run_on(cluster, path, *PLACES, ENDLESS) as launcher:
+        told = Told(launcher)
+        wait_for("training", lambda: told.step() >= 2 or launcher.poll() is not None, LIMIT_S)
+        assert launcher.poll() is None, "\n".join(told.lines[-30:])
+        yield cluster, launcher, told
+
+
+def goes_on(told: Told) -> None:
+    """Wait for two more steps."""
+    before = told.step()
+    wait_for("two more steps", lambda: told.step() >= before + 2, LIMIT_S)
+
+
+def ends(launcher: subprocess.Popen[str], path: Path) -> None:
+    """Stop the run and check what it leaves."""
+    folders = volatile_folders(path)
+    assert ctl(path, "stop").returncode == 0
+    launcher.wait(LIMIT_S)
+    assert_nothing_left(path, folders)
+
+
+def test_the_work_of_a_killed_node_moves_and_the_node_may_return(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with three_nodes(path) as (cluster, launcher, told):
+        begun = time.monotonic()
+        cluster.kill("c")
+        lost = told.wait_for("host c is lost: its node is dead")
+        print(f"noticed after {time.monotonic() - begun:.1f} s")
+        told.wait_for(r"rollout/1: placed on host b instead of c", lost - 1)
+        goes_on(told)
+        assert not [each for each in processes_of(path / "hosts" / "c") if each.is_running()]
+        cluster.add("c")
+        told.wait_for("host c has joined", lost)
+        goes_on(told)
+        ends(launcher, path)
+
+
+def agent_of(path: Path, host: str) -> psutil.Process:
+    """Return the agent of a host."""
+    [agent] = [each for each in processes_of(path / "hosts" / host) if "launch.host" in each.cmdline()]
+    return agent
+
+
+def test_a_killed_actor_or_agent_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with three_nodes(path) as (_, launcher, told):
+        agent = agent_of(path, "b")
+        actor = agent.parent()
+        assert actor is not None
+        os.kill(actor.pid, signal.SIGKILL)
+        lost = told.wait_for("host b is lost: the actor of its agent ended")
+        told.wait_for("host b has joined", lost)
+        goes_on(told)
+        os.kill(agent_of(path, "c").pid, signal.SIGKILL)
+        lost = told.wait_for("host c is lost: its agent ended", lost)
+        told.wait_for("host c has joined", lost)
+        goes_on(told)
+        ends(launcher, path)
+
+
+def test_a_killed_launcher_leaves_nothing_on_any_host(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with three_nodes(path) as (_, launcher, _told):
+        folders = volatile_folders(path)
+        assert len(folders) == 6
+        os.kill(launcher.pid, signal.SIGKILL)
+        assert_nothing_left(path, folders)
