@@ -203,7 +203,7 @@ class _Life:
     async def live(self) -> int | None:
         """Join, run what is ordered, and return the exit status; None if the host has to join again."""
         names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        link = HostLink(self._access, self._host, self._run.host_id, names, new_incarnation())
+        link = HostLink(self._access, self._host, names, new_incarnation())
         try:
             orders = await self._join(link)
             keys = {(each.service, each.instance): each for each in orders.processes}

@@ -2,9 +2,9 @@
 
 A host is AWAITED until its agent reports, then JOINED. It is LOST once the engine that placed it says so or its agent
 is silent; then its rollouts and references move to a joined host with room, and the scheduler is told. A lost host that
-reports under a new incarnation is JOINED again. It gets back only what no other host had room for: moving a process
-that works costs its leases. An agent whose life was given up is told so and begins a new one, because its processes
-may run elsewhere by now.
+reports under a new incarnation is JOINED again, with a new store. It gets back only what no other host had room for,
+because moving a process that works costs its leases. An agent whose life was given up is told so and begins a new one,
+because its processes may run elsewhere by now.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from launch.gpus import visible_gpus
 from launch.supervisor.plan import LEASING, Key
-from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow
+from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow, WaitKind, WaitRow
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 from shared.topology import Topology
@@ -53,7 +53,8 @@ class HostLost:
     """Tell the scheduler that the host is gone."""
 
     host: str
-    host_id: str
+    incarnations: list[int]
+    """Incarnations of the processes that ran there."""
     cause: str
 
 
@@ -83,6 +84,8 @@ class Host:
     """Number of its GPUs that the topology allows the run to use."""
     store: Key
     state: HostState = HostState.AWAITED
+    since: float = 0.0
+    """Time at which this state began."""
     report: HostReport | None = None
     """The last report of its present life."""
     heard_at: float = 0.0
@@ -102,6 +105,7 @@ class HostBook:
                 self.hosts[name] = Host(name, topology.placement.hosts[name].gpus, ("batch-store", number))
         self._places: dict[frozenset[Key], tuple[Unit, str, int]] = {}
         """Every unit with its host and its first GPU there."""
+        self._next_store = len(topology.store_hosts())
         self.ending = False
         self.plan(topology)
 
@@ -127,6 +131,14 @@ class HostBook:
             if host.state == HostState.JOINED and host.report is not None:
                 found.update({(row.service, row.instance): row for row in host.report.processes})
         return [found.get(key) or ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()]
+
+    def waits(self, now: float) -> list[WaitRow]:
+        """Return a row for each host that takes no part in the run now."""
+        return [
+            WaitRow(WaitKind.PROCESS, f"host {host.name} is {host.state}: no agent reports from it", now - host.since)
+            for host in self.hosts.values()
+            if host.state in (HostState.AWAITED, HostState.LOST)
+        ]
 
     @property
     def running(self) -> bool:
@@ -162,25 +174,29 @@ class HostBook:
             text = f"host {host.name}: another agent of this host is alive; end one of them"
             raise RpcError(ErrorCode.CONFLICT, text)
         if host.state != HostState.JOINED and not report.ended:
-            host.state = HostState.JOINED
+            if host.state == HostState.LOST:  # its former store is gone for good, with what it held
+                host.store = ("batch-store", self._next_store)
+                self._next_store += 1
+            host.state, host.since = HostState.JOINED, now
             effects.append(Told(f"host {host.name} has joined"))
             self._place_homeless(effects)
         host.report, host.heard_at = report, now
         if report.ended:
-            host.state = HostState.ENDED
+            host.state, host.since = HostState.ENDED, now
         elif report.failed:
             effects.append(Unable(f"host {host.name}: {report.failed}"))
         return self._orders(host), effects
 
-    def lose(self, name: str, cause: str) -> list[Effect]:
+    def lose(self, name: str, cause: str, now: float) -> list[Effect]:
         """Give up a host. Its processes move, as far as other hosts have room."""
         host = self.hosts[name]
         effects: list[Effect] = []
         if host.state != HostState.JOINED or host.report is None:
             return effects
-        host.state = HostState.LOST
+        host.state, host.since = HostState.LOST, now
         host.given_up.add(host.report.incarnation)
-        effects.append(HostLost(name, host.report.host_id, cause))
+        lives = [row.incarnation for row in host.report.processes if row.incarnation]
+        effects.append(HostLost(name, lives, cause))
         effects.append(Told(f"host {name} is lost: {cause}"))
         self._place_homeless(effects)
         return effects
@@ -192,7 +208,7 @@ class HostBook:
             for host in self.hosts.values()
             if host.state == HostState.JOINED and now - host.heard_at > SILENT_S
         ]
-        return [effect for name in silent for effect in self.lose(name, f"its agent is silent for {SILENT_S:g} s")]
+        return [effect for name in silent for effect in self.lose(name, f"its agent is silent for {SILENT_S:g} s", now)]
 
     # ---- decisions
 

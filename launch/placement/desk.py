@@ -57,6 +57,8 @@ class HostDesk:
     ) -> None:
         """Begin to answer agents at `mailbox`, and to look for silent ones. `scheduler` returns its client."""
         self._loop = asyncio.get_running_loop()
+        for host in self.book.hosts.values():
+            host.since = self._loop.time()
         self._context, self._incarnation, self._keys, self._scheduler = context, incarnation, keys, scheduler
         mailbox.handle(HostReport, self._on_report)
         self._background(self._look())
@@ -72,7 +74,7 @@ class HostDesk:
 
     def lose(self, host: str, cause: str) -> None:
         """Give up a host that, as the engine of the placement says, is gone."""
-        self._carry_out(self.book.lose(host, cause))
+        self._carry_out(self.book.lose(host, cause, asyncio.get_running_loop().time()))
 
     def tell(self, text: str) -> None:
         """Pass a line on to people."""
@@ -107,7 +109,8 @@ class HostDesk:
             match effect:
                 case HostLost():
                     self._log.warning("host lost", host=effect.host, cause=effect.cause)
-                    self._background(self._tell_scheduler(HostGone(host_id=effect.host_id, cause=effect.cause)))
+                    gone = HostGone(host=effect.host, incarnations=effect.incarnations, cause=effect.cause)
+                    self._background(self._tell_scheduler(gone))
                 case Told():
                     self._on_notice(effect.text)
                 case Unable():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import structlog
 import zmq
 
@@ -25,15 +26,13 @@ ALONE_S = 60.0
 class HostLink:
     """The line from a host's agent to the run's supervisor, for one life of the agent."""
 
-    def __init__(self, access: Access, host: str, host_id: str, names: Sequence[str], incarnation: int) -> None:
+    def __init__(self, access: Access, host: str, names: Sequence[str], incarnation: int) -> None:
         """`names` are the GPUs that the agent may use, as CUDA_VISIBLE_DEVICES names them."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         endpoint = access.endpoints[SUPERVISOR]
         self._client = Client(self._context, endpoint, f"{SUPERVISOR} at {endpoint}", incarnation, keys=access.keys)
         self._names = list(names)
-        self._report = HostReport(
-            host=host, incarnation=incarnation, endpoint="", host_id=host_id, gpus=len(self._names), processes=[]
-        )
+        self._report = HostReport(host=host, incarnation=incarnation, endpoint="", gpus=len(self._names), processes=[])
         self._ordered: set[Key] = set()
         self._log = structlog.get_logger("host")
         self.given_up = False
@@ -85,15 +84,8 @@ class HostLink:
     async def _send(
         self, supervisor: Supervisor, deadline_s: float, *, failed: str = "", ended: bool = False
     ) -> HostOrders:
-        report = HostReport(
-            host=self._report.host,
-            incarnation=self._report.incarnation,
-            endpoint=supervisor.door,
-            host_id=self._report.host_id,
-            gpus=self._report.gpus,
-            processes=supervisor.rows(),
-            ended=ended,
-            failed=failed,
+        report = msgspec.structs.replace(
+            self._report, endpoint=supervisor.door, processes=supervisor.rows(), ended=ended, failed=failed
         )
         return await self._client.call(report, HostOrders, deadline_s=deadline_s)
 

@@ -668,6 +668,7 @@ class Supervisor:
         rows: list[WaitRow] = self._waits.rows(self.state, now)
         # Reading all processes of the machine takes a while.
         rows += await self._loop.run_in_executor(None, stopped_processes, dict(self.state.pids()))
+        rows += self._hosts.book.waits(now) if self._hosts is not None else []
         phase, phase_s = self.state.phase, self._waits.phase_s(now)
         return Waits(incarnation=self._incarnation, state=phase, state_s=phase_s, waits=rows)
 

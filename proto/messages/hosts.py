@@ -37,7 +37,6 @@ class HostReport(Request, frozen=True, kw_only=True):
     host: str  # its name in `placement.hosts`
     incarnation: int  # incarnation of the agent
     endpoint: str  # where the agent answers the messages of an operator or a scheduler to a supervisor
-    host_id: str  # the value that the services of the host register
     gpus: int  # number of GPUs that the agent may use
     processes: list[ProcessRow]  # the processes that it started
     ended: bool = False  # all of them have ended, and the agent ends with this report
@@ -46,7 +45,11 @@ class HostReport(Request, frozen=True, kw_only=True):
 
 @message(37, reply=Ack)
 class HostGone(Request, frozen=True, kw_only=True):
-    """A host is lost with everything on it: its leases are given up and its stores are gone for good."""
+    """A host is lost with everything on it: its leases are given up and its stores are gone for good.
 
-    host_id: str  # the value that its services registered
+    Processes that have registered again since then are not concerned.
+    """
+
+    host: str  # its name, for the log
+    incarnations: list[int]  # incarnations of its processes
     cause: str  # the reason, in one line for the log

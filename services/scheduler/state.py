@@ -209,7 +209,7 @@ class Scheduler:
                 case HoldDevices():
                     self._devices.hold(request, asked.ref, self._answer_by(asked), self._now)
                 case HostGone():
-                    self._lose_host(request.host_id)
+                    self._lose_host(frozenset(request.incarnations))
                     self._answer(asked, Ack())
                 case Resolve():
                     self._answer(asked, self.where(request.service, request.instance))
@@ -343,9 +343,9 @@ class Scheduler:
         if self._clearing.pop(store, None) is not None:
             self._out.append(StopClear(store))
 
-    def _lose_host(self, host_id: str) -> None:
-        """Give up the stores and the leases of a host. Its processes hold nothing and wait for nothing any longer."""
-        lost = [holder for holder, row in self.run.registry.items() if row.host_id == host_id]
+    def _lose_host(self, lives: frozenset[int]) -> None:
+        """Give up the stores and the leases of a host's processes, which hold and wait for nothing any longer."""
+        lost = [holder for holder, row in self.run.registry.items() if row.incarnation in lives]
         for holder in lost:
             self._fail_waiting(holder, f"{service_name(*holder)} was lost with its host")
             for lease in list(self.run.leases.held_by(holder)):

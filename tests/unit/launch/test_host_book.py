@@ -8,7 +8,7 @@ import pytest
 
 from launch.placement.book import SILENT_S, HostBook, HostLost, HostState, Told, Unable
 from launch.supervisor.plan import Key
-from proto.messages import ErrorCode, HostOrders, HostReport
+from proto.messages import ErrorCode, HostOrders, HostReport, ProcessRow
 from shared.rpc.errors import RpcError
 from shared.topology import load
 from tests.unit.shared.topology.small_topology import BASE, make, write
@@ -37,9 +37,11 @@ def report(host: str, life: int = 1, gpus: int = 4, failed: str = "", *, ended: 
         host=host,
         incarnation=life,
         endpoint=f"tcp://{host}:1",
-        host_id=f"id of {host} {life}",
         gpus=gpus,
-        processes=[],
+        processes=[
+            ProcessRow("batch-store", 1, "READY", 7, 100 + life, 0),
+            ProcessRow("rollout", 0, "BACKOFF", 0, 0, 1),
+        ],
         ended=ended,
         failed=failed,
     )
@@ -67,13 +69,14 @@ def test_instances_take_turns_on_the_hosts_of_their_service_and_every_host_has_a
 def test_processes_of_a_lost_host_move_as_far_as_others_have_gpus(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")
-    effects = made.lose("b", "power cut")
-    assert effects[0] == HostLost("b", "id of b 1", "power cut")
+    effects = made.lose("b", "power cut", 1.0)
+    assert effects[0] == HostLost("b", [101], "power cut")
     assert joined(made, "c", "spare") == {
         "c": {("batch-store", 2): [], ("rollout", 1): [0, 1], ("rollout", 3): [2, 3]},
         "spare": {("batch-store", 3): [], ("rollout", 0): [0, 1]},
     }
-    assert made.lose("b", "again") == []
+    assert made.lose("b", "again", 2.0) == []
+    assert [(row.what, row.since_s) for row in made.waits(3.0)] == [("host b is LOST: no agent reports from it", 2.0)]
     rows = {(row.service, row.instance): row.state for row in made.rows()}
     assert rows["rollout", 2] == "WAITING"
 
@@ -81,7 +84,7 @@ def test_processes_of_a_lost_host_move_as_far_as_others_have_gpus(folder: Path) 
 def test_without_gpus_the_least_loaded_host_takes_what_was_lost(folder: Path) -> None:
     made = book(folder, "services.rollout={host: [b, c], instances: 4}")
     joined(made, "b", "c", "spare")
-    made.lose("c", "gone")
+    made.lose("c", "gone", 1.0)
     placed = joined(made, "b", "spare")
     assert {key for key in placed["spare"] if key[0] == "rollout"} == {("rollout", 1), ("rollout", 3)}
     assert {key for key in placed["b"] if key[0] == "rollout"} == {("rollout", 0), ("rollout", 2)}
@@ -90,19 +93,19 @@ def test_without_gpus_the_least_loaded_host_takes_what_was_lost(folder: Path) ->
 def test_a_host_that_returns_runs_what_found_no_other_place(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")
-    made.lose("b", "gone")
+    made.lose("b", "gone", 1.0)
     with pytest.raises(RpcError, match="counts as lost") as caught:
         made.report(report("b"), 1)
     assert caught.value.code == ErrorCode.LOST
     orders, effects = made.report(report("b", life=2), 2)
-    assert runs(orders) == {("batch-store", 1): [], ("rollout", 2): [2, 3]}
+    assert runs(orders) == {("batch-store", 4): [], ("rollout", 2): [2, 3]}
     assert effects == [Told("host b has joined")]
 
 
 def test_a_host_that_comes_late_takes_over_from_a_lost_one(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c")
-    made.lose("b", "gone")
+    made.lose("b", "gone", 1.0)
     assert runs(made.report(report("spare"), 1)[0]) == {("batch-store", 3): [], ("rollout", 0): [0, 1]}
 
 
@@ -119,7 +122,7 @@ def test_the_ranks_of_a_model_stay_together(folder: Path) -> None:
     made = book(folder, "services.rollout={host: [spare], instances: 1}", ranks)
     placed = joined(made, "b", "c")
     assert placed["b"] == {("batch-store", 1): [], ("reference", 0): [0], ("reference", 1): [1]}
-    made.lose("b", "gone")
+    made.lose("b", "gone", 1.0)
     assert joined(made, "c")["c"] == {("batch-store", 2): []} | {("reference", i): [(i + 2) % 4] for i in range(4)}
 
 

@@ -386,7 +386,7 @@ def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
     bench.granted(most=4)
     assert bench.lease(instance=1, life=8) is None  # held back: no task is left
     waiting = bench.calls
-    effects = bench.event(Asked(99, HostGone(host_id="away", cause="test"), bench.now + 5))
+    effects = bench.event(Asked(99, HostGone(host="b", incarnations=[5, 8], cause="test"), bench.now + 5))
     assert isinstance(bench.answer(effects, 99), Ack)
     assert bench.answer(effects, waiting).code == "lost"
     assert bench.machine.run.clears.stores == [STORE]
@@ -398,9 +398,9 @@ def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
 
 def test_the_loss_of_a_host_twice_or_of_an_unknown_one_changes_nothing_more() -> None:
     bench = TwoHosts().begin()
-    for host in ("away", "away", "unknown"):
+    for lives in ([5, 8], [5, 8], [99]):
         before = len(bench.journal)
-        assert isinstance(bench.ask(HostGone(host_id=host, cause="test")), Ack)
+        assert isinstance(bench.ask(HostGone(host="b", incarnations=lives, cause="test")), Ack)
     assert len(bench.journal) == before
 
 
