@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ LABEL = "rlbus-host"
 POLL_S = 0.25
 WAIT_S = 10.0
 """Seconds that one call waits for the end of an agent."""
+CONNECT_S = 3.0
 START_S = 60.0
 """Maximum seconds in which an actor has to start."""
 AGAIN_S = 5.0
@@ -330,12 +332,27 @@ def _orders() -> SimpleQueue[Order | None]:
     return found
 
 
+def _closed(address: str) -> str:
+    """Return why nothing can be at `HOST:PORT`, or an empty text. Ray itself would try for a minute and then abort."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return ""  # such as `auto`
+    try:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_S):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def _open(order: Order) -> Keeper | None:
     try:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
         tell(News("failed", f"ray is not installed here ({error}); pip install 'rlbus[ray]', or use local"))
+        return None
+    if closed := _closed(order.address):
+        tell(News("failed", f"no Ray cluster at {order.address!r} ({closed}); begin one with `ray start --head`"))
         return None
     try:
         ray.init(address=order.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")

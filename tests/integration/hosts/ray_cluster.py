@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +97,36 @@ def run_on(cluster: RayCluster, path: Path, *settings: str, **environment: str) 
         for each in processes_of(path):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
+
+
+class Told:
+    """The lines that a launcher has printed so far."""
+
+    def __init__(self, launcher: subprocess.Popen[str]) -> None:
+        self.lines: list[str] = []
+        self._launcher = launcher
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._launcher.stdout is not None
+        for line in self._launcher.stdout:
+            self.lines.append(line.rstrip())
+
+    def wait_for(self, pattern: str, after: int = 0, limit_s: float = 2 * LIMIT_S) -> int:
+        """Wait for a line that contains the pattern, from line `after`, and return the number of the next line."""
+
+        def found() -> int:
+            for number, line in enumerate(self.lines[after:], after):
+                if re.search(pattern, line):
+                    return number + 1
+            assert self._launcher.poll() is None, "\n".join(self.lines[-30:])
+            return 0
+
+        return int(wait_for(pattern, found, limit_s))
+
+    def step(self) -> int:
+        """Return the last committed step that was shown."""
+        return max((int(each) for line in self.lines for each in re.findall(r"step (\d+)/500", line)), default=0)
 
 
 def processes_of(path: Path) -> list[psutil.Process]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 
 from tests.integration.hosts.ray_cluster import (
     RayCluster,
+    Told,
     assert_nothing_left,
     processes_of,
     ray_cluster,
@@ -30,36 +29,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 LIMIT_S = 240.0
 ENDLESS = "run.steps=500"
 PLACES = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={host: [b, c], instances: 2}")
-
-
-class Told:
-    """The lines that a launcher has printed so far."""
-
-    def __init__(self, launcher: subprocess.Popen[str]) -> None:
-        self.lines: list[str] = []
-        self._launcher = launcher
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self._launcher.stdout is not None
-        for line in self._launcher.stdout:
-            self.lines.append(line.rstrip())
-
-    def wait_for(self, pattern: str, after: int = 0, limit_s: float = LIMIT_S) -> int:
-        """Wait for a line that contains the pattern, from line `after`, and return the number of the next line."""
-
-        def found() -> int:
-            for number, line in enumerate(self.lines[after:], after):
-                if re.search(pattern, line):
-                    return number + 1
-            assert self._launcher.poll() is None, "\n".join(self.lines[-30:])
-            return 0
-
-        return int(wait_for(pattern, found, limit_s))
-
-    def step(self) -> int:
-        """Return the last committed step that was shown."""
-        return max((int(each) for line in self.lines for each in re.findall(r"step (\d+)/500", line)), default=0)
 
 
 @contextlib.contextmanager
@@ -132,3 +101,38 @@ def test_a_killed_launcher_leaves_nothing_on_any_host(tmp_path: Path) -> None:
         assert len(folders) == 6
         os.kill(launcher.pid, signal.SIGKILL)
         assert_nothing_left(path, folders)
+
+
+@pytest.mark.parametrize(
+    ("settings", "address", "line"),
+    [
+        (
+            ("placement.hosts.nobody={}",),
+            "",
+            "placement: host nobody: no node has the label rlbus-host=nobody, and no other free node has 0 GPUs",
+        ),
+        (("placement.hosts.b={gpus: 2}",), "", "placement: host b: its node has 0 GPUs, placement.hosts.b.gpus is 2"),
+        ((), "127.0.0.1:9", "placement: no Ray cluster at '127.0.0.1:9' (Connection refused); begin one with `ray "),
+    ],
+)
+def test_a_cluster_that_cannot_do_it_is_refused_in_one_line(
+    settings: tuple[str, ...], address: str, line: str, tmp_path: Path
+) -> None:
+    with ray_cluster("b", "c") as cluster:
+        given = (*PLACES, ENDLESS, *settings)
+        environment = {"RAY_ADDRESS": address} if address else {}
+        with run_on(cluster, tmp_path / "run", *given, **environment) as launcher:
+            output, _ = launcher.communicate(timeout=LIMIT_S)
+    assert launcher.returncode == 2
+    assert [each for each in output.splitlines() if not each.startswith("warning: ")][-1].startswith(line), output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_on_the_same_nodes_is_refused(tmp_path: Path) -> None:
+    with three_nodes(tmp_path / "first") as (cluster, _launcher, told):
+        ports = ("transport.scheduler_port=17747", "transport.supervisor_port=17748", "transport.monitor_port=17749")
+        with run_on(cluster, tmp_path / "second", *PLACES, *ports) as second:
+            output, _ = second.communicate(timeout=LIMIT_S)
+        assert second.returncode == 2
+        assert "host b: its node already is a host of run 'first'; end that run first" in output
+        goes_on(told)
