@@ -58,9 +58,9 @@ class RayEngine:
         """Connect to the cluster, find a node for each host and have it check itself. `path` is the run directory."""
         findings = Findings()
         order = self._open_order(path)
-        home = facts(self._topology)
         try:
             self._spawn(order)
+            home = facts(self._topology)  # meanwhile
             for news in self._until_ready():
                 match news.kind:
                     case "opened":

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -35,6 +36,8 @@ POLL_S = 0.25
 WAIT_S = 10.0
 """Seconds that one call waits for the end of an agent."""
 CONNECT_S = 3.0
+AT_ONCE = 64
+"""Maximum number of hosts that check themselves at the same time."""
 START_S = 60.0
 """Maximum seconds in which an actor has to start."""
 AGAIN_S = 5.0
@@ -168,29 +171,37 @@ class Keeper:
         self._actor_class = ray.remote(HostKeeper)
 
     def check(self) -> None:
-        """Find a node for every host, have it check itself, and tell the results."""
+        """Find a node for every host, have them check themselves side by side, and tell the results."""
+        here = next((node["Labels"].get(LABEL, "") for node in self._ray.nodes() if node["NodeID"] == self._home), "")
+        if here and self._order.home and here != self._order.home:
+            text = (
+                f"the trainer's host is {self._order.home}, but this node is labelled {here}; start the launcher there"
+            )
+            tell(News("refused", text))
         for name in self._order.hosts:
-            text = self._place(name)
-            if text:
+            if text := self._create(name):
                 tell(News("refused", f"host {name}: {text}", name))
-                continue
-            placed = self._placed[name]
-            try:
-                sent_at = time.time()
-                there_at = self._ray.get(placed.actor.now.remote(), timeout=START_S)
-                times = (sent_at, there_at, time.time())
-                status, output, errors = self._ray.get(
-                    placed.actor.check.remote(ROOT, self._order.topology.encode()), timeout=START_S * 2
-                )
-            except self._ray.exceptions.RayError as error:
-                tell(News("refused", f"host {name}: it could not be checked: {_line(error)}", name))
-                continue
-            if status:
-                why = (errors.strip().splitlines() or ["no output"])[-1]
-                text = f"`python -m launch.host --check` fails there: {why}; install rlbus at {ROOT}, or as a package"
-                tell(News("refused", f"host {name}: {text}", name))
-            else:
-                tell(News("checked", host=name, facts=output, times=times))
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for news in pool.map(self._checked, list(self._placed.values())):
+                tell(news)
+
+    def _checked(self, placed: _Placed) -> News:
+        name = placed.name
+        if text := self._begun(placed):
+            return News("refused", f"host {name}: {text}", name)
+        try:
+            sent_at = time.time()
+            there_at = self._ray.get(placed.actor.now.remote(), timeout=START_S)
+            times = (sent_at, there_at, time.time())
+            call = placed.actor.check.remote(ROOT, self._order.topology.encode())
+            status, output, errors = self._ray.get(call, timeout=2 * START_S)
+        except self._ray.exceptions.RayError as error:
+            return News("refused", f"host {name}: it could not be checked: {_line(error)}", name)
+        if status:
+            why = (errors.strip().splitlines() or ["no output"])[-1]
+            text = f"`python -m launch.host --check` fails there: {why}; install rlbus at {ROOT}, or as a package"
+            return News("refused", f"host {name}: {text}", name)
+        return News("checked", host=name, facts=output, times=times)
 
     def start(self, access: bytes) -> None:
         """From now on keep an agent on every host."""
@@ -209,9 +220,9 @@ class Keeper:
         for name in self._order.hosts if self._access else ():
             if self._again_at.get(name, 0.0) > now:
                 continue
-            text = "" if name in self._placed else self._place(name)
+            text = "" if name in self._placed else self._create(name)
             if not text and self._placed[name].waiting is None:
-                text = self._start(self._placed[name])
+                text = self._begun(self._placed[name]) or self._start(self._placed[name])
             if text:
                 self._say("told", name, text)
                 self._again_at[name] = now + LOOK_AGAIN_S
@@ -222,8 +233,8 @@ class Keeper:
             self._ray.kill(placed.actor)
         self._ray.shutdown()
 
-    def _place(self, name: str) -> str:
-        """Make the actor of a host. Return why that is impossible now, or an empty text."""
+    def _create(self, name: str) -> str:
+        """Create the actor of a host on its node. Return why that is impossible now, or an empty text."""
         gpus = self._order.hosts[name]
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         used = {placed.node for placed in self._placed.values()}
@@ -248,15 +259,23 @@ class Keeper:
             ).remote(self._order.run)
         except ValueError:  # the name is taken
             return f"its node already is a host of run {self._whose(actor_name)!r}; end that run first"
-        try:
-            self._ray.get(actor.whose.remote(), timeout=START_S)
-        except self._ray.exceptions.GetTimeoutError:
-            self._ray.kill(actor)
-            return f"its node has no {gpus} free GPUs within {START_S:g} s; end what uses them"
-        except self._ray.exceptions.RayError as error:
-            return f"its actor cannot start: {_line(error)}"
         self._placed[name] = _Placed(name, node["NodeID"], actor)
         return ""
+
+    def _begun(self, placed: _Placed) -> str:
+        """Wait for the actor of a host. Return why it does not start, or an empty text."""
+        try:
+            self._ray.get(placed.actor.whose.remote(), timeout=START_S)
+        except self._ray.exceptions.GetTimeoutError:
+            gpus = self._order.hosts[placed.name]
+            text = f"its node starts no actor with {gpus} GPUs within {START_S:g} s; end what uses them"
+        except self._ray.exceptions.RayError as error:
+            text = f"its actor cannot start: {_line(error)}"
+        else:
+            return ""
+        self._ray.kill(placed.actor)
+        del self._placed[placed.name]
+        return text
 
     def _whose(self, actor_name: str) -> str:
         try:
