@@ -12,14 +12,12 @@ after which the input stays open. Its end is the end of this host.
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import signal
 import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -152,41 +150,53 @@ def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int
 
 
 class _Ends:
-    """Takes the signals and the end of standard input that end this host, from its start to its exit."""
+    """Takes the signals and the end of standard input that end this host, from its start to its exit.
+
+    A first signal drains, so that leases are handed back. A second one, and the end of the input, kill.
+    """
 
     def __init__(self, held: bool) -> None:
-        self._act: Callable[[str], None] | None = None
-        self._asked = ""
-        self._lock = threading.Lock()
+        self._supervisor: Supervisor | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._causes: list[str] = []
+        self._killed = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda taken, _: self._ask(signal.Signals(taken).name))
         if held:
             threading.Thread(target=self._watch, name="standard input", daemon=True).start()
 
-    def tell(self, act: Callable[[str], None]) -> None:
-        """Call `act` with the cause of each end, from any thread; at once if one has come already."""
-        with self._lock:
-            self._act = act
-        if self._asked:
-            act(self._asked)
+    @property
+    def asked(self) -> bool:
+        """Whether this host is to end."""
+        return bool(self._causes)
+
+    def apply_to(self, supervisor: Supervisor) -> None:
+        """End `supervisor` when this host is to end, which may be at once. For its event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = supervisor
+        self._act()
 
     def _watch(self) -> None:
         with suppress(OSError):
             while os.read(0, 4096):
                 pass
-        self._ask("")
+        self._killed = True
+        self._ask("the end of standard input")
 
     def _ask(self, cause: str) -> None:
-        with self._lock:
-            self._asked = cause or "its keeper is gone"
-        if self._act is not None:
-            self._act(self._asked)
+        self._causes.append(cause)
+        if self._supervisor is not None:
+            with suppress(RuntimeError):  # the loop has ended already
+                self._loop.call_soon_threadsafe(self._act)
 
-
-def _kill(loop: asyncio.AbstractEventLoop, supervisor: Supervisor, cause: str) -> None:
-    with suppress(RuntimeError):  # the loop has ended already
-        loop.call_soon_threadsafe(supervisor.kill, cause)
+    def _act(self) -> None:
+        if self._supervisor is None or not self._causes:
+            return
+        if self._killed or len(self._causes) > 1:
+            self._supervisor.kill(self._causes[-1])
+        else:
+            self._supervisor.stop(self._causes[0])
 
 
 class _Life:
@@ -218,10 +228,9 @@ class _Life:
                 spares=heavy_imports(self._topology),
                 access=self._access,
             )
-            loop = asyncio.get_running_loop()
             running = asyncio.ensure_future(supervisor.run())
             await asyncio.sleep(0)  # it has opened its door
-            self._ends.tell(functools.partial(_kill, loop, supervisor))
+            self._ends.apply_to(supervisor)
             following = asyncio.create_task(link.follow(supervisor))
             ended = await running
             following.cancel()
@@ -244,7 +253,7 @@ class _Life:
             try:
                 return await link.join()
             except RpcError as error:
-                if error.code == ErrorCode.BAD_REQUEST or loop.time() >= until:
+                if error.code == ErrorCode.BAD_REQUEST or loop.time() >= until or self._ends.asked:
                     raise
                 self._log.warning("not joined yet", error=str(error))
                 await asyncio.sleep(RETRY_S)

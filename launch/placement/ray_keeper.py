@@ -30,6 +30,7 @@ from typing import Any, Literal
 import msgspec
 
 ROOT = str(Path(__file__).resolve().parents[2])
+FOLDER = os.getcwd()
 NAMESPACE = "rlbus"
 LABEL = "rlbus-host"
 POLL_S = 0.25
@@ -97,19 +98,24 @@ class HostKeeper:
     def now(self) -> float:
         return time.time()
 
-    def check(self, root: str, topology: bytes) -> tuple[int, str, str]:
-        """Return the exit status, the output and the errors of `launch.host --check` on this node."""
+    def check(self, root: str, folder: str, topology: bytes) -> tuple[int, str, str]:
+        """Return the exit status, the output and the errors of `launch.host --check` on this node.
+
+        `root` is where home has rlbus, and `folder` its working directory, from which users' modules are imported.
+        Both are used if this node has them.
+        """
         done = subprocess.run(
             [sys.executable, "-m", "launch.host", "--check"],
             input=topology,
             capture_output=True,
             env=self._environment(root),
+            cwd=folder if os.path.isdir(folder) else None,
             timeout=120,
             check=False,
         )
         return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
 
-    def start(self, root: str, name: str, path: str, access: bytes) -> None:
+    def start(self, root: str, folder: str, name: str, path: str, access: bytes) -> None:
         """Start the agent. Raises OSError."""
         os.makedirs(os.path.join(path, "logs"), exist_ok=True)
         self.output = os.path.join(path, "logs", "agent.out")
@@ -120,7 +126,7 @@ class HostKeeper:
                 stdout=output,
                 stderr=output,
                 env=self._environment(root),
-                cwd=path,
+                cwd=folder if os.path.isdir(folder) else path,
                 start_new_session=True,
             )
         assert self.agent.stdin is not None  # noqa: S101  # it is a pipe
@@ -193,7 +199,7 @@ class Keeper:
             sent_at = time.time()
             there_at = self._ray.get(placed.actor.now.remote(), timeout=START_S)
             times = (sent_at, there_at, time.time())
-            call = placed.actor.check.remote(ROOT, self._order.topology.encode())
+            call = placed.actor.check.remote(ROOT, FOLDER, self._order.topology.encode())
             status, output, errors = self._ray.get(call, timeout=2 * START_S)
         except self._ray.exceptions.RayError as error:
             return News("refused", f"host {name}: it could not be checked: {_line(error)}", name)
@@ -286,7 +292,7 @@ class Keeper:
     def _start(self, placed: _Placed) -> str:
         path = str(Path(self._order.path) / "hosts" / placed.name)
         try:
-            self._ray.get(placed.actor.start.remote(ROOT, placed.name, path, self._access), timeout=START_S)
+            self._ray.get(placed.actor.start.remote(ROOT, FOLDER, placed.name, path, self._access), timeout=START_S)
         except self._ray.exceptions.RayTaskError as error:
             return f"its agent cannot be started: {_line(error.cause)}; the run directory must be writable there"
         except self._ray.exceptions.RayError as error:
