@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -128,7 +128,7 @@ def _main(
     if dry_run:
         if engine is not None:
             engine.close()
-        _show_plan(topology, path)
+        _show_plan(topology, path, engine.machines if engine is not None else {})
         if findings.errors:
             _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
@@ -162,11 +162,14 @@ def _plan(topology: Topology) -> list[Key]:
     return [(spec.service, spec.instance) for spec in topology.services_plan() if spec not in away]
 
 
-def _show_plan(topology: Topology, path: Path) -> None:
+def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> None:
+    """Print what would run. `machines` are the host names of the other hosts, as far as they are known."""
     print(f"run directory  {path.absolute()}")
     print(f"steps          {topology.run.steps}")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
     print(f"spares         {', '.join(heavy_imports(topology)) or 'none'}")
+    if machines:
+        print(f"hosts          {', '.join(f'{host}: {machine}' for host, machine in sorted(machines.items()))}")
     print(f"snapshots      {snapshot_bytes(topology) >> 20} MiB of the trainer's state, there too")
     names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
     gpus = visible_gpus(topology, names if wanted(topology) <= len(names) else None)

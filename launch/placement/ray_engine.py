@@ -53,6 +53,8 @@ class RayEngine:
         self._log = structlog.get_logger("ray")
         self.address = ""
         """The address of this node in the cluster, once `check` has returned."""
+        self.machines: dict[str, str] = {}
+        """The host name of the node of each host, once `check` has returned."""
 
     def check(self, path: Path) -> Findings:
         """Connect to the cluster, find a node for each host and have it check itself. `path` is the run directory."""
@@ -71,6 +73,7 @@ class RayEngine:
                         findings.warnings.append(f"placement: {news.text}")
                     case "checked":
                         there = msgspec.json.decode(news.facts, type=HostFacts)
+                        self.machines[news.host] = there.name
                         problems = [*compare(home, there), clock_problem(*news.times)]
                         findings.errors.extend(f"host {news.host}: {each}" for each in problems if each)
                         if there.niceness > home.niceness:

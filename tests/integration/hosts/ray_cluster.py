@@ -73,13 +73,16 @@ def ray_cluster(*labels: str) -> Iterator[RayCluster]:
 
 
 @contextlib.contextmanager
-def run_on(cluster: RayCluster, path: Path, *settings: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def run_on(
+    cluster: RayCluster, path: Path, *settings: str, dry_run: bool = False, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
     """Start the quickstart in `path` on the cluster. Whatever is left of it is killed at the end of the test."""
     given = ["services.batch-store.memory=256MiB", "run.spares=false", "data.eval={}", *settings]
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "launch.cluster", str(QUICKSTART), "--run-dir", str(path)),
             *(word for each in given for word in ("--set", each)),
+            *(("--dry-run",) if dry_run else ()),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -136,3 +137,18 @@ def test_a_second_run_on_the_same_nodes_is_refused(tmp_path: Path) -> None:
         assert second.returncode == 2
         assert "host b: its node already is a host of run 'first'; end that run first" in output
         goes_on(told)
+
+
+def test_a_dry_run_says_where_everything_would_run_and_starts_nothing(tmp_path: Path) -> None:
+    with ray_cluster("b", "c") as cluster:
+        begun = time.monotonic()
+        with run_on(cluster, tmp_path / "run", *PLACES, ENDLESS, dry_run=True) as launcher:
+            output, _ = launcher.communicate(timeout=LIMIT_S)
+        print(f"the hosts were asked within {time.monotonic() - begun:.1f} s")
+    assert launcher.returncode == 0, output
+    rows = {line.split()[0]: line for line in output.splitlines() if line.startswith(("rollout/", "scheduler/"))}
+    assert " b " in rows["rollout/0"]
+    assert " c " in rows["rollout/1"]
+    assert " this machine " in rows["scheduler/0"]
+    assert f"hosts          b: {socket.gethostname()}, c: {socket.gethostname()}" in output.splitlines()
+    assert not (tmp_path / "run").exists()
