@@ -83,7 +83,7 @@ def main(
         status = _run(given, host, path, address or address_towards(given.endpoints[SUPERVISOR]), access == "-")
     except RpcError as error:
         print("\n".join(f"launch.host: {line}" for line in str(error).splitlines()), file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
+        raise typer.Exit(EXIT_USAGE if error.code == ErrorCode.BAD_REQUEST else EXIT_FAILED) from None
     except OSError as error:
         print(f"launch.host: {path}: {error.strerror or error}; name another folder with --run-dir", file=sys.stderr)
         raise typer.Exit(EXIT_FAILED) from None
