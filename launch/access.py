@@ -28,6 +28,18 @@ def export(run: RunDir, role: Role, file: Path) -> None:
 
     Raises RpcError(bad_request) if the run does not listen for other machines or the file cannot be written.
     """
+    made = access_of(run, role)
+    try:
+        access.write(file, made)
+    except OSError as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{file}: {error.strerror}") from None
+
+
+def access_of(run: RunDir, role: Role) -> Access:
+    """Return what a machine needs to reach `run` as `role`.
+
+    Raises RpcError(bad_request) if the run does not listen for other machines.
+    """
     topology = load(run.topology, check_supported=False)
     if topology.transport.listen is None:
         raise RpcError(
@@ -36,7 +48,4 @@ def export(run: RunDir, role: Role, file: Path) -> None:
         )
     endpoints = {service: listen_endpoint(topology.transport, service) for service in ANNOUNCED}
     text = run.topology.read_text() if role == Role.SERVICE else ""
-    try:
-        access.write(file, Access(run.name, load_keys(run.keys, role), endpoints, text))
-    except OSError as error:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{file}: {error.strerror}") from None
+    return Access(run.name, load_keys(run.keys, role), endpoints, text)

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -19,22 +19,26 @@ from typing import Annotated, NoReturn
 import typer
 
 from launch import detached, place, preflight, scaling
+from launch.access import access_of
 from launch.gpus import visible_gpus, wanted
 from launch.heavy import heavy_imports
 from launch.interrupts import Interrupts
 from launch.logs import last_lines, shorten
+from launch.placement.book import HostBook
+from launch.placement.desk import HostDesk
+from launch.placement.ray_engine import RayEngine
 from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
 from launch.supervisor.events import Died, Reported, RunEnded, RunOutcome
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.supervisor.spare_processes import SpareNotice
-from launch.supervisor.state import RunPhase
 from proto.messages import Status
 from services.scheduler.journal import rewinds
 from shared.actor import logging
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps, newest_run, service_name, sweep_abandoned
+from shared.security.roles import Role
 from shared.topology import Topology, TopologyError, load, snapshot_bytes, stop_limit_s
 
 STATUS_DEADLINE_S = 2.0
@@ -42,6 +46,7 @@ POLL_S = 1.0
 LOG_LINES = 10
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
+_HERE = "this machine"
 _OVER = frozenset({ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED})
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -101,21 +106,38 @@ def _main(
     except TopologyError as error:
         _refuse(str(problem) for problem in error.problems)
     findings = preflight.check(topology, str(topology_file))
-    for line in findings.warnings:
-        print(f"warning: {line}" if not line.startswith(" ") else line, file=sys.stderr)
-    if findings.errors and not dry_run:
-        _refuse(findings.errors)
     topology = preflight.with_room(topology)
     try:
         path = run_dir or (place.resumable(topology) if resume else place.default_path(topology))
     except RpcError as error:
         _refuse([str(error)])
+    engine = RayEngine(topology) if topology.placement.engine == "ray" else None
+    if engine is not None and not findings.errors:
+        more = engine.check(path)
+        findings.errors += more.errors
+        findings.warnings += more.warnings
+        if topology.transport.listen is None and engine.address:
+            topology = _reachable(topology, engine.address)
+            preflight.check_doors(topology, str(topology_file), findings)
+    for line in findings.warnings:
+        print(f"warning: {line}" if not line.startswith(" ") else line, file=sys.stderr)
+    if findings.errors and not dry_run:
+        if engine is not None:
+            engine.close()
+        _refuse(findings.errors)
     if dry_run:
-        _show_plan(topology, path)
+        if engine is not None:
+            engine.close()
+        _show_plan(topology, path, engine.machines if engine is not None else {})
         if findings.errors:
             _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
-    raise typer.Exit(_launch(topology, path, interrupts, resume=resume, detach=detach))
+    raise typer.Exit(_launch(topology, path, interrupts, engine, resume=resume, detach=detach))
+
+
+def _reachable(topology: Topology, address: str) -> Topology:
+    """Return `topology` with `address` as the one that other hosts reach."""
+    return topology.model_copy(update={"transport": topology.transport.model_copy(update={"listen": address})})
 
 
 def _attach(topology_file: Path | None, run_dir: Path | None) -> int:
@@ -135,27 +157,40 @@ def _refuse(lines: Iterable[str]) -> NoReturn:
 
 
 def _plan(topology: Topology) -> list[Key]:
-    return [(spec.service, spec.instance) for spec in topology.services_plan()]
+    """Return the processes of this machine."""
+    away = topology.away_plan()
+    return [(spec.service, spec.instance) for spec in topology.services_plan() if spec not in away]
 
 
-def _show_plan(topology: Topology, path: Path) -> None:
+def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> None:
+    """Print what would run. `machines` are the host names of the other hosts, as far as they are known."""
     print(f"run directory  {path.absolute()}")
     print(f"steps          {topology.run.steps}")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
     print(f"spares         {', '.join(heavy_imports(topology)) or 'none'}")
+    if machines:
+        print(f"hosts          {', '.join(f'{host}: {machine}' for host, machine in sorted(machines.items()))}")
     print(f"snapshots      {snapshot_bytes(topology) >> 20} MiB of the trainer's state, there too")
     names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
     gpus = visible_gpus(topology, names if wanted(topology) <= len(names) else None)
+    plan = topology.services_plan()
     width = max(len("gpus"), *map(len, gpus.values()))
-    print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  module")
-    for key in _plan(topology):
-        threads, seen = preflight.threads_of(topology, key[0]), gpus[key] or "-"
-        print(f"{service_name(*key):<26}{threads:>8}  {seen:<{width}}  {module_of(key[0])}")
+    hosts = {spec: f"{spec.host or _HERE}  " for spec in plan} if len(topology.store_hosts()) > 1 else {}
+    far = max(map(len, hosts.values()), default=0)
+    print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  {'host' if hosts else '':<{far}}module")
+    for spec in plan:
+        threads, seen = preflight.threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"
+        where = hosts.get(spec, "")
+        print(f"{spec.name:<26}{threads:>8}  {seen:<{width}}  {where:<{far}}{module_of(spec.service)}")
 
 
-def _launch(topology: Topology, path: Path, interrupts: Interrupts, *, resume: bool, detach: bool) -> int:
+def _launch(
+    topology: Topology, path: Path, interrupts: Interrupts, engine: RayEngine | None, *, resume: bool, detach: bool
+) -> int:
     root = preflight.shm_root(topology)
     with ExitStack() as stack:
+        if engine is not None:
+            stack.callback(engine.close)
         try:
             for leftover in sweep_abandoned(root, path.absolute().parent):
                 print(f"removed the leftovers of a killed run: {leftover}")
@@ -187,9 +222,9 @@ def _launch(topology: Topology, path: Path, interrupts: Interrupts, *, resume: b
         metrics = Metrics(run.metrics, steps=topology.run.steps)
         before = len(rewinds(run.journal))
         with Screen() as screen:
-            screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(_plan(topology))} services")
+            screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(topology.services_plan())} services")
             try:
-                ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before, interrupts, stays))
+                ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before, interrupts, stays, engine))
             except RpcError as error:
                 _refuse([str(error)])
     if not place.is_there(run, lock):
@@ -213,11 +248,12 @@ async def _supervise(
     rewinds_before: int,
     interrupts: Interrupts,
     stays: detached.Detached | None,
+    engine: RayEngine | None,
 ) -> RunEnded:
     """Run the supervisor and return how the run ended. `stays` lets a detached launcher return once all are READY."""
 
     def on_event(event: EVENTS) -> None:
-        if stays is not None and supervisor.state.phase == RunPhase.RUNNING:
+        if stays is not None and supervisor.all_ready:
             stays.ready()
         if isinstance(event, Died):
             when = f"in {event.delay_s:g} s" if event.delay_s else "now"
@@ -235,6 +271,11 @@ async def _supervise(
     doors = {key: listen_endpoint(topology.transport, key[0]) for key in [*plan, (SUPERVISOR, 0)]}
     listen = {key: endpoint for key, endpoint in doors.items() if endpoint}
     gpus = visible_gpus(topology, preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    hosts: HostDesk | None = None
+    if len(topology.store_hosts()) > 1:
+        every = {spec.service for spec in topology.services_plan()}
+        away = {service: preflight.threads_of(topology, service) for service in every}
+        hosts = HostDesk(HostBook(topology, away), on_notice=screen.notice)
     supervisor = Supervisor(
         run,
         plan,
@@ -247,6 +288,7 @@ async def _supervise(
         spares=heavy_imports(topology),
         ranks=scaling.ranks(topology),
         resize=functools.partial(scaling.resize, run),
+        hosts=hosts,
     )
     taken = 0
 
@@ -264,13 +306,17 @@ async def _supervise(
     interrupts.tell(functools.partial(loop.call_soon_threadsafe, interrupt))
     told = _Rewinds(run, topology, rewinds_before)
     beside = [
-        loop.create_task(_show(supervisor, screen, metrics, told)),
+        loop.create_task(_show(supervisor, screen, metrics, told, stays)),
         loop.create_task(_keep(run, lock, supervisor)),
     ]
+    if engine is not None and hosts is not None:
+        engine.start(access_of(run, Role.SERVICE), run.path, hosts)
     try:
         return await supervisor.run()
     finally:
         interrupts.ignore()
+        if engine is not None:
+            engine.close()
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
@@ -301,13 +347,18 @@ class _Rewinds:
         self._told = max(self._told, len(found))
 
 
-async def _show(supervisor: Supervisor, screen: Screen, metrics: Metrics, told: _Rewinds) -> None:
+async def _show(
+    supervisor: Supervisor, screen: Screen, metrics: Metrics, told: _Rewinds, stays: detached.Detached | None
+) -> None:
     status: Status | None = None
     troubles = Troubles()
     while True:
         await asyncio.sleep(POLL_S)
         told.show(screen)
-        states = {service_name(*key): process.state for key, process in supervisor.state.processes.items()}
+        states: dict[str, str] = {service_name(*key): each.state for key, each in supervisor.state.processes.items()}
+        states |= {service_name(row.service, row.instance): row.state for row in supervisor.rows_of_hosts()}
+        if stays is not None and supervisor.all_ready:
+            stays.ready()
         if supervisor.draining:
             left = [name for name, process in states.items() if process not in _OVER]
             screen.progress(f"ending: {', '.join(left)}")

@@ -159,10 +159,11 @@ def _keyring(run: Run) -> Keyring | None:
 
 
 def _endpoint(run: Run, name: str, row: ServiceRow | None, ring: Keyring | None) -> str:
-    """Return where to ask a process that the supervisor started, or an empty text if it is out of reach."""
+    """Return where to ask a process of the run's plan, or an empty text if it is out of reach."""
     service, instance = parse_service_name(name)
     if isinstance(run, RunDir):
-        return run.endpoint(service, instance)
+        away = row is not None and is_tcp(row.endpoint) and not run.socket_file(service, instance).exists()
+        return _endpoint_of(row, ring) if row is not None and away else run.endpoint(service, instance)
     if service in run.endpoints:
         return run.endpoints[service]
     return _endpoint_of(row, ring) if row is not None else ""
@@ -255,6 +256,9 @@ def _processes(graph: _Graph) -> Iterator[Finding]:
     for _, row in graph.rows:
         state = graph.examined.states.get(row.of, "")
         slow = state == ProcessState.STARTING and row.since_s >= SLOW_START_S
+        if row.kind == WaitKind.PROCESS and not row.of and row.since_s >= SLOW_START_S:
+            yield graph.finding(f"{SUPERVISOR}/0", row.what, row)  # a host without an agent
+            continue
         if row.kind == WaitKind.STOPPED or (row.kind == WaitKind.PROCESS and (state == ProcessState.BACKOFF or slow)):
             explained.add(row.of)
             silent = graph.examined.answers.get(row.of) is None

@@ -19,47 +19,45 @@ from shared.topology.services import DEVICE_SERVICE
 
 @dataclass(frozen=True)
 class _Share:
-    """The GPUs of a service: `processes` on `host`, each with `each` GPUs of its own."""
+    """The GPUs of a service on `host`: its `instances` there, each with `each` GPUs of its own."""
 
     name: str
     host: str | None
-    processes: int
+    instances: list[int]
     each: int
 
     @property
     def total(self) -> int:
-        return self.processes * self.each
+        return len(self.instances) * self.each
 
 
 def visible_gpus(topology: Topology, names: Sequence[str] | None = None) -> dict[Key, str]:
     """Return CUDA_VISIBLE_DEVICES by process. It is empty for processes to which the topology gives no GPU: they
     compute on the CPU, whatever the machine has.
 
-    `names` are the machine's GPUs in order. With None they are numbered 0, 1, ... as far as needed. Raises ValueError
-    if there are too few GPUs (`wanted` returns the number beforehand).
+    `names` are this machine's GPUs in order. With None, and on other hosts, they are numbered 0, 1, ... as far as
+    needed. Raises ValueError if there are too few GPUs (`wanted` returns the number beforehand).
     """
     found = {(spec.service, spec.instance): "" for spec in topology.services_plan()}
     for share, first in _placed(topology):
-        if names is not None and first + share.total > len(names):
-            raise ValueError(f"{share.name}: GPUs {first} to {first + share.total - 1} of {len(names)}")
-        for process in range(share.processes):
-            mine = range(first + process * share.each, first + (process + 1) * share.each)
-            found[DEVICE_SERVICE[share.name], process] = ",".join(str(i) if names is None else names[i] for i in mine)
+        known = names if share.host == topology.home else None
+        if known is not None and first + share.total > len(known):
+            raise ValueError(f"{share.name}: GPUs {first} to {first + share.total - 1} of {len(known)}")
+        for place, instance in enumerate(share.instances):
+            mine = range(first + place * share.each, first + (place + 1) * share.each)
+            found[DEVICE_SERVICE[share.name], instance] = ",".join(str(i) if known is None else known[i] for i in mine)
     return found
 
 
 def wanted(topology: Topology) -> int:
-    """Return the number of GPUs that the busiest host needs."""
-    ends: dict[str | None, int] = {}
-    for share, first in _placed(topology):
-        ends[share.host] = max(ends.get(share.host, 0), first + share.total)
-    return max(ends.values(), default=0)
+    """Return the number of GPUs that the services on this machine need."""
+    return max((first + share.total for share, first in _placed(topology) if share.host == topology.home), default=0)
 
 
 def described(topology: Topology) -> str:
-    """Return how many GPUs each service takes: `policy-trainer 8, reference 8 (the same), rollout 8`."""
+    """Return the GPUs here that each service takes: `policy-trainer 8, reference 8 (the same), rollout 8`."""
     together = topology.placement.colocate
-    shares = [share for share, _ in _placed(topology)]
+    shares = [share for share in _shares(topology) if share.host == topology.home]
     sharing = [share.name for share in shares if share.name in together]
     parts = [f"{each.name} {each.total}{' (the same)' if each.name in sharing[1:] else ''}" for each in shares]
     return ", ".join(parts)
@@ -80,9 +78,12 @@ def _placed(topology: Topology) -> list[tuple[_Share, int]]:
 
 
 def _shares(topology: Topology) -> list[_Share]:
-    """Return the services that use GPUs. Colocated ones use the same number of GPUs (`colocate_checks`)."""
-    rollout = topology.services.rollout
-    shares = [
-        _Share(name, each.host, each.world_size, 1) for name, each in topology.services.scorers.items() if each.gpus
-    ]
-    return [*shares, _Share("rollout", rollout.host, rollout.instances, rollout.gpus)] if rollout.gpus else shares
+    """Return the services that use GPUs, by host. Colocated ones use the same number of GPUs (`colocate_checks`)."""
+    shares: dict[tuple[str, str | None], _Share] = {}
+    for name, section in topology.services.placed.items():
+        each = section.gpus if name == "rollout" else min(section.gpus, 1)
+        for spec in topology.services_plan() if each else ():
+            if spec.service == DEVICE_SERVICE[name]:
+                share = shares.setdefault((name, spec.host), _Share(name, spec.host, [], each))
+                share.instances.append(spec.instance)
+    return list(shares.values())

@@ -40,8 +40,17 @@ def check(topology: Topology, file: str) -> Findings:
     if refused := _refused_snapshots(topology):
         findings.warnings.append(f"{file}: {refused}: a killed trainer returns to its checkpoint")
     _check_gpus(topology, file, findings)
-    _check_doors(topology, file, findings)
+    check_doors(topology, file, findings)
     return findings
+
+
+def check_host(topology: Topology) -> list[str]:
+    """Return what this host lacks to run rollouts and references of `topology`, one line each."""
+    findings = Findings()
+    findings.errors.extend(functions.problems(topology))
+    _check_tokenizer(topology, "", findings)
+    _check_memory(topology, "", findings)
+    return [line.removeprefix(": ") for line in findings.errors]
 
 
 def with_room(topology: Topology) -> Topology:
@@ -139,7 +148,7 @@ def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
     root = shm_root(topology)
     folder = next(each for each in (root, *root.parents) if each.exists())
     room = shutil.disk_usage(folder)
-    wanted = topology.services.batch_store.memory * len(topology.store_hosts())
+    wanted = topology.services.batch_store.memory
     where = f"{file}: services.batch-store.memory: {wanted / MIB:.0f} MiB wanted, but {root} has"
     if room.total < wanted:
         findings.errors.append(
@@ -164,7 +173,7 @@ def _refused_snapshots(topology: Topology) -> str:
         )
     root = shm_root(topology)
     free = shutil.disk_usage(next(each for each in (root, *root.parents) if each.exists())).free
-    left = max(free - topology.services.batch_store.memory * len(topology.store_hosts()), 0)
+    left = max(free - topology.services.batch_store.memory, 0)
     if needed > left:
         return (
             f"checkpoint.memory_every: snapshots of the trainer need {format_size(needed)}, {root} has "
@@ -183,7 +192,8 @@ def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
         )
 
 
-def _check_doors(topology: Topology, file: str, findings: Findings) -> None:
+def check_doors(topology: Topology, file: str, findings: Findings) -> None:
+    """Check that the address and the ports for other hosts can be used, if there are any."""
     transport = topology.transport
     if transport.listen is None:
         return

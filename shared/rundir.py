@@ -167,6 +167,26 @@ class RunDir:
         return cls._write(path, shm_root, access.endpoints["scheduler"])
 
     @classmethod
+    def rejoin(cls, path: Path, access: Access, *, shm_root: Path = SHM_ROOT) -> RunDir:
+        """Make `path`, with which this host joined the run of `access` before, its directory of that run again.
+
+        Logs and notes stay. A path without a run is joined as usual.
+
+        Raises RpcError(bad_request) if `path` holds another run, or processes of the former membership still run.
+        """
+        path = path.absolute()
+        if not (path / "run.json").exists():
+            return cls.join(path, access, shm_root=shm_root)
+        old = cls.open(path)
+        if not old.scheduler or keys.load(old.keys, Role.SERVICE).public != access.keys.public:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"run directory {path}: holds another run; choose another")
+        if old.shm.exists() and not _remove_unowned(old.shm, old.shm / _OWNER_LOCK):
+            raise RpcError(ErrorCode.BAD_REQUEST, f"run directory {path}: its services still run; end them first")
+        old.remove_volatile()
+        (path / _TOPOLOGY).write_text(access.topology)
+        return cls._write(path, shm_root, access.endpoints["scheduler"])
+
+    @classmethod
     def _write(
         cls,
         path: Path,

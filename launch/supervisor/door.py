@@ -15,6 +15,7 @@ from shared.actor.telemetry import TelemetrySender, report_refusals
 from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
 from shared.rundir import RunDir
+from shared.security.access import Access
 from shared.security.curve import check_listen
 from shared.security.keys import Keyring, load
 from shared.security.roles import Role
@@ -27,15 +28,25 @@ class SupervisorDoor:
     """The socket and its keys. Belongs to the event loop on which it was made. `close` it after the mailbox."""
 
     def __init__(
-        self, run: RunDir, context: zmq.Context[zmq.Socket[bytes]], mailbox: Mailbox, incarnation: int
+        self,
+        run: RunDir,
+        context: zmq.Context[zmq.Socket[bytes]],
+        mailbox: Mailbox,
+        incarnation: int,
+        access: Access | None = None,
     ) -> None:
+        """`access` is the way to the run's monitor from another host."""
         self._run = run
         self._context = context
         self._mailbox = mailbox
         self.keys: Keyring | None = None
         """Keys of the run for peers on other hosts, or None if it does not listen for them."""
         self._gate: Gate | None = None
-        self._monitor = Client(context, run.endpoint("monitor", 0), "monitor/0", incarnation)
+        self.endpoint = ""
+        """Where operators and services of other hosts are answered, with its port."""
+        where = run.endpoint("monitor", 0) if access is None else access.endpoints["monitor"]
+        ring = None if access is None else access.keys
+        self._monitor = Client(context, where, "monitor/0", incarnation, keys=ring)
         self._telemetry = TelemetrySender(SUPERVISOR, 0, incarnation)
         self._telemetry.connect(self._monitor)
         self._reports: asyncio.Task[None] | None = None
@@ -49,8 +60,8 @@ class SupervisorDoor:
             check_listen(endpoint)
             self.keys = load(self._run.keys, Role.SERVICE)
             self._gate = Gate(self._context, self.keys)
-            self._mailbox.bind(self._context, endpoint, gate=self._gate, admits=Role.OPERATOR)
-            structlog.get_logger(SUPERVISOR).info("listens", endpoint=endpoint)
+            self.endpoint = self._mailbox.bind(self._context, endpoint, gate=self._gate, admits=Role.OPERATOR)
+            structlog.get_logger(SUPERVISOR).info("listens", endpoint=self.endpoint)
         self._reports = asyncio.create_task(
             report_refusals(self._mailbox, self._gate, self._telemetry, REPORT_S), name="supervisor refusals"
         )

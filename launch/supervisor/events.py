@@ -117,6 +117,18 @@ class KillAsked:
 
 
 @dataclass(frozen=True)
+class HostUnable:
+    """The processes of another host cannot go on, for a reason for which another start would fail, too."""
+
+    cause: str
+
+
+@dataclass(frozen=True)
+class HostsEnded:
+    """No process of the run is left on another host."""
+
+
+@dataclass(frozen=True)
 class TimePassed:
     """Time has passed, or the run begins."""
 
@@ -133,6 +145,8 @@ Event = (
     | KillOrdered
     | StopAsked
     | KillAsked
+    | HostUnable
+    | HostsEnded
     | TimePassed
 )
 

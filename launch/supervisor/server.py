@@ -17,6 +17,7 @@ from typing import Any, assert_never
 import structlog
 import zmq
 
+from launch.placement.desk import KILL_S, HostDesk
 from launch.supervisor.door import SupervisorDoor
 from launch.supervisor.events import (
     Died,
@@ -24,6 +25,8 @@ from launch.supervisor.events import (
     Effect,
     Event,
     Exited,
+    HostsEnded,
+    HostUnable,
     Kill,
     KillAsked,
     KillOrdered,
@@ -67,18 +70,22 @@ from proto.messages import (
     GetStatus,
     KillInstance,
     LogLines,
+    ProcessRow,
     RestartService,
     ScaleService,
     ServiceReport,
     Status,
     StopRun,
 )
+from proto.registry import Request
 from shared.actor.process import STACK_SIGNAL
 from shared.actor.service import ProcessState
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Answer, Call, Mailbox
 from shared.rundir import RunDir, service_name
+from shared.security.access import Access
+from shared.topology import load
 
 COMPLETE_CALL_S = 5.0
 RETIRE_CALL_S = 5.0
@@ -107,6 +114,8 @@ class Supervisor:
         spares: Mapping[str, Sequence[str]] | None = None,
         ranks: Mapping[str, int] | None = None,
         resize: Callable[[str, int], Resized] | None = None,
+        hosts: HostDesk | None = None,
+        access: Access | None = None,
     ) -> None:
         """`threads` are CPU threads by process (default 1); `gpus` is CUDA_VISIBLE_DEVICES by process; `listen` are the
         endpoints for other hosts by process, including the supervisor's own, if the run spans several; `lock` is the
@@ -115,10 +124,11 @@ class Supervisor:
         `spares` are the services of which a spare process is kept, with its imports.
         `ranks` is the number of processes that hold one model together, by service (default 1). `resize` checks that
         a service can have a number of instances and returns what they need; it raises RpcError if not, and None means
-        that nothing can be scaled.
+        that nothing can be scaled. `hosts` are the other hosts of the run. `access` is the way to the run for the
+        supervisor of another host, which runs a part of it.
         """
         self._run = run
-        self.state = RunLifecycle(plan, save_limit_s)
+        self.state = RunLifecycle(plan, save_limit_s, hosts=hosts is not None)
         self._programs = Programs(
             run, threads=threads, gpus=gpus or {}, lock=lock, drain_limit_s=self.state.drain_limit_s
         )
@@ -126,9 +136,12 @@ class Supervisor:
         self._on_event = on_event
         self._ranks = dict(ranks or {})
         self._resize = resize
+        self._hosts = hosts
+        self._access = access
         self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
         self._imports = dict(spares or {})
         self._spares: SpareProcesses
+        self._views: Views
         self._children: dict[Key, subprocess.Popen[bytes]] = {}
         self._ended: asyncio.Future[RunEnded]
         self._timer: asyncio.TimerHandle | None = None
@@ -137,6 +150,8 @@ class Supervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._mailbox = Mailbox(SUPERVISOR, self._incarnation)
         self._endpoint = ""
+        self._ended_lives: set[tuple[Key, int]] = set()
+        """The processes that ran here and have ended, with their ids."""
         self._dying: dict[int, list[Call]] = {}
         """The calls to answer once a process is dead, by its pid."""
         self._scheduler: Client | None = None
@@ -163,17 +178,28 @@ class Supervisor:
         self._mailbox.handle(ScaleService, self._on_scale)
         self._mailbox.handle(KillInstance, self._on_kill)
         self._mailbox.handle(StopRun, self._on_stop)
-        views = Views(
-            self._run, self.state, self._waits, self._incarnation, spares=self._spares.rows, joined_log=self._joined_log
+        self._views = Views(
+            self._run,
+            self.state,
+            self._waits,
+            self._incarnation,
+            spares=self._spares.rows,
+            joined_log=self._joined_log,
+            hosts=self._hosts.book if self._hosts is not None else None,
         )
-        views.serve(self._mailbox)
+        self._views.serve(self._mailbox)
         watch = MailboxWatch(
             self._run, self._context, self._incarnation, ready=self._ready_processes, on_silent=self._on_silent
         )
         try:
             self._endpoint = self._mailbox.bind(self._context, self._run.endpoint(SUPERVISOR, 0))
-            self._door = SupervisorDoor(self._run, self._context, self._mailbox, self._incarnation)
+            self._door = SupervisorDoor(self._run, self._context, self._mailbox, self._incarnation, self._access)
             self._door.open(self._listen.get((SUPERVISOR, 0), ""))
+            if self._hosts is not None:
+                self._hosts.on_unable = self._fail
+                self._hosts.open(
+                    self._mailbox, self._context, self._incarnation, self._door.keys, self._scheduler_client
+                )
             self._programs.start_guard()
             self._feed(TimePassed())
             self._background(watch.watch())
@@ -186,6 +212,17 @@ class Supervisor:
         """Drain everything and end the run."""
         self._feed(StopAsked(cause))
 
+    def add(self, key: Key, threads: int, gpus: str) -> None:
+        """Run one more process, with `threads` CPU threads and the GPUs `gpus` (CUDA_VISIBLE_DEVICES)."""
+        self._programs.place(key, threads, gpus)
+        if (SUPERVISOR, 0) in self._listen:
+            self._listen[key] = self._listen[SUPERVISOR, 0]  # each picks a port of its own
+        self._feed(StartAsked([key]))
+
+    def drain(self, keys: Sequence[Key]) -> None:
+        """Have processes finish their leases, end, and stay ended."""
+        self._feed(DrainAsked(keys))
+
     def kill(self, cause: str = "killed") -> None:
         """Kill everything at once."""
         self._feed(KillAsked(cause))
@@ -193,6 +230,28 @@ class Supervisor:
     @property
     def draining(self) -> bool:
         return self.state.phase in (RunPhase.DRAINING, RunPhase.ENDED)
+
+    @property
+    def door(self) -> str:
+        """Where the supervisor answers other hosts, or an empty text."""
+        return self._door.endpoint if self._door is not None else ""
+
+    def rows(self) -> list[ProcessRow]:
+        """Return the processes of this host."""
+        return self._views.rows()
+
+    def rows_of_hosts(self) -> list[ProcessRow]:
+        """Return the processes of the other hosts."""
+        return self._hosts.book.rows() if self._hosts is not None else []
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every process of the run has been READY, on this host, and is on the others."""
+        away = all(row.state in (ProcessState.READY, ProcessState.DRAINED) for row in self.rows_of_hosts())
+        return away and self.state.phase == RunPhase.RUNNING
+
+    def _fail(self, cause: str) -> None:
+        self._feed(HostUnable(cause))
 
     async def scheduler_status(self, deadline_s: float) -> Status | None:
         """Return the scheduler's status of the run, or None if it does not answer."""
@@ -203,8 +262,10 @@ class Supervisor:
 
     def _scheduler_client(self) -> Client:
         if self._scheduler is None:
-            endpoint = self._run.endpoint("scheduler", 0)
-            self._scheduler = Client(self._context, endpoint, "scheduler/0", self._incarnation)
+            away = self._access
+            endpoint = self._run.endpoint("scheduler", 0) if away is None else away.endpoints["scheduler"]
+            keys = None if away is None else away.keys
+            self._scheduler = Client(self._context, endpoint, "scheduler/0", self._incarnation, keys=keys)
         return self._scheduler
 
     # ---- events and effects
@@ -220,8 +281,20 @@ class Supervisor:
         self._set_timer()
         if self.draining:
             self._spares.close()
+            self._end_hosts()
         else:
             self._spares.refill()
+
+    def _end_hosts(self) -> None:
+        """End the other hosts once the driver has ended, which may need what they hold until then."""
+        if self._hosts is None or self._hosts.book.ending or any(key[0] == DRIVER for key, _ in self.state.pids()):
+            return
+        self._hosts.end()
+        self._background(self._hosts_ended(self._hosts))
+
+    async def _hosts_ended(self, hosts: HostDesk) -> None:
+        await hosts.ended()
+        self._feed(HostsEnded())
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -294,6 +367,7 @@ class Supervisor:
         status, pid = self._programs.reap(child), child.process.pid
         if self._children.get(key) is child.process:
             del self._children[key]
+        self._ended_lives.add((key, pid))
         self._log.info("exited", name=service_name(*key), pid=pid, status=status)
         for call in self._dying.pop(pid, []):
             call.reply(Ack())
@@ -347,27 +421,28 @@ class Supervisor:
         self._on_event(event)
         return Ack()
 
-    def _on_restart(self, request: RestartService, call: Call) -> Ack:
+    def _on_restart(self, request: RestartService, call: Call) -> Answer | Awaitable[Answer]:
         self._refuse_at_end()
         if request.service == EVERYTHING:
             self._feed(RollingRestartAsked(rolling_order(self.state.processes, self._ranks)))
-        else:
-            self._feed(RestartAsked(self._keys(request.service, request.instance)))
-        return Ack()
+            return self._pass_on(request, self._away_keys())
+        here, away = self._keys(request.service, request.instance)
+        self._feed(RestartAsked(here))
+        return self._pass_on(request, away)
 
-    def _on_drain(self, request: DrainService, call: Call) -> Ack:
+    def _on_drain(self, request: DrainService, call: Call) -> Answer | Awaitable[Answer]:
         self._refuse_at_end()
-        keys = self._keys(request.service, request.instance)
+        here, away = self._keys(request.service, request.instance)
         if request.service not in LEASING:
             text = f"{request.service} cannot be drained: it leases no tasks as {' and '.join(LEASING)} do; restart it"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         ranks = self._ranks.get(request.service, 1)
-        if len(keys) % ranks:
+        if len(here + away) % ranks:
             name = service_name(request.service, request.instance)
             text = f"{name} holds one of {ranks} pieces of its model: drain {request.service} as a whole, or scale it"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
-        self._feed(DrainAsked(keys))
-        return Ack()
+        self._feed(DrainAsked(here))
+        return self._pass_on(request, away)
 
     async def _on_scale(self, request: ScaleService, call: Call) -> Ack:
         self._refuse_at_end()
@@ -376,13 +451,16 @@ class Supervisor:
         await self._refuse_foreign(request)
         resized = await self._loop.run_in_executor(None, self._resize, request.service, request.instances)
         self._refuse_at_end()
-        for key in resized.keys:
+        if self._hosts is not None:
+            self._hosts.book.plan(load(self._run.topology))
+        here = [key for key in resized.keys if self._hosts is None or self._hosts.book.host_of(key) is None]
+        for key in here:
             self._programs.place(key, resized.threads, resized.gpus[key])
             if resized.listen:
                 self._listen[key] = resized.listen
         self._log.info("scaled", name=request.service, instances=request.instances)
-        self._feed(StartAsked(resized.keys))
-        above = [key for key in self.state.processes if key[0] == request.service and key not in resized.keys]
+        self._feed(StartAsked(here))
+        above = [key for key in self.state.processes if key[0] == request.service and key not in here]
         self._feed(DrainAsked(above))
         return Ack()
 
@@ -390,7 +468,7 @@ class Supervisor:
         """Raise RpcError(bad_request) if one of the instances was started by hand, perhaps on a joined host."""
         status = await self.scheduler_status(COMPLETE_CALL_S)
         for row in status.services if status is not None else ():
-            ours = (row.service, row.instance) in self.state.processes
+            ours = (row.service, row.instance) in {*self.state.processes, *self._away_keys()}
             if ours or row.service != request.service or row.heartbeat_age_s >= FOREIGN_S:
                 continue
             if row.instance < request.instances:
@@ -398,22 +476,45 @@ class Supervisor:
                 why = f"{name} was started by hand on host {row.host}; end it, or use {row.instance} or fewer"
                 raise RpcError(ErrorCode.BAD_REQUEST, f"scale {row.service} to {request.instances} refused: {why}")
 
-    def _keys(self, service: str, instance: int) -> list[Key]:
-        """Return the processes of a service, or one of them. Raises RpcError(bad_request) if there is none."""
-        keys = [key for key in self.state.processes if key[0] == service and instance in (-1, key[1])]
-        if not keys:
+    def _keys(self, service: str, instance: int) -> tuple[list[Key], list[Key]]:
+        """Return the processes of a service, or one of them: those of this machine, and those of other hosts.
+
+        Raises RpcError(bad_request) if there is none.
+        """
+        here = [key for key in self.state.processes if key[0] == service and instance in (-1, key[1])]
+        away = [key for key in self._away_keys() if key[0] == service and instance in (-1, key[1])]
+        if not here and not away:
             raise RpcError(ErrorCode.BAD_REQUEST, f"no service {service_name(service, instance)}")
-        return keys
+        return here, away
+
+    def _away_keys(self) -> list[Key]:
+        return list(self._hosts.book.keys()) if self._hosts is not None else []
+
+    def _pass_on(self, request: Request, keys: Sequence[Key]) -> Answer | Awaitable[Answer]:
+        """Have the agents of the hosts of `keys` carry out a request."""
+        if self._hosts is None or not keys:
+            return Ack()
+        return self._forward(self._hosts, request, keys)
+
+    async def _forward(self, hosts: HostDesk, request: Request, keys: Sequence[Key]) -> Ack:
+        await asyncio.gather(*(hosts.forward(host, request) for host in hosts.hosts_of(keys)))
+        return Ack()
 
     def _refuse_at_end(self) -> None:
         if self.draining:
             raise RpcError(ErrorCode.DRAINING, "the run is ending: nothing is started, restarted or drained")
 
-    def _on_kill(self, request: KillInstance, call: Call) -> Answer:
+    def _on_kill(self, request: KillInstance, call: Call) -> Answer | Awaitable[Answer]:
         key = (request.service, request.instance)
+        host = self._hosts.book.host_of(key) if self._hosts is not None else None
+        if self._hosts is not None and host is not None:
+            return self._hosts.forward(host, request, KILL_S)
         child = self._children.get(key)
         if child is None or child.pid != request.pid:
-            return Ack()  # that life has ended
+            if (key, request.pid) in self._ended_lives:
+                return Ack()
+            text = f"{service_name(*key)}: process {request.pid} was not started by this launcher, so it may live"
+            raise RpcError(ErrorCode.MISSING, f"{text}; end it where it runs")
         self._log.warning("to be killed", name=service_name(*key), cause=request.cause)
         self._dying.setdefault(request.pid, []).append(call)
         self._feed(KillOrdered(key, request.pid, request.cause))
@@ -441,6 +542,8 @@ class Supervisor:
                 child.kill()
         for child in self._children.values():
             child.wait()
+        if self._hosts is not None:
+            await self._hosts.close()
         await self._mailbox.close()
         if self._door is not None:
             await self._door.close()

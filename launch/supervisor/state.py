@@ -21,6 +21,8 @@ from launch.supervisor.events import (
     Effect,
     Event,
     Exited,
+    HostsEnded,
+    HostUnable,
     Kill,
     KillAsked,
     KillOrdered,
@@ -38,7 +40,7 @@ from launch.supervisor.events import (
     Terminate,
     TimePassed,
 )
-from launch.supervisor.plan import DRAIN_ORDER, DRIVER, FIRST, Key, drain_group
+from launch.supervisor.plan import DRAIN_ORDER, DRIVER, FIRST, LAST, Key, drain_group
 from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS, ProcessState
 from shared.rundir import service_name
 
@@ -102,8 +104,10 @@ class Process:
 class RunLifecycle:
     """The state machine of one run. `processes` keeps the order of the plan."""
 
-    def __init__(self, plan: Sequence[Key], save_limit_s: float = 0.0) -> None:
-        """`save_limit_s` limits the time in which the trainer saves a checkpoint at the end of the run."""
+    def __init__(self, plan: Sequence[Key], save_limit_s: float = 0.0, *, hosts: bool = False) -> None:
+        """`save_limit_s` limits the time in which the trainer saves a checkpoint at the end of the run. With `hosts`,
+        the run has processes on other hosts, which end before the services that they talk to."""
+        self._hosts = hosts
         self._save_limit_s = save_limit_s
         self.phase = RunPhase.STARTING
         self.processes = {key: Process(key) for key in plan}
@@ -147,7 +151,12 @@ class RunLifecycle:
                 self._kill(self.processes[key], pid, cause)
             case StopAsked(cause):
                 self._drain(RunOutcome.STOPPED, cause, None)
+            case HostUnable(cause):
+                self._drain(RunOutcome.FAILED, cause, None)
+            case HostsEnded():
+                self._hosts = False
             case KillAsked(cause):
+                self._hosts = False  # their keepers kill them
                 self._drain(RunOutcome.STOPPED, cause, None)
                 for process in self.processes.values():
                     if process.alive:
@@ -359,6 +368,8 @@ class RunLifecycle:
 
     def _advance_drain(self, now: float) -> None:
         for index in range(len(DRAIN_ORDER)):
+            if self._hosts and DRAIN_ORDER[index] in LAST:
+                return
             group = [
                 process for process in self.processes.values() if process.alive and drain_group(process.key[0]) == index
             ]

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Awaitable, Callable
 
+from launch.placement.book import HostBook
 from launch.story import from_rows, to_message
 from launch.supervisor.plan import SUPERVISOR
 from launch.supervisor.programs import ROOT
@@ -47,14 +48,16 @@ class Views:
         *,
         spares: Callable[[], list[SpareRow]],
         joined_log: Callable[[GetLog], Awaitable[LogLines]],
+        hosts: HostBook | None,
     ) -> None:
-        """`joined_log` returns the log of a service that the supervisor did not start."""
+        """`joined_log` returns the log of a service that the supervisor did not start. `hosts` are the other hosts."""
         self._run = run
         self._state = state
         self._waits = waits
         self._incarnation = incarnation
         self._spares = spares
         self._joined_log = joined_log
+        self._hosts = hosts
         self._telling = asyncio.Lock()
         """Held while a story is told: one at a time."""
 
@@ -66,11 +69,9 @@ class Views:
         mailbox.handle(GetWaits, self._get_waits)
         mailbox.handle(GetStory, self._get_story)
 
-    def _ping(self, _: Ping, call: Call) -> Pong:
-        return Pong(service=SUPERVISOR, instance=0, incarnation=self._incarnation, state=self._state.phase)
-
-    def _get_state(self, _: GetSupervisorState, call: Call) -> SupervisorState:
-        rows = [
+    def rows(self) -> list[ProcessRow]:
+        """Return the processes of this host."""
+        return [
             ProcessRow(
                 service=key[0],
                 instance=key[1],
@@ -83,6 +84,12 @@ class Views:
             )
             for key, process in self._state.processes.items()
         ]
+
+    def _ping(self, _: Ping, call: Call) -> Pong:
+        return Pong(service=SUPERVISOR, instance=0, incarnation=self._incarnation, state=self._state.phase)
+
+    def _get_state(self, _: GetSupervisorState, call: Call) -> SupervisorState:
+        rows = self.rows() + (self._hosts.rows() if self._hosts is not None else [])
         return SupervisorState(run=self._run.name, phase=self._state.phase, processes=rows, spares=self._spares())
 
     async def _get_story(self, request: GetStory, call: Call) -> Story:
@@ -112,6 +119,7 @@ class Views:
         rows: list[WaitRow] = self._waits.rows(self._state, now)
         # Reading all processes of the machine takes a while.
         rows += await loop.run_in_executor(None, stopped_processes, dict(self._state.pids()))
+        rows += self._hosts.waits(now) if self._hosts is not None else []
         phase, phase_s = self._state.phase, self._waits.phase_s(now)
         return Waits(incarnation=self._incarnation, state=phase, state_s=phase_s, waits=rows)
 

@@ -84,6 +84,9 @@ class KillInstance(Request, frozen=True, kw_only=True):
     """Send SIGKILL to a process that hangs on devices for which others wait. `Ack` says that the process is dead.
 
     If that life of the instance has ended already, the answer is the same. The instance restarts as after any death.
+
+    Errors:
+        missing: the supervisor did not start this process, so it can neither kill it nor say whether it lives.
     """
 
     service: str

@@ -18,10 +18,9 @@ from services.policy_trainer.stop import Stop
 from shared import topology as topologies
 from shared.actor.service import UNUSABLE_STATUS, Service
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, checkpoint_steps, service_name
-from shared.topology import Topology, stop_limit_s
+from shared.rundir import RunDir, checkpoint_steps
+from shared.topology import TRAINER_STORE, Topology, stop_limit_s
 
-STORE = service_name("batch-store", 0)
 MAX_RECOVERIES = 5
 """Maximum number of consecutive losses of workers without a committed step in between."""
 MAX_DAMAGES = 20
@@ -108,7 +107,7 @@ class PolicyTrainerService(Service):
     async def _train(self, topology: Topology, scheduler: SchedulerCalls, workers: WorkerDispatch) -> None:
         deterministic = topology.run.deterministic
         resumed = await resume(
-            scheduler, workers, checkpoint_steps(self.run.checkpoints), store=STORE, whole_rows=deterministic
+            scheduler, workers, checkpoint_steps(self.run.checkpoints), store=TRAINER_STORE, whole_rows=deterministic
         )
         self._retire_later_checkpoints(resumed.committed)
         publisher = Publisher(
@@ -116,7 +115,7 @@ class PolicyTrainerService(Service):
             workers,
             checkpoint=topology.checkpoint,
             lineage=resumed.lineage,
-            store=STORE,
+            store=TRAINER_STORE,
             newest_checkpoint=resumed.checkpoint,
             last_step=topology.run.steps,
             earlier=topology.staleness if deterministic else 0,

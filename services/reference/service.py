@@ -106,8 +106,7 @@ class ReferenceService(Service):
 
     async def _make_worker(self, scorer: FrozenScorer, scoring: Scoring) -> ReferenceWorker:
         topology = self._topology
-        host = topology.services.reference.host if topology.services.reference is not None else None
-        store = await own_store(self, service_name("batch-store", topology.store_hosts().index(host)))
+        store = await own_store(self)
         self.keep(own_store_stays(self, store))
         kl = topology.algorithm.kl
         reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""

@@ -38,7 +38,7 @@ from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
-from shared.rundir import RunDir, service_name
+from shared.rundir import RunDir
 
 if TYPE_CHECKING:
     from shared.topology import Topology
@@ -129,7 +129,7 @@ class RolloutService(Service):
                 on_text=self._on_text,
                 max_tokens=chosen.max_tokens,
             )
-        store = await own_store(self, service_name("batch-store", topology.store_hosts().index(settings.host)))
+        store = await own_store(self)
         self.keep(own_store_stays(self, store))
         every_s = settings.partial_s
         journal = PartialJournal(self.run.path / "partial", every_s) if every_s is not None else None

@@ -13,9 +13,10 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from proto.messages import PutTask, WeightsRef
-from services.scheduler.stores import TRAINER_STORE, count_uncovered, stores_of
+from services.scheduler.stores import count_uncovered, stores_of
 from services.scheduler.tasks import Task, TaskState
 from shared.stages import WEIGHTS
+from shared.topology import TRAINER_STORE
 
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState

@@ -19,6 +19,7 @@ from proto.messages import (
     GetStatus,
     Heartbeat,
     HoldDevices,
+    HostGone,
     LeaseRequest,
     NextBatch,
     PublishWeights,
@@ -69,7 +70,7 @@ class Cleared(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreGone(msgspec.Struct, frozen=True, tag=True):
-    """A store of a joined host was silent for so long that it is considered gone for good."""
+    """A store of another host was silent for so long that it is considered gone for good."""
 
     store: str
 
@@ -104,6 +105,7 @@ Request = (
     | ReportShards
     | Heartbeat
     | HoldDevices
+    | HostGone
     | Resolve
     | LeaseRequest
     | WaitEvals

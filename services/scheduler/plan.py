@@ -59,9 +59,6 @@ class Plan:
     reference_every: int = 0
     """Steps between refreshes of the reference from the policy. 0: it remains the initial model."""
 
-    placed_stores: int = 1
-    """Number of stores that the topology places, from instance 0. These are always restarted; others have joined."""
-
     def reference_version(self, step: int) -> int:
         """Return the step of the policy version that is the reference of `step`, or 0 for the initial model."""
         return (step - 1) // self.reference_every * self.reference_every if self.reference_every else 0

@@ -72,7 +72,6 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         weight_versions=weight_versions(topology),
         weight_bytes=_version_bytes(topology),
         reference_every=_refresh(topology),
-        placed_stores=len(topology.store_hosts()),
     )
     return plan, bad
 

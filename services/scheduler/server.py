@@ -296,7 +296,8 @@ class SchedulerService(Service):
                 self.telemetry.emit(f"devices/{effect.name}", {"phase": effect.phase, "holds": parts})
 
     async def _kill(self, effect: KillProcess) -> None:
-        """Have the supervisor kill a process, retrying until its death is confirmed."""
+        """Have the supervisor kill a process, retrying until its death is confirmed. A process that is not the
+        supervisor's counts as dead only after a long silence."""
         service, instance = effect.holder
         request = KillInstance(service=service, instance=instance, pid=effect.pid, cause=effect.cause)
         self.log.warning("to be killed", name=service_name(service, instance), pid=effect.pid, cause=effect.cause)
@@ -305,6 +306,10 @@ class SchedulerService(Service):
                 await self.client(SUPERVISOR).call(request, Ack, deadline_s=SUPERVISOR_CALL_S)
             except RpcError as error:
                 self.log.warning("kill not confirmed", name=service_name(service, instance), error=str(error))
+                foreign = error.code == ErrorCode.MISSING
+                if foreign and self._state.is_over(service, instance, effect.incarnation, self._now()):
+                    self._happened(ProcessGone(service, instance, effect.incarnation))
+                    return
                 await asyncio.sleep(max(error.retry_after_s, TICK_S))
                 continue
             self._happened(ProcessGone(service, instance, effect.incarnation))

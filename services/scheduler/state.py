@@ -31,6 +31,7 @@ from proto.messages import (
     Heartbeat,
     HeartbeatAck,
     HoldDevices,
+    HostGone,
     LeaseRequest,
     NextBatch,
     PublishWeights,
@@ -62,6 +63,7 @@ from services.scheduler.events import (
     Event,
     Fail,
     Leased,
+    LeaseExpired,
     Listed,
     Persist,
     ProcessGone,
@@ -89,11 +91,13 @@ from services.scheduler.view import Seen
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 from shared.stages import ROLLOUT
+from shared.topology import TRAINER_STORE
 
 HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
-STORE_GONE_S = 120.0
-"""Seconds of silence after which a store of a joined host is considered gone. This run does not restart such stores."""
+GONE_S = 120.0
+"""Seconds of silence after which a process is considered gone if nobody can tell whether it lives, because its host may
+be gone too. The trainer's store is waited for: the run's own supervisor restarts it, and the run needs it."""
 MARGIN_S = 0.5
 """Seconds before its deadline at which a deferred call is answered, at most a quarter of the time it had left."""
 TELL_S = 1.0
@@ -204,6 +208,9 @@ class Scheduler:
                     self._report(asked, request)
                 case HoldDevices():
                     self._devices.hold(request, asked.ref, self._answer_by(asked), self._now)
+                case HostGone():
+                    self._lose_host(frozenset(request.incarnations))
+                    self._answer(asked, Ack())
                 case Resolve():
                     self._answer(asked, self.where(request.service, request.instance))
                 case LeaseRequest():
@@ -318,11 +325,7 @@ class Scheduler:
                 self._tell("scheduler/lost_lease", lost)
                 self._durable(expired)
         for holder in self._silent_stores():
-            store = service_name(*holder)
-            self._durable(StoreGone(store))
-            del self._seen[holder]
-            if self._clearing.pop(store, None) is not None:
-                self._out.append(StopClear(store))
+            self._give_up_store(holder)
         for audit in list(self._audits.values()):
             self._audit(audit)
         if self._reconcile_at <= self._now:
@@ -333,11 +336,43 @@ class Scheduler:
             held_back = sum(map(len, self._leasing))
             self._out.extend(self._teller.state(self.run, waiting=held_back, bad_rows=self.bad_rows))
 
+    def _give_up_store(self, holder: Holder) -> None:
+        store = service_name(*holder)
+        self._durable(StoreGone(store))
+        self._seen.pop(holder, None)
+        if self._clearing.pop(store, None) is not None:
+            self._out.append(StopClear(store))
+
+    def _lose_host(self, lives: frozenset[int]) -> None:
+        """Give up the stores and the leases of a host's processes, which hold and wait for nothing any longer."""
+        lost = [holder for holder, row in self.run.registry.items() if row.incarnation in lives]
+        for holder in lost:
+            self._fail_waiting(holder, f"{service_name(*holder)} was lost with its host")
+            for lease in list(self.run.leases.held_by(holder)):
+                self._durable(LeaseExpired(lease.lease_id, not_started=True))
+                self._paces.end(lease.lease_id)
+            self._devices.gone(holder, self.run.registry[holder].incarnation)
+        for holder in lost:
+            if holder[0] == STORE and service_name(*holder) != TRAINER_STORE:
+                self._give_up_store(holder)
+
+    def _fail_waiting(self, holder: Holder, why: str, *, but: int = 0) -> None:
+        """Fail the deferred lease requests of a process, except those of its life `but`."""
+        for waiting in chain(*self._leasing):
+            asked = waiting.asked.request
+            if (
+                isinstance(asked, LeaseRequest)
+                and (asked.service, asked.instance) == holder
+                and asked.incarnation != but
+            ):
+                waiting.open = False
+                self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, why))
+
     def _silent_stores(self) -> list[Holder]:
         return [
             holder
             for holder, seen in self._seen.items()
-            if holder[0] == STORE and holder[1] >= self.run.plan.placed_stores and self._now - seen.at > STORE_GONE_S
+            if holder[0] == STORE and service_name(*holder) != TRAINER_STORE and self._now - seen.at > GONE_S
         ]
 
     # ---------------------------------------------------------------------------------------------- registry
@@ -346,15 +381,7 @@ class Scheduler:
         check_numbers(request)
         holder = (request.service, request.instance)
         if self.run.registry.get(holder) != request:
-            for waiting in chain(*self._leasing):
-                other = waiting.asked.request
-                if (
-                    isinstance(other, LeaseRequest)
-                    and (other.service, other.instance) == holder
-                    and other.incarnation != request.incarnation
-                ):
-                    waiting.open = False
-                    self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, f"{service_name(*holder)} restarted"))
+            self._fail_waiting(holder, f"{service_name(*holder)} restarted", but=request.incarnation)
             self._durable(request)
             self._devices.registered(request, self._now)
         self._seen[holder] = Seen(self._now)
@@ -391,6 +418,12 @@ class Scheduler:
             scheduler_incarnation=self.incarnation, registered=True, lost_leases=lost, weights=self._newer(beat)
         )
         self._answer(asked, ack)
+
+    def is_over(self, service: str, instance: int, incarnation: int, now: float) -> bool:
+        """Return whether a life of a process counts as over at `now` although nobody saw it end: another life has
+        registered, or this one was silent for `GONE_S`."""
+        known, seen = self.run.registry.get((service, instance)), self._seen.get((service, instance))
+        return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S
 
     def _newer(self, beat: Heartbeat) -> WeightsRef | None:
         """Return the newest version if the engine holds an older one and has no evaluation lease, else None.

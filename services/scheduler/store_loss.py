@@ -25,9 +25,10 @@ from services.scheduler.collection import clear_weights, cleared, collect_steps
 from services.scheduler.events import TailLost, Tell
 from services.scheduler.leasing import give_up, measures
 from services.scheduler.steps import rewind
-from services.scheduler.stores import TRAINER_STORE, holders_without_store, lies_in, stores_of
+from services.scheduler.stores import holders_without_store, lies_in, stores_of
 from services.scheduler.tasks import Task, TaskState
 from shared.rundir import parse_service_name, service_name
+from shared.topology import TRAINER_STORE
 
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState

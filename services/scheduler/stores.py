@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 from services.scheduler.leases import Holder
 from services.scheduler.tasks import Task
 from shared.rundir import service_name
+from shared.topology import TRAINER_STORE
 
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 STORE = "batch-store"
-TRAINER_STORE = service_name(STORE, 0)
-"""The store into which the trainer puts weights and its own log-probs."""
 FULL_SHARE = 0.8
 """Share of a store's room for trained tasks above which their bytes cause a checkpoint."""
 

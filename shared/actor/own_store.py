@@ -10,6 +10,7 @@ from proto.messages import ErrorCode, GetStatus, Status
 from shared.actor.service import CALL_S, Service
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name, service_name
+from shared.topology import TRAINER_STORE
 
 STORE = "batch-store"
 WAIT_S = 60.0
@@ -18,13 +19,13 @@ RETRY_S = 0.5
 LOOK_S = 5.0
 
 
-async def own_store(service: Service, placed: str) -> str:
-    """Return `placed` on the run's own host; on a host that joined the run, the store that registered from that host.
+async def own_store(service: Service) -> str:
+    """Return the trainer's store on the host of the run; on another host the store that registered from there.
 
     Raises RpcError(missing) if none registers within `WAIT_S`.
     """
     if not service.run.scheduler:
-        return placed
+        return TRAINER_STORE
     loop = asyncio.get_running_loop()
     until = loop.time() + WAIT_S
     while True:

@@ -51,9 +51,32 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def write(path: Path, access: Access) -> None:
     """Write `access` to `path` with mode 0600, replacing an existing file. Raises OSError."""
+    keys.write_private(path, _content(access))
+
+
+def read(path: Path) -> Access:
+    """Return what `write` wrote. Raises RpcError(bad_request) if it is missing, readable by others, or damaged."""
+    return _access(path, keys.read_private(path, _File, FILE_LIMIT_BYTES))
+
+
+def encode(access: Access) -> bytes:
+    """Return `access` as one line of JSON, which holds secrets: it goes through private pipes only."""
+    return msgspec.json.encode(_content(access)) + b"\n"
+
+
+def decode(data: bytes) -> Access:
+    """Return what `encode` encoded. Raises RpcError(bad_request) if it is damaged."""
+    where = Path("(standard input)")
+    try:
+        return _access(where, msgspec.json.decode(data, type=_File))
+    except msgspec.MsgspecError:
+        raise keys.damaged(where, "it is not an access file") from None
+
+
+def _content(access: Access) -> _File:
     ring = access.keys
     known = {role.label: key.decode() for role, key in ring.known.items()}
-    content = _File(
+    return _File(
         run=access.name,
         role=ring.role.label,
         public=ring.public.decode(),
@@ -62,12 +85,9 @@ def write(path: Path, access: Access) -> None:
         endpoints=access.endpoints,
         topology=access.topology,
     )
-    keys.write_private(path, content)
 
 
-def read(path: Path) -> Access:
-    """Return what `write` wrote. Raises RpcError(bad_request) if it is missing, readable by others, or damaged."""
-    content = keys.read_private(path, _File, FILE_LIMIT_BYTES)
+def _access(path: Path, content: _File) -> Access:
     try:
         role = Role.of_label(content.role)
         known = {each: content.known[each.label] for each in Role}

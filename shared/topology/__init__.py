@@ -6,9 +6,10 @@
 from shared.topology.capacity import snapshot_bytes, stop_limit_s, task_bytes, weight_bytes, worst_case_bytes
 from shared.topology.load import load
 from shared.topology.problem import TopologyError
-from shared.topology.schema import ServiceSpec, Topology
+from shared.topology.schema import TRAINER_STORE, ServiceSpec, Topology
 
 __all__ = [
+    "TRAINER_STORE",
     "ServiceSpec",
     "Topology",
     "TopologyError",

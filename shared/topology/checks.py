@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections import Counter
 from pathlib import Path as FilePath
 
 from shared.topology import algorithm_checks, colocate_checks, engine_checks, split_checks
@@ -16,6 +17,7 @@ from shared.topology.fields import format_size
 from shared.topology.model_files import read_config
 from shared.topology.problem import Found, Path
 from shared.topology.schema import Topology
+from shared.topology.services import DEVICE_SERVICE
 
 
 def check(topology: Topology) -> Found:
@@ -144,28 +146,54 @@ def _services(topology: Topology) -> Found:
 
 
 def _placement(topology: Topology) -> Found:
-    hosts, shared_names = topology.placement.hosts, topology.placement.colocate
-    services = topology.services
-    separate = dict.fromkeys(hosts, 0)
-    together = dict.fromkeys(hosts, 0)
+    hosts, services, placement = topology.placement.hosts, topology.services, topology.placement
     for key, service in services.placed.items():
-        if service.host is None:
-            continue
-        if service.host not in hosts:
-            near = difflib.get_close_matches(service.host, list(hosts), n=1) or sorted(hosts)
-            remedy = f"use {' or '.join(map(repr, near))}" if near else "add it there"
-            yield ("services", key, "host"), f"no host {service.host!r} in placement.hosts, {remedy}"
-            continue
-        needed = service.gpus * (services.rollout.instances if key == "rollout" else 1)
-        if key in shared_names:
-            together[service.host] = max(together[service.host], needed)
-        else:
-            separate[service.host] += needed
+        for name in service.host or ():
+            if name not in hosts:
+                near = difflib.get_close_matches(name, list(hosts), n=1) or sorted(hosts)
+                remedy = f"use {' or '.join(map(repr, near))}" if near else "add it there"
+                yield ("services", key, "host"), f"no host {name!r} in placement.hosts, {remedy}"
+        if service.host is not None and len(set(service.host)) < max(len(service.host), 1):
+            yield ("services", key, "host"), f"{list(service.host)}: name a host, or several different ones"
+    trainer = services.policy_trainer
+    if trainer.host is not None and len(trainer.host) > 1:
+        message = f"{len(trainer.host)} hosts, but the ranks of the trainer meet on one; name the one of the launcher"
+        yield ("services", "policy-trainer", "host"), message
+    needed = _gpus_needed(topology)
     for name, host in hosts.items():
-        needed = separate[name] + together[name]
-        if needed > host.gpus:
-            message = f"{host.gpus} GPUs, but the services on host {name} use {needed}; move one or colocate"
+        if needed[name] > host.gpus:
+            message = f"{host.gpus} GPUs, but the services on host {name} use {needed[name]}; move one or colocate"
             yield ("placement", "hosts", name, "gpus"), message
+    others = [name for name in topology.store_hosts()[1:] if name in hosts]
+    if placement.engine == "ray" and not others:
+        yield (
+            ("placement", "engine"),
+            "ray has no effect without other hosts, name them in placement.hosts or use local",
+        )
+    named = {host for service in services.placed.values() for host in service.host or ()}
+    reached = topology.transport.listen is not None or placement.engine == "ray"
+    if others and not reached and named <= hosts.keys():
+        message = f"none, but {', '.join(map(str, others))} must reach this machine; give its address"
+        yield ("transport", "listen"), message
+    away = sorted({str(spec.host) for spec in topology.away_plan() if spec.service == "rollout"})
+    if away and services.rollout.weights != "shards":
+        message = f"{services.rollout.weights} reaches rollouts on the trainer's host only, not on {', '.join(away)}"
+        yield ("services", "rollout", "weights"), f"{message}; use shards"
+
+
+def _gpus_needed(topology: Topology) -> Counter[str | None]:
+    """Return the GPUs that the services on each host use. Colocated services use the same ones."""
+    separate: Counter[str | None] = Counter()
+    together: Counter[str | None] = Counter()
+    for key, service in topology.services.placed.items():
+        each = service.gpus if key == "rollout" else min(service.gpus, 1)
+        hosts = [spec.host for spec in topology.services_plan() if spec.service == DEVICE_SERVICE[key]]
+        mine = Counter({host: each * hosts.count(host) for host in hosts})
+        if key in topology.placement.colocate:
+            together |= mine
+        else:
+            separate += mine
+    return separate + together
 
 
 def _partial(topology: Topology) -> Found:
@@ -186,9 +214,10 @@ def _partial(topology: Topology) -> Found:
 
 
 def _transport(topology: Topology) -> Found:
+    """Check the doors for other hosts. With Ray, the launcher fills in the address of its node."""
     transport = topology.transport
     ports = ("scheduler_port", "supervisor_port", "monitor_port")
-    if transport.listen is None:
+    if transport.listen is None and topology.placement.engine == "local":
         if not transport.encrypt_bulk:
             message = "false: without transport.listen nothing goes to another host, leave it out"
             yield ("transport", "encrypt_bulk"), message

@@ -34,13 +34,18 @@ def _places(topology: Topology) -> Found:
     placed = [(name, known[name]) for name in topology.placement.colocate if name in known]
     for name, service in placed[1:]:
         first, other = placed[0]
-        if service.host != other.host:
-            message = f"{service.host or 'this machine'}, but {first}, which is colocated, is on "
-            yield ("services", name, "host"), f"{message}{other.host or 'this machine'}; use one host"
+        here, there = _hosts(topology, service), _hosts(topology, other)
+        if here != there or len(here) > 1:
+            message = f"{' and '.join(here)}, but {first}, which is colocated, is on {' and '.join(there)}"
+            yield ("services", name, "host"), f"{message}; use one host"
         mine, theirs = _devices(topology, name, service), _devices(topology, first, other)
         if mine != theirs:
             message = f"{name} takes {mine} GPUs and {first}, which is colocated, {theirs}; use the same number"
             yield ("services", name, "gpus"), message
+
+
+def _hosts(topology: Topology, service: Placed) -> list[str]:
+    return sorted(set(service.host or (topology.home or "this machine",)))
 
 
 def _devices(topology: Topology, name: str, service: Placed) -> int:

@@ -15,8 +15,19 @@ from shared.data import FORMS
 from shared.topology import document
 from shared.topology.algorithm import Algorithm, Optimizer
 from shared.topology.fields import Count, DataSource, Function, ModelFolder, Seconds, Section, Size, Strings
-from shared.topology.services import DEVICE_SERVICE, GC, Checkpoint, LeaseSettings, Placement, Services, Transport
+from shared.topology.services import (
+    DEVICE_SERVICE,
+    GC,
+    Checkpoint,
+    LeaseSettings,
+    Placed,
+    Placement,
+    Services,
+    Transport,
+)
 
+TRAINER_STORE = "batch-store/0"
+"""The store of the trainer's host (see `Topology.store_hosts`), into which the trainer puts weights and log-probs."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Part of a task id ("<split>/<epoch>/<index>") and of metric names.
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -168,7 +179,7 @@ class Sampling(Section):
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """A process `service/instance` of a run, and its host in `placement.hosts` (None: this machine)."""
+    """A process `service/instance` of a run, and its host in `placement.hosts` (None: where the run is started)."""
 
     service: str
     instance: int
@@ -218,23 +229,41 @@ class Topology(Section):
         """The services whose processes take turns on the same devices (`placement.colocate`)."""
         return frozenset(DEVICE_SERVICE[name] for name in self.placement.colocate)
 
+    @property
+    def home(self) -> str | None:
+        """The host on which the run is started, which is the trainer's. None if it has no name."""
+        return self.services.policy_trainer.host[0] if self.services.policy_trainer.host else None
+
+    def host_of(self, service: Placed, copy: int = 0) -> str | None:
+        """Return the host of a copy of the model of `service`. Its hosts take turns."""
+        return service.host[copy % len(service.host)] if service.host else self.home
+
     def store_hosts(self) -> list[str | None]:
-        """One host for each batch-store. None is the machine on which the run was started."""
-        return sorted({service.host for service in self.services.placed.values()}, key=lambda host: host or "")
+        """The host of each batch-store: every host has one. The trainer's is first, because it puts into
+        `TRAINER_STORE`."""
+        named = {host for service in self.services.placed.values() for host in service.host or ()}
+        return [self.home, *sorted({*named, *self.placement.hosts} - {self.home})]
 
     def services_plan(self) -> list[ServiceSpec]:
         """Return every process of the run, each after those that it needs to start."""
-        trainer, rollout = self.services.policy_trainer, self.services.rollout
-        plan = [ServiceSpec("scheduler", 0)]
+        trainer, rollout, home = self.services.policy_trainer, self.services.rollout, self.home
+        plan = [ServiceSpec("scheduler", 0, home)]
         plan += [ServiceSpec("batch-store", i, host) for i, host in enumerate(self.store_hosts())]
-        plan += [ServiceSpec("monitor", 0)]
-        plan += [ServiceSpec("policy-trainer-worker", i, trainer.host) for i in range(trainer.world_size)]
-        plan += [ServiceSpec("policy-trainer", 0, trainer.host)]
+        plan += [ServiceSpec("monitor", 0, home)]
+        plan += [ServiceSpec("policy-trainer-worker", i, home) for i in range(trainer.world_size)]
+        plan += [ServiceSpec("policy-trainer", 0, home)]
         if self.services.reference is not None:
             reference = self.services.reference
-            plan += [ServiceSpec("reference", i, reference.host) for i in range(reference.world_size)]
-        plan += [ServiceSpec("rollout", i, rollout.host) for i in range(rollout.instances)]
+            ranks = reference.parallel.model_ranks
+            plan += [
+                ServiceSpec("reference", i, self.host_of(reference, i // ranks)) for i in range(reference.world_size)
+            ]
+        plan += [ServiceSpec("rollout", i, self.host_of(rollout, i)) for i in range(rollout.instances)]
         return plan
+
+    def away_plan(self) -> list[ServiceSpec]:
+        """Return the processes of other hosts than the one on which the run is started."""
+        return [spec for spec in self.services_plan() if spec.host != self.home]
 
     def document(self) -> dict[str, Any]:
         """Return the resolved topology as plain data, with the keys that users write and every default."""

@@ -33,7 +33,11 @@ class Parallel(Section):
 
 
 class Placed(Section):
-    host: str | None = Field(default=None, description="a host of placement.hosts; default: this machine")
+    host: Strings | None = Field(
+        default=None,
+        description="a host of placement.hosts, or several among which copies of the model take turns; default: the "
+        "trainer's, on which the run is started",
+    )
     gpus: int = Field(default=0, ge=0, description="total GPUs, for rollout GPUs per instance; 0: compute on the CPU")
     threads: Count | None = Field(default=None, description="CPU threads of each process; default: a share of the CPUs")
     parallel: Parallel = Field(default_factory=Parallel, description="how a copy of the model is split")
@@ -187,13 +191,23 @@ class GC(Section):
     )
 
 
+# Part of folder names and of the labels of Ray's nodes.
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+
 class Host(Section):
     gpus: int = Field(default=0, ge=0, description="GPUs of this host, 0 or more")
 
 
 class Placement(Section):
-    engine: Literal["local", "ray"] = Field(default="local", description="what starts the processes")
-    hosts: dict[str, Host] = Field(default_factory=dict, description="hosts by name; default: this machine")
+    engine: Literal["local", "ray"] = Field(
+        default="local",
+        description="what starts the agents of other hosts: a person or a job script (`python -m launch.host`), or Ray",
+    )
+    hosts: dict[HostName, Host] = Field(
+        default_factory=dict,
+        description="hosts by name; those that no service names are spares; default: this machine",
+    )
     colocate: Strings = Field(
         default=(), description="services that take turns on the same GPUs (without any: host memory)"
     )

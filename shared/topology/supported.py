@@ -24,11 +24,8 @@ class Unsupported(NamedTuple):
 UNSUPPORTED = (
     Unsupported("services.rollout.parallel.pp", 1, "pipeline parallelism {value}", "1"),
     Unsupported("services.rollout.parallel.cp", 1, "context parallelism {value}", "1"),
-    Unsupported("services.*.host", None, "placement on host {value}", "no host (this machine)"),
     Unsupported("services.monitor.wandb", None, "reporting to Weights & Biases", "metrics.jsonl of the run"),
     Unsupported("services.monitor.port", None, "a web page at port {value}", "python -m launch.monitor"),
-    Unsupported("placement.engine", "local", "placement by ray", "local"),
-    Unsupported("placement.hosts", {}, "several hosts", "no hosts (this machine)"),
 )
 
 

@@ -22,7 +22,19 @@ import msgspec
 import numpy as np
 
 from proto import messages
-from proto.messages import common, process, registration, steps, store, streams, tasks, telemetry, trainer, transfer
+from proto.messages import (
+    common,
+    hosts,
+    process,
+    registration,
+    steps,
+    store,
+    streams,
+    tasks,
+    telemetry,
+    trainer,
+    transfer,
+)
 from proto.registry import Message, Record, Request, all_messages
 from shared.security.roles import LEAST_ROLE, Role
 
@@ -39,6 +51,8 @@ ROUTES = {
     "StopRun": ("operator", "supervisor"),
     "GetSupervisorState": ("operator, policy-trainer", "supervisor"),
     "KillInstance": ("scheduler", "supervisor"),
+    "HostReport": ("agents of hosts", "supervisor"),
+    "HostGone": ("supervisor", "scheduler"),
     "GetStory": ("operator", "supervisor"),
     "GetWaits": ("operator", "every process"),
     "GetLog": ("operator, supervisor", "supervisor, every service"),
@@ -90,6 +104,7 @@ ROUTES = {
 MODULES = {
     common: "Every process",
     process: "Processes and logs",
+    hosts: "Hosts of a run",
     registration: "Registration, heartbeats, devices",
     tasks: "Tasks, leases and versions of weights",
     steps: "Training steps",

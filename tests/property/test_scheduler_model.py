@@ -50,7 +50,7 @@ from services.scheduler.events import (
     WriteRow,
 )
 from services.scheduler.plan import EpochOrder, Plan
-from services.scheduler.state import STORE_GONE_S, Scheduler
+from services.scheduler.state import GONE_S, Scheduler
 from shared.stages import train_graph
 from shared.topology.capacity import live_versions
 from tests.property import scheduler_view as view
@@ -251,7 +251,7 @@ class Model:
     def away_is_gone(self) -> None:
         """End the other host, for good or until `away_joins`. No task waits for it, and no waiting task existed only
         there."""
-        self.now += STORE_GONE_S + 1
+        self.now += GONE_S + 1
         self.take(self.machine.handle(Tick(), self.now))
         self.away = False
         run = self.machine.run

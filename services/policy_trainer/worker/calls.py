@@ -38,7 +38,7 @@ from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
 from shared.stages import PROXIMAL
-from shared.topology import Topology
+from shared.topology import TRAINER_STORE, Topology
 
 if TYPE_CHECKING:
     from services.policy_trainer.worker.backend import Backend, OptimizerUpdate
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PUT_S = 120.0
-STORE = service_name("batch-store", 0)
 
 
 class Calls:
@@ -271,11 +270,11 @@ class Calls:
         key = f"{samples.PROX_KEY}{REVISION}{request.driver:x}-{request.order}"
         if named:
             shards = [TaskShards(task.task_id, task.fence, {key: piece}) for task, piece in named]
-            await self._data.put(shards, store=STORE, deadline_s=PUT_S)
+            await self._data.put(shards, store=TRAINER_STORE, deadline_s=PUT_S)
         handles = [
             TaskHandle(task.task_id, task.fence, task.samples, task.tokens, piece.nbytes, [0]) for task, piece in named
         ]
-        meta = BatchMeta(tasks=handles, parts=[BatchPart(PROXIMAL.name, [key])], stores=[STORE])
+        meta = BatchMeta(tasks=handles, parts=[BatchPart(PROXIMAL.name, [key])], stores=[TRAINER_STORE])
         return messages.ForwardDone(meta=meta, seconds=time.perf_counter() - began)
 
     async def _forward_backward(self, request: messages.ForwardBackward, _: Call) -> Message:

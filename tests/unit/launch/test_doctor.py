@@ -113,3 +113,10 @@ def test_step_that_waits_for_a_service_without_processes_is_wrong() -> None:
     row = WaitRow(WaitKind.STEP, "step 4 waits for 8 of 8 tasks that no rollout has leased", LONG, 0.0, "rollout")
     [finding] = wrong(examined(scheduler=answer(row), driver=answer(batch())))
     assert "no rollout runs" in finding.text
+
+
+def test_a_host_without_an_agent_is_wrong_after_a_while() -> None:
+    for since_s, count in ((5.0, 0), (45.0, 1)):
+        row = WaitRow(WaitKind.PROCESS, "host b is LOST: no agent reports from it", since_s)
+        found = wrong(examined(supervisor=answer(row)))
+        assert [each.text for each in found] == [row.what] * count

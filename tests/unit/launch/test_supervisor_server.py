@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 import structlog
+import zmq
 
 from launch.supervisor import server
 from launch.supervisor.events import Reported, RunEnded, RunOutcome
 from launch.supervisor.plan import Key
 from launch.supervisor.server import Supervisor
+from proto.ids import new_incarnation
+from proto.messages import Ack, ErrorCode, KillInstance
 from shared.actor import logging
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 
 pytestmark = pytest.mark.slow
@@ -83,3 +88,30 @@ def test_a_driver_that_was_told_to_end_has_not_finished_its_run_though_the_sched
     program = "trap 'exit 0' TERM; while :; do sleep 0.1; done"
     ended = supervised(run, [SCHEDULER, TRAINER], program, scene, 30)
     assert ended.outcome != RunOutcome.DONE
+
+
+def test_only_the_death_of_an_own_process_is_confirmed(run: RunDir) -> None:
+    answers: list[object] = []
+
+    async def scene(made: Supervisor) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        client = Client(context, run.endpoint("supervisor", 0), "supervisor", new_incarnation())
+        try:
+            async with asyncio.timeout(20):
+                while not made.state.processes[SCHEDULER].pid:
+                    await asyncio.sleep(0.02)
+            own = made.state.processes[SCHEDULER].pid
+            for service, pid in ((SCHEDULER[0], own + 1), ("rollout", os.getpid()), (SCHEDULER[0], own)):
+                ordered = KillInstance(service=service, instance=0, pid=pid, cause="test")
+                try:
+                    answers.append(await client.call(ordered, Ack, deadline_s=10))
+                except RpcError as error:
+                    answers.append(error.code)
+            answers.append(await client.call(ordered, Ack, deadline_s=10))  # asked again: that life has ended
+        finally:
+            client.close()
+            await asyncio.to_thread(context.term)
+        made.stop("the test is over")
+
+    supervised(run, [SCHEDULER], "sleep 60", scene, 60)
+    assert answers == [ErrorCode.MISSING, ErrorCode.MISSING, Ack(), Ack()]

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from proto.messages import (
+    Ack,
     CheckpointSaved,
     CommitStep,
     GetRunInfo,
     GetStatus,
     Heartbeat,
+    HostGone,
     LeaseProgress,
     NextBatch,
     PutTask,
     StepBatch,
 )
 from services.scheduler import snapshot
-from services.scheduler.events import ClearDone, Configure, Listed, SendClear, StopClear, Tick
+from services.scheduler.events import Asked, ClearDone, Configure, Listed, SendClear, StopClear, Tick
+from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
-from services.scheduler.state import STORE_GONE_S
+from services.scheduler.state import GONE_S
 from shared.stages import train_graph
+from shared.topology import load
 from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, ids, plan
+from tests.unit.shared.topology.small_topology import make, write
 
 AWAY = "batch-store/1"
 NINE = Configure(9, 3, 2, False)
@@ -163,7 +169,7 @@ def test_a_store_that_never_answers_does_not_delay_the_others() -> None:
 def quiet(bench: TwoHosts, *, alive: tuple[tuple[str, int, int], ...] = (("batch-store", 0, 1),)) -> None:
     """Let time pass until a silent store is declared gone, while the instances in `alive` send heartbeats."""
     for _ in range(5):
-        bench.now += STORE_GONE_S / 4
+        bench.now += GONE_S / 4
         for service, instance, life in alive:
             bench.ask(Heartbeat(service=service, instance=instance, incarnation=life, state="READY"))
         bench.event(Tick())
@@ -192,10 +198,23 @@ def test_a_joined_store_that_is_silent_for_long_loses_its_queue_and_its_limit() 
     assert replays_alike(bench)
 
 
-def test_a_placed_store_is_waited_for_indefinitely() -> None:
+def test_the_store_of_the_trainer_is_waited_for_indefinitely() -> None:
     bench = TwoHosts().begin()
     quiet(bench, alive=(("batch-store", 1, 5),))
     assert bench.machine.run.clears.stores == [STORE, AWAY]
+
+
+def test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_made_again(tmp_path: Path) -> None:
+    places = ["placement.hosts={b: {}}", "services.rollout.host=b", "transport.listen=10.0.0.1"]
+    places += ["algorithm.kl=null", "data.eval={}"]
+    made, _ = make_plan(load(write(make(tmp_path)), places, check_supported=False), tmp_path)
+    bench = TwoHosts(made).begin()
+    grant = bench.granted(most=1, instance=1, life=8)
+    bench.complete(grant, store=AWAY, life=8)
+    quiet(bench)
+    assert bench.machine.run.clears.stores == [STORE]
+    again = bench.granted(most=1)
+    assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(grant)]
 
 
 def test_unfinished_tasks_of_a_gone_store_are_sampled_again_and_others_stay() -> None:
@@ -221,7 +240,7 @@ def test_leases_on_the_host_of_a_gone_store_are_reassigned_although_their_holder
     here = bench.granted(most=2)
     there = bench.granted(most=2, instance=1, life=8)
     for progress in range(1, 10):  # its put never succeeds, and each attempt counts as progress
-        bench.now += STORE_GONE_S / 8
+        bench.now += GONE_S / 8
         bench.beat("batch-store", 0, 1)
         bench.beat("rollout", 0, 7, LeaseProgress(here.lease_id, progress))
         lost = bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, progress))
@@ -238,7 +257,7 @@ def test_a_host_with_another_store_keeps_its_leases() -> None:
     bench.register("batch-store", 2, 9, limit_bytes=1 << 30, host_id="away", data_id="second of away")
     there = bench.granted(most=2, instance=1, life=8)
     for progress in range(1, 10):
-        bench.now += STORE_GONE_S / 8
+        bench.now += GONE_S / 8
         for instance, life in ((0, 1), (2, 9)):
             bench.beat("batch-store", instance, life)
         lost = bench.beat("rollout", 1, 8, LeaseProgress(there.lease_id, progress))
@@ -357,3 +376,41 @@ def test_a_store_that_comes_back_without_the_shards_of_a_step_rewinds_the_run() 
     come_back_empty(bench)
     assert bench.ask(GetRunInfo(driver=2)).committed_step == 0
     assert replays_alike(bench)
+
+
+def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin()
+    bench.step(1, AWAY)
+    there = bench.granted(most=2, instance=1, life=8)
+    here = bench.granted(most=2)
+    bench.granted(most=4)
+    assert bench.lease(instance=1, life=8) is None  # held back: no task is left
+    waiting = bench.calls
+    effects = bench.event(Asked(99, HostGone(host="b", incarnations=[5, 8], cause="test"), bench.now + 5))
+    assert isinstance(bench.answer(effects, 99), Ack)
+    assert bench.answer(effects, waiting).code == "lost"
+    assert bench.machine.run.clears.stores == [STORE]
+    again = bench.granted(most=4)
+    assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(there)]
+    assert bench.machine.run.leases.get(here.lease_id) is not None
+    assert replays_alike(bench)
+
+
+def test_the_loss_of_a_host_twice_or_of_an_unknown_one_changes_nothing_more() -> None:
+    bench = TwoHosts().begin()
+    for lives in ([5, 8], [5, 8], [99]):
+        before = len(bench.journal)
+        assert isinstance(bench.ask(HostGone(host="b", incarnations=lives, cause="test")), Ack)
+    assert len(bench.journal) == before
+
+
+def test_a_process_that_nobody_saw_end_is_over_after_another_registration_or_a_long_silence() -> None:
+    bench = TwoHosts().begin()
+    bench.now += GONE_S
+    assert not bench.machine.is_over("rollout", 1, 8, bench.now)
+    assert bench.machine.is_over("rollout", 1, 8, bench.now + 1)
+    bench.beat("rollout", 1, 8)
+    assert not bench.machine.is_over("rollout", 1, 8, bench.now + 1)
+    bench.register("rollout", 1, 9)
+    assert bench.machine.is_over("rollout", 1, 8, bench.now)
+    assert not bench.machine.is_over("rollout", 1, 9, bench.now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -105,6 +106,39 @@ def test_a_joined_host_has_its_own_sockets_and_the_runs_keys(home: RunDir, tmp_p
             RunDir.join(away.path, access.read(tmp_path / "file"))
     finally:
         away.remove_volatile()
+
+
+def test_a_host_joins_its_run_again_once_its_processes_have_ended(home: RunDir, tmp_path: Path) -> None:
+    launch_access.export(home, Role.SERVICE, tmp_path / "file")
+    access_file = access.read(tmp_path / "file")
+    first = RunDir.rejoin(tmp_path / "away", access_file, shm_root=tmp_path / "shm2")
+    (first.logs / "rollout-0.jsonl").write_text("{}\n")
+    held = first.hold()
+    with pytest.raises(RpcError, match="its services still run; end them first"):
+        RunDir.rejoin(first.path, access_file, shm_root=tmp_path / "shm2")
+    os.close(held)
+    second = RunDir.rejoin(first.path, access_file, shm_root=tmp_path / "shm2")
+    try:
+        assert not first.sockets.exists()
+        assert not first.shm.exists()
+        assert second.host_id != ""
+        assert (second.logs / "rollout-0.jsonl").exists()
+        with pytest.raises(RpcError, match="holds another run"):
+            RunDir.rejoin(home.path, access_file, shm_root=tmp_path / "shm2")
+    finally:
+        second.remove_volatile()
+
+
+def test_access_goes_through_a_pipe_as_one_line(home: RunDir) -> None:
+    made = launch_access.access_of(home, Role.SERVICE)
+    line = access.encode(made)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert access.decode(line) == made
+    for bad in (b"", b"[]", line[:-20]):
+        with pytest.raises(RpcError, match="it is not an access file") as caught:
+            access.decode(bad)
+        assert made.keys.secret.decode() not in str(caught.value)
 
 
 def test_only_the_role_service_joins(home: RunDir, tmp_path: Path) -> None:

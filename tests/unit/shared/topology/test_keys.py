@@ -45,6 +45,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[4]
 
+HOSTS = ("placement.hosts={a: {}, b: {}}", "transport.listen=10.0.0.1")
 OBSERVED: dict[str, tuple[str, ...]] = {
     "run.name": ("run.name=other",),
     "run.steps": ("run.steps=4",),
@@ -83,6 +84,9 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "services.rollout.block_tasks": ("services.rollout.block_tasks=2",),
     "checkpoint.keep_last": ("checkpoint.keep_last=3",),
     "gc.after": ("gc.after=commit",),
+    "services.policy-trainer.host": (*HOSTS, "services.policy-trainer.host=a"),
+    "services.reference.host": (*HOSTS, "services.reference.host=a"),
+    "services.rollout.host": (*HOSTS, "services.rollout.host=[a, b]"),
     "placement.colocate": ("placement.colocate=[policy-trainer, reference]",),
     "lease.attempts": ("lease.attempts=4",),
     "transport.listen": ("transport.listen=10.0.0.1",),
@@ -91,6 +95,9 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "transport.monitor_port": ("transport={listen: 10.0.0.1, monitor_port: 7000}",),
 }
 BESIDE = {
+    "services.policy-trainer.host": HOSTS,
+    "services.reference.host": HOSTS,
+    "services.rollout.host": HOSTS,
     "transport.scheduler_port": ("transport={listen: 10.0.0.1}",),
     "transport.supervisor_port": ("transport={listen: 10.0.0.1}",),
     "transport.monitor_port": ("transport={listen: 10.0.0.1}",),
@@ -104,16 +111,11 @@ BESIDE = {
 """Settings that both topologies have in addition to BASE, by the key that is changed."""
 
 REFUSED = {
-    "services.policy-trainer.host": "services.policy-trainer.host=a",
-    "services.reference.host": "services.reference.host=a",
-    "services.rollout.host": "services.rollout.host=a",
     "services.rollout.parallel.pp": "services.rollout.parallel.pp=2",
     "services.rollout.parallel.cp": "services.rollout.parallel.cp=2",
     "services.monitor.wandb.project": "services.monitor.wandb={project: p}",
     "services.monitor.wandb.entity": "services.monitor.wandb={project: p, entity: e}",
     "services.monitor.port": "services.monitor.port=9090",
-    "placement.engine": "placement.engine=ray",
-    "placement.hosts.*.gpus": "placement.hosts={a: {gpus: 1}}",
 }
 
 OPTIMIZER: dict[str, object] = {
@@ -143,6 +145,16 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "launch/heavy.py",
         "topology.run.spares",
         "integration/launch/test_spares.py::test_no_spare_is_kept_with_spares_false",
+    ),
+    "placement.engine": (
+        "launch/cluster.py",
+        "topology.placement.engine",
+        "integration/hosts/test_ray_smoke.py::test_a_run_on_two_nodes_is_done_and_leaves_nothing_behind",
+    ),
+    "placement.hosts.*.gpus": (
+        "launch/placement/book.py",
+        "topology.placement.hosts[name].gpus",
+        "unit/launch/test_host_book.py::test_an_agent_with_fewer_gpus_than_the_topology_gives_it_is_refused",
     ),
     "run.on_bad_step": (
         f"{TRAINER}/driver.py",

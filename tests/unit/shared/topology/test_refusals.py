@@ -10,6 +10,8 @@ from shared.topology import load, task_bytes, weight_bytes, worst_case_bytes
 from shared.topology.capacity import weight_versions
 from tests.unit.shared.topology.small_topology import BASE, WEIGHTS, edited, make, problems, write
 
+LISTEN = ["transport.listen=10.0.0.1"]
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -494,3 +496,26 @@ def test_memory_too_small_names_the_sufficient_number(folder: Path) -> None:
     assert line.startswith(f"--set services.batch-store.memory={needed - 1}: services.batch-store.memory: ")
     assert f"set at least {needed} (" in line
     assert load(write(folder), [f"services.batch-store.memory={needed}"]).services.batch_store.memory == needed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["placement.engine=ray"], "placement.engine: ray has no effect without other hosts, name them in "),
+        (["placement.hosts={b: {}}"], "transport.listen: none, but b must reach this machine; give its address"),
+        (
+            ["placement.hosts={a: {}, b: {}}", *LISTEN, "services.policy-trainer.host=[a, b]"],
+            "services.policy-trainer.host: 2 hosts, but the ranks of the trainer meet on one; name the one of the ",
+        ),
+        (
+            ["placement.hosts={b: {}}", *LISTEN, "services.rollout.host=[b, b]"],
+            "services.rollout.host: ['b', 'b']: name a host, or several different ones",
+        ),
+        (
+            ["placement.hosts={b: {}}", *LISTEN, "services.rollout={host: b, weights: gloo}"],
+            "services.rollout.weights: gloo reaches rollouts on the trainer's host only, not on b; use shards",
+        ),
+    ],
+)
+def test_hosts_that_could_not_do_their_part_are_refused(folder: Path, overrides: list[str], line: str) -> None:
+    assert any(line in each for each in problems(write(folder), *overrides))

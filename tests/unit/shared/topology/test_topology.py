@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from shared.topology import ServiceSpec, Topology, TopologyError, load, weight_bytes, worst_case_bytes
+from shared.topology import (
+    TRAINER_STORE,
+    ServiceSpec,
+    Topology,
+    TopologyError,
+    load,
+    weight_bytes,
+    worst_case_bytes,
+)
 from tests.unit.shared.topology.small_topology import BASE, edited, make, problems, write
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -165,7 +173,6 @@ def test_all_problems_are_reported_at_once(folder: Path) -> None:
         ["--set run.stps=4", "run.stps"],
         ["t.yaml:21", "optimizer.epss"],
         ["t.yaml:24", "services.policy-trainer.host"],  # placement.hosts has no such host
-        ["t.yaml:24", "services.policy-trainer.host"],  # and this build has no placement
         ["t.yaml:4", "policy.dtyp"],
         ["t.yaml:6", "data.train.source"],
     ]
@@ -251,7 +258,6 @@ def test_override_that_is_not_yaml_is_refused(folder: Path) -> None:
         ("services.rollout.parallel.pp=2", "services.rollout.parallel.pp", "1"),
         ("services.monitor.port=8080", "services.monitor.port", "python -m launch.monitor"),
         ("services.monitor.wandb.project=p", "services.monitor.wandb", "metrics.jsonl of the run"),
-        ("placement.engine=ray", "placement.engine", "local"),
     ],
 )
 def test_option_without_effect_in_this_build_is_refused(folder: Path, override: str, path: str, use: str) -> None:
@@ -320,6 +326,16 @@ def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
     resolved = path.with_name("resolved.yaml")
     topology.dump_resolved(resolved)
     assert load(resolved, check_supported=False) == topology
+
+
+@pytest.mark.parametrize(("trainer", "rollout"), [("b", "a"), ("a", "b")])
+def test_the_trainers_host_has_the_store_into_which_the_trainer_puts(folder: Path, trainer: str, rollout: str) -> None:
+    places = ["placement.hosts={a: {}, b: {}}", f"services.policy-trainer.host={trainer}"]
+    places += [f"services.rollout.host={rollout}", "transport.listen=10.0.0.1"]
+    topology = load(write(folder), places)
+    stores = {spec.name: spec.host for spec in topology.services_plan() if spec.service == "batch-store"}
+    assert stores[TRAINER_STORE] == trainer
+    assert rollout in stores.values()
 
 
 # ------------------------------------------------------------------------------ the cost of importing

@@ -1,0 +1,263 @@
+"""`python -m launch.host --access FILE` runs the part of a run that belongs on this host.
+
+It joins the run that the access file describes (`launch.ctl export-access --role service`). Under a supervisor and a
+guard of its own it runs what the run's supervisor orders: a store, rollouts and references. It ends with the run, and
+when the run no longer answers. An agent that the run gave up begins anew. Exit status: 0 if the run ended, 1 if the
+host failed or lost the run, 2 if the command line or the access is wrong.
+
+Whatever starts it (Ray, srun, ssh, a container) may pass the access on standard input instead (`--access -`): one line,
+after which the input stays open. Its end is the end of this host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import structlog
+import typer
+
+from launch import place, preflight
+from launch.heavy import heavy_imports
+from launch.placement.facts import HostFacts, facts, lacking
+from launch.placement.link import HostLink
+from launch.supervisor.events import RunOutcome
+from launch.supervisor.plan import SUPERVISOR
+from launch.supervisor.server import Supervisor
+from proto.ids import new_incarnation
+from proto.messages import ErrorCode, HostOrders
+from shared.actor import logging
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir, sweep_abandoned
+from shared.security import access as accesses
+from shared.security.access import Access
+from shared.topology import Topology, TopologyError, load
+
+JOIN_S = 60.0
+"""Seconds for which an agent tries to join a run that does not answer, or that still knows an earlier agent."""
+RETRY_S = 1.0
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    access: Annotated[
+        str, typer.Option("--access", metavar="FILE", help="access file with the role service; -: standard input")
+    ] = "",
+    name: Annotated[
+        str, typer.Option("--name", help="the host's name in placement.hosts (default: its host name)")
+    ] = "",
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="directory of this host (default: runs/<run>/hosts/<name>)")
+    ] = None,
+    address: Annotated[
+        str, typer.Option("--address", help="address that other hosts reach (default: that towards the run)")
+    ] = "",
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="print as JSON what this host has, and lacks for the topology on standard input"),
+    ] = False,
+) -> None:
+    """Run the part of a run that belongs on this host."""
+    if check:
+        print(msgspec.json.encode(_checked(sys.stdin.read())).decode())
+        return
+    path = Path()
+    try:
+        if not access:
+            raise RpcError(ErrorCode.BAD_REQUEST, "--access: missing; name the file from `launch.ctl export-access`")
+        given = _from_input() if access == "-" else accesses.read(Path(access))
+        host = name or socket.gethostname()
+        path = (run_dir or place.BASE / given.name / "hosts" / host).absolute()
+        status = _run(given, host, path, address or address_towards(given.endpoints[SUPERVISOR]), access == "-")
+    except RpcError as error:
+        print("\n".join(f"launch.host: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE if error.code == ErrorCode.BAD_REQUEST else EXIT_FAILED) from None
+    except OSError as error:
+        print(f"launch.host: {path}: {error.strerror or error}; name another folder with --run-dir", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED) from None
+    raise typer.Exit(status)
+
+
+def address_towards(endpoint: str) -> str:
+    """Return the address of this host on its route to `endpoint`. Raises RpcError(bad_request) if there is none."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        text = f"{endpoint}: cannot be reached from this host ({error.strerror}); check the network, or give --address"
+        raise RpcError(ErrorCode.BAD_REQUEST, text) from None
+
+
+def _checked(text: str) -> HostFacts:
+    """Return what this host has, and what it lacks for the topology `text`."""
+    try:
+        return facts(_topology(text))
+    except RpcError as error:
+        return lacking(str(error).splitlines())
+
+
+def _topology(text: str) -> Topology:
+    """Read a resolved topology. Raises RpcError(bad_request) with a line for everything that this host lacks."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "topology.yaml"
+        file.write_text(text)
+        try:
+            return load(file)
+        except TopologyError as error:
+            lines = [str(each).removeprefix(f"{file}:").partition(": ")[2] for each in error.problems]
+            raise RpcError(ErrorCode.BAD_REQUEST, "\n".join(lines)) from None
+
+
+def _from_input() -> Access:
+    line = sys.stdin.buffer.readline(accesses.FILE_LIMIT_BYTES)
+    return accesses.decode(line)
+
+
+def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int:
+    """Live until the run ends. `held` says that the end of standard input is the end of this host."""
+    topology = _topology(access.topology)
+    root = preflight.shm_root(topology)
+    lock = place.lock(path)
+    ends = _Ends(held)
+    while True:
+        sweep_abandoned(root)
+        run = RunDir.rejoin(path, access, shm_root=root)
+        hold = run.hold()
+        try:
+            logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=access.name, host=host)
+            life = _Life(run, access, topology, host, address, lock, ends)
+            status = asyncio.run(life.live())
+        finally:
+            os.close(hold)
+            run.remove_volatile()
+        if status is not None:
+            return status
+        print(f"host {host}: given up by the run; joins again", file=sys.stderr)
+
+
+class _Ends:
+    """Takes the signals and the end of standard input that end this host, from its start to its exit.
+
+    A first signal drains, so that leases are handed back. A second one, and the end of the input, kill.
+    """
+
+    def __init__(self, held: bool) -> None:
+        self._supervisor: Supervisor | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._causes: list[str] = []
+        self._killed = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda taken, _: self._ask(signal.Signals(taken).name))
+        if held:
+            threading.Thread(target=self._watch, name="standard input", daemon=True).start()
+
+    @property
+    def asked(self) -> bool:
+        """Whether this host is to end."""
+        return bool(self._causes)
+
+    def apply_to(self, supervisor: Supervisor) -> None:
+        """End `supervisor` when this host is to end, which may be at once. For its event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = supervisor
+        self._act()
+
+    def _watch(self) -> None:
+        with suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        self._killed = True
+        self._ask("the end of standard input")
+
+    def _ask(self, cause: str) -> None:
+        self._causes.append(cause)
+        if self._supervisor is not None:
+            with suppress(RuntimeError):  # the loop has ended already
+                self._loop.call_soon_threadsafe(self._act)
+
+    def _act(self) -> None:
+        if self._supervisor is None or not self._causes:
+            return
+        if self._killed or len(self._causes) > 1:
+            self._supervisor.kill(self._causes[-1])
+        else:
+            self._supervisor.stop(self._causes[0])
+
+
+class _Life:
+    """One membership of this host in the run."""
+
+    def __init__(
+        self, run: RunDir, access: Access, topology: Topology, host: str, address: str, lock: int, ends: _Ends
+    ) -> None:
+        self._run, self._access, self._topology = run, access, topology
+        self._host, self._lock, self._ends = host, lock, ends
+        self._listen = f"tcp://{address}:0"
+        self._log = structlog.get_logger("host")
+
+    async def live(self) -> int | None:
+        """Join, run what is ordered, and return the exit status; None if the host has to join again."""
+        names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        link = HostLink(self._access, self._host, names, new_incarnation())
+        try:
+            orders = await self._join(link)
+            keys = {(each.service, each.instance): each for each in orders.processes}
+            supervisor = Supervisor(
+                self._run,
+                list(keys),
+                threads={key: each.threads for key, each in keys.items()},
+                gpus={key: link.gpus_of(each) for key, each in keys.items()},
+                listen=dict.fromkeys([*keys, (SUPERVISOR, 0)], self._listen),
+                on_event=lambda event: None,
+                lock=self._lock,
+                spares=heavy_imports(self._topology),
+                access=self._access,
+            )
+            running = asyncio.ensure_future(supervisor.run())
+            await asyncio.sleep(0)  # it has opened its door
+            self._ends.apply_to(supervisor)
+            following = asyncio.create_task(link.follow(supervisor))
+            ended = await running
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            if link.given_up:
+                return None
+            failed = ended.cause if ended.outcome == RunOutcome.FAILED else ""
+            await link.end(supervisor, failed)
+            self._log.info("host ended", cause=ended.cause)
+            if failed:
+                print(f"host {self._host}: {failed}", file=sys.stderr)
+            return EXIT_DONE if ended.cause == "the run ends" else EXIT_FAILED
+        finally:
+            await link.close()
+
+    async def _join(self, link: HostLink) -> HostOrders:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + JOIN_S
+        while True:
+            try:
+                return await link.join()
+            except RpcError as error:
+                if error.code == ErrorCode.BAD_REQUEST or loop.time() >= until or self._ends.asked:
+                    raise
+                self._log.warning("not joined yet", error=str(error))
+                await asyncio.sleep(RETRY_S)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,272 @@
+"""Decides which host runs what: `report`, `lose` and `look` in, orders and effects out. Pure: no socket, no clock.
+
+A host is AWAITED until its agent reports, then JOINED. It is LOST once the engine that placed it says so or its agent
+is silent; then its rollouts and references move to a joined host with room, and the scheduler is told. A lost host that
+reports under a new incarnation is JOINED again, with a new store. It gets back only what no other host had room for,
+because moving a process that works costs its leases. An agent whose life was given up is told so and begins a new one,
+because its processes may run elsewhere by now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from launch.gpus import visible_gpus
+from launch.supervisor.plan import LEASING, Key
+from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow, WaitKind, WaitRow
+from shared.rpc.errors import RpcError
+from shared.rundir import service_name
+from shared.topology import Topology
+
+SILENT_S = 20.0
+"""Seconds of silence after which an agent's host counts as lost."""
+
+
+class HostState(StrEnum):
+    """The states of a host."""
+
+    AWAITED = "AWAITED"
+    JOINED = "JOINED"
+    LOST = "LOST"
+    ENDED = "ENDED"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Processes that run on one host together: an instance, the ranks of one model, or services that share GPUs."""
+
+    host: str
+    """The host that the topology names."""
+    processes: Mapping[Key, Sequence[int]]
+    """The GPUs of each process, counted from the first of the unit."""
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs that the unit needs."""
+        return max((gpu + 1 for each in self.processes.values() for gpu in each), default=0)
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """Tell the scheduler that the host is gone."""
+
+    host: str
+    incarnations: list[int]
+    """Incarnations of the processes that ran there."""
+    cause: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """One line for people."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Unable:
+    """End the run, because the processes of a host cannot go on."""
+
+    cause: str
+
+
+Effect = HostLost | Told | Unable
+
+
+@dataclass
+class Host:
+    """What is known of one host."""
+
+    name: str
+    gpus: int
+    """Number of its GPUs that the topology allows the run to use."""
+    store: Key
+    state: HostState = HostState.AWAITED
+    since: float = 0.0
+    """Time at which this state began."""
+    report: HostReport | None = None
+    """The last report of its present life."""
+    heard_at: float = 0.0
+    given_up: set[int] = field(default_factory=set)
+    """Incarnations of agents that have to begin a new life."""
+
+
+class HostBook:
+    """The hosts of a run except the one on which it was started, and the place of every process there."""
+
+    def __init__(self, topology: Topology, threads: Mapping[str, int]) -> None:
+        """`threads` is the number of CPU threads of a process of each service."""
+        self._threads = dict(threads)
+        self.hosts: dict[str, Host] = {}
+        for number, name in enumerate(topology.store_hosts()):
+            if name is not None and name != topology.home:
+                self.hosts[name] = Host(name, topology.placement.hosts[name].gpus, ("batch-store", number))
+        self._places: dict[frozenset[Key], tuple[Unit, str, int]] = {}
+        """Every unit with its host and its first GPU there."""
+        self._next_store = len(topology.store_hosts())
+        self.ending = False
+        self.plan(topology)
+
+    # ---- questions
+
+    def keys(self) -> Iterable[Key]:
+        """Return every process that belongs on one of these hosts."""
+        yield from (host.store for host in self.hosts.values())
+        for unit, _, _ in self._places.values():
+            yield from unit.processes
+
+    def host_of(self, key: Key) -> Host | None:
+        """Return the host that runs, or is to run, a process. None if it is none of these hosts'."""
+        for host in self.hosts.values():
+            if host.store == key:
+                return host
+        return next((self.hosts[name] for unit, name, _ in self._places.values() if key in unit.processes), None)
+
+    def rows(self) -> list[ProcessRow]:
+        """Return the processes of all hosts, as their agents reported them; WAITING while no agent runs them."""
+        found = {}
+        for host in self.hosts.values():
+            if host.state == HostState.JOINED and host.report is not None:
+                found.update({(row.service, row.instance): row for row in host.report.processes})
+        return [found.get(key) or ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()]
+
+    def waits(self, now: float) -> list[WaitRow]:
+        """Return a row for each host that takes no part in the run now."""
+        return [
+            WaitRow(WaitKind.PROCESS, f"host {host.name} is {host.state}: no agent reports from it", now - host.since)
+            for host in self.hosts.values()
+            if host.state in (HostState.AWAITED, HostState.LOST)
+        ]
+
+    @property
+    def running(self) -> bool:
+        """Whether an agent is alive that has not ended its processes."""
+        return any(host.state == HostState.JOINED for host in self.hosts.values())
+
+    # ---- events
+
+    def plan(self, topology: Topology) -> None:
+        """Take the processes of `topology`. Those that are placed already stay where they are."""
+        units = {frozenset(unit.processes): unit for unit in _units(topology)}
+        self._places = {keys: place for keys, place in self._places.items() if keys in units}
+        for keys, unit in units.items():
+            if keys not in self._places:
+                first = self._first_gpu(self.hosts[unit.host], unit)
+                self._places[keys] = (unit, unit.host, first or 0)
+
+    def report(self, report: HostReport, now: float) -> tuple[HostOrders, list[Effect]]:
+        """Take a report of an agent and return its orders. Raises RpcError for an agent that cannot take part."""
+        host = self.hosts.get(report.host)
+        if host is None:
+            there = ", ".join(self.hosts)
+            text = f"host {report.host!r} is not one of this run's other hosts; placement.hosts names {there}"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        if report.gpus < host.gpus:
+            text = f"host {host.name}: placement.hosts gives it {host.gpus} GPUs, its agent may use {report.gpus}"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        if report.incarnation in host.given_up:
+            raise RpcError(ErrorCode.LOST, f"host {host.name}: counts as lost since it was silent; join again")
+        effects: list[Effect] = []
+        known = host.report
+        if host.state == HostState.JOINED and known is not None and known.incarnation != report.incarnation:
+            text = f"host {host.name}: another agent of this host is alive; end one of them"
+            raise RpcError(ErrorCode.CONFLICT, text)
+        if host.state != HostState.JOINED and not report.ended:
+            if host.state == HostState.LOST:  # its former store is gone for good, with what it held
+                host.store = ("batch-store", self._next_store)
+                self._next_store += 1
+            host.state, host.since = HostState.JOINED, now
+            effects.append(Told(f"host {host.name} has joined"))
+            self._place_homeless(effects)
+        host.report, host.heard_at = report, now
+        if report.ended:
+            host.state, host.since = HostState.ENDED, now
+        elif report.failed:
+            effects.append(Unable(f"host {host.name}: {report.failed}"))
+        return self._orders(host), effects
+
+    def lose(self, name: str, cause: str, now: float) -> list[Effect]:
+        """Give up a host. Its processes move, as far as other hosts have room."""
+        host = self.hosts[name]
+        effects: list[Effect] = []
+        if host.state != HostState.JOINED or host.report is None:
+            return effects
+        host.state, host.since = HostState.LOST, now
+        host.given_up.add(host.report.incarnation)
+        lives = [row.incarnation for row in host.report.processes if row.incarnation]
+        effects.append(HostLost(name, lives, cause))
+        effects.append(Told(f"host {name} is lost: {cause}"))
+        self._place_homeless(effects)
+        return effects
+
+    def look(self, now: float) -> list[Effect]:
+        """Give up the hosts whose agents have been silent for too long."""
+        silent = [
+            host.name
+            for host in self.hosts.values()
+            if host.state == HostState.JOINED and now - host.heard_at > SILENT_S
+        ]
+        return [effect for name in silent for effect in self.lose(name, f"its agent is silent for {SILENT_S:g} s", now)]
+
+    # ---- decisions
+
+    def _orders(self, host: Host) -> HostOrders:
+        placed: dict[Key, list[int]] = {host.store: []}
+        for unit, name, first in self._places.values():
+            if name == host.name:
+                placed.update({key: [first + gpu for gpu in gpus] for key, gpus in unit.processes.items()})
+        rows = [HostProcess(*key, self._threads.get(key[0], 1), gpus) for key, gpus in placed.items()]
+        return HostOrders(processes=rows, ends=self.ending)
+
+    def _place_homeless(self, effects: list[Effect]) -> None:
+        """Move the units of lost hosts to joined hosts with room, those with the fewest processes first."""
+        if self.ending:
+            return
+        for keys, (unit, name, _) in list(self._places.items()):
+            if self.hosts[name].state != HostState.LOST:
+                continue
+            for host in sorted(self._joined(), key=self._load):
+                first = self._first_gpu(host, unit)
+                if first is not None:
+                    self._places[keys] = (unit, host.name, first)
+                    names = ", ".join(service_name(*key) for key in unit.processes)
+                    effects.append(Told(f"{names}: placed on host {host.name} instead of {name}"))
+                    break
+
+    def _joined(self) -> list[Host]:
+        return [host for host in self.hosts.values() if host.state == HostState.JOINED]
+
+    def _load(self, host: Host) -> int:
+        return sum(len(unit.processes) for unit, name, _ in self._places.values() if name == host.name)
+
+    def _first_gpu(self, host: Host, unit: Unit) -> int | None:
+        """Return the first of the adjacent free GPUs that a unit would get on a host, or None if there is no room."""
+        taken = {
+            gpu
+            for other, name, first in self._places.values()
+            if name == host.name and other is not unit
+            for gpu in range(first, first + other.gpus)
+        }
+        starts = range(host.gpus - unit.gpus + 1)
+        return next((at for at in starts if taken.isdisjoint(range(at, at + unit.gpus))), None)
+
+
+def _units(topology: Topology) -> list[Unit]:
+    """Return what the topology places on other hosts, except their stores."""
+    seen = visible_gpus(topology)
+    reference = topology.services.reference
+    ranks = {"reference": reference.parallel.model_ranks if reference is not None else 1, "rollout": 1}
+    groups: dict[tuple[str, str, int], list[Key]] = {}
+    for spec in topology.away_plan():
+        if spec.service in LEASING:
+            shared = spec.service in topology.colocated_services
+            group = ("", 0) if shared else (spec.service, spec.instance // ranks[spec.service])
+            groups.setdefault((str(spec.host), *group), []).append((spec.service, spec.instance))
+    units = []
+    for (host, *_), keys in groups.items():
+        gpus = {key: [int(gpu) for gpu in seen[key].split(",") if gpu] for key in keys}
+        base = min((gpu for each in gpus.values() for gpu in each), default=0)
+        units.append(Unit(host, {key: [gpu - base for gpu in each] for key, each in gpus.items()}))
+    return units

@@ -1,0 +1,156 @@
+"""Carries out what `HostBook` decides: answers agents, tells the scheduler, passes requests on.
+
+An agent reports once a second and is answered with everything its host is to run, so a lost report or a restarted
+agent needs no repair. Requests of an operator or of the scheduler that concern a process of another host go to the
+supervisor of that host's agent, which answers them as this one would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, assert_never
+
+import structlog
+import zmq
+
+from launch.placement.book import Effect, Host, HostBook, HostLost, HostState, Told, Unable
+from launch.supervisor.plan import SUPERVISOR, Key
+from proto.messages import Ack, ErrorCode, HostGone, HostOrders, HostReport
+from proto.registry import Request
+from shared.rpc.client import Client
+from shared.rpc.errors import RpcError
+from shared.rpc.mailbox import Call, Mailbox
+from shared.rundir import service_name
+from shared.security.keys import Keyring
+
+LOOK_S = 1.0
+GONE_CALL_S = 2.0
+FORWARD_S = 2.5
+"""Seconds that an agent has to answer a request that is passed on. It fits into the time for which callers wait."""
+KILL_S = 4.5
+END_S = 40.0
+"""Maximum seconds to wait for agents to end their processes at the end of a run."""
+
+
+class HostDesk:
+    """The other hosts of a run, in the event loop of its supervisor."""
+
+    def __init__(self, book: HostBook, *, on_notice: Callable[[str], None]) -> None:
+        """`on_notice` takes lines for people."""
+        self.book = book
+        self.on_unable: Callable[[str], None] = lambda cause: None
+        """Called once if the processes of a host cannot go on."""
+        self._on_notice = on_notice
+        self._clients: dict[str, Client] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended = asyncio.Event()
+        self._log = structlog.get_logger("hosts")
+
+    def open(
+        self,
+        mailbox: Mailbox,
+        context: zmq.Context[zmq.Socket[bytes]],
+        incarnation: int,
+        keys: Keyring | None,
+        scheduler: Callable[[], Client],
+    ) -> None:
+        """Begin to answer agents at `mailbox`, and to look for silent ones. `scheduler` returns its client."""
+        self._loop = asyncio.get_running_loop()
+        for host in self.book.hosts.values():
+            host.since = self._loop.time()
+        self._context, self._incarnation, self._keys, self._scheduler = context, incarnation, keys, scheduler
+        mailbox.handle(HostReport, self._on_report)
+        self._background(self._look())
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self._clients.values():
+            client.close()
+
+    # ---- events
+
+    def lose(self, host: str, cause: str) -> None:
+        """Give up a host that, as the engine of the placement says, is gone."""
+        self._carry_out(self.book.lose(host, cause, asyncio.get_running_loop().time()))
+
+    def tell(self, text: str) -> None:
+        """Pass a line on to people."""
+        self._on_notice(text)
+
+    def end(self) -> None:
+        """Have all agents end their processes."""
+        if not self.book.ending:
+            self.book.ending = True
+            if not self.book.running:
+                self._ended.set()
+
+    async def ended(self) -> None:
+        """Return when the agents have ended their processes, after `END_S` at the latest."""
+        try:
+            await asyncio.wait_for(self._ended.wait(), END_S)
+        except TimeoutError:
+            self._log.warning("agents have not ended", limit_s=END_S)
+
+    def _on_report(self, report: HostReport, call: Call) -> HostOrders:
+        orders, effects = self.book.report(report, self._loop.time())
+        self._carry_out(effects)
+        return orders
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._carry_out(self.book.look(self._loop.time()))
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case HostLost():
+                    self._log.warning("host lost", host=effect.host, cause=effect.cause)
+                    gone = HostGone(host=effect.host, incarnations=effect.incarnations, cause=effect.cause)
+                    self._background(self._tell_scheduler(gone))
+                case Told():
+                    self._on_notice(effect.text)
+                case Unable():
+                    self.on_unable(effect.cause)
+                case _:
+                    assert_never(effect)
+        if self.book.ending and not self.book.running:
+            self._ended.set()
+
+    async def _tell_scheduler(self, gone: HostGone) -> None:
+        """Tell the scheduler until it has taken note. A restarted one may know the host's leases too."""
+        while True:
+            try:
+                await self._scheduler().call(gone, Ack, deadline_s=GONE_CALL_S)
+            except RpcError as error:
+                self._log.warning("scheduler not told of a lost host", error=str(error))
+                await asyncio.sleep(max(error.retry_after_s, LOOK_S))
+            else:
+                return
+
+    # ---- requests for other hosts
+
+    def hosts_of(self, keys: Iterable[Key]) -> list[Host]:
+        """Return the hosts of those of `keys` that are not of this machine."""
+        found = {host.name: host for key in keys if (host := self.book.host_of(key)) is not None}
+        return list(found.values())
+
+    async def forward(self, host: Host, request: Request, deadline_s: float = FORWARD_S) -> Ack:
+        """Have the agent of `host` carry out a request. Raises RpcError(not_ready) if the host has none now."""
+        if host.state != HostState.JOINED or host.report is None or not host.report.endpoint:
+            raise RpcError(ErrorCode.NOT_READY, f"host {host.name} is {host.state}: nothing runs there now")
+        client = self._clients.get(host.name)
+        if client is None:
+            name = f"{service_name(SUPERVISOR, 0)} of host {host.name}"
+            client = Client(self._context, host.report.endpoint, name, self._incarnation, keys=self._keys)
+            self._clients[host.name] = client
+        client.connect(host.report.endpoint)
+        return await client.call(request, Ack, deadline_s=deadline_s)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

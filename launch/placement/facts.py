@@ -1,0 +1,103 @@
+"""What a host has, and whether a part of a run can run there. Starts nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from launch import preflight
+from shared.topology import Topology
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("proto", "shared", "services", "launch")
+CLOCK_LIMIT_S = 2.0
+"""Maximum seconds between the clocks of two hosts: the logs of a run are ordered by their times."""
+
+
+class HostFacts(msgspec.Struct, frozen=True):
+    """What a host says about itself."""
+
+    name: str
+    """Its host name."""
+    code: str
+    """Digest of rlbus as installed there."""
+    python: str
+    torch: str
+    """Version, empty if torch is not installed."""
+    gpus: int
+    """GPUs that the agent may use."""
+    niceness: int
+    """Niceness with which its processes run."""
+    problems: list[str]
+    """What the topology needs and the host lacks, one line each."""
+
+
+def facts(topology: Topology) -> HostFacts:
+    """Return the facts of this host, with what it lacks for the rollouts and references of `topology`."""
+    return lacking(preflight.check_host(topology))
+
+
+def lacking(problems: Sequence[str]) -> HostFacts:
+    """Return the facts of this host, which lacks what `problems` say."""
+    return HostFacts(
+        name=socket.gethostname(),
+        code=code_digest(),
+        python=platform.python_version(),
+        torch=_torch(),
+        gpus=len(preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))),
+        niceness=os.getpriority(os.PRIO_PROCESS, 0),
+        problems=list(problems),
+    )
+
+
+def compare(home: HostFacts, there: HostFacts) -> list[str]:
+    """Return why a host cannot take part in a run that was started at `home`, one line each."""
+    found = []
+    if there.code != home.code:
+        found.append(f"another rlbus (code {there.code}, here {home.code}); install the same release on both")
+    if _minor(there.python) != _minor(home.python):
+        found.append(f"Python {there.python}, here {home.python}; use the same on both")
+    if there.torch != home.torch:
+        found.append(f"torch {there.torch or 'missing'}, here {home.torch}; install the same on both")
+    return [*found, *there.problems]
+
+
+def clock_problem(sent_at: float, there_at: float, received_at: float) -> str:
+    """Return what is wrong with the clock of a host that read it between two times of ours (seconds). Empty if nothing.
+
+    Only the part that the round trip cannot explain counts.
+    """
+    off = max(sent_at - there_at, there_at - received_at)
+    if off <= CLOCK_LIMIT_S:
+        return ""
+    way = "ahead of" if there_at > received_at else "behind"
+    return f"its clock is {off:.1f} s {way} this machine's, at most {CLOCK_LIMIT_S:g}; synchronise them (chrony, ntp)"
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the code of rlbus on this host."""
+    digest = hashlib.blake2b(digest_size=6)
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _torch() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+def _minor(text: str) -> str:
+    return text.rpartition(".")[0]

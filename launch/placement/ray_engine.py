@@ -1,0 +1,223 @@
+"""The launcher's side of the placement by Ray: starts the keeper and passes on what it tells.
+
+The keeper (`launch.placement.ray_keeper`) is a process of its own. If it dies, Ray ends its actors, and with them the
+agents of all hosts; it is started again, and so are they.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from select import select
+from typing import IO
+
+import msgspec
+import structlog
+
+from launch.placement.desk import HostDesk
+from launch.placement.facts import HostFacts, clock_problem, compare, facts
+from launch.placement.ray_keeper import News, Order
+from launch.preflight import Findings
+from launch.supervisor.programs import child_environment
+from proto.messages import ErrorCode
+from shared.rpc.errors import RpcError
+from shared.security import access as accesses
+from shared.security.access import Access
+from shared.topology import Topology
+
+OPEN_S = 180.0
+"""Maximum seconds in which the cluster has to answer and its hosts have to check themselves."""
+SILENCE_S = 45.0
+"""Maximum seconds in which a cluster has to answer at all."""
+AGAIN_S = 5.0
+"""Seconds before a keeper that died is started again."""
+_LINE_BYTES = 1 << 16
+
+
+class RayEngine:
+    """The hosts of a run on a Ray cluster. `close` it in any case."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._address = os.environ.get("RAY_ADDRESS", "auto")
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._rest = b""
+        self._desk: HostDesk | None = None
+        self._started: Order | None = None
+        self._log = structlog.get_logger("ray")
+        self.address = ""
+        """The address of this node in the cluster, once `check` has returned."""
+        self.machines: dict[str, str] = {}
+        """The host name of the node of each host, once `check` has returned."""
+
+    def check(self, path: Path) -> Findings:
+        """Connect to the cluster, find a node for each host and have it check itself. `path` is the run directory."""
+        findings = Findings()
+        order = self._open_order(path)
+        try:
+            self._spawn(order)
+            home = facts(self._topology)  # meanwhile
+            for news in self._until_ready():
+                match news.kind:
+                    case "opened":
+                        self.address = news.address
+                    case "failed" | "refused":
+                        findings.errors.append(f"placement: {news.text}")
+                    case "warning":
+                        findings.warnings.append(f"placement: {news.text}")
+                    case "checked":
+                        there = msgspec.json.decode(news.facts, type=HostFacts)
+                        self.machines[news.host] = there.name
+                        problems = [*compare(home, there), clock_problem(*news.times)]
+                        findings.errors.extend(f"host {news.host}: {each}" for each in problems if each)
+                        if there.niceness > home.niceness:
+                            text = f"Ray runs its processes with niceness {there.niceness}, so that all others go first"
+                            remedy = "set RAY_worker_niceness=0 for `ray start`"
+                            findings.warnings.append(f"host {news.host}: {text}; {remedy}")
+        except RpcError as error:
+            findings.errors.append(str(error))
+        return findings
+
+    def start(self, access: Access, path: Path, desk: HostDesk) -> None:
+        """Keep an agent on every host from now on, and tell `desk` of losses. For the event loop of the supervisor."""
+        self._desk = desk
+        secret = base64.b64encode(accesses.encode(access)).decode()
+        self._started = msgspec.structs.replace(self._open_order(path), kind="start", access=secret)
+        self._send(self._started)
+        self._watch()
+
+    def close(self) -> None:
+        """End every agent that is left, and the keeper. Waits for it."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return
+        self._unwatch(keeper)
+        assert keeper.stdin is not None  # noqa: S101  # it is a pipe
+        keeper.stdin.close()
+        try:
+            keeper.wait(20)
+        except subprocess.TimeoutExpired:
+            keeper.kill()  # Ray ends its actors then
+            keeper.wait()
+
+    def _open_order(self, path: Path) -> Order:
+        hosts = {name: host.gpus for name, host in self._topology.placement.hosts.items()}
+        hosts = {name: gpus for name, gpus in hosts.items() if name != self._topology.home}
+        return Order(
+            "open",
+            run=path.name,
+            path=str(path.absolute()),
+            address=self._address,
+            hosts=hosts,
+            home=self._topology.home or "",
+            topology=self._topology.to_yaml(),
+        )
+
+    # ---- the keeper
+
+    def _spawn(self, order: Order) -> None:
+        self._rest = b""
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-m", "launch.placement.ray_keeper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=child_environment(1),
+            start_new_session=True,
+        )
+        self._send(order)
+
+    def _send(self, order: Order) -> None:
+        assert self._keeper is not None  # noqa: S101
+        assert self._keeper.stdin is not None  # noqa: S101
+        try:
+            self._keeper.stdin.write(msgspec.json.encode(order) + b"\n")
+            self._keeper.stdin.flush()
+        except BrokenPipeError:
+            self._log.warning("the keeper has ended")  # the end of its output tells, too
+
+    def _output(self) -> IO[bytes]:
+        assert self._keeper is not None  # noqa: S101
+        assert self._keeper.stdout is not None  # noqa: S101
+        return self._keeper.stdout
+
+    def _until_ready(self) -> Iterator[News]:
+        """Yield what the keeper tells until every host is checked. Raises RpcError if it takes too long or dies."""
+        until, silent = time.monotonic() + OPEN_S, time.monotonic() + SILENCE_S
+        while True:
+            limit = until if self.address else min(until, silent)
+            readable, _, _ = select([self._output()], [], [], max(0.0, limit - time.monotonic()))
+            if not readable:
+                text = f"placement: the Ray cluster at {self._address!r} does not answer"
+                raise RpcError(ErrorCode.DEADLINE, f"{text}; check its address and `ray status`")
+            news = self._read()
+            if news is None:
+                raise RpcError(ErrorCode.INTERNAL, "placement: the process that speaks to Ray died; see `ray status`")
+            for each in news:
+                if each.kind == "ready":
+                    return
+                yield each
+                if each.kind == "failed":
+                    return
+
+    def _read(self) -> list[News] | None:
+        """Return the whole lines that have come, or None at the end."""
+        data = os.read(self._output().fileno(), _LINE_BYTES)
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [msgspec.json.decode(line, type=News) for line in lines]
+
+    def _watch(self) -> None:
+        asyncio.get_running_loop().add_reader(self._output().fileno(), self._on_output)
+
+    def _unwatch(self, keeper: subprocess.Popen[bytes]) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if keeper.stdout is not None:
+            loop.remove_reader(keeper.stdout.fileno())
+
+    def _on_output(self) -> None:
+        desk = self._desk
+        assert desk is not None  # noqa: S101  # set by `start`
+        news = self._read()
+        if news is None:
+            self._on_end(desk)
+            return
+        for each in news:
+            match each.kind:
+                case "lost":
+                    desk.lose(each.host, each.text)
+                case "told" | "warning":
+                    desk.tell(each.text)
+                case "refused" if desk.book.hosts[each.host].report is None:
+                    desk.on_unable(each.text)  # another start would not mend it
+                case "failed" | "refused":
+                    desk.tell(each.text)
+                case "opened" | "checked" | "ready":
+                    pass
+
+    def _on_end(self, desk: HostDesk) -> None:
+        """Start the keeper again. Its actors ended with it."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None or self._started is None:
+            return
+        self._unwatch(keeper)
+        keeper.kill()
+        keeper.wait()
+        for host in self._started.hosts:
+            desk.lose(host, "the process that speaks to Ray died")
+        asyncio.get_running_loop().call_later(AGAIN_S, self._restart, self._started)
+
+    def _restart(self, started: Order) -> None:
+        self._spawn(msgspec.structs.replace(started, kind="open", access=""))
+        self._send(started)
+        self._watch()

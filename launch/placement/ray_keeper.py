@@ -1,0 +1,428 @@
+"""Keeps the agents of a run on the nodes of a Ray cluster: `python -m launch.placement.ray_keeper`, for the launcher.
+
+It is a process of its own because a Ray driver has threads, signal handlers and memory that the launcher must not have,
+and because the launcher forks (`--detach`). It reads one JSON object per line from its input and writes one per line to
+its output (`Order`, `News`). The end of its input ends it and every agent.
+
+Each host has one actor, which only holds the agent: a process in a session of its own whose standard input is a pipe
+from the actor. However the actor ends, also with its node's raylet, the pipe closes and the agent ends everything on
+its host. Ray would leave such processes alive. The actor's class travels by value and uses the standard library
+only, so that it can tell of a node that has another rlbus, or none. No tensor and no message of the run goes through
+Ray, and the access to the run goes through a method, because constructor arguments stay in Ray's tables.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+import msgspec
+
+ROOT = str(Path(__file__).resolve().parents[2])
+FOLDER = os.getcwd()
+NAMESPACE = "rlbus"
+LABEL = "rlbus-host"
+POLL_S = 0.25
+WAIT_S = 10.0
+"""Seconds that one call waits for the end of an agent."""
+CONNECT_S = 3.0
+AT_ONCE = 64
+"""Maximum number of hosts that check themselves at the same time."""
+START_S = 60.0
+"""Maximum seconds in which an actor has to start."""
+AGAIN_S = 5.0
+"""Seconds before an agent that ended is started again."""
+LOOK_AGAIN_S = 1.0
+"""Seconds before a host that could not be placed is tried again."""
+USAGE = 2
+"""Exit status of an agent that no other start would help."""
+END_S = 5.0
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What the launcher wants: first `open`, which ends with `ready` or `failed`; then `start`."""
+
+    kind: Literal["open", "start"]
+    run: str = ""
+    path: str = ""
+    """Run directory at home. A host's directory has the same path, below `hosts/`."""
+    address: str = ""
+    """The cluster, as for `ray.init`."""
+    hosts: dict[str, int] = {}
+    """The hosts to place, with their numbers of GPUs."""
+    home: str = ""
+    topology: str = ""
+    """The topology as YAML, which the hosts check."""
+    access: str = ""
+    """Base64 of the access to the run in the role service."""
+
+
+class News(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What happened. `host` is the host that it concerns, if it is one."""
+
+    kind: Literal["opened", "failed", "warning", "checked", "ready", "lost", "told", "refused"]
+    text: str = ""
+    host: str = ""
+    address: str = ""
+    """`opened`: the address of the launcher's node."""
+    facts: str = ""
+    """`checked`: JSON of `HostFacts`."""
+    times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """`checked`: this machine's time, then the host's, then this machine's, in seconds since 1970."""
+
+
+class HostKeeper:
+    """The actor of one host. Plain methods of the standard library, whatever the node has."""
+
+    def __init__(self, run: str) -> None:
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray starts workers with niceness 15, which processes inherit
+        self.run = run
+        self.agent: subprocess.Popen[bytes] | None = None
+        self.output = ""
+
+    def whose(self) -> str:
+        return self.run
+
+    def now(self) -> float:
+        return time.time()
+
+    def check(self, root: str, folder: str, topology: bytes) -> tuple[int, str, str]:
+        """Return the exit status, the output and the errors of `launch.host --check` on this node.
+
+        `root` is where home has rlbus, and `folder` its working directory, from which users' modules are imported.
+        Both are used if this node has them.
+        """
+        done = subprocess.run(
+            [sys.executable, "-m", "launch.host", "--check"],
+            input=topology,
+            capture_output=True,
+            env=self._environment(root),
+            cwd=folder if os.path.isdir(folder) else None,
+            timeout=120,
+            check=False,
+        )
+        return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+
+    def start(self, root: str, folder: str, name: str, path: str, access: bytes) -> None:
+        """Start the agent. Raises OSError."""
+        os.makedirs(os.path.join(path, "logs"), exist_ok=True)
+        self.output = os.path.join(path, "logs", "agent.out")
+        with open(self.output, "wb") as output:
+            self.agent = subprocess.Popen(
+                [sys.executable, "-m", "launch.host", "--access", "-", "--name", name, "--run-dir", path],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=self._environment(root),
+                cwd=folder if os.path.isdir(folder) else path,
+                start_new_session=True,
+            )
+        assert self.agent.stdin is not None  # noqa: S101  # it is a pipe
+        self.agent.stdin.write(access)
+        self.agent.stdin.flush()
+
+    def wait(self, limit_s: float) -> tuple[int, str] | None:
+        """Return the agent's exit status and the end of its output, or None if it still runs after `limit_s`."""
+        if self.agent is None:
+            return None
+        try:
+            status = self.agent.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        with open(self.output, errors="replace") as output:
+            return status, output.read()[-2000:]
+
+    @staticmethod
+    def _environment(root: str) -> dict[str, str]:
+        """Put our packages first on the path: other packages install a top-level `proto`, too."""
+        old = os.environ.get("PYTHONPATH", "")
+        path = os.pathsep.join(filter(None, [root if os.path.isdir(root) else "", old]))
+        return {**os.environ, "PYTHONPATH": path}
+
+
+@dataclass
+class _Placed:
+    """A host with its actor."""
+
+    name: str
+    node: str
+    actor: Any
+    waiting: Any = None
+    """Ray's reference of the call of `wait` under way, once the agent was started."""
+
+
+class Keeper:
+    """The driver on the cluster."""
+
+    def __init__(self, ray: Any, order: Order) -> None:
+        self._ray, self._order = ray, order
+        self._placed: dict[str, _Placed] = {}
+        self._access = b""
+        self._again_at: dict[str, float] = {}
+        self._said: dict[str, str] = {}
+        """The last reason why a host is not placed, by host."""
+        self._home = ray.get_runtime_context().get_node_id()
+        self._actor_class = ray.remote(HostKeeper)
+
+    def check(self) -> None:
+        """Find a node for every host, have them check themselves side by side, and tell the results."""
+        here = next((node["Labels"].get(LABEL, "") for node in self._ray.nodes() if node["NodeID"] == self._home), "")
+        if here and self._order.home and here != self._order.home:
+            text = (
+                f"the trainer's host is {self._order.home}, but this node is labelled {here}; start the launcher there"
+            )
+            tell(News("refused", text))
+        for name in self._order.hosts:
+            if text := self._create(name):
+                tell(News("refused", f"host {name}: {text}", name))
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for news in pool.map(self._checked, list(self._placed.values())):
+                tell(news)
+
+    def _checked(self, placed: _Placed) -> News:
+        name = placed.name
+        if text := self._begun(placed):
+            return News("refused", f"host {name}: {text}", name)
+        try:
+            sent_at = time.time()
+            there_at = self._ray.get(placed.actor.now.remote(), timeout=START_S)
+            times = (sent_at, there_at, time.time())
+            call = placed.actor.check.remote(ROOT, FOLDER, self._order.topology.encode())
+            status, output, errors = self._ray.get(call, timeout=2 * START_S)
+        except self._ray.exceptions.RayError as error:
+            return News("refused", f"host {name}: it could not be checked: {_line(error)}", name)
+        if status:
+            why = (errors.strip().splitlines() or ["no output"])[-1]
+            text = f"`python -m launch.host --check` fails there: {why}; install rlbus at {ROOT}, or as a package"
+            return News("refused", f"host {name}: {text}", name)
+        return News("checked", host=name, facts=output, times=times)
+
+    def start(self, access: bytes) -> None:
+        """From now on keep an agent on every host."""
+        self._access = access
+
+    def look(self) -> None:
+        """Find out what has ended, and start what is missing."""
+        dead = {node["NodeID"]: node for node in self._ray.nodes() if not node["Alive"]}
+        for placed in list(self._placed.values()):
+            if placed.node in dead:
+                reason = dead[placed.node].get("DeathReasonMessage") or "it left the cluster"
+                self._lose(placed, f"its node is dead: {_line(reason)}")
+            elif placed.waiting is not None:
+                self._look_at(placed)
+        now = time.monotonic()
+        for name in self._order.hosts if self._access else ():
+            if self._again_at.get(name, 0.0) > now:
+                continue
+            text = "" if name in self._placed else self._create(name)
+            if not text and self._placed[name].waiting is None:
+                text = self._begun(self._placed[name]) or self._start(self._placed[name])
+            if text:
+                self._say("told", name, text)
+                self._again_at[name] = now + LOOK_AGAIN_S
+
+    def close(self) -> None:
+        """End every agent, and leave the cluster."""
+        for placed in self._placed.values():
+            self._ray.kill(placed.actor)
+        self._ray.shutdown()
+
+    def _create(self, name: str) -> str:
+        """Create the actor of a host on its node. Return why that is impossible now, or an empty text."""
+        gpus = self._order.hosts[name]
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        used = {placed.node for placed in self._placed.values()}
+        fit = [node for node in alive if node["Labels"].get(LABEL) == name]
+        if not fit:
+            free = [node for node in alive if LABEL not in node["Labels"] and node["NodeID"] != self._home]
+            fit = [node for node in free if node["NodeID"] not in used and node["Resources"].get("GPU", 0) >= gpus]
+        if not fit:
+            there = ", ".join(sorted(node["Labels"].get(LABEL, node["NodeManagerAddress"]) for node in alive))
+            return (
+                f"no node has the label {LABEL}={name}, and no other free node has {gpus} GPUs (nodes: {there}); "
+                f"ray start --address … --labels {LABEL}={name}"
+            )
+        node = fit[0]
+        if node["Resources"].get("GPU", 0) < gpus:
+            return f"its node has {node['Resources'].get('GPU', 0):g} GPUs, placement.hosts.{name}.gpus is {gpus}"
+        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        actor_name = f"host-{node['NodeID']}"
+        try:
+            actor = self._actor_class.options(
+                name=actor_name, num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_concurrency=2
+            ).remote(self._order.run)
+        except ValueError:  # the name is taken
+            return f"its node already is a host of run {self._whose(actor_name)!r}; end that run first"
+        self._placed[name] = _Placed(name, node["NodeID"], actor)
+        return ""
+
+    def _begun(self, placed: _Placed) -> str:
+        """Wait for the actor of a host. Return why it does not start, or an empty text."""
+        try:
+            self._ray.get(placed.actor.whose.remote(), timeout=START_S)
+        except self._ray.exceptions.GetTimeoutError:
+            gpus = self._order.hosts[placed.name]
+            text = f"its node starts no actor with {gpus} GPUs within {START_S:g} s; end what uses them"
+        except self._ray.exceptions.RayError as error:
+            text = f"its actor cannot start: {_line(error)}"
+        else:
+            return ""
+        self._ray.kill(placed.actor)
+        del self._placed[placed.name]
+        return text
+
+    def _whose(self, actor_name: str) -> str:
+        try:
+            return str(self._ray.get(self._ray.get_actor(actor_name).whose.remote(), timeout=END_S))
+        except (ValueError, self._ray.exceptions.RayError):
+            return "(unknown)"
+
+    def _start(self, placed: _Placed) -> str:
+        path = str(Path(self._order.path) / "hosts" / placed.name)
+        try:
+            self._ray.get(placed.actor.start.remote(ROOT, FOLDER, placed.name, path, self._access), timeout=START_S)
+        except self._ray.exceptions.RayTaskError as error:
+            return f"its agent cannot be started: {_line(error.cause)}; the run directory must be writable there"
+        except self._ray.exceptions.RayError as error:
+            self._lose(placed, _line(error))
+            return f"its agent cannot be started: {_line(error)}"
+        placed.waiting = placed.actor.wait.remote(WAIT_S)
+        self._said.pop(placed.name, None)
+        return ""
+
+    def _look_at(self, placed: _Placed) -> None:
+        ready, _ = self._ray.wait([placed.waiting], timeout=0)
+        if not ready:
+            return
+        try:
+            ended = self._ray.get(placed.waiting)
+        except self._ray.exceptions.RayError as error:
+            self._lose(placed, f"the actor of its agent ended: {_line(error)}")
+            return
+        if ended is None:
+            placed.waiting = placed.actor.wait.remote(WAIT_S)
+            return
+        status, output = ended
+        why = (output.strip().splitlines() or [f"exit status {status}"])[-1]
+        self._again_at[placed.name] = time.monotonic() + AGAIN_S
+        self._lose(placed, f"its agent ended: {why}" if status else "its agent ended")
+        if status == USAGE:
+            self._say("refused", placed.name, why)
+
+    def _say(self, kind: Literal["told", "refused"], host: str, text: str) -> None:
+        """Tell it unless it was the last thing said of the host."""
+        if self._said.get(host) != text:
+            tell(News(kind, f"host {host}: {text}", host))
+        self._said[host] = text
+
+    def _lose(self, placed: _Placed, cause: str) -> None:
+        self._ray.kill(placed.actor)
+        del self._placed[placed.name]
+        tell(News("lost", cause, placed.name))
+
+
+def _line(error: object) -> str:
+    """Return the first meaningful line of an error of Ray."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def tell(news: News) -> None:
+    """Write one line to the launcher."""
+    os.write(sys.stdout.fileno(), msgspec.json.encode(news) + b"\n")
+
+
+def _orders() -> SimpleQueue[Order | None]:
+    """Read the input on a thread. None is its end."""
+    found: SimpleQueue[Order | None] = SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            found.put(msgspec.json.decode(line, type=Order))
+        found.put(None)
+
+    threading.Thread(target=read, name="orders", daemon=True).start()
+    return found
+
+
+def _closed(address: str) -> str:
+    """Return why nothing can be at `HOST:PORT`, or an empty text. Ray itself would try for a minute and then abort."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return ""  # such as `auto`
+    try:
+        with socket.create_connection((host, int(port)), timeout=CONNECT_S):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _open(order: Order) -> Keeper | None:
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ImportError as error:
+        tell(News("failed", f"ray is not installed here ({error}); pip install 'rlbus[ray]', or use local"))
+        return None
+    if closed := _closed(order.address):
+        tell(News("failed", f"no Ray cluster at {order.address!r} ({closed}); begin one with `ray start --head`"))
+        return None
+    try:
+        ray.init(address=order.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        tell(News("failed", f"no Ray cluster at {order.address!r} ({_line(error)}); begin one with `ray start --head`"))
+        return None
+    if os.environ.get("RAY_AUTH_MODE") != "token" and os.environ.get("RAY_USE_TLS") != "1":
+        text = "this Ray cluster has neither a token (RAY_AUTH_MODE=token) nor TLS (RAY_USE_TLS=1)"
+        tell(News("warning", f"{text}: who reaches its ports runs code on it and can take the keys of the run"))
+    keeper = Keeper(ray, order)
+    tell(News("opened", address=ray.util.get_node_ip_address()))
+    keeper.check()
+    tell(News("ready"))
+    return keeper
+
+
+def main() -> None:
+    """Serve the launcher until its end. Everything else that is written to the standard output goes to the errors."""
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        _serve(_orders())
+    except Exception as error:
+        tell(News("failed", f"the keeper of the hosts on Ray failed: {type(error).__name__}: {_line(error)}"))
+        raise
+
+
+def _serve(orders: SimpleQueue[Order | None]) -> None:
+    first = orders.get()
+    keeper = _open(first) if first is not None else None
+    if keeper is None:
+        sys.exit(1)
+    try:
+        while True:
+            try:
+                order = orders.get(timeout=POLL_S)
+            except Empty:
+                keeper.look()
+                continue
+            if order is None:
+                return
+            keeper.start(base64.b64decode(order.access))
+    finally:
+        keeper.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Messages between the supervisor of a run and the agents on its other hosts (`python -m launch.host`)."""
+
+from __future__ import annotations
+
+from proto.messages.common import Ack
+from proto.messages.process import ProcessRow
+from proto.registry import Message, Record, Request, message
+
+
+class HostProcess(Record, frozen=True, array_like=True):
+    """A process that a host is to run."""
+
+    service: str
+    instance: int
+    threads: int  # number of its CPU threads
+    gpus: list[int]  # the GPUs that it sees, as positions in the list of those that the agent may use
+
+
+@message(35)
+class HostOrders(Message, frozen=True, kw_only=True):
+    """What the host is to run. The agent starts what is missing and drains what is not named."""
+
+    processes: list[HostProcess]  # the processes, with their shares of the host
+    ends: bool = False  # the run ends: drain everything and end
+
+
+@message(36, reply=HostOrders)
+class HostReport(Request, frozen=True, kw_only=True):
+    """An agent reports its host and its processes, once a second. The first report of a life joins the run.
+
+    Errors:
+        bad_request: the run has no host of this name, or the host lacks GPUs.
+        conflict: another agent of this host is alive.
+        lost: this life was given up, because the host counted as lost: end everything, then join again.
+    """
+
+    host: str  # its name in `placement.hosts`
+    incarnation: int  # incarnation of the agent
+    endpoint: str  # where the agent answers the messages of an operator or a scheduler to a supervisor
+    gpus: int  # number of GPUs that the agent may use
+    processes: list[ProcessRow]  # the processes that it started
+    ended: bool = False  # all of them have ended, and the agent ends with this report
+    failed: str = ""  # why the processes of this host cannot go on, in one line; empty: they can
+
+
+@message(37, reply=Ack)
+class HostGone(Request, frozen=True, kw_only=True):
+    """A host is lost with everything on it: its leases are given up and its stores are gone for good.
+
+    Processes that have registered again since then are not concerned.
+    """
+
+    host: str  # its name, for the log
+    incarnations: list[int]  # incarnations of its processes
+    cause: str  # the reason, in one line for the log

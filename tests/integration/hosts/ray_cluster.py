@@ -1,0 +1,157 @@
+"""A Ray cluster of several raylets on this machine, and runs on it. They share one address and one file system."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.tiny.harness import QUICKSTART, ROOT, wait_for
+
+STORE_BYTES = 80 << 20
+NOTICED = {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "2"}
+"""Ray's settings with which it notices a dead node within two seconds."""
+LIMIT_S = 120.0
+
+
+@dataclass
+class RayCluster:
+    """The cluster with its nodes by label. `home` is the head."""
+
+    cluster: Any
+    nodes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self, label: str) -> None:
+        labels = {"rlbus-host": label}
+        self.nodes[label] = self.cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, labels=labels)
+
+    def kill(self, label: str) -> None:
+        """Kill the raylet of a node, as the loss of its host would."""
+        self.cluster.remove_node(self.nodes.pop(label), allow_graceful=False)
+
+
+@contextlib.contextmanager
+def ray_cluster(*labels: str) -> Iterator[RayCluster]:
+    """Start a head and a node for each label. Ray's own files are in a folder of their own, with a short path."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="rl-ray-")
+    before = dict(os.environ)
+    settings = {f"health_check_{name}": value for name, value in NOTICED.items()} | {"worker_niceness": "0"}
+    os.environ.update({f"RAY_{name}": value for name, value in settings.items()})
+    try:
+        head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": folder}
+        made = RayCluster(Cluster(initialize_head=True, head_node_args={**head, "labels": {"rlbus-host": "home"}}))
+        try:
+            for label in labels:
+                made.add(label)
+            yield made
+        finally:
+            made.cluster.shutdown()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def run_on(
+    cluster: RayCluster, path: Path, *settings: str, dry_run: bool = False, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Start the quickstart in `path` on the cluster. Whatever is left of it is killed at the end of the test."""
+    given = ["services.batch-store.memory=256MiB", "run.spares=false", "data.eval={}", *settings]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "launch.cluster", str(QUICKSTART), "--run-dir", str(path)),
+            *(word for each in given for word in ("--set", each)),
+            *(("--dry-run",) if dry_run else ()),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "RAY_ADDRESS": cluster.address, **environment},
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+        for each in processes_of(path):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+class Told:
+    """The lines that a launcher has printed so far."""
+
+    def __init__(self, launcher: subprocess.Popen[str]) -> None:
+        self.lines: list[str] = []
+        self._launcher = launcher
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._launcher.stdout is not None
+        for line in self._launcher.stdout:
+            self.lines.append(line.rstrip())
+
+    def wait_for(self, pattern: str, after: int = 0, limit_s: float = 2 * LIMIT_S) -> int:
+        """Wait for a line that contains the pattern, from line `after`, and return the number of the next line."""
+
+        def found() -> int:
+            for number, line in enumerate(self.lines[after:], after):
+                if re.search(pattern, line):
+                    return number + 1
+            assert self._launcher.poll() is None, "\n".join(self.lines[-30:])
+            return 0
+
+        return int(wait_for(pattern, found, limit_s))
+
+    def step(self) -> int:
+        """Return the last committed step that was shown."""
+        return max((int(each) for line in self.lines for each in re.findall(r"step (\d+)/500", line)), default=0)
+
+
+def processes_of(path: Path) -> list[psutil.Process]:
+    """Return the processes whose command line names the run: launcher, agents, guards and services."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and any(str(path) in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def volatile_folders(path: Path) -> list[Path]:
+    """Return the folders for sockets and shared memory of the run on all of its hosts."""
+    found = []
+    for file in (path / "run.json", *path.glob("hosts/*/run.json")):
+        data = json.loads(file.read_text())
+        found += [Path(data["sockets"]), Path(data["shm"])]
+    return found
+
+
+def assert_nothing_left(path: Path, folders: list[Path]) -> None:
+    """Check that no process of the run is left, and none of `folders`, within a moment."""
+    wait_for("no process left", lambda: not processes_of(path), 40)
+    wait_for("no sockets and shared memory left", lambda: not any(folder.exists() for folder in folders), 20)

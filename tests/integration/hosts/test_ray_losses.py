@@ -1,0 +1,154 @@
+"""Runs on a real Ray cluster whose nodes, actors, agents and launcher are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.hosts.ray_cluster import (
+    RayCluster,
+    Told,
+    assert_nothing_left,
+    processes_of,
+    ray_cluster,
+    run_on,
+    volatile_folders,
+)
+from tests.integration.tiny.harness import ctl, wait_for
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+LIMIT_S = 240.0
+ENDLESS = "run.steps=500"
+PLACES = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={host: [b, c], instances: 2}")
+
+
+@contextlib.contextmanager
+def three_nodes(path: Path) -> Iterator[tuple[RayCluster, subprocess.Popen[str], Told]]:
+    """Run the quickstart with a rollout on each of two nodes, and yield once steps are being trained."""
+    with ray_cluster("b", "c") as cluster, run_on(cluster, path, *PLACES, ENDLESS) as launcher:
+        told = Told(launcher)
+        wait_for("training", lambda: told.step() >= 2 or launcher.poll() is not None, LIMIT_S)
+        assert launcher.poll() is None, "\n".join(told.lines[-30:])
+        yield cluster, launcher, told
+
+
+def goes_on(told: Told) -> None:
+    """Wait for two more steps."""
+    before = told.step()
+    wait_for("two more steps", lambda: told.step() >= before + 2, LIMIT_S)
+
+
+def ends(launcher: subprocess.Popen[str], path: Path) -> None:
+    """Stop the run and check what it leaves."""
+    folders = volatile_folders(path)
+    assert ctl(path, "stop").returncode == 0
+    launcher.wait(LIMIT_S)
+    assert_nothing_left(path, folders)
+
+
+def test_the_work_of_a_killed_node_moves_and_the_node_may_return(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with three_nodes(path) as (cluster, launcher, told):
+        begun = time.monotonic()
+        cluster.kill("c")
+        lost = told.wait_for("host c is lost: its node is dead")
+        print(f"noticed after {time.monotonic() - begun:.1f} s")
+        told.wait_for(r"rollout/1: placed on host b instead of c", lost - 1)
+        goes_on(told)
+        assert not [each for each in processes_of(path / "hosts" / "c") if each.is_running()]
+        cluster.add("c")
+        told.wait_for("host c has joined", lost)
+        goes_on(told)
+        ends(launcher, path)
+
+
+def agent_of(path: Path, host: str) -> psutil.Process:
+    """Return the agent of a host."""
+    [agent] = [each for each in processes_of(path / "hosts" / host) if "launch.host" in each.cmdline()]
+    return agent
+
+
+def test_a_killed_actor_or_agent_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with three_nodes(path) as (_, launcher, told):
+        agent = agent_of(path, "b")
+        actor = agent.parent()
+        assert actor is not None
+        os.kill(actor.pid, signal.SIGKILL)
+        lost = told.wait_for("host b is lost: the actor of its agent ended")
+        told.wait_for("host b has joined", lost)
+        goes_on(told)
+        os.kill(agent_of(path, "c").pid, signal.SIGKILL)
+        lost = told.wait_for("host c is lost: its agent ended", lost)
+        told.wait_for("host c has joined", lost)
+        goes_on(told)
+        ends(launcher, path)
+
+
+def test_a_killed_launcher_leaves_nothing_on_any_host(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with three_nodes(path) as (_, launcher, _told):
+        folders = volatile_folders(path)
+        assert len(folders) == 6
+        os.kill(launcher.pid, signal.SIGKILL)
+        assert_nothing_left(path, folders)
+
+
+@pytest.mark.parametrize(
+    ("settings", "address", "line"),
+    [
+        (
+            ("placement.hosts.nobody={}",),
+            "",
+            "placement: host nobody: no node has the label rlbus-host=nobody, and no other free node has 0 GPUs",
+        ),
+        (("placement.hosts.b={gpus: 2}",), "", "placement: host b: its node has 0 GPUs, placement.hosts.b.gpus is 2"),
+        ((), "127.0.0.1:9", "placement: no Ray cluster at '127.0.0.1:9' (Connection refused); begin one with `ray "),
+    ],
+)
+def test_a_cluster_that_cannot_do_it_is_refused_in_one_line(
+    settings: tuple[str, ...], address: str, line: str, tmp_path: Path
+) -> None:
+    with ray_cluster("b", "c") as cluster:
+        given = (*PLACES, ENDLESS, *settings)
+        environment = {"RAY_ADDRESS": address} if address else {}
+        with run_on(cluster, tmp_path / "run", *given, **environment) as launcher:
+            output, _ = launcher.communicate(timeout=LIMIT_S)
+    assert launcher.returncode == 2
+    assert [each for each in output.splitlines() if not each.startswith("warning: ")][-1].startswith(line), output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_on_the_same_nodes_is_refused(tmp_path: Path) -> None:
+    with three_nodes(tmp_path / "first") as (cluster, _launcher, told):
+        ports = ("transport.scheduler_port=17747", "transport.supervisor_port=17748", "transport.monitor_port=17749")
+        with run_on(cluster, tmp_path / "second", *PLACES, *ports) as second:
+            output, _ = second.communicate(timeout=LIMIT_S)
+        assert second.returncode == 2
+        assert "host b: its node already is a host of run 'first'; end that run first" in output
+        goes_on(told)
+
+
+def test_a_dry_run_says_where_everything_would_run_and_starts_nothing(tmp_path: Path) -> None:
+    with ray_cluster("b", "c") as cluster:
+        begun = time.monotonic()
+        with run_on(cluster, tmp_path / "run", *PLACES, ENDLESS, dry_run=True) as launcher:
+            output, _ = launcher.communicate(timeout=LIMIT_S)
+        print(f"the hosts were asked within {time.monotonic() - begun:.1f} s")
+    assert launcher.returncode == 0, output
+    rows = {line.split()[0]: line for line in output.splitlines() if line.startswith(("rollout/", "scheduler/"))}
+    assert " b " in rows["rollout/0"]
+    assert " c " in rows["rollout/1"]
+    assert " this machine " in rows["scheduler/0"]
+    assert f"hosts          b: {socket.gethostname()}, c: {socket.gethostname()}" in output.splitlines()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,163 @@
+"""Which host runs what: the first placement, lost hosts, returning hosts, GPUs, and agents that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.placement.book import SILENT_S, HostBook, HostLost, HostState, Told, Unable
+from launch.supervisor.plan import Key
+from proto.messages import ErrorCode, HostOrders, HostReport, ProcessRow
+from shared.rpc.errors import RpcError
+from shared.topology import load
+from tests.unit.shared.topology.small_topology import BASE, make, write
+
+PLACES = (
+    "placement.hosts={b: {gpus: 4}, c: {gpus: 4}, spare: {gpus: 2}}",
+    "services.rollout={host: [b, c], instances: 4, gpus: 2, engine: vllm, parallel: {tp: 2}}",
+    "transport.listen=10.0.0.1",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = make(tmp_path)
+    write(folder, BASE)
+    return folder
+
+
+def book(folder: Path, *overrides: str) -> HostBook:
+    topology = load(folder / "t.yaml", [*PLACES, *overrides], check_supported=False)
+    return HostBook(topology, {"rollout": 3})
+
+
+def report(host: str, life: int = 1, gpus: int = 4, failed: str = "", *, ended: bool = False) -> HostReport:
+    return HostReport(
+        host=host,
+        incarnation=life,
+        endpoint=f"tcp://{host}:1",
+        gpus=gpus,
+        processes=[
+            ProcessRow("batch-store", 1, "READY", 7, 100 + life, 0),
+            ProcessRow("rollout", 0, "BACKOFF", 0, 0, 1),
+        ],
+        ended=ended,
+        failed=failed,
+    )
+
+
+def runs(orders: HostOrders) -> dict[Key, list[int]]:
+    return {(each.service, each.instance): each.gpus for each in orders.processes}
+
+
+def joined(made: HostBook, *hosts: str, now: float = 0.0) -> dict[str, dict[Key, list[int]]]:
+    return {host: runs(made.report(report(host), now)[0]) for host in hosts}
+
+
+def test_instances_take_turns_on_the_hosts_of_their_service_and_every_host_has_a_store(folder: Path) -> None:
+    made = book(folder)
+    assert joined(made, "b", "c", "spare") == {
+        "b": {("batch-store", 1): [], ("rollout", 0): [0, 1], ("rollout", 2): [2, 3]},
+        "c": {("batch-store", 2): [], ("rollout", 1): [0, 1], ("rollout", 3): [2, 3]},
+        "spare": {("batch-store", 3): []},
+    }
+    [threads] = {each.threads for each in made.report(report("b"), 0)[0].processes if each.service == "rollout"}
+    assert threads == 3
+
+
+def test_processes_of_a_lost_host_move_as_far_as_others_have_gpus(folder: Path) -> None:
+    made = book(folder)
+    joined(made, "b", "c", "spare")
+    effects = made.lose("b", "power cut", 1.0)
+    assert effects[0] == HostLost("b", [101], "power cut")
+    assert joined(made, "c", "spare") == {
+        "c": {("batch-store", 2): [], ("rollout", 1): [0, 1], ("rollout", 3): [2, 3]},
+        "spare": {("batch-store", 3): [], ("rollout", 0): [0, 1]},
+    }
+    assert made.lose("b", "again", 2.0) == []
+    assert [(row.what, row.since_s) for row in made.waits(3.0)] == [("host b is LOST: no agent reports from it", 2.0)]
+    rows = {(row.service, row.instance): row.state for row in made.rows()}
+    assert rows["rollout", 2] == "WAITING"
+
+
+def test_without_gpus_the_least_loaded_host_takes_what_was_lost(folder: Path) -> None:
+    made = book(folder, "services.rollout={host: [b, c], instances: 4}")
+    joined(made, "b", "c", "spare")
+    made.lose("c", "gone", 1.0)
+    placed = joined(made, "b", "spare")
+    assert {key for key in placed["spare"] if key[0] == "rollout"} == {("rollout", 1), ("rollout", 3)}
+    assert {key for key in placed["b"] if key[0] == "rollout"} == {("rollout", 0), ("rollout", 2)}
+
+
+def test_a_host_that_returns_runs_what_found_no_other_place(folder: Path) -> None:
+    made = book(folder)
+    joined(made, "b", "c", "spare")
+    made.lose("b", "gone", 1.0)
+    with pytest.raises(RpcError, match="counts as lost") as caught:
+        made.report(report("b"), 1)
+    assert caught.value.code == ErrorCode.LOST
+    orders, effects = made.report(report("b", life=2), 2)
+    assert runs(orders) == {("batch-store", 4): [], ("rollout", 2): [2, 3]}
+    assert effects == [Told("host b has joined")]
+
+
+def test_a_host_that_comes_late_takes_over_from_a_lost_one(folder: Path) -> None:
+    made = book(folder)
+    joined(made, "b", "c")
+    made.lose("b", "gone", 1.0)
+    assert runs(made.report(report("spare"), 1)[0]) == {("batch-store", 3): [], ("rollout", 0): [0, 1]}
+
+
+def test_a_silent_host_is_lost_after_the_limit(folder: Path) -> None:
+    made = book(folder)
+    joined(made, "b", "c")
+    joined(made, "c", now=5.0)
+    assert made.look(SILENT_S) == []
+    assert [each.host for each in made.look(SILENT_S + 1) if isinstance(each, HostLost)] == ["b"]
+
+
+def test_the_ranks_of_a_model_stay_together(folder: Path) -> None:
+    ranks = "services.reference={host: [b, c], gpus: 4, backend: megatron, parallel: {tp: 2}}"
+    made = book(folder, "services.rollout={host: [spare], instances: 1}", ranks)
+    placed = joined(made, "b", "c")
+    assert placed["b"] == {("batch-store", 1): [], ("reference", 0): [0], ("reference", 1): [1]}
+    made.lose("b", "gone", 1.0)
+    assert joined(made, "c")["c"] == {("batch-store", 2): []} | {("reference", i): [(i + 2) % 4] for i in range(4)}
+
+
+def test_a_service_that_is_scaled_keeps_its_places(folder: Path) -> None:
+    made = book(folder)
+    joined(made, "b", "c", "spare")
+    more = ["services.rollout.host=[b, c, spare]", "services.rollout.instances=5"]
+    made.plan(load(folder / "t.yaml", [*PLACES, *more], check_supported=False))
+    assert set(made.keys()) >= {("rollout", i) for i in range(5)}
+    assert runs(made.report(report("c"), 0)[0])["rollout", 1] == [0, 1]
+    made.plan(load(folder / "t.yaml", [*PLACES, "services.rollout.instances=2"], check_supported=False))
+    assert set(made.keys()) == {("batch-store", i) for i in (1, 2, 3)} | {("rollout", 0), ("rollout", 1)}
+
+
+def test_an_agent_with_fewer_gpus_than_the_topology_gives_it_is_refused(folder: Path) -> None:
+    with pytest.raises(RpcError, match=r"host b: placement\.hosts gives it 4 GPUs, its agent may use 3"):
+        book(folder).report(report("b", gpus=3), 0)
+
+
+@pytest.mark.parametrize(("host", "code"), [("nobody", ErrorCode.BAD_REQUEST), ("b", ErrorCode.CONFLICT)])
+def test_an_agent_of_no_host_or_of_one_that_has_an_agent_is_refused(folder: Path, host: str, code: str) -> None:
+    made = book(folder)
+    joined(made, "b")
+    with pytest.raises(RpcError) as caught:
+        made.report(report(host, life=2), 1)
+    assert caught.value.code == code
+    assert made.hosts["b"].state == HostState.JOINED
+
+
+def test_a_host_that_cannot_go_on_ends_the_run_and_an_ended_one_no_longer_runs(folder: Path) -> None:
+    made = book(folder)
+    joined(made, "b")
+    assert made.report(report("b", failed="rollout/0: no model"), 1)[1] == [Unable("host b: rollout/0: no model")]
+    made.ending = True
+    assert made.report(report("b"), 2)[0].ends
+    assert made.running
+    made.report(report("b", ended=True), 3)
+    assert not made.running

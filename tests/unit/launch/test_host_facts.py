@@ -1,0 +1,65 @@
+"""Whether a host can take part in a run: versions, clocks, and what it lacks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from launch.placement.facts import CLOCK_LIMIT_S, HostFacts, clock_problem, code_digest, compare
+from shared.topology import load
+from tests.unit.shared.topology.small_topology import make, write
+
+ROOT = Path(__file__).resolve().parents[3]
+HOME = HostFacts(name="a", code="1", python="3.11.7", torch="2.13.0", gpus=0, niceness=0, problems=[])
+
+
+def test_equal_hosts_and_another_patch_release_of_python_take_part() -> None:
+    assert compare(HOME, msgspec.structs.replace(HOME, name="b", python="3.11.9", gpus=8)) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("code", "2", "another rlbus (code 2, here 1); install the same release on both"),
+        ("python", "3.12.7", "Python 3.12.7, here 3.11.7; use the same on both"),
+        ("torch", "2.12.0", "torch 2.12.0, here 2.13.0; install the same on both"),
+        ("torch", "", "torch missing, here 2.13.0; install the same on both"),
+        ("problems", ["policy.model: no folder /m"], "policy.model: no folder /m"),
+    ],
+)
+def test_a_host_that_differs_is_refused_in_one_line(key: str, value: object, line: str) -> None:
+    assert compare(HOME, msgspec.structs.replace(HOME, **{key: value})) == [line]
+
+
+@pytest.mark.parametrize(
+    ("there_at", "problem"),
+    [
+        (100.0 - CLOCK_LIMIT_S, ""),
+        (105.0 + CLOCK_LIMIT_S, ""),  # the round trip took 5 s, so it may be right
+        (97.0, "its clock is 3.0 s behind this machine's, at most 2; synchronise them (chrony, ntp)"),
+        (109.5, "its clock is 4.5 s ahead of this machine's, at most 2; synchronise them (chrony, ntp)"),
+    ],
+)
+def test_a_clock_counts_as_wrong_only_beyond_what_the_round_trip_explains(there_at: float, problem: str) -> None:
+    assert clock_problem(100.0, there_at, 105.0) == problem
+
+
+@pytest.mark.slow
+def test_a_host_checks_itself_for_a_resolved_topology_and_names_what_it_lacks(tmp_path: Path) -> None:
+    topology = load(write(make(tmp_path)))
+    text = topology.to_yaml()
+    there = _checked(text)
+    assert there.code == code_digest()
+    lacks = _checked(text.replace(str(tmp_path / "model"), str(tmp_path / "elsewhere")))
+    assert [line for line in lacks.problems if line.startswith(f"policy.model: no folder {tmp_path}/elsewhere")]
+    assert not [line for line in there.problems if "elsewhere" in line]
+
+
+def _checked(topology: str) -> HostFacts:
+    command = [sys.executable, "-m", "launch.host", "--check"]
+    done = subprocess.run(command, input=topology, capture_output=True, text=True, cwd=ROOT, check=True)
+    return msgspec.json.decode(done.stdout, type=HostFacts)
