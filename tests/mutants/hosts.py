@@ -44,7 +44,7 @@ HOSTS = [
         SCHEDULER,
         "self._durable(LeaseExpired(lease.lease_id, not_started=True))",
         "continue",
-        f"{STORES}::test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once",
+        f"{STORES}::test_the_leases_of_a_lost_process_are_given_up_although_a_store_of_its_host_is_alive",
     ),
     Mutation(
         "the processes of a lost host stay there",
