@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.bus import BUS
+from tests.mutants.hosts import HOSTS
 from tests.mutants.launch import LAUNCHER
 from tests.mutants.mutation import Mutation
 from tests.mutants.rollout import ROLLOUT
@@ -11,4 +12,4 @@ from tests.mutants.simulated import SIMULATED
 from tests.mutants.store import STORE
 from tests.mutants.trainer import TRAINER
 
-MUTATIONS: list[Mutation] = [*SCHEDULER, *STORE, *BUS, *TRAINER, *ROLLOUT, *LAUNCHER, *SIMULATED]
+MUTATIONS: list[Mutation] = [*SCHEDULER, *STORE, *BUS, *TRAINER, *ROLLOUT, *LAUNCHER, *HOSTS, *SIMULATED]

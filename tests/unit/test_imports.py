@@ -84,6 +84,8 @@ LIGHT_MODULES = (
     "services.policy_trainer.driver",
     "launch.cluster",
     "launch.ctl",
+    "launch.host",
+    "launch.placement.ray_keeper",
     "launch.monitor",
 )
 HEAVY_MODULES = ("torch", "transformers", "megatron", "vllm", "starlette", "uvicorn", "httpx2")

@@ -396,6 +396,18 @@ def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
     assert replays_alike(bench)
 
 
+def test_the_leases_of_a_lost_process_are_given_up_although_a_store_of_its_host_is_alive() -> None:
+    bench = TwoHosts().begin()
+    there = bench.granted(most=2, instance=1, life=8)
+    assert isinstance(bench.ask(HostGone(host="b", incarnations=[8], cause="test")), Ack)
+    assert bench.machine.run.clears.stores == [STORE, AWAY]
+    assert bench.machine.run.leases.get(there.lease_id) is None
+    assert [(task.task_id, task.fence) for task in bench.granted(most=2).batch.tasks] == [
+        (name, 2) for name in ids(there)
+    ]
+    assert replays_alike(bench)
+
+
 def test_the_loss_of_a_host_twice_or_of_an_unknown_one_changes_nothing_more() -> None:
     bench = TwoHosts().begin()
     for lives in ([5, 8], [5, 8], [99]):
