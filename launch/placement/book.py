@@ -1,10 +1,10 @@
 """Decides which host runs what: `report`, `lose` and `look` in, orders and effects out. Pure: no socket, no clock.
 
-A host is AWAITED until its agent reports, then JOINED. It is LOST once the engine that placed it says so or its agent
-is silent; then its rollouts and references move to a joined host with room, and the scheduler is told. A lost host that
-reports under a new incarnation is JOINED again, with a new store. It gets back only what no other host had room for,
-because moving a process that works costs its leases. An agent whose life was given up is told so and begins a new one,
-because its processes may run elsewhere by now.
+A host is AWAITED until its agent reports, then JOINED. It is LOST once the engine that placed it says so, its agent is
+silent, or its agent leaves before the run ends; then its rollouts and references move to a joined host with room, and
+the scheduler is told. A lost host that reports under a new incarnation is JOINED again, with a new store. It gets back
+only what no other host had room for, because moving a process that works costs its leases. An agent whose life was
+given up is told so and begins a new one, because its processes may run elsewhere by now.
 """
 
 from __future__ import annotations
@@ -181,7 +181,9 @@ class HostBook:
             effects.append(Told(f"host {host.name} has joined"))
             self._place_homeless(effects)
         host.report, host.heard_at = report, now
-        if report.ended:
+        if report.ended and not self.ending:
+            effects += self.lose(host.name, "its agent ended", now)
+        elif report.ended:
             host.state, host.since = HostState.ENDED, now
         elif report.failed:
             effects.append(Unable(f"host {host.name}: {report.failed}"))

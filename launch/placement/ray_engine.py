@@ -22,7 +22,7 @@ import structlog
 
 from launch.placement.desk import HostDesk
 from launch.placement.facts import HostFacts, clock_problem, compare, facts
-from launch.placement.ray_keeper import News, Order
+from launch.placement.ray_messages import News, Order
 from launch.preflight import Findings
 from launch.supervisor.programs import child_environment
 from proto.messages import ErrorCode

@@ -29,6 +29,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from launch.placement.ray_messages import News, Order
+
 ROOT = str(Path(__file__).resolve().parents[2])
 FOLDER = os.getcwd()
 NAMESPACE = "rlbus"
@@ -48,38 +50,6 @@ LOOK_AGAIN_S = 1.0
 USAGE = 2
 """Exit status of an agent that no other start would help."""
 END_S = 5.0
-
-
-class Order(msgspec.Struct, frozen=True):
-    """What the launcher wants: first `open`, which ends with `ready` or `failed`; then `start`."""
-
-    kind: Literal["open", "start"]
-    run: str = ""
-    path: str = ""
-    """Run directory at home. A host's directory has the same path, below `hosts/`."""
-    address: str = ""
-    """The cluster, as for `ray.init`."""
-    hosts: dict[str, int] = {}
-    """The hosts to place, with their numbers of GPUs."""
-    home: str = ""
-    topology: str = ""
-    """The topology as YAML, which the hosts check."""
-    access: str = ""
-    """Base64 of the access to the run in the role service."""
-
-
-class News(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What happened. `host` is the host that it concerns, if it is one."""
-
-    kind: Literal["opened", "failed", "warning", "checked", "ready", "lost", "told", "refused"]
-    text: str = ""
-    host: str = ""
-    address: str = ""
-    """`opened`: the address of the launcher's node."""
-    facts: str = ""
-    """`checked`: JSON of `HostFacts`."""
-    times: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """`checked`: this machine's time, then the host's, then this machine's, in seconds since 1970."""
 
 
 class HostKeeper:
@@ -161,6 +131,9 @@ class _Placed:
     actor: Any
     waiting: Any = None
     """Ray's reference of the call of `wait` under way, once the agent was started."""
+    answer: Any = None
+    """Ray's reference of the call that shows that the actor has started, from `asked_at` on."""
+    asked_at: float = 0.0
 
 
 class Keeper:
@@ -193,7 +166,7 @@ class Keeper:
 
     def _checked(self, placed: _Placed) -> News:
         name = placed.name
-        if text := self._begun(placed):
+        if text := self._begun(placed, START_S):
             return News("refused", f"host {name}: {text}", name)
         try:
             sent_at = time.time()
@@ -228,7 +201,7 @@ class Keeper:
                 continue
             text = "" if name in self._placed else self._create(name)
             if not text and self._placed[name].waiting is None:
-                text = self._begun(self._placed[name]) or self._start(self._placed[name])
+                text = self._try_to_start(self._placed[name], now)
             if text:
                 self._say("told", name, text)
                 self._again_at[name] = now + LOOK_AGAIN_S
@@ -268,10 +241,19 @@ class Keeper:
         self._placed[name] = _Placed(name, node["NodeID"], actor)
         return ""
 
-    def _begun(self, placed: _Placed) -> str:
+    def _try_to_start(self, placed: _Placed, now: float) -> str:
+        """Start the agent of a host if its actor answers, without waiting. Return why it cannot be started, if so."""
+        if placed.answer is None:
+            placed.answer, placed.asked_at = placed.actor.whose.remote(), now
+        ready, _ = self._ray.wait([placed.answer], timeout=0)
+        if not ready and now - placed.asked_at < START_S:
+            return ""
+        return self._begun(placed, START_S if ready else 0.0) or self._start(placed)
+
+    def _begun(self, placed: _Placed, limit_s: float) -> str:
         """Wait for the actor of a host. Return why it does not start, or an empty text."""
         try:
-            self._ray.get(placed.actor.whose.remote(), timeout=START_S)
+            self._ray.get(placed.answer or placed.actor.whose.remote(), timeout=limit_s)
         except self._ray.exceptions.GetTimeoutError:
             gpus = self._order.hosts[placed.name]
             text = f"its node starts no actor with {gpus} GPUs within {START_S:g} s; end what uses them"

@@ -129,7 +129,7 @@ class Told:
 
     def step(self) -> int:
         """Return the last committed step that was shown."""
-        return max((int(each) for line in self.lines for each in re.findall(r"step (\d+)/500", line)), default=0)
+        return max((int(each) for line in self.lines for each in re.findall(r"step (\d+)/", line)), default=0)
 
 
 def processes_of(path: Path) -> list[psutil.Process]:

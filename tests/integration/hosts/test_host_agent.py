@@ -48,7 +48,13 @@ def cut(host: Host, action: str) -> None:
 
 def test_a_partition_costs_leases_and_the_host_joins_again_when_it_heals(tmp_path: Path) -> None:
     path, away_path = tmp_path / "run", tmp_path / "away"
-    sets = ["placement.hosts={b: {}}", "services.rollout.host=b", "run.steps=500", "data.eval={}", "run.spares=false"]
+    sets = [
+        "placement.hosts={b: {}}",
+        "services.rollout.host=b",
+        "run.steps=100000",
+        "data.eval={}",
+        "run.spares=false",
+    ]
     with two_hosts() as (home, away), contextlib.ExitStack() as stack:
         sets += [f"transport.listen={home.address}", "services.batch-store.memory=256MiB"]
         words = [word for each in sets for word in ("--set", each)]

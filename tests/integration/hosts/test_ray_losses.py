@@ -28,7 +28,7 @@ from tests.integration.tiny.harness import ctl, wait_for
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 LIMIT_S = 240.0
-ENDLESS = "run.steps=500"
+ENDLESS = "run.steps=100000"
 PLACES = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={host: [b, c], instances: 2}")
 
 
@@ -61,7 +61,7 @@ def test_the_work_of_a_killed_node_moves_and_the_node_may_return(tmp_path: Path)
     with three_nodes(path) as (cluster, launcher, told):
         begun = time.monotonic()
         cluster.kill("c")
-        lost = told.wait_for("host c is lost: its node is dead")
+        lost = told.wait_for("host c is lost: its (node is dead|agent ended)|host c is lost: the actor")
         print(f"noticed after {time.monotonic() - begun:.1f} s")
         told.wait_for(r"rollout/1: placed on host b instead of c", lost - 1)
         goes_on(told)
@@ -85,11 +85,11 @@ def test_a_killed_actor_or_agent_is_replaced_and_the_run_goes_on(tmp_path: Path)
         actor = agent.parent()
         assert actor is not None
         os.kill(actor.pid, signal.SIGKILL)
-        lost = told.wait_for("host b is lost: the actor of its agent ended")
+        lost = told.wait_for("host b is lost: (the actor of )?its agent ended")
         told.wait_for("host b has joined", lost)
         goes_on(told)
         os.kill(agent_of(path, "c").pid, signal.SIGKILL)
-        lost = told.wait_for("host c is lost: its agent ended", lost)
+        lost = told.wait_for("host c is lost: its agent ended", lost)  # as the actor says: it was killed
         told.wait_for("host c has joined", lost)
         goes_on(told)
         ends(launcher, path)

@@ -109,6 +109,15 @@ def test_a_host_that_comes_late_takes_over_from_a_lost_one(folder: Path) -> None
     assert runs(made.report(report("spare"), 1)[0]) == {("batch-store", 3): [], ("rollout", 0): [0, 1]}
 
 
+def test_an_agent_that_leaves_before_the_run_ends_takes_its_host_along(folder: Path) -> None:
+    made = book(folder)
+    joined(made, "b", "c", "spare")
+    _, effects = made.report(report("b", ended=True), 1.0)
+    assert effects[0] == HostLost("b", [101], "its agent ended")
+    assert made.lose("b", "the actor of its agent ended", 2.0) == []
+    assert runs(made.report(report("b", life=2), 3.0)[0]) == {("batch-store", 4): [], ("rollout", 2): [2, 3]}
+
+
 def test_a_silent_host_is_lost_after_the_limit(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c")

@@ -1,0 +1,39 @@
+"""What the launcher and the keeper of the hosts on Ray tell each other, as lines of JSON through two pipes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What the launcher wants: first `open`, which ends with `ready` or `failed`; then `start`."""
+
+    kind: Literal["open", "start"]
+    run: str = ""
+    path: str = ""
+    """Run directory at home. A host's directory has the same path, below `hosts/`."""
+    address: str = ""
+    """The cluster, as for `ray.init`."""
+    hosts: dict[str, int] = {}
+    """The hosts to place, with their numbers of GPUs."""
+    home: str = ""
+    topology: str = ""
+    """The topology as YAML, which the hosts check."""
+    access: str = ""
+    """Base64 of the access to the run in the role service."""
+
+
+class News(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What happened. `host` is the host that it concerns, if it is one."""
+
+    kind: Literal["opened", "failed", "warning", "checked", "ready", "lost", "told", "refused"]
+    text: str = ""
+    host: str = ""
+    address: str = ""
+    """`opened`: the address of the launcher's node."""
+    facts: str = ""
+    """`checked`: JSON of `HostFacts`."""
+    times: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """`checked`: this machine's time, then the host's, then this machine's, in seconds since 1970."""
