@@ -68,7 +68,7 @@ def test_events_that_are_split_anywhere_are_joined() -> None:
 
 
 def test_a_stream_that_ends_early_is_not_a_complete_answer() -> None:
-    with pytest.raises(RpcError, match="the stream ended before its end"):
+    with pytest.raises(RpcError, match="the stream ended early"):
         ask([*chunked(b'data: {"at": 0}\n\n'), b"0\r\n\r\n"], stream=True)
     with pytest.raises(RpcError, match=r"engine: POST http://127.0.0.1:\d+/base/x: "):
         ask(chunked(b'data: {"at": 0}\n\n'), stream=True)  # the connection breaks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -76,7 +77,10 @@ async def score_one(completion: str, timeout_s: float) -> str:
 def check_gone() -> None:
     pids = [int(each) for each in Path("pids").read_text().split()]
     assert len(pids) == 3
-    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    left = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.append(psutil.Process(pid))
     _, alive = psutil.wait_procs(left, timeout=20)
     assert not alive
 
