@@ -49,6 +49,7 @@ def main() -> int:
                 disturbances.ROUGH,
                 reference=reference,
                 points=lambda chance, marks: points.drawn(chance, marks, POINTS),
+                before=sum((each.done for each in results), Counter[str]()),
                 say=lambda text: print(text, flush=True),
             )
         )

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from services.scheduler.journal import rewinds
 from tests.chaos import history
@@ -96,12 +97,14 @@ def disturbed(
     services: tuple[str, ...] = tuple(SERVICES),
     pause_s: tuple[float, float] = (0.1, 4.0),
     steps: int = STEPS,
+    before: Mapping[str, int] = MappingProxyType({}),
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Disturb a run until it is done, and check it.
 
     `points` draws the named points of each launch. `reference` is the directory of an undisturbed run, if bits are to
-    be compared. `pause_s` are the least and the most seconds from a commit to the next disturbance.
+    be compared. `pause_s` are the least and the most seconds from a commit to the next disturbance. `before` counts
+    the disturbances of earlier rounds by name.
     """
     chance = random.Random(seed)
     result = Result(seed)
@@ -133,7 +136,7 @@ def disturbed(
                 environment=environment,
             ) as run:
                 each = Round(run, chance, clock, services)
-                commits = _disturb(each, disturbances, pause_s, 0.0 if calm else calm_at, result, say)
+                commits = _disturb(each, disturbances, before, pause_s, 0.0 if calm else calm_at, result, say)
                 status = run.process.poll()
             each.kills += _kills_at_points(chosen, marks, result, say)
             for service, killed_at in each.kills:
@@ -177,6 +180,7 @@ def disturbed(
 def _disturb(
     each: Round,
     disturbances: Mapping[Callable[[Round], str], int],
+    before: Mapping[str, int],
     pause_s: tuple[float, float],
     calm_at: float,
     result: Result,
@@ -184,10 +188,10 @@ def _disturb(
 ) -> list[float]:
     """Disturb the run until `calm_at`, and wait until its launcher has ended or the limit is over.
 
+    The next disturbance is one of those done least often for their weight: the first draws are of every kind.
     Returns the monotonic times of the commits.
     """
     run, chance = each.run, each.chance
-    choices, weights = tuple(disturbances), tuple(disturbances.values())
     next_at = time.monotonic() + chance.uniform(2, 2 * PATIENCE_S)
     commits: list[float] = []
     last = 0
@@ -200,7 +204,8 @@ def _disturb(
             last = step
             next_at = min(next_at, now + chance.uniform(*pause_s))
         if next_at <= now < calm_at and not each.ending and (run.path / "run.json").exists():
-            disturbance = chance.choices(choices, weights)[0]
+            done = result.done + Counter(before)
+            disturbance = min(disturbances, key=lambda of: (done[of.__name__] / disturbances[of], chance.random()))
             with contextlib.suppress(FileNotFoundError):  # the run ends at this moment
                 say(f"  step {step}: {disturbance.__name__}: {disturbance(each)}")
                 result.done[disturbance.__name__] += 1
