@@ -81,7 +81,7 @@ class Examined:
     """Seconds since the last heartbeat of each process that the scheduler knows."""
 
     def rows(self) -> Iterator[tuple[str, WaitRow]]:
-        """Yield every wait with the name of the process that told it."""
+        """Yield every wait with the name of the process that reported it."""
         for name, answer in self.answers.items():
             for row in answer.waits if answer is not None else ():
                 yield name, row
@@ -211,7 +211,7 @@ def diagnose(examined: Examined) -> list[Finding]:
 
 
 class _Graph:
-    """Who waits for whom."""
+    """The waits between the processes of a run, as a graph."""
 
     def __init__(self, examined: Examined) -> None:
         self.examined = examined
@@ -304,7 +304,7 @@ def _services(graph: _Graph) -> Iterator[Finding]:
 
 
 def _leases(graph: _Graph) -> Iterator[Finding]:
-    """Yield the holders whose leases do not progress for a reason that they do not tell themselves."""
+    """Yield the holders whose leases make no progress for a reason that they do not report themselves."""
     for _, row in graph.rows:
         if row.kind == WaitKind.LEASE and row.since_s >= STALL_S and graph.examined.answers.get(row.of) is not None:
             yield graph.finding(row.of, f"{row.of}: {row.what}; it is lost at the limit and leased again", row)

@@ -2,11 +2,11 @@
 
 It joins the run that the access file describes (`launch.ctl export-access --role service`). Under a supervisor and a
 guard of its own it runs what the run's supervisor orders: a store, rollouts and references. It ends with the run, and
-when the run no longer answers. An agent that the run gave up begins anew. Exit status: 0 if the run ended, 1 if the
+when the run no longer answers. An agent that the run gave up joins again. Exit status: 0 if the run ended, 1 if the
 host failed or lost the run, 2 if the command line or the access is wrong.
 
 Whatever starts it (Ray, srun, ssh, a container) may pass the access on standard input instead (`--access -`): one line,
-after which the input stays open. Its end is the end of this host.
+after which the input stays open. When the input ends, this host ends.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(
         Path | None, typer.Option("--run-dir", help="directory of this host (default: runs/<run>/hosts/<name>)")
     ] = None,
     address: Annotated[
-        str, typer.Option("--address", help="address that other hosts reach (default: that towards the run)")
+        str, typer.Option("--address", help="address that other hosts reach (default: that of the route to the run)")
     ] = "",
     check: Annotated[
         bool,
@@ -172,7 +172,7 @@ class _Ends:
         return bool(self._causes)
 
     def apply_to(self, supervisor: Supervisor) -> None:
-        """End `supervisor` when this host is to end, which may be at once. For its event loop."""
+        """End `supervisor` when this host is to end, which may be at once. Called on the supervisor's event loop."""
         self._loop = asyncio.get_running_loop()
         self._supervisor = supervisor
         self._act()

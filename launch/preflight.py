@@ -164,7 +164,7 @@ def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _refused_snapshots(topology: Topology) -> str:
-    """Return why the trainer keeps no snapshots although it should. Empty if it keeps them, or should not."""
+    """Return why the trainer cannot keep the snapshots that it should keep, or an empty string."""
     needed, limit = snapshot_bytes(topology), topology.checkpoint.memory
     if needed > limit:
         return (

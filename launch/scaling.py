@@ -26,7 +26,7 @@ def ranks(topology: Topology) -> dict[str, int]:
 def resize(run: RunDir, service: str, instances: int) -> Resized:
     """Return what `instances` of a service need, and write the number into the resolved topology of the run.
 
-    The topology has no number of references on CPUs, so those above its own are not started again by --resume.
+    The topology has no key for the number of references on CPUs, so --resume does not start the additional ones.
     Raises RpcError(bad_request), one line, and writes nothing if the run cannot have so many.
     """
     now = load(run.topology)

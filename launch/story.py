@@ -61,7 +61,7 @@ class Entry:
 
 
 class _Seen(NamedTuple):
-    """What an event may change about a task."""
+    """The fields of a task that an event may change."""
 
     state: TaskState
     fence: int

@@ -171,7 +171,7 @@ class Batch:
         once. Raises ValueError for a count below 1.
         """
         if count < 1:
-            raise ValueError(f"chunk({count}): at least 1")
+            raise ValueError(f"chunk({count}): the count must be at least 1")
         tokens = [max(task.tokens, 1) for task in self._meta.tasks]
         lightest = [(0, chunk) for chunk in range(count)]
         chunks: list[list[int]] = [[] for _ in range(count)]

@@ -174,7 +174,7 @@ class LeaseBook:
         """Wait until there is work, and return its lease. `holds` returns (lineage, step) of the engine's weights.
 
         Raises only Retired and RpcError(bad_request); after any other error the request is repeated. A request that was
-        made before the book was retired is awaited, because its lease would be held by nobody.
+        made before the book was retired is awaited, because otherwise no process would hold its lease.
         """
         while True:
             if self.retired.is_set():

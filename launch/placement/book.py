@@ -77,7 +77,7 @@ Effect = HostLost | Told | Unable
 
 @dataclass
 class Host:
-    """What is known of one host."""
+    """One host as the book knows it: its state, its GPUs and its last report."""
 
     name: str
     gpus: int
@@ -118,7 +118,7 @@ class HostBook:
             yield from unit.processes
 
     def host_of(self, key: Key) -> Host | None:
-        """Return the host that runs, or is to run, a process. None if it is none of these hosts'."""
+        """Return the host that runs, or is to run, a process, or None if none of these hosts does."""
         for host in self.hosts.values():
             if host.store == key:
                 return host

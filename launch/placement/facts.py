@@ -23,7 +23,7 @@ CLOCK_LIMIT_S = 2.0
 
 
 class HostFacts(msgspec.Struct, frozen=True):
-    """What a host says about itself."""
+    """The facts that a host reports about itself."""
 
     name: str
     """Its host name."""

@@ -1,4 +1,4 @@
-"""The launcher's side of the placement by Ray: starts the keeper and passes on what it tells.
+"""The launcher's side of the placement by Ray: starts the keeper and passes on what it reports.
 
 The keeper (`launch.placement.ray_keeper`) is a process of its own. If it dies, Ray ends its actors, and with them the
 agents of all hosts; it is started again, and so are they.
@@ -41,7 +41,7 @@ _LINE_BYTES = 1 << 16
 
 
 class RayEngine:
-    """The hosts of a run on a Ray cluster. `close` it in any case."""
+    """The hosts of a run on a Ray cluster. Always call `close`, even after an error."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -85,7 +85,7 @@ class RayEngine:
         return findings
 
     def start(self, access: Access, path: Path, desk: HostDesk) -> None:
-        """Keep an agent on every host from now on, and tell `desk` of losses. For the event loop of the supervisor."""
+        """Keep an agent on every host from now on, and report losses to `desk`. Runs on the supervisor's event loop."""
         self._desk = desk
         secret = base64.b64encode(accesses.encode(access)).decode()
         self._started = msgspec.structs.replace(self._open_order(path), kind="start", access=secret)
@@ -148,7 +148,7 @@ class RayEngine:
         return self._keeper.stdout
 
     def _until_ready(self) -> Iterator[News]:
-        """Yield what the keeper tells until every host is checked. Raises RpcError if it takes too long or dies."""
+        """Yield what the keeper reports until every host is checked. Raises RpcError if it takes too long or dies."""
         until, silent = time.monotonic() + OPEN_S, time.monotonic() + SILENCE_S
         while True:
             limit = until if self.address else min(until, silent)

@@ -53,7 +53,7 @@ END_S = 5.0
 
 
 class HostKeeper:
-    """The actor of one host. Plain methods of the standard library, whatever the node has."""
+    """The actor of one host. Its methods use the standard library only, so that they work on a node without rlbus."""
 
     def __init__(self, run: str) -> None:
         with contextlib.suppress(PermissionError):
@@ -130,9 +130,9 @@ class _Placed:
     node: str
     actor: Any
     waiting: Any = None
-    """Ray's reference of the call of `wait` under way, once the agent was started."""
+    """Ray's reference to the pending call of `wait`, once the agent has been started."""
     answer: Any = None
-    """Ray's reference of the call that shows that the actor has started, from `asked_at` on."""
+    """Ray's reference to the call, made at `asked_at`, whose answer shows that the actor has started."""
     asked_at: float = 0.0
 
 
@@ -256,7 +256,7 @@ class Keeper:
             self._ray.get(placed.answer or placed.actor.whose.remote(), timeout=limit_s)
         except self._ray.exceptions.GetTimeoutError:
             gpus = self._order.hosts[placed.name]
-            text = f"its node starts no actor with {gpus} GPUs within {START_S:g} s; end what uses them"
+            text = f"its node did not start an actor with {gpus} GPUs within {START_S:g} s; end what uses them"
         except self._ray.exceptions.RayError as error:
             text = f"its actor cannot start: {_line(error)}"
         else:
@@ -304,7 +304,7 @@ class Keeper:
             self._say("refused", placed.name, why)
 
     def _say(self, kind: Literal["told", "refused"], host: str, text: str) -> None:
-        """Tell it unless it was the last thing said of the host."""
+        """Report `text` unless it is what was last reported about the host."""
         if self._said.get(host) != text:
             tell(News(kind, f"host {host}: {text}", host))
         self._said[host] = text
@@ -340,7 +340,7 @@ def _orders() -> SimpleQueue[Order | None]:
 
 
 def _closed(address: str) -> str:
-    """Return why nothing can be at `HOST:PORT`, or an empty text. Ray itself would try for a minute and then abort."""
+    """Return why no cluster can be reached at `HOST:PORT`, or "". Ray itself would try for a minute and then abort."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return ""  # such as `auto`
@@ -368,7 +368,7 @@ def _open(order: Order) -> Keeper | None:
         return None
     if os.environ.get("RAY_AUTH_MODE") != "token" and os.environ.get("RAY_USE_TLS") != "1":
         text = "this Ray cluster has neither a token (RAY_AUTH_MODE=token) nor TLS (RAY_USE_TLS=1)"
-        tell(News("warning", f"{text}: who reaches its ports runs code on it and can take the keys of the run"))
+        tell(News("warning", f"{text}: anyone who reaches its ports can run code on it and take the keys of the run"))
     keeper = Keeper(ray, order)
     tell(News("opened", address=ray.util.get_node_ip_address()))
     keeper.check()

@@ -1,4 +1,4 @@
-"""What the launcher and the keeper of the hosts on Ray tell each other, as lines of JSON through two pipes."""
+"""Messages between the launcher and the keeper of the hosts on Ray: lines of JSON through two pipes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the launcher wants: first `open`, which ends with `ready` or `failed`; then `start`."""
+    """An order from the launcher: first `open`, which ends with `ready` or `failed`; then `start`."""
 
     kind: Literal["open", "start"]
     run: str = ""
@@ -26,7 +26,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What happened. `host` is the host that it concerns, if it is one."""
+    """An event that the keeper reports. `host` is the host that it concerns, or empty."""
 
     kind: Literal["opened", "failed", "warning", "checked", "ready", "lost", "told", "refused"]
     text: str = ""

@@ -43,7 +43,7 @@ class SupervisorDoor:
         """Keys of the run for peers on other hosts, or None if it does not listen for them."""
         self._gate: Gate | None = None
         self.endpoint = ""
-        """Where operators and services of other hosts are answered, with its port."""
+        """Endpoint for operators and services of other hosts, with its port, or empty."""
         where = run.endpoint("monitor", 0) if access is None else access.endpoints["monitor"]
         ring = None if access is None else access.keys
         self._monitor = Client(context, where, "monitor/0", incarnation, keys=ring)

@@ -55,7 +55,7 @@ class Resized:
     gpus: Mapping[Key, str]
     """CUDA_VISIBLE_DEVICES of each."""
     listen: str = ""
-    """Where each answers other hosts, or an empty text."""
+    """Endpoint at which each answers other hosts, or an empty string."""
 
 
 def module_of(service: str) -> str:

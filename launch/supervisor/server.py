@@ -233,7 +233,7 @@ class Supervisor:
 
     @property
     def door(self) -> str:
-        """Where the supervisor answers other hosts, or an empty text."""
+        """Endpoint at which the supervisor answers other hosts, or an empty string."""
         return self._door.endpoint if self._door is not None else ""
 
     def rows(self) -> list[ProcessRow]:
@@ -513,7 +513,7 @@ class Supervisor:
         if child is None or child.pid != request.pid:
             if (key, request.pid) in self._ended_lives:
                 return Ack()
-            text = f"{service_name(*key)}: process {request.pid} was not started by this launcher, so it may live"
+            text = f"{service_name(*key)}: process {request.pid} was not started by this launcher, so it may still run"
             raise RpcError(ErrorCode.MISSING, f"{text}; end it where it runs")
         self._log.warning("to be killed", name=service_name(*key), cause=request.cause)
         self._dying.setdefault(request.pid, []).append(call)

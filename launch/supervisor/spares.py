@@ -18,7 +18,7 @@ KILL_LIMIT = 3
 
 
 class SpareKind(NamedTuple):
-    """What has to be fixed before a process imports anything. A spare becomes only processes of its own kind."""
+    """Settings that are fixed before a process imports anything. A spare becomes only processes of its own kind."""
 
     service: str
     threads: int

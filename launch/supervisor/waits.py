@@ -47,7 +47,7 @@ class ProcessWaits:
 
 
 def _what(process: Process) -> tuple[str, float | None] | None:
-    """Return what a process does and until when, or None if it just works or is over."""
+    """Return what a process is doing and until when, or None if it simply runs or has ended."""
     name = service_name(*process.key)
     if process.told_to_end and process.pid:
         return f"{name} ends, as it was told to", process.kill_at

@@ -144,7 +144,7 @@ class WorkerDispatch:
     def begin_step(self, updates: int, *, snapshot_lineage: int = -1) -> None:
         """Make the next `updates` optimizer steps one training step. By default each is a training step of its own.
 
-        With a `snapshot_lineage` from 0 on, the last of them keeps a snapshot in shared memory under this lineage.
+        With a `snapshot_lineage` of 0 or more, the last of them keeps a snapshot in shared memory under this lineage.
         """
         self._updates_left, self._snapshot_lineage = updates, snapshot_lineage
 

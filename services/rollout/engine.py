@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a block is sampled. Training samples from softmax(logits / temperature) without truncation.
+    """Settings of a block. Training samples from softmax(logits / temperature) without truncation.
 
     `samples` is per prompt; `temperature` 0 is greedy; `max_new_tokens` counts the sampled EOS; `stop` lists texts that
     end a completion; `block_rows` is the minimum number of rows to run, filled with padding (0: one row per sample).
@@ -53,7 +53,7 @@ class SamplingParams:
 
 
 class FinishReason(StrEnum):
-    """Why a completion has ended: with an EOS or a stop text, or at its limit of tokens."""
+    """Reasons for which a completion ends: an EOS or a stop text, or its limit of tokens."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -250,7 +250,7 @@ def _asked(body: bytes) -> dict[str, Any]:
     try:
         asked = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HTTPException(400, f"the request is no JSON: {error}") from None
+        raise HTTPException(400, f"the request is not valid JSON: {error}") from None
     if not isinstance(asked, dict) or not isinstance(asked.get("messages"), list):
         raise HTTPException(400, "the request has no list of messages")
     if not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in asked["messages"]):

@@ -1,6 +1,6 @@
 """Converts text to tokens and back with the policy's tokenizer.
 
-Sampled tokens are decoded for rewards only. What is trained on is never tokenised again.
+Sampled tokens are decoded for rewards only. Their text is never tokenised again for training.
 """
 
 from __future__ import annotations

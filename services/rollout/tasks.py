@@ -53,7 +53,7 @@ class PreparedTasks:
 
 async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTasks:
     """Prepare the tasks of a lease, a few at a time: other leases use the text thread in between, and slow rows do not
-    lose the lease. Raises as `TaskSets.prepare`, and LeaseLost."""
+    lose the lease. Raises LeaseLost, and the errors of `TaskSets.prepare`."""
     grant = lease.grant
     parts: list[PreparedTasks] = []
     for first in range(0, max(len(grant.batch.tasks), 1), TASKS_A_TURN):

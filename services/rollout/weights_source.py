@@ -40,7 +40,7 @@ class Entry(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What was set in an engine, the route by which it came, and how it entered.
+    """The weights that were set in an engine, the route by which they came, and how they entered.
 
     `names` are those of the weights; `given` holds the arrays that were set and is empty if the engine received them
     itself.
@@ -63,7 +63,7 @@ class Delivery(Protocol):
 
     @property
     def entry(self) -> Entry:
-        """How the weights will enter the engine."""
+        """The way by which the weights will enter the engine."""
 
     async def begin(self) -> None:
         """Do what is possible while the engine continues; `load` or `decline` follows. Raises TransferFailed."""

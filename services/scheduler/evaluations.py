@@ -100,7 +100,7 @@ class Evaluations:
     """Open evaluations, oldest first, and the results of completed ones."""
 
     open: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
-    """By set and step of the version."""
+    """Open evaluations by set and by the step of the version."""
     done: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
     """Version step -> set -> `Evaluation.metrics`."""
 

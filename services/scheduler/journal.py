@@ -61,7 +61,7 @@ _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INT
 _COMPLETE = object()
 _KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}
 _DAMAGE = (sqlite3.Error, struct.error, ValueError, TypeError, OverflowError)
-"""What reading damaged bytes raises. ValueError includes UnicodeDecodeError."""
+"""Exceptions that reading damaged bytes raises. ValueError includes UnicodeDecodeError."""
 _ENVIRONMENT = frozenset(
     {
         sqlite3.SQLITE_BUSY,
@@ -111,7 +111,7 @@ def reading(path: Path) -> Iterator[Recorded]:
 
 
 class Recorded:
-    """What a journal holds, for readers other than its scheduler. Its methods raise what `reading` translates."""
+    """The content of a journal, for readers other than its scheduler. Its methods raise what `reading` translates."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db

@@ -96,8 +96,8 @@ from shared.topology import TRAINER_STORE
 HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
 GONE_S = 120.0
-"""Seconds of silence after which a process is considered gone if nobody can tell whether it lives, because its host may
-be gone too. The trainer's store is waited for: the run's own supervisor restarts it, and the run needs it."""
+"""Seconds of silence after which a process counts as gone if its end cannot be confirmed, because its host may be gone,
+too. The trainer's store is waited for: the run's own supervisor restarts it, and the run needs it."""
 MARGIN_S = 0.5
 """Seconds before its deadline at which a deferred call is answered, at most a quarter of the time it had left."""
 TELL_S = 1.0
@@ -138,7 +138,7 @@ class Scheduler:
         self._clearing: dict[str, float] = {}
         """Stores with a clear in flight, and the time at which it was sent."""
         self._awaited: dict[tuple[str, int], float] = {}
-        """What the driver waits for, as (request, step), and the time at which it first asked."""
+        """(request, step) that the driver waits for -> time at which it first asked."""
         self._reconcile_at = 0.0
         self._tell_at = 0.0
         self._teller = view.Teller()
@@ -420,8 +420,8 @@ class Scheduler:
         self._answer(asked, ack)
 
     def is_over(self, service: str, instance: int, incarnation: int, now: float) -> bool:
-        """Return whether a life of a process counts as over at `now` although nobody saw it end: another life has
-        registered, or this one was silent for `GONE_S`."""
+        """Return whether a life of a process counts as over at `now` although its end was not observed: another
+        life has registered, or this one was silent for `GONE_S`."""
         known, seen = self.run.registry.get((service, instance)), self._seen.get((service, instance))
         return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 TAIL_LOST = "the end of the journal was lost"
 MARGIN = 1 << 16
-"""How far fences, lineages and leases jump beyond the highest ones that a trace shows. The mark of a lost end names the
-highest ones of its last commit, but it may be an older mark, or unreadable."""
+"""Distance by which fences, lineages and leases jump beyond the highest ones that a trace shows. The mark of a lost end
+names the highest ones of its last commit, but it may be an older mark, or unreadable."""
 
 
 def lost_data(run: RunState, old: Register | None, new: Register) -> bool:
@@ -92,7 +92,7 @@ def _go_back(run: RunState, step: int, why: str, *, reached: int = 0, cause: str
 
 
 def lose_tail(run: RunState, event: TailLost) -> None:
-    """Return to the newest checkpoint that the journal and the rows agree on."""
+    """Return to the newest checkpoint of the journal that no row of `metrics.jsonl` contradicts."""
     run.highest_fence = max(run.highest_fence, event.fence) + MARGIN
     run.tasks.least_fence = run.highest_fence + 1
     run.lineage = max(run.lineage, event.lineage)

@@ -1,8 +1,8 @@
 """The room left in each store, and the stores that hold shards of each task. Pure.
 
-Room of different stores is not added up, because a put goes into one store: those of rollouts and references into the
-store of their host, those of the trainer into `TRAINER_STORE`. The bytes counted here are an upper bound of those that
-a store holds.
+The room of different stores is not added up, because each put goes into a single store: rollouts and references put
+into the store of their host, and the trainer puts into `TRAINER_STORE`. The bytes counted here are an upper bound of
+those that a store holds.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Versions:
     def unnamed(self, named: set[Version], oldest_exact: int | None, steps: Container[int] = ()) -> list[WeightsRef]:
         """Remove and return all versions but the newest, those in `named`, and those of a step in `steps`.
 
-        In deterministic mode, `oldest_exact` is the oldest step that a task not yet sampled may need; versions from it
-        on are kept. Of each step in `steps` or from `oldest_exact` on, only the newest lineage is kept.
+        In deterministic mode, `oldest_exact` is the oldest step that a task not yet sampled may need; that version and
+        all later ones are kept. For each of these steps and those in `steps`, only the newest lineage is kept.
         """
         newest = self.newest
         gone = [

@@ -8,7 +8,7 @@ an empty list when they are done, and then takes one order: the module of the se
 the descriptor of its output. The module runs as under `python -m`. Before that, a spare knows neither the keys nor the
 data of a run. It ends with its supervisor, which closes the other end of the pair.
 
-A spare imports at the lowest priority (SCHED_IDLE): only while nobody else wants its core. With a nice value of 19 its
+A spare imports at the lowest priority (SCHED_IDLE): only while its core is otherwise idle. With a nice value of 19 its
 imports slowed a quickstart on two cores down by a tenth. An unprivileged process may not be able to raise its priority
 again, but in Linux each thread has a priority of its own: a thread that ends afterwards imports, and the main thread,
 which becomes the service, keeps its priority. Threads inherit the priority of the thread that starts them, so a spare

@@ -124,7 +124,7 @@ class DeviceLedger:
             there = min(held)
             new = min(parts & barred_by([there]))
             raise ForbiddenPair(
-                f"{new} of {holder[0]}/{holder[1]} may not lie on the devices beside {there} of {service}/{instance}"
+                f"{new} of {holder[0]}/{holder[1]} may not be on the devices beside {there} of {service}/{instance}"
             )
         if parts:
             self._held[holder] = parts

@@ -88,7 +88,7 @@ class Shelf:
         self._written = False
 
     def remove(self) -> None:
-        """Delete the file. What is on the shelf cannot be taken after this."""
+        """Delete the file. Tensors that are still on the shelf cannot be restored after this."""
         self._file.unlink(missing_ok=True)
 
 

@@ -160,4 +160,4 @@ def _is_key(key: str) -> bool:
 
 def damaged(path: Path, what: str) -> RpcError:
     """Return the refusal of a file with keys. `what` must not contain a secret."""
-    return RpcError(ErrorCode.BAD_REQUEST, f"keys {path}: {what}; copy it again, or get it anew (ctl export-access)")
+    return RpcError(ErrorCode.BAD_REQUEST, f"keys {path}: {what}; copy or export it again (ctl export-access)")

@@ -29,7 +29,7 @@ class Gate:
         self.keys = keys
         self.admitted: Counter[Role] = Counter()
         self.refused: Counter[str] = Counter()
-        """By reason: `unknown_key`, `role`, `mechanism`, `malformed`."""
+        """Number of refusals by reason: `unknown_key`, `role`, `mechanism`, `malformed`."""
         self._log = structlog.get_logger("gate")
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)

@@ -202,11 +202,11 @@ def _partial(topology: Topology) -> Found:
         return
     path, value = ("services", "rollout", "partial_s"), f"{rollout.partial_s:g}"
     if rollout.engine == "openai":
-        yield path, f"{value} has no effect with engine openai, which begins samples anew; remove it"
+        yield path, f"{value} has no effect with engine openai, which starts samples over; remove it"
     if rollout.engine == "vllm" and topology.sampling.stop:
         yield path, f"{value}: vllm would miss a stop text (sampling.stop) across the cut; remove one of them"
     if topology.workflow is not None:
-        yield path, f"{value} has no effect with a workflow, whose samples begin anew; remove it"
+        yield path, f"{value} has no effect with a workflow, whose samples start over; remove it"
     if topology.algorithm.loss.name == "cross_entropy":
         yield path, f"{value} has no effect with loss cross_entropy, which samples nothing; remove it"
     if topology.run.deterministic:

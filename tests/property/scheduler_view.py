@@ -65,5 +65,5 @@ def replayed(plan: Plan, events: Iterable[Durable]) -> tuple[Scheduler, dict[int
 
 
 def validate(run: RunState) -> None:
-    """What holds after every event."""
+    """Check what holds after every event."""
     run.validate()

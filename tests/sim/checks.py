@@ -48,9 +48,9 @@ class Checks:
         self._drivers: list[int] = []
         """Incarnations of the drivers that have taken over, in order."""
         self._leases: dict[int, tuple[int, Held]] = {}
+        """Lease -> incarnation of its holder, tasks and fences, as granted."""
         self._accepted: set[tuple[str, int]] = set()
         """Task ids and fences of the results that their holders completed."""
-        """Lease -> incarnation of its holder, tasks and fences, as granted."""
         self._asked: dict[tuple[int, int], int] = {}
         """Incarnation and id of a request -> lease that it was given last."""
         self._fences: dict[tuple[str, int], int] = {}

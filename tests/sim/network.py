@@ -34,7 +34,7 @@ TENSOR_BYTES = 64 << 10
 _TYPE = slice(6, 8)
 _FLAGS = slice(8, 10)
 KIND = slice(6, 10)
-"""Where a header tells message number and flags."""
+"""Position of the message number and the flags in a header."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Network:
         self._rng = rng
         self.numbers = itertools.count(1)
         self._wire = contextvars.Context()
-        """Of no process: what was sent arrives although its sender has died or is stopped."""
+        """A context of no process: a message arrives even if its sender has died or is stopped."""
 
     def carry(self, source: SimSocket, target: SimSocket, frames: list[bytes], header: bytes) -> None:
         """Send a message on its way. Its fate is drawn now."""

@@ -94,7 +94,7 @@ def run_many(seeds: range, folder: Path, *, jobs: int = 1, keep_going: bool = Fa
 
 @dataclass(frozen=True)
 class _Chunk:
-    """What some seeds came to. `broken` are violations by seed."""
+    """The outcome of some seeds. `broken` holds violations by seed."""
 
     events: int
     virtual_s: float

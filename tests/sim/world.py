@@ -51,7 +51,7 @@ class SimRun(RunDir):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a world came to. `violation` is empty if every promise was kept."""
+    """The outcome of a world. `violation` is empty if every promise was kept."""
 
     violation: str
     trace_hash: int

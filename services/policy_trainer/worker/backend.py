@@ -145,7 +145,7 @@ class Backend(Protocol):
     def own_state(self) -> dict[str, Tensor]:
         """Return the live tensors of this rank's part of weights and optimizer, by name. The next update changes them.
 
-        This and `load_own_state` are no collectives.
+        Neither this method nor `load_own_state` is a collective.
         """
         ...
 

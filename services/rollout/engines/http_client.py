@@ -47,7 +47,7 @@ class HttpClient:
         return await self._whole("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Return and raise as `get` does."""
+        """Return the decoded JSON answer of a POST. Raises the same errors as `get`."""
         return await self._whole("POST", path, body)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:

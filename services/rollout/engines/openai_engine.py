@@ -191,9 +191,9 @@ class OpenAIEngine:
             body = self._body([1, 2, 3], temperature, 1) | {"logprobs": _LIKELIEST, "stream": False}
             (choice,) = (await self._http.post("/v1/completions", body))["choices"]
             if not choice.get("token_ids"):
-                raise self._lacks("return_token_ids", "use a server that returns token ids, as vLLM")
+                raise self._lacks("return_token_ids", "use a server that returns token ids, such as vLLM")
             if not choice.get("logprobs") or not choice["logprobs"].get("top_logprobs"):
-                raise self._lacks("logprobs", "use a server that returns log-probs, as vLLM")
+                raise self._lacks("logprobs", "use a server that returns log-probs, such as vLLM")
             likeliest = sorted(choice["logprobs"]["top_logprobs"][0].values(), reverse=True)
             gaps.append(likeliest[0] - likeliest[_LIKELIEST - 1])
         at_one, sampled = gaps
@@ -310,7 +310,7 @@ class OpenAIEngine:
         self._compute.progress += 1
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
         if len(logprobs) < len(token_ids):
-            raise self._lacks("echo with the prompt's log-probs", "use a server that has it, as vLLM")
+            raise self._lacks("echo with the prompt's log-probs", "use a server that has it, such as vLLM")
         return np.array(logprobs[1 : len(token_ids)], np.float32)
 
     async def _held_mark(self) -> str:

@@ -117,7 +117,7 @@ class VllmEngine:
         self._caches_older_weights = False
         self._swaps = 0
         self._proved: int | None = None
-        """Number of swaps when the block was paused. What is swapped in now has yet to be proved."""
+        """Number of swaps when the block was paused. Weights that were swapped in since then are not proved yet."""
         self._on_cpu = False
         self._awake = ENGINE
         self._lost = False
@@ -199,7 +199,7 @@ class VllmEngine:
             await self._compute.run(self._sleep)
 
     async def wake(self, parts: Parts) -> None:
-        """Wake `parts` by vLLM's tags. What is awake must not be woken again."""
+        """Wake `parts` by vLLM's tags, except those that are awake already."""
         tags = sorted(part.removeprefix("engine.") for part in parts - self._awake)
         if tags:
             self._awake |= parts

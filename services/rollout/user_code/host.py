@@ -25,7 +25,7 @@ WATCH_S = 0.25
 GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, or clean up after their time is over
 STALL_S = 10.0
 LOOK_S = 1.0
-"""Seconds of a call after which its process is asked for its stack when someone wants to know what it does."""
+"""Seconds of a call after which its process is asked for its stack, to show where its code is."""
 LEFT_TOOLS = 64
 """Number of abandoned tools after which the process is replaced. Each holds a thread."""
 LATE_CALLS = 4

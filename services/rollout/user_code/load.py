@@ -37,7 +37,7 @@ class UserFunction:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How the functions of a purpose are named in errors, and what they are called with."""
+    """The name in errors, the arguments and the builtins of the functions of one purpose."""
 
     what: str
     arguments: tuple[str, ...]

@@ -31,7 +31,7 @@ class UserPool:
         self._process_free = asyncio.Event()
         self._alone = asyncio.Semaphore(processes)
         self.ready = Ready()
-        """What the processes say about their functions."""
+        """The description that the processes gave of their functions."""
         self.keepers: list[asyncio.Task[None]] = []
         """A task for each process. It fails with RpcError if the process cannot be replaced."""
         self.restarts = 0

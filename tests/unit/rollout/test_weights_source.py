@@ -54,7 +54,7 @@ class InPlace(TransformersEngine):
 
 
 SENT: dict[int, Mapping[str, Array]] = {}
-"""By the step of the version; -1 the drill's."""
+"""Weights by the step of their version; -1 stands for the drill's."""
 
 
 class Trainer:

@@ -21,7 +21,7 @@ from shared.dataplane import client, write
 from shared.dataplane.write import write_block
 
 ROW_AT = 64 + 2 * 8 + 3 * 8
-"""Of the first row in `small()`: behind two fences and three dims."""
+"""Position of the first row in `small()`: after two fences and three dims."""
 
 
 def image(tasks: list[tuple[str, int, dict[str, Array]]], tmp_path: Path) -> bytes:

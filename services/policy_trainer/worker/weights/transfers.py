@@ -134,7 +134,7 @@ class TransferState:
         )
         if link is None or not usable:
             if link is not None:
-                effects.append(self._abort(event.engine, "the engine begins anew"))
+                effects.append(self._abort(event.engine, "the engine starts over"))
             link = self._links[event.engine] = _EngineLink(event.incarnation, self.new_communicator(), 0, None)
         link.number += 1
         link.deadline = now + self.deadline_s
