@@ -27,6 +27,7 @@ from tests.bench.turns import heading, order_line, spread
 MIB = 1 << 20
 WINDOW = 20
 """Number of steps in a median: `checkpoint.every` of the quickstart."""
+SPARE = "shared.actor.spare"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,10 @@ class Growth:
 
 
 class Watch:
-    """Resident bytes by pid of the launcher and all its descendants, at every sample."""
+    """Resident bytes by pid of the launcher and all its descendants, at every sample.
+
+    Spares are left out: on a busy machine they may be importing at any step.
+    """
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
@@ -57,8 +61,11 @@ class Watch:
             return
         for process in processes:
             try:
+                command = process.cmdline()
+                if SPARE in command:
+                    continue
                 found[process.pid] = process.memory_info().rss
-                if command := process.cmdline():  # a child has its parent's until it executes its program
+                if command:  # a child has its parent's until it executes its program
                     self.names[process.pid] = name_of(command)
             except psutil.NoSuchProcess:
                 continue

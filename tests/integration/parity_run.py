@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.integration.damage import flip_shard
-from tests.integration.tiny.harness import QUICKSTART, processes_of
+from tests.integration.tiny.harness import QUICKSTART, hurry, processes_of
 from tests.integration.whole_cluster import Cluster, cluster
 
 STEPS = 10
@@ -102,7 +102,9 @@ def wait_for_spares(run: Cluster) -> None:
     """Wait until every spare process is warm."""
 
     def warm() -> bool:
-        return [row["warm"] for row in run.status().get("spares") or ()] == [True] * 3
+        spares = run.status().get("spares") or ()
+        hurry(row["pid"] for row in spares)
+        return [row["warm"] for row in spares] == [True] * 3
 
     run.wait_for("warm spares", warm)
 

@@ -24,6 +24,7 @@ from tests.integration.tiny.harness import (
     Launched,
     assert_nothing_left,
     ctl,
+    hurry,
     launched,
     processes_of,
     wait_for,
@@ -36,7 +37,9 @@ def warm(here: Launched, kinds: set[str] = HEAVY) -> dict[str, int]:
     """Return the pids of the spares by service, once those of `kinds` are warm."""
 
     def answer() -> dict[str, int]:
-        found = {row["service"]: row["pid"] for row in here.status().get("spares") or () if row["warm"]}
+        spares = here.status().get("spares") or ()
+        hurry(row["pid"] for row in spares)
+        found = {row["service"]: row["pid"] for row in spares if row["warm"]}
         return found if found.keys() == kinds else {}
 
     pids: dict[str, int] = wait_for(f"warm spares of {kinds}", answer)

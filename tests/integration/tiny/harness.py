@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,14 @@ def processes_of(path: Path) -> list[int]:
             if process.status() != psutil.STATUS_ZOMBIE and str(path) in process.cmdline():
                 found.append(process.pid)
     return found
+
+
+def hurry(pids: Iterable[int]) -> None:
+    """Let spare processes import at normal priority: on a busy machine their own priority would never let them run."""
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            for task in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setscheduler(int(task), os.SCHED_OTHER, os.sched_param(0))
 
 
 def ctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
