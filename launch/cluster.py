@@ -286,6 +286,7 @@ async def _supervise(
         lock=lock,
         save_limit_s=stop_limit_s(topology),
         spares=heavy_imports(topology),
+        spares_after_s=topology.run.spares_after_s,
         ranks=scaling.ranks(topology),
         resize=functools.partial(scaling.resize, run),
         hosts=hosts,

@@ -226,6 +226,7 @@ class _Life:
                 on_event=lambda event: None,
                 lock=self._lock,
                 spares=heavy_imports(self._topology),
+                spares_after_s=self._topology.run.spares_after_s,
                 access=self._access,
             )
             running = asyncio.ensure_future(supervisor.run())

@@ -112,6 +112,7 @@ class Supervisor:
         save_limit_s: float = 0.0,
         command: Callable[[str], Sequence[str]] | None = None,
         spares: Mapping[str, Sequence[str]] | None = None,
+        spares_after_s: float = 0.0,
         ranks: Mapping[str, int] | None = None,
         resize: Callable[[str, int], Resized] | None = None,
         hosts: HostDesk | None = None,
@@ -121,7 +122,8 @@ class Supervisor:
         endpoints for other hosts by process, including the supervisor's own, if the run spans several; `lock` is the
         descriptor of the lock on the run directory, which the guard inherits; `save_limit_s` limits the time in which
         the trainer saves a checkpoint at the end; `command` returns the program of a service, if it is not its module;
-        `spares` are the services of which a spare process is kept, with its imports.
+        `spares` are the services of which a spare process is kept, with its imports; the first is started
+        `spares_after_s` after all processes are ready.
         `ranks` is the number of processes that hold one model together, by service (default 1). `resize` checks that
         a service can have a number of instances and returns what they need; it raises RpcError if not, and None means
         that nothing can be scaled. `hosts` are the other hosts of the run. `access` is the way to the run for the
@@ -140,6 +142,7 @@ class Supervisor:
         self._access = access
         self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
         self._imports = dict(spares or {})
+        self._spares_after_s = spares_after_s
         self._spares: SpareProcesses
         self._views: Views
         self._children: dict[Key, subprocess.Popen[bytes]] = {}
@@ -169,6 +172,7 @@ class Supervisor:
             [key for key in self.state.processes if key[0] in self._imports],
             self._imports,
             command=self._command_of,
+            after_s=self._spares_after_s,
             calm=lambda: self.state.calm,
             on_notice=self._on_event,
         )

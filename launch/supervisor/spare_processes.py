@@ -42,18 +42,22 @@ class SpareProcesses:
         imports: Mapping[str, Sequence[str]],
         *,
         command: Callable[[Key], Sequence[str]],
+        after_s: float,
         calm: Callable[[], bool],
         on_notice: Callable[[SpareNotice], None],
     ) -> None:
         """`keys` are the processes that may start from a spare; `imports` are by service; `command` is the command of
-        a start without a spare; `calm` says whether a spare may be started now.
+        a start without a spare; `calm` says whether a spare may be started now, and none is started before `after_s`
+        after it first says so.
         """
         self._run = run
         self._programs = programs
         self._kinds = {key: programs.kind(key) for key in keys}
         self._imports = imports
         self._command = command
+        self._after_s = after_s
         self._calm = calm
+        self._begin_at: float | None = None
         self._on_notice = on_notice
         self._rules = SpareRules(self._kinds.values())
         self._children: dict[SpareKind, tuple[Child, socket.socket]] = {}
@@ -63,7 +67,13 @@ class SpareProcesses:
 
     def refill(self) -> None:
         """Start the next spare that is missing, if it is time to."""
-        kind = self._rules.due(calm=self._calm())
+        calm, now = self._calm(), self._loop.time()
+        if calm and self._begin_at is None:
+            self._begin_at = now + self._after_s
+            self._loop.call_at(self._begin_at, self.refill)
+        if self._begin_at is None or now < self._begin_at:
+            return
+        kind = self._rules.due(calm=calm)
         if kind is not None:
             self._start(kind)
 

@@ -46,6 +46,12 @@ class Run(Section):
         description="keep spare processes that have imported the libraries of the services that compute, so that these "
         "restart fast; each takes the memory of those libraries",
     )
+    spares_after_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="seconds from the moment all services are ready to the first spare, whose imports take a part of "
+        "the processors' time",
+    )
     on_bad_step: Literal["stop", "skip"] = Field(
         default="stop",
         description="a step whose rewards, advantages, log-probs or gradient are not finite, or all of whose tasks are "

@@ -170,7 +170,7 @@ def measure(services: Sequence[str], args: argparse.Namespace) -> list[Kill]:
             ENOUGH_STEPS,
             Path(name),
             args.limit_s,
-            settings=args.settings,
+            settings=["run.spares_after_s=0", *args.settings],
             watch=trial.watch,
             enough=lambda _: len(trial.done) == args.turns * len(services),
         )

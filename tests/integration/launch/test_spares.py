@@ -145,6 +145,13 @@ def test_no_spare_is_kept_with_spares_false(tmp_path: Path) -> None:
         assert not any("shared.actor.spare" in psutil.Process(pid).cmdline() for pid in processes_of(here.path))
 
 
+def test_the_first_spare_starts_some_time_after_all_services_are_ready(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", "--set", "run.spares_after_s=3", spares=True) as here:
+        rows = here.wait_ready()
+        services = [psutil.Process(row["pid"]).create_time() for row in rows.values()]
+        assert min(psutil.Process(pid).create_time() for pid in warm(here).values()) >= max(services) + 3
+
+
 def test_spares_end_with_the_run_and_with_a_killed_launcher(tmp_path: Path) -> None:
     with launched(tmp_path / "stopped", spares=True) as here:
         here.wait_ready()
@@ -163,6 +170,7 @@ def test_spares_end_with_the_run_and_with_a_killed_launcher(tmp_path: Path) -> N
         assert_nothing_left(run)
 
 
+@pytest.mark.timeout(300)
 def test_a_spare_of_the_quickstart_imports_everything_at_low_priority_and_opens_no_device(tmp_path: Path) -> None:
     """The adopted module prints what a spare must not have done; the test has no launcher."""
     imports = heavy_imports(load(QUICKSTART, []))["policy-trainer-worker"]
@@ -188,7 +196,7 @@ def test_a_spare_of_the_quickstart_imports_everything_at_low_priority_and_opens_
     try:
         with theirs, ours, (tmp_path / "out").open("w+") as output:
             theirs.close()
-            ours.settimeout(100)
+            ours.settimeout(250)  # a busy machine leaves it little time
             ours.send(json.dumps(imports).encode())
             wait_for("imports at the lowest priority", lambda: os.SCHED_IDLE in dict(priorities(process.pid)))
             assert ours.recv(64) == b"[]"

@@ -46,7 +46,8 @@ def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Pa
     kills = {2: ["rollout", "reference"], 4: ["batch-store", "scheduler"], 5: ["policy-trainer"]}
     kills |= {7: ["policy-trainer-worker", "monitor"]}
     go = tmp_path / "go"
-    other = ("services.rollout.instances=2", "services.rollout.weights=gloo", "run.spares=true", parity.held(go))
+    other = ["services.rollout.instances=2", "services.rollout.weights=gloo", parity.held(go)]
+    other += ["run.spares=true", "run.spares_after_s=0"]
     with parity.start(tmp_path, *other) as run:
         parity.wait_for_spares(run)
         go.touch()

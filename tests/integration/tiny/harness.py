@@ -90,6 +90,8 @@ def launched(path: Path, *arguments: str, tiny: str = ALL_TINY, spares: bool = F
             "services.batch-store.memory=64MiB",
             "--set",
             f"run.spares={str(spares).lower()}",
+            "--set",
+            "run.spares_after_s=0",
             *arguments,
         ],
         stdout=subprocess.PIPE,

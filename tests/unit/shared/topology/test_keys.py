@@ -146,6 +146,11 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.run.spares",
         "integration/launch/test_spares.py::test_no_spare_is_kept_with_spares_false",
     ),
+    "run.spares_after_s": (
+        "launch/cluster.py",
+        "topology.run.spares_after_s",
+        "integration/launch/test_spares.py::test_the_first_spare_starts_some_time_after_all_services_are_ready",
+    ),
     "placement.engine": (
         "launch/cluster.py",
         "topology.placement.engine",
