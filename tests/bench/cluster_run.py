@@ -28,7 +28,7 @@ TOPOLOGY = ROOT / "launch" / "topologies" / "quickstart.yaml"
 MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
 SAMPLES_PER_STEP = 64 * 8
 POLL_S = 0.05
-"""Resolution of a row's arrival time: thousandths of the measured times."""
+"""Resolution of a row's arrival time, a few thousandths of the measured times."""
 END_S = 30.0
 SHOWN_LINES = 15
 
@@ -66,7 +66,7 @@ def measured_cores() -> Iterator[Cores]:
 
 def _busy_s() -> float:
     times = psutil.cpu_times()
-    return float(sum(times[:8]) - times.idle - times.iowait)  # the first eight do not count a guest twice
+    return float(sum(times[:8]) - times.idle - times.iowait)  # The first eight fields do not count guest time twice.
 
 
 def _own_s() -> float:
@@ -139,7 +139,8 @@ def run_cluster(
         while not ended and not enough(arrivals):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(POLL_S)
-            ended = process.poll() is not None  # checked before the file is read, so that the last row is not missed
+            # This is checked before the file is read, so that the last row is not missed.
+            ended = process.poll() is not None
             at_s = time.monotonic() - begun_s
             rows = [json.loads(line) for line in follower.new_lines()]
             arrivals += [Arrival(row, at_s) for row in rows if row["step"] > 0]

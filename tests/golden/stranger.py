@@ -1,4 +1,4 @@
-"""`stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`, from proto/SPEC.md alone (numbers below are its sections)."""
+"""Client from proto/SPEC.md alone: `stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`. Numbers are its sections."""
 
 import fcntl
 import json

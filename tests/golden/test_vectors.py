@@ -1,4 +1,4 @@
-"""The stored vectors and this implementation agree byte for byte, both ways."""
+"""The stored vectors and this implementation agree byte for byte in both directions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_decoding_gives_the_stored_values(stored: dict[str, Any]) -> None:
     assert [tensor(array) for array in decoded.tensors] == stored["tensors"]
 
 
-def test_every_file_is_in_an_index_and_every_dtype_in_a_vector() -> None:
+def test_an_index_names_every_file_and_the_vectors_cover_every_dtype() -> None:
     listed = [each["file"] for each in [*ENTRIES, *BLOCKS.values()]]
     assert sorted(path.name for path in FOLDER.iterdir()) == sorted([*listed, INDEX.name, FILES.name, REFUSED.name])
     seen = {each["dtype"] for stored in ENTRIES for each in stored["tensors"]}
@@ -92,7 +92,7 @@ def test_reading_a_stored_block_file_gives_its_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("refusal", refusals.refusals(), ids=lambda refusal: refusal.name)
-def test_stored_refusals_are_the_messages_made_here(refusal: Refusal) -> None:
+def test_stored_refusals_are_the_generated_messages(refusal: Refusal) -> None:
     assert {each["name"]: each for each in REFUSALS}[refusal.name] == refusals.entry(refusal)
     assert len(REFUSALS) == len(refusals.refusals())
 
@@ -103,7 +103,7 @@ def test_mailbox_answers_and_counts_a_refused_message_as_stored(stored: dict[str
 
 
 async def _send_refused(stored: dict[str, Any]) -> None:
-    """Send the message once and see its answer, then as often as puts an offender into quarantine."""
+    """Send the message once and check its answer, then send it until the peer is quarantined."""
     frames = [bytes.fromhex(frame) for frame in stored["frames"]]
     mailbox = Mailbox("golden/0", 11)
     mailbox.handle(Ping, lambda _, __: Pong(service="golden", instance=0, incarnation=11, state="READY"))

@@ -44,7 +44,7 @@ LEARNING_RATE, CLIP_NORM = 3e-4, 1.0
 
 
 class Clock(TrainerCallback):
-    """Records when each step ended, in seconds of `time.perf_counter`; entry 0 is the beginning of training."""
+    """Records the end of each step, in seconds of `time.perf_counter`. Entry 0 is the beginning of training."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
