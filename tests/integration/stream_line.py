@@ -37,9 +37,9 @@ def in_clear(run: RunDir) -> None:
 
 @dataclass
 class TcpStoreProcess(StoreProcess):
-    """A store that streams chunks from `port` and tells readers `advertised` (empty: the real address).
-
-    `plain`: the run's topology turns encryption off. `defect`: a `module:class.method` that always raises KeyError.
+    """A store that streams chunks from `port` and tells readers the address `advertised`, or its real address if that
+    is empty. With `plain`, the run's topology turns encryption off. `defect` names a `module:class.method` that always
+    raises KeyError.
     """
 
     port: int = field(default_factory=free_port)
@@ -106,7 +106,7 @@ class TcpLine:
         sink.transport.abort()
 
     def cut(self) -> None:
-        """Reset all connections; new ones are accepted."""
+        """Reset all connections. New connections are accepted."""
         for writer in self._writers:
             raw = writer.get_extra_info("socket")
             with contextlib.suppress(OSError):

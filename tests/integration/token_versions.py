@@ -47,7 +47,7 @@ class TokenVersions:
                 data = file.read_bytes()
                 table = blockfile.parse(data, len(data))
             except (OSError, blockfile.WireError):
-                continue  # not sealed yet, or collected
+                continue  # The file is not sealed yet, or it was collected.
             self._read.add(file)
             for index, name in enumerate(zip(table.task_ids, table.fences, strict=True)):
                 found = {

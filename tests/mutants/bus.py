@@ -125,7 +125,7 @@ BUS = [
         "MAX_NAMED = 1 << 16",
         "MAX_NAMED = 1 << 21",
         "tests/integration/batch_store/test_lying_store.py"
-        "::test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little",
+        "::test_requests_for_too_much_are_refused_or_truncated_and_take_little_memory",
     ),
     Mutation(
         "a handler that outlives its caller's deadline goes on",

@@ -1,4 +1,4 @@
-"""A store that holds four shards in memory and eight on disk, and what tests ask of it."""
+"""A store that holds four shards in memory and eight on disk, and helpers that query it."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ LAUNCHER = "tests.integration.tiny.launcher"
 def start(
     path: Path, temporary: Path, shm: Path, *arguments: str, point: str = "", number: int = 0
 ) -> subprocess.Popen[str]:
-    """Start the launcher, with tiny services, whose shared memory and sockets are in folders of this test. It is sent
-    the signal `number` at `point`."""
+    """Start a launcher with tiny services, whose shared memory and sockets are in folders of this test. The launcher
+    receives the signal `number` at `point`."""
     points = [Point.parse(LAUNCHER, point, number)] if point else []
     return subprocess.Popen(
         [
@@ -91,7 +91,7 @@ POINTS = [
     "tempfile:mkdtemp after 1",
     "tempfile:mkdtemp after 2",
     "os:symlink after",
-    "pathlib:Path.replace after 4",  # three keys and their list; the fifth is run.json
+    "pathlib:Path.replace after 4",  # The first four files are three keys and their list; the fifth is run.json.
     "pathlib:Path.rename before",
     "shared.rundir:RunDir.create after",
     "shared.rundir:RunDir.hold after",
@@ -118,7 +118,7 @@ def test_a_signal_at_any_point_of_the_start_leaves_a_run_or_nothing(
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_launcher_killed_at_any_point_of_its_start_leaves_what_the_next_one_sweeps(
+def test_folders_of_a_launcher_killed_at_any_point_of_its_start_are_swept_by_the_next_one(
     tmp_path: Path, temporary: Path, shm: Path, point: str
 ) -> None:
     path = tmp_path / "runs" / "run"
@@ -147,7 +147,7 @@ def test_a_launcher_killed_while_it_fills_an_existing_directory_can_be_started_t
     assert (path / "notes.txt").read_text() == "kept"
 
 
-def test_the_sweep_leaves_a_start_alone_that_goes_on(tmp_path: Path, temporary: Path, shm: Path) -> None:
+def test_the_sweep_leaves_a_start_in_progress_alone(tmp_path: Path, temporary: Path, shm: Path) -> None:
     """The first launcher is stopped in the middle of its start, for longer than the age at which folders are swept."""
     path = tmp_path / "runs" / "first"
     first = start(path, temporary, shm, point="pathlib:Path.rename before", number=signal.SIGSTOP)
@@ -238,7 +238,7 @@ def use_up_files(mount: Path) -> None:
 def test_a_full_disk_at_the_start_is_one_line_and_leaves_nothing(
     tmp_path: Path, temporary: Path, mount: Path, full: str, use_up: Callable[[Path], None], said: str
 ) -> None:
-    """A full TMPDIR is no error: Python then uses the next of its temporary directories."""
+    """A full TMPDIR causes no error, because Python then uses the next of its temporary directories."""
     places = {"run": tmp_path / "runs", "shm": tmp_path / "shm"} | {full: mount}
     use_up(mount)
     status, _, errors = end(start(places["run"] / "run", temporary, places["shm"]))
@@ -275,7 +275,7 @@ def test_a_full_disk_at_resume_is_one_line_and_the_run_resumes_when_there_is_roo
 
 
 @pytest.mark.parametrize("point", ["asyncio.runners:Runner.close after", "launch.cluster:_summarise before"])
-def test_a_signal_after_the_loop_has_closed_changes_nothing_of_the_end(
+def test_a_signal_after_the_loop_has_closed_does_not_change_the_outcome(
     tmp_path: Path, temporary: Path, shm: Path, point: str
 ) -> None:
     path = tmp_path / "run"

@@ -139,5 +139,5 @@ async def goes_away(row: Row, llm: LLM, ctx: Context) -> Trajectory:
         try:
             await llm.chat([{"role": "user", "content": row["prompt"]}])
             return llm.trajectory()
-        except ContextFull:  # the abandoned calls still hold their room
+        except ContextFull:  # The abandoned calls still hold their room.
             await asyncio.sleep(0.02)

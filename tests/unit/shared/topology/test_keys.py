@@ -229,7 +229,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.policy-trainer.backend": (
         f"{TRAINER}/worker/start.py",
         "options.backend",
-        "integration/runs/test_quickstart_layouts.py::test_the_quickstart_writes_the_rows_of_one_rank_and_goes_on_learning",
+        "integration/runs/test_quickstart_layouts.py::test_the_quickstart_writes_the_rows_of_one_rank_and_continues_to_learn",
     ),
     "services.policy-trainer.max_tokens_per_micro_batch": (
         f"{TRAINER}/worker/start.py",
@@ -239,7 +239,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.policy-trainer.collective_s": (
         f"{TRAINER}/worker/service.py",
         "options.collective_s",
-        "integration/policy_trainer/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_start_anew",
+        "integration/policy_trainer/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_restart",
     ),
     "services.policy-trainer.recompute": (
         f"{TRAINER}/worker/start.py",
@@ -249,7 +249,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.reference.backend": (
         "services/reference/service.py",
         "settings.backend",
-        "integration/reference/test_reference_group.py::test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another",
+        "integration/reference/test_reference_group.py::test_two_ranks_score_as_one_follow_the_policy_and_survive_the_death_of_one",
     ),
     "services.reference.max_tokens_per_micro_batch": (
         "services/reference/service.py",
@@ -259,7 +259,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.reference.collective_s": (
         "services/reference/service.py",
         "settings.collective_s",
-        "integration/policy_trainer/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_start_anew",
+        "integration/policy_trainer/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_restart",
     ),
     "services.rollout.parallel.tp": (
         "services/rollout/engines/__init__.py",
@@ -274,17 +274,17 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.rollout.in_flight": (
         ROLLOUT,
         "settings.in_flight",
-        "integration/rollout/test_in_flight.py::test_sequences_go_on_under_newer_weights_and_no_token_is_too_old",
+        "integration/rollout/test_in_flight.py::test_sequences_continue_under_newer_weights_and_no_token_is_too_old",
     ),
     "services.rollout.partial_s": (
         ROLLOUT,
         "settings.partial_s",
-        "integration/rollout/test_partial_rollouts.py::test_samples_of_a_killed_engine_go_on_under_newer_weights",
+        "integration/rollout/test_partial_rollouts.py::test_samples_of_a_killed_engine_continue_under_newer_weights",
     ),
     "services.rollout.weights": (
         ROLLOUT,
         "settings.weights",
-        "integration/rollout/test_vllm_cluster.py::test_every_version_was_sent_and_proved",
+        "integration/rollout/test_vllm_cluster.py::test_every_version_was_sent_and_verified",
     ),
     "services.rollout.transfer_s": (
         ROLLOUT,
@@ -294,25 +294,25 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.rollout.engine_args": (
         "services/rollout/engines/__init__.py",
         "settings.engine_args",
-        "integration/rollout/test_vllm_engine.py::test_arguments_that_are_unknown_or_not_the_users_are_refused_in_one_line",
+        "integration/rollout/test_vllm_engine.py::test_unknown_and_reserved_arguments_are_refused_in_one_line",
     ),
     "services.batch-store.memory": (
         "services/batch_store/server.py",
         "settings.memory",
         "integration/batch_store/test_bounded.py::"
-        "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
+        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
     ),
     "services.batch-store.spill": (
         "services/batch_store/server.py",
         "settings.spill",
         "integration/batch_store/test_bounded.py::"
-        "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
+        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
     ),
     "services.batch-store.spill_limit": (
         "services/batch_store/server.py",
         "settings.spill_limit",
         "integration/batch_store/test_bounded.py::"
-        "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
+        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
     ),
     "services.batch-store.directory": (
         "launch/preflight.py",
