@@ -1,4 +1,4 @@
-"""The names that docs/metrics.md lists, for tests that hold rows of metrics.jsonl."""
+"""Names that docs/metrics.md lists, for tests that compare them with rows of metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Return exit status and output of pytest for these tests of a tree."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-rN", "-p", "no:cacheprovider"]
     command += [f"--timeout={LIMIT_S}", "--hypothesis-profile=mutants"]
-    # CI: the same examples in each run; a test that cannot run here fails without the mutation too
+    # The CI profile gives the same examples in each run; a test that cannot run here fails without the mutation, too.
     done = subprocess.run(
         [*command, *tests],
         cwd=tree,
@@ -70,7 +70,7 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 
 def is_there(tree: Path, mutation: Mutation) -> bool:
-    """Return whether the file of the mutation's test exists."""
+    """Return whether the test file of the mutation exists."""
     return (tree / mutation.test.partition("::")[0]).exists()
 
 

@@ -82,7 +82,7 @@ BUS = [
         MAILBOX,
         "if known[0] != call.request:",
         "if False:",
-        f"{SECURITY}::test_a_replayed_id_with_another_request_is_a_conflict_while_running_and_afterwards",
+        f"{SECURITY}::test_another_request_under_a_used_id_is_a_conflict_during_and_after_the_first",
     ),
     Mutation(
         "a reply is sent to another role that uses the same id",

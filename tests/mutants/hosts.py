@@ -16,14 +16,14 @@ HOSTS = [
         "launch/supervisor/server.py",
         "if (key, request.pid) in self._ended_lives:",
         "if child is None or child.pid != request.pid:",
-        "tests/unit/launch/test_supervisor_server.py::test_only_the_death_of_an_own_process_is_confirmed",
+        "tests/unit/launch/test_supervisor_server.py::test_only_the_death_of_the_supervisors_own_process_is_confirmed",
     ),
     Mutation(
         "a process that nobody saw end is never over",
         SCHEDULER,
         "return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S",
         "return known is None or known.incarnation != incarnation",
-        f"{STORES}::test_a_process_that_nobody_saw_end_is_over_after_another_registration_or_a_long_silence",
+        f"{STORES}::test_a_process_whose_end_was_not_observed_counts_as_ended_after_another_registration_or_a_long_silence",
     ),
     Mutation(
         "a store that the topology places is waited for indefinitely",

@@ -61,14 +61,14 @@ ROLLOUT = [
         SYNC,
         "return held != wanted if exact else held < wanted",
         "return held != wanted if exact else False",
-        f"{WEIGHTS}::test_an_engine_loads_what_is_newer_or_exactly_asked_for",
+        f"{WEIGHTS}::test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested",
     ),
     Mutation(
         "an engine ahead of an exact lease samples with its newer version",
         SYNC,
         "return held != wanted if exact else held < wanted",
         "return held < wanted",
-        f"{WEIGHTS}::test_an_engine_loads_what_is_newer_or_exactly_asked_for",
+        f"{WEIGHTS}::test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested",
     ),
     Mutation(
         "an update of parameters that the engine does not have is set",

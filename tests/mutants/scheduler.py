@@ -65,7 +65,7 @@ SCHEDULER = [
         COMPLETING,
         " and accepted.content_hash == result.content_hash:",
         ":",
-        f"{LEASES}::test_a_repeated_result_is_a_no_op_and_other_content_a_conflict",
+        f"{LEASES}::test_a_repeated_result_is_a_no_op_and_a_different_one_a_conflict",
     ),
     Mutation(
         "a group of one survivor is trained on",
@@ -149,7 +149,7 @@ SCHEDULER = [
         STEPPING,
         "if step > run.batched_step:\n        if step",
         "if step >= run.batched_step:\n        if step",
-        f"{STEPS}::test_asking_for_a_batch_again_gives_the_same_and_out_of_order_is_a_conflict",
+        f"{STEPS}::test_a_repeated_request_for_a_batch_gets_the_same_one_and_a_step_out_of_order_is_a_conflict",
     ),
     Mutation(
         "a replaced driver is obeyed",
@@ -191,7 +191,7 @@ SCHEDULER = [
         "services/scheduler/stores.py",
         "free = min(",
         "free = max(",
-        f"{STORES}::test_a_task_is_admitted_when_every_store_could_hold_it",
+        f"{STORES}::test_a_task_is_admitted_only_if_every_store_could_hold_it",
     ),
     Mutation(
         "a change of the state is not journaled",
@@ -257,7 +257,7 @@ SCHEDULER = [
         "services/scheduler/shard_loss.py",
         'run.order.retry(run, task, 0, f"',
         'run.order.retry(run, task, 4, f"',
-        f"{LOSS}::test_a_ready_task_whose_shards_are_lost_is_sampled_again_at_no_cost",
+        f"{LOSS}::test_a_ready_task_whose_shards_are_lost_is_sampled_again_without_counting_an_attempt",
     ),
     Mutation(
         "an open step is served again although shards of it are lost",
@@ -278,8 +278,7 @@ SCHEDULER = [
         "services/scheduler/tasks.py",
         "if self._copies is not None and task not in self._copies:",
         "if False:",
-        "tests/property/test_scheduler_model.py"
-        "::test_a_snapshot_shows_the_run_as_it_was_when_it_was_begun_however_the_run_goes_on",
+        "tests/property/test_scheduler_model.py::test_a_snapshot_shows_the_run_at_its_beginning_whatever_happens_later",
     ),
     Mutation(
         "the chain does not cover the body of an event",
@@ -318,14 +317,14 @@ SCHEDULER = [
         JOURNAL,
         "if self.seq < seq:",
         "if False:",
-        f"{DAMAGE}::test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_one",
+        f"{DAMAGE}::test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_incomplete",
     ),
     Mutation(
         "another history is taken for the one that the mark names",
         JOURNAL,
         "if known not in ([], [(chain,)]) else",
         "if False else",
-        f"{DAMAGE}::test_another_history_of_the_same_length_is_not_taken_for_the_marked_one",
+        f"{DAMAGE}::test_another_history_of_the_same_length_is_not_mistaken_for_the_marked_one",
     ),
     Mutation(
         "the mark names events before they are in the journal",
@@ -345,21 +344,21 @@ SCHEDULER = [
         "services/scheduler/tasks.py",
         "fence = max(fence, self.least_fence)",
         "fence = max(fence, 1)",
-        f"{LOST_END}::test_a_journal_that_ends_anywhere_is_continued_without_anything_that_happened_later",
+        f"{LOST_END}::test_a_journal_that_ends_anywhere_continues_without_the_effects_of_later_events",
     ),
     Mutation(
         "waiting tasks keep their fences when the end of the journal is lost",
         "services/scheduler/store_loss.py",
         "if task.state == TaskState.PENDING:",
         "if False:",
-        f"{LOST_END}::test_a_journal_that_ends_anywhere_is_continued_without_anything_that_happened_later",
+        f"{LOST_END}::test_a_journal_that_ends_anywhere_continues_without_the_effects_of_later_events",
     ),
     Mutation(
         "leases are numbered as before when the end of the journal is lost",
         "services/scheduler/store_loss.py",
         "run.leases.next_id += MARGIN",
         "run.leases.next_id += 0",
-        f"{LOST_END}::test_a_journal_that_ends_anywhere_is_continued_without_anything_that_happened_later",
+        f"{LOST_END}::test_a_journal_that_ends_anywhere_continues_without_the_effects_of_later_events",
     ),
     Mutation(
         "the run keeps steps whose rows contradict metrics.jsonl when the end of the journal is lost",

@@ -193,7 +193,7 @@ TRAINER = [
         f"{WORKER}/snapshots.py",
         "if xxhash.xxh3_64_intdigest(data.data) != shard.checksum:",
         "if False:",
-        f"{SNAPSHOTS}::test_every_flipped_byte_is_seen",
+        f"{SNAPSHOTS}::test_every_flipped_byte_is_detected",
     ),
     Mutation(
         "the next snapshot replaces the one that was loaded",
@@ -214,7 +214,7 @@ TRAINER = [
         "services/policy_trainer/resume.py",
         " and each.step <= info.committed_step]\n    if info.reference_step",
         "]\n    if info.reference_step",
-        f"{STATE}::test_otherwise_an_earlier_state_is_loaded_under_a_new_lineage",
+        f"{STATE}::test_without_such_a_snapshot_an_earlier_state_is_loaded_under_a_new_lineage",
     ),
     Mutation(
         "the driver publishes weights before it commits their step",

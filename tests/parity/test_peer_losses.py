@@ -44,7 +44,8 @@ def counts(vectors: Vectors) -> Array:
 
 
 def tokens(vectors: Vectors, aggregation: str) -> tuple[Tensor, TokenData, Tensor]:
-    """Return the unmasked tokens of a worker (`cur`, data, entropy), with the weights that the driver makes."""
+    """Return the unmasked tokens of a worker (`cur`, data, entropy), with the token weights that the driver
+    computes."""
     mask, lengths = vectors["input/mask"].astype(bool), counts(vectors)
     weights = sample_weights(aggregation, lengths, max_new_tokens=inputs.MAX_NEW_TOKENS).astype(np.float64)
 
@@ -85,7 +86,8 @@ def spec(name: str, **options: Any) -> LossSpec:
 def check(
     vectors: Vectors, case: str, loss: LossSpec, aggregation: str, *, corrected: bool = False, with_value: bool = True
 ) -> None:
-    """Compare our loss and gradient with the peer's `case`. Without `corrected`, engine and trainer are the same."""
+    """Compare our loss and gradient with the peer's `case`. Without `corrected`, engine and trainer have the same
+    log-probs."""
     cur, data, entropy = tokens(vectors, aggregation)
     if not corrected:
         data = TokenData(**{**vars(data), "rollout": data.prox})
@@ -102,7 +104,7 @@ def check(
         np.testing.assert_allclose(entropy_grad.numpy(), vectors[f"{case}/entropy_grad"][mask], rtol=RTOL)
 
 
-def test_the_recorded_batch_is_the_compared_one(peer: str) -> None:
+def test_the_recorded_batch_equals_the_compared_batch(peer: str) -> None:
     vectors = load(peer)
     for name, values in inputs.batch().items():
         assert np.array_equal(vectors[f"input/{name}"], values), name

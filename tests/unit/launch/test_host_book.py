@@ -1,4 +1,5 @@
-"""Which host runs what: the first placement, lost hosts, returning hosts, GPUs, and agents that are refused."""
+"""Placement of processes on hosts: the first placement, lost hosts, returning hosts, GPUs, and agents that are
+refused."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_host_that_differs_is_refused_in_one_line(key: str, value: object, lin
     ("there_at", "problem"),
     [
         (100.0 - CLOCK_LIMIT_S, ""),
-        (105.0 + CLOCK_LIMIT_S, ""),  # the round trip took 5 s, so it may be right
+        (105.0 + CLOCK_LIMIT_S, ""),  # The round trip took 5 s, so the clock may be right.
         (97.0, "its clock is 3.0 s behind this machine's, at most 2; synchronise them (chrony, ntp)"),
         (109.5, "its clock is 4.5 s ahead of this machine's, at most 2; synchronise them (chrony, ntp)"),
     ],

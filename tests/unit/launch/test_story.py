@@ -158,14 +158,14 @@ def test_steps_of_a_task_that_was_collected_before_the_compaction_are_remembered
         assert recorded.steps_of("rain/0/0") == []
 
 
-def test_reading_leaves_a_live_journal_alone_and_names_one_that_is_no_journal(
+def test_reading_leaves_a_live_journal_alone_and_an_invalid_journal_is_named(
     recording: Recording, tmp_path: Path
 ) -> None:
     recording.write()
     with reading(recording.path) as recorded:
         before = len(list(recorded.events()))
         recording.bench.complete(recording.bench.granted())
-        recording.write()  # the reader does not block the writer, and sees one state
+        recording.write()  # The reader does not block the writer, and sees one state.
         assert len(list(recorded.events())) == before
     (tmp_path / "other").write_text("not a database" * 100)
     with pytest.raises(RpcError, match="other: cannot be read"), reading(tmp_path / "other"):

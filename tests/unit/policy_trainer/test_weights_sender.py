@@ -45,7 +45,7 @@ class Trainer:
         self.may_end = threading.Event()
         self.sender = WeightsSender(
             run,
-            cast(DataClient, None),  # a drill reads nothing from a store
+            cast(DataClient, None),  # A drill reads nothing from a store.
             route="gloo",
             device="cpu",
             deadline_s=0.2,
@@ -81,10 +81,10 @@ def test_a_drill_that_outlasts_an_engines_wait_is_ready_when_it_asks_again(tmp_p
         try:
             await trainer.asked(0, within_s=0.1)
         except TimeoutError:
-            trainer.sender.published(LATER)  # while the drill is being made
+            trainer.sender.published(LATER)  # The drill is still being made here.
         trainer.may_end.set()
         await asyncio.sleep(0.1)
-        trainer.sender.published(LATER)  # before an engine has taken the drill
+        trainer.sender.published(LATER)  # No engine has taken the drill yet.
         assert [each.name for each in (await trainer.asked(0, within_s=5)).parameters] == ["w"]
         assert trainer.made == 1
         trainer.sender.close()

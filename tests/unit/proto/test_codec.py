@@ -1,4 +1,5 @@
-"""Messages that the codec refuses, each case by name, and the encodings that a second implementation must know."""
+"""Messages that the codec refuses, one case for each reason, and the encodings that a second implementation must
+know."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def refuse(frames: list[Any], match: str, limits: Limits = CONTROL) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_well_formed_handmade_header_is_accepted() -> None:
+def test_well_formed_header_built_by_hand_is_accepted() -> None:
     assert codec.decode([header(), b"\x80"]).body == Ack()
 
 
@@ -246,7 +247,7 @@ def decode_inline(packed: bytes) -> Any:
     return decoded.batch.scalars["advantages"]
 
 
-def test_inline_array_of_msgpack_numpy_itself_is_read_and_ours_is_read_by_it() -> None:
+def test_inline_arrays_are_exchanged_with_msgpack_numpy_in_both_directions() -> None:
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     np.testing.assert_array_equal(decode_inline(msgpack.packb(msgpack_numpy.encode(array))), array)
     ours = msgspec.msgpack.encode(inline.to_map(array))

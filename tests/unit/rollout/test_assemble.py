@@ -131,6 +131,6 @@ def test_named_values_of_samples_follow_the_order_of_survivors_and_are_bounded()
     assert columns["workflow/turns"].tolist() == [0.0, 2.0]
     assert np.isnan(columns["reward/part/sum"]).tolist() == [True, False]
     later = names.columns([{"workflow/turns": 1e300}, *({f"workflow/{at}": 1.0} for at in range(100))])
-    assert list(later)[:3] == list(columns)  # the same columns for every lease
+    assert list(later)[:3] == list(columns)  # Every lease has the same columns.
     assert len(later) == MOST_NAMES
     assert np.isnan(later["workflow/turns"]).all()

@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def model_of(kind: str, **settings: Any) -> Any:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **settings), dtype=torch.float32)
-    for parameter in model.parameters():  # so that norms and biases differ from those of a fresh model
+    for parameter in model.parameters():  # Norms and biases then differ from those of a fresh model.
         parameter.data += 0.2 * torch.randn_like(parameter)
     return model.eval().requires_grad_(False)
 

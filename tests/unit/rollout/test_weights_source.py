@@ -156,7 +156,7 @@ def test_every_failed_transfer_is_reported_although_the_trainer_answers_slowly(t
         async def call(self, request: Message, *_: object, **__: object) -> Message:
             if isinstance(request, AskTransfer):
                 return TransferOffer(communicator=1, number=1, deadline_s=1.0, parameters=[])
-            never = asyncio.Event()  # only its waiter references it
+            never = asyncio.Event()  # Only its waiter references the event.
             self.telling.add(never)
             await never.wait()
             return Ack()
@@ -230,6 +230,6 @@ def test_a_route_that_misses_a_parameter_is_found_by_its_own_drill() -> None:
     with pytest.raises(RpcError, match=r"start-up drill \(seed 7, by nccl\) .* holds: 1 of 46 .*k_norm"):
         asyncio.run(sync.load(ref, delivery))
     assert sync.holds == HeldVersion()
-    trainer.away = True  # the route through the store reaches every parameter
+    trainer.away = True  # The route through the store reaches every parameter.
     assert asyncio.run(loaded(sync, source, ref)) == "shards"
     asyncio.run(engine.stop())

@@ -1,4 +1,4 @@
-"""Replay of the journal gives the state back."""
+"""Replay of the journal restores the state."""
 
 from __future__ import annotations
 

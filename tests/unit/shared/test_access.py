@@ -148,7 +148,7 @@ def test_only_the_role_service_joins(home: RunDir, tmp_path: Path) -> None:
     assert not (tmp_path / "away").exists()
 
 
-def test_the_secret_of_another_run_fits_no_access_file(home: RunDir, tmp_path: Path) -> None:
+def test_the_secret_of_another_run_is_refused_in_an_access_file(home: RunDir, tmp_path: Path) -> None:
     create(tmp_path / "other")
     file = tmp_path / "file"
     launch_access.export(home, Role.OPERATOR, file)

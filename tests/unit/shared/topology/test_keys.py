@@ -137,7 +137,7 @@ NUMERIC = {
     "reward.params": "{function: builtin:numeric}",
     "reward.functions.*.params": "{functions: [{function: builtin:numeric}]}",
 }
-"""Settings that they are compared with, where these are not BASE's exact_match."""
+"""Settings to compare with, by the key that is changed, where these are not BASE's exact_match."""
 
 TRAINER, ROLLOUT = "services/policy_trainer", "services/rollout/service.py"
 ELSEWHERE: dict[str, tuple[str, str, str]] = {
@@ -169,12 +169,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "reward.timeout_s": (
         ROLLOUT,
         "topology.reward.timeout_s",
-        "unit/rollout/test_rewards.py::test_a_hanging_call_costs_its_sample_after_the_timeout",
+        "unit/rollout/test_rewards.py::test_a_hanging_call_loses_its_sample_after_the_timeout",
     ),
     "reward.memory": (
         ROLLOUT,
         "topology.reward.memory",
-        "unit/rollout/test_rewards_bad.py::test_a_bad_call_costs_its_sample_only",
+        "unit/rollout/test_rewards_bad.py::test_a_bad_call_loses_only_its_sample",
     ),
     "reward.processes": (
         ROLLOUT,
@@ -219,7 +219,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "workflow.memory": (
         ROLLOUT,
         "chosen.memory",
-        "unit/rollout/test_workflow.py::test_a_sample_that_takes_its_process_down_is_lost_alone",
+        "unit/rollout/test_workflow.py::test_a_sample_that_kills_its_process_is_lost_alone",
     ),
     "workflow.processes": (
         ROLLOUT,
@@ -327,7 +327,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "checkpoint.keep_every": (
         f"{TRAINER}/worker/calls.py",
         "topology.checkpoint.keep_every",
-        "unit/policy_trainer/test_state.py::test_the_newest_and_the_multiples_are_kept",
+        "unit/policy_trainer/test_state.py::test_the_newest_checkpoints_and_the_multiples_are_kept",
     ),
     "checkpoint.memory_every": (
         f"{TRAINER}/driver.py",
@@ -387,7 +387,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_key_is_entered_once() -> None:
+def test_every_key_is_listed_once() -> None:
     entered = [
         *OBSERVED,
         *REFUSED,
@@ -400,7 +400,7 @@ def test_every_key_is_entered_once() -> None:
 
 
 def derived(topology: Topology) -> list[Any]:
-    """Return what follows from a topology: processes and their arguments, the scheduler's plan, sampling."""
+    """Return the values that follow from a topology: processes and their arguments, the scheduler's plan, sampling."""
     plan = [(spec.service, spec.instance) for spec in topology.services_plan()]
     sets = TaskSets(topology, PromptBuilder.__new__(PromptBuilder), context_tokens=64)
     splits = [TRAIN, *topology.data.eval]
@@ -420,7 +420,7 @@ def derived(topology: Topology) -> list[Any]:
 
 
 @pytest.mark.parametrize("key", OBSERVED)
-def test_changing_a_key_changes_what_follows(key: str, folder: Path) -> None:
+def test_changing_a_key_changes_the_derived_values(key: str, folder: Path) -> None:
     path = folder / "t.yaml"
     before = derived(load(path, BESIDE.get(key, ())))
     assert before == derived(load(path, BESIDE.get(key, ())))
@@ -433,7 +433,7 @@ def test_a_key_without_effect_is_refused_by_name(key: str, folder: Path) -> None
         load(folder / "t.yaml", [REFUSED[key]])
 
 
-def test_the_refused_keys_of_this_build_are_those_tried_here() -> None:
+def test_the_refused_keys_of_this_build_are_those_tested_here() -> None:
     patterns = [f"{option.path}*" for option in UNSUPPORTED]
     assert all(any(fnmatch(key, pattern) for key in REFUSED) for pattern in patterns)
     assert all(any(fnmatch(key, pattern) for pattern in patterns) for key in REFUSED)
