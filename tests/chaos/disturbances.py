@@ -1,6 +1,8 @@
 """Disturbances of a run: kills, stops, full disks and memory, clock jumps, damage. Each function returns a description
-of what it did. A later call (`Round.later`) ends a disturbance that lasts. A disturbance after which a run may end by
-design says so (`Round.may_end`), and the run is then resumed.
+of what it did.
+
+A later call (`Round.later`) ends a disturbance that lasts. A disturbance after which a run may end by design says so
+(`Round.may_end`), and the run is then resumed.
 """
 
 from __future__ import annotations

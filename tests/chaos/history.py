@@ -25,9 +25,10 @@ def read(folder: Path) -> list[Record]:
 
 
 def violations(records: list[Record], *, resampled: bool = False, damaged: bool = False) -> list[str]:
-    """Return one line for each contradiction of the promises. With `resampled`, the run went back to an earlier step or
-    lost a lease of a later stage, so accepted tasks were sampled again. With `damaged`, the test destroyed shards, so
-    they may be missing.
+    """Return one line for each contradiction of the promises.
+
+    With `resampled`, the run went back to an earlier step or lost a lease of a later stage, so accepted tasks were
+    sampled again. With `damaged`, the test destroyed shards, so they may be missing.
     """
     found = list(_reads_after_collection(records))
     if not damaged:

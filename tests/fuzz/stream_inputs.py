@@ -76,9 +76,10 @@ def sealed_bulk(data: bytes) -> bytes:
 
 
 def receive(data: bytes) -> None:
-    """Check a stream: the announcement of the store, the lengths of the first ranges, then the bytes. Bits of the first
-    byte select whether the head has a valid checksum (1), the file has valid checksums (2), both tasks are covered (8),
-    and two keys were requested (16).
+    """Check a stream: the announcement of the store, the lengths of the first ranges, then the bytes.
+
+    Bits of the first byte select whether the head has a valid checksum (1), the file has valid checksums (2), both
+    tasks are covered (8), and two keys were requested (16).
     """
     if len(data) < _OPENED.size + 1:
         return

@@ -1,8 +1,8 @@
-"""A rollout service written from proto/SPEC.md alone, which does the work of one task. It uses the client in
-stranger.py.
+"""A rollout service from proto/SPEC.md alone, which does the work of one task. It uses the client in stranger.py.
 
-    `python tests/golden/stranger_works.py RUN_DIR OUT.json` writes the task into OUT.json. Numbers in comments are
-    SPEC's sections.
+    python tests/golden/stranger_works.py RUN_DIR OUT.json
+
+The program writes the id and fence of the task into OUT.json. Numbers in comments are SPEC's sections.
 """
 
 import json

@@ -16,7 +16,9 @@ _COPIED_AT = 96
 
 def cut(journal: Path, chance: random.Random, most: float = 1.0) -> bool:
     """Cut the log of a journal that no process has open, by up to the share `most` of the frames that are not yet
-    copied into the database. Return False, without any change, if all frames are copied.
+    copied into the database.
+
+    Return False, without any change, if all frames are copied.
     """
     log = journal.with_name(f"{journal.name}-wal")
     data = log.read_bytes()

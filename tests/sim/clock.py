@@ -119,8 +119,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # ---- one round of the loop
 
     def _run_once(self) -> None:
-        """Run what is ready, and whatever that makes ready. If nothing is left, jump to the next timer. The callbacks
-        of a dead process do not run. The callbacks of a stopped process run when it continues.
+        """Run what is ready, and whatever that makes ready. If nothing is left, jump to the next timer.
+
+        The callbacks of a dead process do not run. The callbacks of a stopped process run when it continues.
         """
         ready: deque[Callback] = self._ready  # type: ignore[attr-defined]
         while ready:

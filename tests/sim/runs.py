@@ -72,8 +72,9 @@ def run_one(seed: int, folder: Path, *, tracing: bool) -> int:
 
 
 def run_many(seeds: range, folder: Path, *, jobs: int = 1, keep_going: bool = False) -> int:
-    """Run seeds in `jobs` processes until one breaks a promise. Print the failing scenario, made smaller. With
-    `keep_going`, name every failing seed instead.
+    """Run seeds in `jobs` processes until one breaks a promise. Print the failing scenario, made smaller.
+
+    With `keep_going`, name every failing seed instead.
     """
     chunks = [seeds[first : first + CHUNK] for first in range(0, len(seeds), CHUNK)]
     work = functools.partial(_run_chunk, folder=folder, keep_going=keep_going)

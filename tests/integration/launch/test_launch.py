@@ -1,5 +1,6 @@
-"""The launcher with real processes, without torch: start order, kills, restarts and every kind of end. Tiny services
-replace those that need torch and, in tests of the launcher alone, the scheduler and the batch store.
+"""The launcher with real processes, without torch: start order, kills, restarts and every kind of end.
+
+Tiny services replace those that need torch and, in tests of the launcher alone, the scheduler and the batch store.
 """
 
 from __future__ import annotations

@@ -295,9 +295,7 @@ def test_a_deleted_run_directory_ends_the_run_with_one_line(tmp_path: Path) -> N
         shutil.rmtree(run.path)
         status, output, errors = here.end()
     assert status == 1
-    assert errors.splitlines() == [
-        f"run directory {run.path}: was deleted or moved while its run was going on; begin a new run"
-    ]
+    assert errors.splitlines() == [f"run directory {run.path}: was deleted or moved during its run; begin a new run"]
     assert "continue" not in output
     assert not run.path.exists()
     assert_nothing_left(run)

@@ -84,7 +84,7 @@ def test_a_bad_access_file_is_one_line_that_names_it_and_no_secret(
 def test_a_run_that_listens_only_locally_writes_no_access_file(tmp_path: Path) -> None:
     run = make_run(tmp_path, memory=64 << 20, shm_root=tmp_path / "shm")
     try:
-        with pytest.raises(RpcError, match=r"answers this machine only; set transport\.listen"):
+        with pytest.raises(RpcError, match=r"answers only this machine; set transport\.listen"):
             launch_access.export(run, Role.OPERATOR, tmp_path / "file")
         assert not (tmp_path / "file").exists()
     finally:
