@@ -1,5 +1,5 @@
-"""The same GRPO work by the cluster and by TRL's GRPOTrainer, in samples/s. `peers/trl_grpo.py` lists what is equal on
-both sides and what is not.
+"""The same GRPO work by the cluster and by TRL's GRPOTrainer, in samples/s. `peers/trl_grpo.py` lists the settings that
+are equal on both sides and those that differ.
 
 TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
 alternates between generation and training. With a generation batch of at most one step's samples it is on policy, and
@@ -191,7 +191,7 @@ def sweep(
 
 
 def record_of(work: Work) -> dict[str, Any]:
-    """Return what the sweep of `work` recorded. Raises BenchError if there is none."""
+    """Return the record of the sweep of `work`. Raises BenchError if there is none."""
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if work.name not in recorded:
         raise BenchError(f"{RECORD.relative_to(ROOT)} has no sweep of {work.name!r}: run this command with --sweep")

@@ -1,10 +1,10 @@
-"""What colocation saves and costs: peak memory of the node and seconds per step, compared with separate placement.
+"""Savings and costs of colocation: peak memory of the node and seconds per step, compared with separate placement.
 
     python -m tests.bench.bench_colocate [--turns 3]
 
 The same run alternates between both placements on a model of about 63 million parameters: separate (every service keeps
 everything) and colocated (policy, reference and engine take turns). Memory is the proportional set size
-(`/proc/<pid>/smaps_rollup`), which counts a shared page once, summed over all processes of the run about ten times a
+(`/proc/<pid>/smaps_rollup`), which counts a shared page once, summed over all processes of the run about ten times per
 second; shared memory that no process has mapped is not counted. On a CPU the devices' memory is the host's, so this
 figure takes the place of a GPU's memory. Libraries dominate a small process: a separate run of the quickstart's 0.8M
 model measures them, and the ratio above that baseline compares the memory of the models alone.

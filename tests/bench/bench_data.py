@@ -231,7 +231,7 @@ async def time_puts(peer: Peer, tasks: list[TaskShards], folder: Path, turn: int
 
 
 async def time_gets(peer: Peer, work: Work, folder: Path, turn: int) -> dict[str, float]:
-    """Return the seconds of our gets of what was put and of their limits, measured in the order of `turn`."""
+    """Return the seconds of our gets of the same tasks and of their limits, measured in the order of `turn`."""
     tasks, _ = work
     row: dict[str, float] = {}
     write_in_two(tasks, folder)

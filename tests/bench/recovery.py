@@ -49,7 +49,7 @@ ENOUGH_STEPS = 100_000
 
 @dataclass
 class Kill:
-    """A kill and what followed, in seconds of the wall clock."""
+    """A kill and the events that followed, in seconds of the wall clock."""
 
     service: str
     pid: int

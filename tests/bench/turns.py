@@ -92,7 +92,7 @@ def heading(software: str = "") -> str:
 
 
 def order_line(sides: Iterable[str], turns: int) -> str:
-    """Describe how often and in which order `by_turns` calls the sides, and what their figures are."""
+    """Describe the number and order of `by_turns`' calls, and the form of the figures."""
     again = "; every second turn in reverse" if turns > 1 else ""
     return (
         f"order     {turns} turn{'s' if turns > 1 else ''}: {', then '.join(sides)}{again}\n"

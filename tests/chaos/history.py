@@ -1,4 +1,4 @@
-"""Checks what the processes of one launch recorded (`hook/chaos_history.py`) against the promises."""
+"""Checks the records of the processes of one launch (`hook/chaos_history.py`) against the promises."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ DEADLINE_S = 20.0
 
 
 @pytest.mark.parametrize("vector", vectors(), ids=lambda vector: vector.name)
-def test_encoding_gives_the_stored_bytes(vector: Vector) -> None:
+def test_encoding_produces_the_stored_bytes(vector: Vector) -> None:
     stored = {each["name"]: each for each in ENTRIES}[vector.name]
     frames = vector.frames()
     assert entry(vector, frames) == stored
@@ -40,7 +40,7 @@ def test_encoding_gives_the_stored_bytes(vector: Vector) -> None:
 
 
 @pytest.mark.parametrize("stored", ENTRIES, ids=lambda each: each["name"])
-def test_decoding_gives_the_stored_values(stored: dict[str, Any]) -> None:
+def test_decoding_produces_the_stored_values(stored: dict[str, Any]) -> None:
     decoded = codec.decode(read(stored["name"], stored["frames"]), LOOSE)
     head = decoded.envelope
     names = ("type", "flags", "request_id", "incarnation", "remaining_ms")
@@ -68,14 +68,14 @@ def test_numbers_in_an_index_are_exact_in_every_language(index: Path) -> None:
 
 
 @pytest.mark.parametrize("block", block_files.block_files(), ids=lambda block: block.name)
-def test_writing_a_block_file_gives_the_stored_bytes(block: BlockFile) -> None:
+def test_writing_a_block_file_produces_the_stored_bytes(block: BlockFile) -> None:
     data = block.data()
     assert data == (FOLDER / f"{block.name}.blk").read_bytes()
     assert block_files.entry(block, data) == BLOCKS[block.name]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_reading_a_stored_block_file_gives_its_values(name: str) -> None:
+def test_reading_a_stored_block_file_produces_its_values(name: str) -> None:
     data, stored = (FOLDER / f"{name}.blk").read_bytes(), BLOCKS[name]
     table = blockfile.parse(data, len(data))
     assert table.task_ids == [task["task_id"] for task in stored["tasks"]]

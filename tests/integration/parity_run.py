@@ -93,7 +93,7 @@ def losses(run: Cluster) -> int:
 
 
 def held(file: Path) -> str:
-    """Return the setting that holds back a run until `file` exists. Its rewards stay those of the quickstart."""
+    """Return the setting that delays a run until `file` exists. Its rewards equal those of the quickstart."""
     function = f"function: 'tests.integration.held_reward:reward', params: {{until: '{file}'}}"
     return f"reward={{{function}, timeout_s: {LIMIT_S}}}"
 

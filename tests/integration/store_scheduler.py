@@ -295,7 +295,7 @@ class DriverActor(Actor):
         return batch
 
     async def put_prox(self, batch: StepBatch, tokens: Sequence[int], life: int) -> None:
-        """Put what the trainer's forward pass makes in a step driven by incarnation `life`."""
+        """Put the shards that the trainer's forward pass makes in a step driven by incarnation `life`."""
         key = f"prox_logprobs:{life:x}-{batch.step}"
         shards = [
             TaskShards(task.task_id, task.fence, {key: np.full(size, life % 1000, np.float32)})

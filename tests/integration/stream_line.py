@@ -174,7 +174,7 @@ class Meddler:
                 line.shutdown(socket.SHUT_RDWR)
 
     def _up(self, front: socket.socket, back: socket.socket) -> None:
-        """Pass on what the reader sends. Its hello is followed by a tag if the link is encrypted, else by a message."""
+        """Pass on the reader's messages. Its hello is followed by a tag if the link is encrypted, else by a message."""
         began = b""
         hello_bytes = bulk.HEAD_BYTES + bulk.LINE_ID_BYTES
         while data := front.recv(1 << 16):

@@ -8,7 +8,7 @@ BOOK = "launch/placement/book.py"
 SCHEDULER = "services/scheduler/state.py"
 STORES = "tests/unit/scheduler/test_stores.py"
 PLACES = "tests/property/test_host_book.py::test_every_process_has_one_place_whatever_happens_to_the_hosts"
-RETURNS = "tests/unit/launch/test_host_book.py::test_a_host_that_returns_runs_what_found_no_other_place"
+RETURNS = "tests/unit/launch/test_host_book.py::test_a_host_that_returns_runs_processes_that_found_no_other_place"
 
 HOSTS = [
     Mutation(

@@ -10,7 +10,7 @@ TRAJECTORY = "services/rollout/trajectory.py"
 WEIGHTS = "tests/unit/rollout/test_weights.py"
 VERSIONS = "tests/unit/rollout/test_versions.py"
 REWARDS = "tests/unit/rollout/test_rewards.py"
-SHARDS = "tests/unit/rollout/test_assemble.py::test_shards_are_ragged_and_mark_what_the_policy_sampled"
+SHARDS = "tests/unit/rollout/test_assemble.py::test_shards_are_ragged_and_mark_the_sampled_tokens"
 
 ROLLOUT = [
     Mutation(
@@ -96,7 +96,7 @@ ROLLOUT = [
         "shared/weights/drill.py",
         "RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE",
         "RELATIVE_SCALE * mean",
-        "tests/unit/shared/test_drill.py::test_a_parameter_of_zeros_changes_too",
+        "tests/unit/shared/test_drill.py::test_a_parameter_of_zeros_also_changes",
     ),
     Mutation(
         "the prompt is trained on",

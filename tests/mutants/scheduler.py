@@ -198,7 +198,7 @@ SCHEDULER = [
         "services/scheduler/state.py",
         "self._answer(asked, self._durable(request) or Ack())",
         "self._answer(asked, self.run.apply(request) or Ack())",
-        f"{REPLAY}::test_replay_gives_the_same_state",
+        f"{REPLAY}::test_replay_restores_the_same_state",
     ),
     Mutation(
         "a row is written before the evaluation of its version",
@@ -243,7 +243,7 @@ SCHEDULER = [
         STATE,
         "        if audit.missing:\n",
         "        if False:\n",
-        f"{LOSS}::test_an_inventory_tells_what_is_missing_and_the_store_is_asked_again_about_it",
+        f"{LOSS}::test_an_inventory_reveals_missing_shards_and_the_store_is_asked_about_them_again",
     ),
     Mutation(
         "the word of a reader is enough to lose a task",
@@ -365,6 +365,6 @@ SCHEDULER = [
         "services/scheduler/store_loss.py",
         "step = min(max(run.checkpoint_step, 0), event.agreed)",
         "step = max(run.checkpoint_step, 0)",
-        f"{LOST_END}::test_steps_whose_rows_are_of_another_history_are_taken_back_too",
+        f"{LOST_END}::test_steps_whose_rows_are_of_another_history_are_also_taken_back",
     ),
 ]

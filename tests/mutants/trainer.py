@@ -53,7 +53,7 @@ TRAINER = [
         f"{WORKER}/losses/policy.py",
         "gain = torch.minimum(unclipped,",
         "gain = torch.maximum(unclipped,",
-        f"{LOSSES}::test_value_and_gradient_are_those_of_the_formula",
+        f"{LOSSES}::test_value_and_gradient_agree_with_the_formula",
     ),
     Mutation(
         "the importance weight is not truncated",

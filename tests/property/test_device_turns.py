@@ -90,7 +90,7 @@ class World:
             for holder in holders
         }
 
-    # ---- what the scheduler is told
+    # ---- messages to the scheduler
 
     def send(self, process: Process) -> None:
         """Deliver the report of a process, or the registration that precedes it."""
@@ -157,7 +157,7 @@ class World:
                         self.die(process)
                     self.turns.gone(effect.holder, effect.incarnation)
 
-    # ---- what processes do
+    # ---- the processes
 
     def act(self, process: Process) -> None:
         """Let a process take one step: take an answer, finish leaving, work, or begin its next turn."""

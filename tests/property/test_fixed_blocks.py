@@ -60,7 +60,7 @@ EMPTY_STEP = 3
 
 
 class Run:
-    """A machine with two engines, a reference and a driver. Rows 2 and 5, and those of EMPTY_STEP, can never be
+    """A machine with two engines, a reference and a driver. Rows 2 and 5, and the rows of EMPTY_STEP, can never be
     sampled."""
 
     def __init__(self, staleness: int, seed: int, *, collect_at_commit: bool) -> None:
@@ -125,7 +125,7 @@ class Run:
             )
         )
 
-    # ---- what must always be so
+    # ---- invariants
 
     def task_ids(self, first: int, end: int) -> list[str]:
         """Return the tasks with these admission numbers whose rows can be sampled."""
@@ -250,7 +250,7 @@ class Run:
             if sent.tracked:
                 self.take(self.machine.handle(ClearDone(sent.store, len(sent.tasks)), self.now))
 
-    # ---- what goes wrong
+    # ---- disturbances
 
     def silence(self) -> None:
         self.now += 6.0

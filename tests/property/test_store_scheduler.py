@@ -342,7 +342,7 @@ class Both(RuleBasedStateMachine):
         if sent.tracked and answered:
             self.take(self.machine.handle(ClearDone(sent.store, len(sent.tasks)), self.now))
 
-    # ---- what may happen
+    # ---- events
 
     @rule(stage=st.sampled_from(sorted(KEYS)), most=st.integers(1, 3))
     def lease(self, stage: str, most: int) -> None:
@@ -679,7 +679,7 @@ class Both(RuleBasedStateMachine):
         code = self.put([("train/9/9", 1)], "tokens")
         assert code in ("", ErrorCode.BUSY, ErrorCode.COLLECTED)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def accepted_shards_can_be_read(self) -> None:

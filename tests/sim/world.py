@@ -90,7 +90,7 @@ class World:
         self.checks = Checks(self)
         self._supervisor: SimSupervisor
 
-    # ---- what processes ask
+    # ---- calls of the processes
 
     def current(self) -> Node:
         """Return the process whose code runs."""

@@ -54,7 +54,7 @@ class Interrupted:
         return answer
 
 
-def test_store_that_dies_or_fails_after_its_first_reply_gives_whole_data_or_a_named_error(
+def test_a_fetch_interrupted_after_the_first_reply_returns_whole_data_or_a_named_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_client, "LOCATE_TASKS", PAGE)

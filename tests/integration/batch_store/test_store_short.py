@@ -54,7 +54,7 @@ def with_peer(store: StoreProcess, body: Callable[[Peer], Coroutine[Any, Any, No
 
 
 @pytest.mark.parametrize("where", ["memory", "spill"])
-def test_restart_on_a_mount_filled_by_others_serves_what_was_acknowledged(
+def test_a_store_restarted_on_a_mount_filled_by_others_serves_acknowledged_data(
     mount: Path, tmp_path: Path, where: str
 ) -> None:
     if where == "memory":

@@ -90,7 +90,7 @@ def test_light_service_takes_less_than_a_second_of_cpu_to_import(service: str) -
     assert used_s < 1.0
 
 
-def test_every_service_that_is_killed_comes_back(tmp_path: Path) -> None:
+def test_every_killed_service_is_restarted(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         before = here.wait_ready()
         for name, row in before.items():
@@ -322,7 +322,7 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_shows_the_gpus_of_each_service_and_what_the_machine_lacks() -> None:
+def test_dry_run_shows_the_gpus_of_each_service_and_the_missing_ones() -> None:
     wanted = ("services.policy-trainer.gpus=2", "services.reference.gpus=2", "services.rollout={gpus: 1, instances: 2}")
     colocate = str(QUICKSTART.with_name("colocate.yaml"))
     done = cluster(colocate, "--dry-run", *(each for value in wanted for each in ("--set", value)))
@@ -433,7 +433,7 @@ def test_stop_ends_the_run(tmp_path: Path) -> None:
         (["logs", "schedular"], "did you mean 'scheduler'"),
     ],
 )
-def test_unknown_service_is_one_line_and_exit_status_2(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_unknown_service_gives_one_line_and_exit_status_2(tmp_path: Path, arguments: list[str], said: str) -> None:
     with launched(tmp_path / "run") as here:
         wait_for("the topology", lambda: (here.path / "topology.yaml").exists() and (here.path / "run.json").exists())
         done = ctl(here.path, *arguments)
@@ -442,7 +442,7 @@ def test_unknown_service_is_one_line_and_exit_status_2(tmp_path: Path, arguments
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_missing_run_is_one_line_and_exit_status_2(tmp_path: Path) -> None:
+def test_a_missing_run_gives_one_line_and_exit_status_2(tmp_path: Path) -> None:
     done = ctl(tmp_path, "status")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -463,7 +463,7 @@ def test_logs_are_readable_and_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("service", ["scheduler", "batch-store", "monitor"])
-def test_real_light_service_that_is_killed_comes_back(tmp_path: Path, service: str) -> None:
+def test_a_killed_real_light_service_is_restarted(tmp_path: Path, service: str) -> None:
     with launched(tmp_path / "run", tiny=TINY) as here:
         before = here.wait_ready()
         run = here.run

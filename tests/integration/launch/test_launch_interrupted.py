@@ -235,7 +235,7 @@ def use_up_files(mount: Path) -> None:
         ("shm", use_up_files, "and 0 of 1000 files left"),
     ],
 )
-def test_a_full_disk_at_the_start_is_one_line_and_leaves_nothing(
+def test_a_full_disk_at_the_start_gives_one_line_and_leaves_nothing(
     tmp_path: Path, temporary: Path, mount: Path, full: str, use_up: Callable[[Path], None], said: str
 ) -> None:
     """A full TMPDIR causes no error, because Python then uses the next of its temporary directories."""
@@ -251,7 +251,7 @@ def test_a_full_disk_at_the_start_is_one_line_and_leaves_nothing(
     assert all(each.name.startswith("junk") for each in left), left
 
 
-def test_a_full_disk_at_resume_is_one_line_and_the_run_resumes_when_there_is_room(
+def test_a_full_disk_at_resume_gives_one_line_and_the_run_resumes_when_there_is_room(
     mount: Path, temporary: Path, shm: Path
 ) -> None:
     path = mount / "run"

@@ -93,7 +93,9 @@ def test_scaling_up_starts_instances_scaling_down_drains_the_highest_and_the_top
         (["restart", "rollout", "--all"], "name a service or give --all"),
     ],
 )
-def test_an_impossible_request_is_one_line_and_exit_status_2(here: Launched, arguments: list[str], said: str) -> None:
+def test_an_impossible_request_gives_one_line_and_exit_status_2(
+    here: Launched, arguments: list[str], said: str
+) -> None:
     before = here.run.topology.read_text()
     done = ctl(here.path, *arguments)
     assert done.returncode == 2

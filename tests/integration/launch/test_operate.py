@@ -169,7 +169,7 @@ def test_doctor_names_a_stopped_process_and_trace_tells_the_fate_of_its_tasks(li
     assert ("supervisor/0", "process died") in [(each["service"], each["what"]) for each in story]
 
 
-def test_trace_tells_a_task_from_admission_to_collection(live: Cluster) -> None:
+def test_trace_tells_the_story_of_a_task_from_admission_to_collection(live: Cluster) -> None:
     trained = [ids for state, ids in live.journaled_steps().values() if state == "TRAINED"]
     task_id = trained[0][0]
     story = json.loads(ctl(live.path, "trace", task_id, "--json").stdout)["story"]
@@ -206,7 +206,7 @@ def test_supervisor_tells_the_same_story_to_other_machines(live: Cluster) -> Non
     assert asyncio.run(told())[:10] == [each["what"] for each in here][:10]
 
 
-def test_trace_of_an_unknown_task_is_one_line_and_exit_status_2(live: Cluster) -> None:
+def test_trace_of_an_unknown_task_gives_one_line_and_exit_status_2(live: Cluster) -> None:
     done = ctl(live.path, "trace", "train/0/12345678")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

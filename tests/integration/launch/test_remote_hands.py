@@ -148,7 +148,7 @@ def test_only_logs_of_this_run_can_be_read_by_name(away: Away, name: str) -> Non
     assert refused.value.code == ErrorCode.BAD_REQUEST
 
 
-def test_a_wrong_name_is_one_line_on_another_machine(away: Away) -> None:
+def test_a_wrong_name_gives_one_line_on_another_machine(away: Away) -> None:
     done = away.ctl("operator", "restart", "rolout")
     assert done.returncode == 2
     assert done.stderr.strip() == "no service 'rolout'; did you mean 'rollout'?"

@@ -1,4 +1,4 @@
-"""The shards of a step in a worker that streams them: later calls reuse what one call fetched."""
+"""The shards of a step in a worker that streams them: later calls reuse the shards that one call fetched."""
 
 from __future__ import annotations
 

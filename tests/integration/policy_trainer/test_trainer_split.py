@@ -65,7 +65,8 @@ def test_two_ranks_write_the_metrics_of_one(run: RunDir, layout: Layout, options
 
 
 def test_a_checkpoint_passes_through_other_backends_and_world_sizes_without_losing_a_bit(run: RunDir) -> None:
-    """Two tensor-parallel megatron ranks load and save again what one torch rank saved, and torch continues from it."""
+    """Two tensor-parallel megatron ranks load and save the checkpoint of one torch rank, and torch continues from the
+    result."""
     found: dict[str, dict[str, bytes]] = {}
 
     async def weights(bench: Bench, workers: WorkerDispatch, lineage: int, step: int) -> dict[str, bytes]:

@@ -121,7 +121,7 @@ def test_versions_and_the_drill_arrive_completely_over_one_communicator_per_engi
     assert ends.engines[1].receives(1)["digest"] == first  # The version is served as long as the store has it.
 
 
-def test_a_version_that_was_not_published_is_refused_and_costs_nothing(ends: Ends) -> None:
+def test_a_version_that_was_not_published_is_refused_without_further_effect(ends: Ends) -> None:
     published = ends.publish(3)
     held = ends.engines[0].receives(3)["communicator"]
     refused = ends.engines[0].receives(99)

@@ -143,7 +143,7 @@ def test_an_engine_killed_within_a_group_loses_no_task_and_trains_none_twice(see
     assert len(trained) == len(set(trained)) == STEPS * TASKS
 
 
-def test_a_prompt_longer_than_the_context_is_lost_by_name_and_another_task_takes_its_place(seen: Seen) -> None:
+def test_a_prompt_longer_than_the_context_is_dropped_by_name_and_replaced_by_another_task(seen: Seen) -> None:
     (lost,) = [each for each in seen.run.log("rollout") if each["event"] == "task dropped"]
     assert lost["task_id"] == f"train/0/{LONG_ROW}"
     assert "prompt of 600 tokens: the limit is 504 (the model's context of 512 less 8 new tokens)" in lost["reason"]

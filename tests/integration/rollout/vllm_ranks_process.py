@@ -107,7 +107,7 @@ class Ranks(Scenario):
 
 
 def understood() -> dict[str, Any]:
-    """Return what vLLM's own engines read from our offers; they refuse unknown fields."""
+    """Return the values that vLLM's own engines read from our offers. They refuse unknown fields."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 

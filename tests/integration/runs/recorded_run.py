@@ -57,7 +57,8 @@ class Recording:
 def record(running: Cluster, steps: int, folder: Path) -> Recording:
     """Copy the journal and shards of a cluster that keeps its tasks, once `steps` steps are committed.
 
-    The journal is copied first: it names only what is already in a store, and a store never changes a sealed file.
+    The journal is copied first: it names only shards that are already in a store, and a store never changes a sealed
+    file.
     """
     rows = running.wait_for(f"step {steps}", lambda: found if len(found := running.rows()) >= steps else None)
     with (

@@ -1,5 +1,5 @@
 """Policy, reference and engine on the same devices: a run in which each is killed during its turn, and one hangs,
-trains exactly what the same run trains with separate devices.
+trains to exactly the same bits as the same run with separate devices.
 
 Residency over time is read from the scheduler's log, which has one line for every change of its ledger.
 """

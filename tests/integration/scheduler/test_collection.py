@@ -219,7 +219,7 @@ def test_a_killed_workers_shards_are_collected_and_its_late_puts_are_refused(tmp
     asyncio.run(main())
 
 
-def test_reconciliation_removes_what_the_scheduler_does_not_know(tmp_path: Path) -> None:
+def test_reconciliation_removes_shards_that_the_scheduler_does_not_know(tmp_path: Path) -> None:
     run = make_run(tmp_path, store=STORE_ROOM)
 
     async def main() -> None:

@@ -40,7 +40,7 @@ def scheduler(run: RunDir) -> Iterator[Scheduler]:
 
 
 class Puts:
-    """The puts that the store sealed. It refuses other bytes under the same fence, and what it has cleared."""
+    """Puts that the store sealed. It refuses other bytes under the same fence, and late puts of cleared tasks."""
 
     def __init__(self, world: World) -> None:
         self._result = world.result

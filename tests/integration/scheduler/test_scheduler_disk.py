@@ -100,7 +100,7 @@ def ended(process: subprocess.Popen[bytes]) -> str:
     return errors.decode().splitlines()[-1]
 
 
-def test_full_disk_is_one_line_and_no_lease_is_lost(mount: Path, tmp_path: Path) -> None:
+def test_a_full_disk_gives_one_line_and_loses_no_lease(mount: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, mount)
     process = start(run)
     junk = mount / "junk"
@@ -164,7 +164,7 @@ def test_scheduler_that_fails_while_a_store_hangs_ends(tmp_path: Path) -> None:
         run.remove_volatile()
 
 
-def test_journal_that_may_not_grow_is_one_line_and_no_lease_is_lost(tmp_path: Path) -> None:
+def test_a_journal_that_may_not_grow_gives_one_line_and_loses_no_lease(tmp_path: Path) -> None:
     run = make_run(tmp_path, tmp_path)
     process = start(run)
 

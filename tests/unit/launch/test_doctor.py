@@ -83,7 +83,7 @@ def test_full_store_is_named_with_its_room_and_its_producers() -> None:
     assert wrong(examined(store=answer(room), rollout=answer())) == []
 
 
-def test_judge_outage_names_what_is_not_leased() -> None:
+def test_judge_outage_names_the_tasks_that_are_not_leased() -> None:
     outage = WaitRow(WaitKind.OUTAGE, "the judge of my:fn does not answer", 2.0, 600.0)
     paused = WaitRow(WaitKind.OUTAGE, "nothing is leased", 0.0, 0.0, "rollout/0")
     [finding] = wrong(examined(scheduler=answer(paused), rollout=answer(outage)))

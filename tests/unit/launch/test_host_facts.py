@@ -1,4 +1,4 @@
-"""Whether a host can take part in a run: versions, clocks, and what it lacks."""
+"""Requirements for a host that takes part in a run: versions, clocks, and resources."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_clock_counts_as_wrong_only_beyond_what_the_round_trip_explains(there_
 
 
 @pytest.mark.slow
-def test_a_host_checks_itself_for_a_resolved_topology_and_names_what_it_lacks(tmp_path: Path) -> None:
+def test_a_host_checks_itself_for_a_resolved_topology_and_names_missing_resources(tmp_path: Path) -> None:
     topology = load(write(make(tmp_path)))
     text = topology.to_yaml()
     there = _checked(text)

@@ -140,7 +140,7 @@ def test_log_lines_become_readable_with_their_trace() -> None:
     assert readable("not json") == "not json"
 
 
-def test_last_lines_show_what_a_failed_import_printed(tmp_path: Path) -> None:
+def test_last_lines_show_the_output_of_a_failed_import(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
     (run.logs / "rollout-0.out").write_text("Traceback\nImportError: no torch\n")
     assert last_lines(run, ("rollout", 0), 10)[-1] == "ImportError: no torch"

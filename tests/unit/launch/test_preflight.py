@@ -250,7 +250,7 @@ def test_a_dry_run_and_a_start_give_the_same_one_line_error_and_leave_nothing(mo
     assert [line.split(": ")[1] for line in said[0]] == ["reward.function", "policy.model"]
 
 
-def test_snapshots_that_do_not_fit_are_off_and_one_line_says_so() -> None:
+def test_snapshots_that_do_not_fit_are_turned_off_and_one_line_reports_it() -> None:
     topology = load(QUICKSTART)
     needed = snapshot_bytes(topology)
     assert 4 << 20 < needed < topology.checkpoint.memory

@@ -66,7 +66,7 @@ def test_references_on_cpus_are_scaled_without_a_key(make: Make) -> None:
         ([], "rollout", -1, "use 1 or more"),
     ],
 )
-def test_refusal_is_one_line_and_writes_nothing(
+def test_a_refusal_gives_one_line_and_writes_nothing(
     make: Make, overrides: list[str], service: str, instances: int, why: str
 ) -> None:
     run = make(*overrides)

@@ -116,7 +116,7 @@ def test_story_tells_why_a_task_was_sampled_again(recording: Recording) -> None:
     assert [each.facts["fence"] for each in story if each.what == "leased for rollout"] == [1, 2, 3]
 
 
-def test_story_tells_a_refused_completion(recording: Recording) -> None:
+def test_story_includes_a_refused_completion(recording: Recording) -> None:
     late = recording.bench.granted()
     recording.bench.event(Tick(), after_s=LEASE_S + 1)
     recording.bench.complete(recording.bench.granted())

@@ -182,7 +182,7 @@ def test_two_halves_of_a_batch_add_up_to_the_whole(tmp_path: Path) -> None:
     assert float((gradient(made) - wanted).norm() / wanted.norm()) <= 1e-12
 
 
-def test_gradient_is_that_of_a_plain_formula(tmp_path: Path) -> None:
+def test_the_gradient_equals_that_of_a_plain_formula(tmp_path: Path) -> None:
     flat, advantages, weights = batch()
     made = backend(tmp_path, 64, "float64")
     loss = spec("proximal", tis_cap=2.0)

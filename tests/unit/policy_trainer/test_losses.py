@@ -103,7 +103,7 @@ def by_hand(loss: LossSpec, cur: float, anchor: float, advantage: float) -> tupl
         ("cross_entropy", {}),
     ],
 )
-def test_value_and_gradient_are_those_of_the_formula(name: str, options: dict[str, Any]) -> None:
+def test_value_and_gradient_agree_with_the_formula(name: str, options: dict[str, Any]) -> None:
     loss = spec(name, **options)
     cur, tokens = data()
     total, _ = token_loss(loss, cur, tokens, torch.zeros(M))

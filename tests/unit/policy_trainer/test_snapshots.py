@@ -180,7 +180,7 @@ def test_a_slow_snapshot_does_not_delay_the_next() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_files_are_not_larger_than_the_topology_says(folder: Path, tmp_path: Path, dtype: str) -> None:
+def test_files_are_not_larger_than_the_topology_assumes(folder: Path, tmp_path: Path, dtype: str) -> None:
     (tmp_path / "t").mkdir()
     path = edited(make(tmp_path / "t"), "model: ./model", f"model: {folder}")
     topology = load(path, [f"policy.dtype={dtype}", "services.batch-store.memory=1GiB"])

@@ -456,7 +456,7 @@ def test_a_worker_refuses_an_older_driver_and_an_unknown_one() -> None:
         lane.take_over(7)
 
 
-def test_a_take_over_that_comes_late_does_not_displace_the_newer_driver() -> None:
+def test_a_late_take_over_does_not_displace_the_newer_driver() -> None:
     lane = CallQueue()
     lane.take_over(8, turn=2)
     with pytest.raises(RpcError, match="driver 7 was replaced by 8"):

@@ -1,6 +1,7 @@
-"""The start-up drill that a trainer makes for engines, once, however long it takes and whatever is published meanwhile.
+"""The start-up drill that a trainer makes for engines, once, however long it takes and whichever versions are published
+meanwhile.
 
-tests/integration/policy_trainer/test_transfer.py and tests/property/test_transfer_state.py test what is sent over which
+tests/integration/policy_trainer/test_transfer.py and tests/property/test_transfer_state.py test the transfers over each
 communicator.
 """
 

@@ -180,7 +180,7 @@ def test_oversize_is_refused_at_the_sender() -> None:
         codec.encode(RestartService(service="x" * (5 << 20)), request_id=1, incarnation=2, arrays=almost)
 
 
-def test_control_tensor_over_64_kib_is_refused_by_the_receiver_too() -> None:
+def test_control_tensor_over_64_kib_is_also_refused_by_the_receiver() -> None:
     loose = Limits(body_bytes=1 << 20, frames=64, frame_bytes=64 << 10, total_bytes=8 << 20)
     frames = codec.encode(Ack(), request_id=1, incarnation=2, arrays=[np.zeros((64 << 10) + 1, np.uint8)], limits=loose)
     assert len(codec.decode(frames, loose).tensors) == 1

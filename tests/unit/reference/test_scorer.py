@@ -59,7 +59,7 @@ def scorer_of(folder: Path, max_tokens: int, temperature: float = 1.0) -> Frozen
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_reference_values_are_those_of_each_sequence_alone(temperature: float, tmp_path: Path) -> None:
+def test_reference_values_equal_those_of_each_sequence_alone(temperature: float, tmp_path: Path) -> None:
     scorer = scorer_of(tmp_path, 4096, temperature)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     shards = tasks()

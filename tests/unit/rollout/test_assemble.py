@@ -29,7 +29,7 @@ def task(index: int, *prompt: int) -> ReadyTask:
     return ReadyTask(TaskHandle(f"train/0/{index}", 4), {"prompt": "p"}, list(prompt))
 
 
-def test_shards_are_ragged_and_mark_what_the_policy_sampled() -> None:
+def test_shards_are_ragged_and_mark_the_sampled_tokens() -> None:
     shards = task_shards([answer(5, 2, prompt=(7, 8)), answer(6, prompt=(7, 8))])
     assert tuple(shards) == ROLLOUT.makes
     assert shards["token_ids"].tolist() == [7, 8, 5, 2, 7, 8, 6]

@@ -74,7 +74,7 @@ def test_a_stream_that_ends_early_is_not_a_complete_answer() -> None:
         ask(chunked(b'data: {"at": 0}\n\n'), stream=True)  # The connection breaks here.
 
 
-def test_a_refusal_is_one_line_with_its_status() -> None:
+def test_a_refusal_gives_one_line_with_its_status() -> None:
     with pytest.raises(Refused, match=r"HTTP 404: no such route$") as caught:
         ask([whole(b"no such\n route", "404 Not Found")], stream=False)
     assert caught.value.status == 404

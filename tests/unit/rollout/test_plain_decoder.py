@@ -72,7 +72,7 @@ def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, length
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(("product", "tokens"), [(None, 30), (few_rows.linear, MAX_ROWS + 1)])
 @torch.inference_mode()
-def test_logprobs_of_a_text_are_those_of_the_models_own_modules(
+def test_logprobs_of_a_text_equal_those_of_the_models_own_modules(
     kind: str, product: Product | None, tokens: int
 ) -> None:
     model = model_of(kind, **MODELS[kind])

@@ -55,7 +55,7 @@ def test_a_bad_call_loses_only_its_sample(folder: Path, function: str, what: str
     assert f"my_rewards:{function}: {says}" in reported["last_failure"]
 
 
-def test_processes_that_a_killed_function_started_are_killed_too(folder: Path) -> None:
+def test_processes_that_a_killed_function_started_are_also_killed(folder: Path) -> None:
     ((only,),) = score([[sample("orphan", pids=str(folder / "pid"))]], Line("my_rewards:bad"), timeout_s=0.5)
     assert only.kind == "timeout"
     pid = int((folder / "pid").read_text())

@@ -42,7 +42,7 @@ def shared(store: Any) -> SharedSource:
     return SharedSource(store)
 
 
-def test_a_prepared_lease_gets_what_a_waiting_lease_has_fetched() -> None:
+def test_a_prepared_lease_gets_the_weights_that_a_waiting_lease_has_fetched() -> None:
     async def at_once(work: Callable[[], PreparedTasks]) -> PreparedTasks:
         return work()
 

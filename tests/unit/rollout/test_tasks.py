@@ -65,7 +65,7 @@ def grant(split: str, *indices: int, group_size: int = 4, epoch: int = 0) -> Lea
     )
 
 
-def test_train_tasks_are_sampled_as_the_topology_says(sets: TaskSets) -> None:
+def test_train_tasks_are_sampled_with_the_settings_of_the_topology(sets: TaskSets) -> None:
     prepared = sets.prepare(grant("train", 0, 1))
     sampling = prepared.sampling
     assert (sampling.samples, sampling.temperature, sampling.max_new_tokens) == (4, 0.9, 8)

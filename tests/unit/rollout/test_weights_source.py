@@ -54,7 +54,7 @@ class InPlace(TransformersEngine):
 
 
 SENT: dict[int, Mapping[str, Array]] = {}
-"""Weights by the step of their version; -1 stands for the drill's."""
+"""Weights by the step of their version; -1 is the step of the drill's weights."""
 
 
 class Trainer:
@@ -136,7 +136,7 @@ def test_transfers_are_drilled_once_and_the_store_only_when_it_is_needed() -> No
     asyncio.run(engine.stop())
 
 
-def test_a_trainer_that_is_away_at_the_start_costs_the_drill_of_both_routes() -> None:
+def test_a_trainer_that_is_absent_at_the_start_causes_drills_of_both_routes() -> None:
     engine = started()
     trainer, source, sync, told = scene(engine)
     trainer.away = True

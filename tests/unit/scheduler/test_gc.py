@@ -190,7 +190,7 @@ def test_nothing_is_counted_as_uncovered_after_a_rewind() -> None:
     assert bench.machine.run.uncovered_bytes == 0
 
 
-def test_uncovered_bytes_are_those_of_trained_tasks_that_wait_for_a_checkpoint() -> None:
+def test_uncovered_bytes_count_the_trained_tasks_that_wait_for_a_checkpoint() -> None:
     bench = Bench().start()
     trained(bench, 1)
     trained(bench, 2)
@@ -236,7 +236,8 @@ def test_the_row_of_an_undone_step_that_waits_for_an_evaluation_is_never_written
 
 
 def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_scores() -> None:
-    """The evaluation of version 2 is partly scored and that of version 4 done when both versions are undone."""
+    """The evaluation of version 2 is partly scored, and the evaluation of version 4 is complete, when both versions are
+    undone."""
     made = plan(evals=(EvalPlan("held", rows=range(6), samples=1, every=2),))
     bench = Bench(made, Configure(5, 3, 2, True)).start()
 

@@ -63,7 +63,7 @@ def test_a_kill_between_any_two_parts_of_a_snapshot_leaves_the_old_or_the_new_st
     again.close()
 
 
-def test_a_part_is_bounded_and_old_events_are_deleted_in_parts_too(
+def test_a_part_is_bounded_and_old_events_are_also_deleted_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "PART_EVENTS", 7)

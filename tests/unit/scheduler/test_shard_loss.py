@@ -308,7 +308,7 @@ def inventory(bench: Bench, *entries: tuple[str, int, int]) -> list[Effect]:
     return effects
 
 
-def test_an_inventory_tells_what_is_missing_and_the_store_is_asked_again_about_it() -> None:
+def test_an_inventory_reveals_missing_shards_and_the_store_is_asked_about_them_again() -> None:
     bench = Bench().start()
     bench.complete(grant := bench.granted())
     one, two, three, four = ids(grant)
@@ -325,7 +325,7 @@ def test_a_complete_inventory_causes_no_request() -> None:
     assert ordered(inventory(bench, *((name, 1, CONTENT) for name in ids(grant)))) == []
 
 
-def test_an_inventory_without_the_newest_version_tells_that_it_is_missing() -> None:
+def test_an_inventory_without_the_newest_version_reveals_that_it_is_missing() -> None:
     bench = Bench().start()
     [order] = ordered(bench.event(Listed(STORE, [], first=True, last=True)))
     assert [claim.task for claim in order.claims] == [PutTask("weights/0/0", 1)]

@@ -45,7 +45,7 @@ def test_noise_depends_on_name_and_seed() -> None:
     assert not np.array_equal(one, perturb("a", values, 1))
 
 
-def test_a_parameter_of_zeros_changes_too() -> None:
+def test_a_parameter_of_zeros_also_changes() -> None:
     moved = perturb("bias", np.zeros(5000, np.float32), 0)
     assert moved.std() == pytest.approx(ZERO_SCALE, rel=0.1)
 

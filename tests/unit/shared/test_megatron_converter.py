@@ -111,7 +111,7 @@ def test_a_model_that_cannot_be_reproduced_is_refused(kind: str, options: dict[s
         architecture.read(config(kind, **options))
 
 
-def test_rotations_are_those_of_the_hugging_face_model() -> None:
+def test_rotations_equal_those_of_the_hugging_face_model() -> None:
     scaled: dict[str, Any] = {
         "rope_type": "llama3",
         "rope_theta": 5e5,

@@ -131,7 +131,9 @@ def test_a_run_directory_comes_with_its_keys_and_keeps_them(tmp_path: Path) -> N
         ),
     ],
 )  # fmt: skip
-def test_bad_key_file_is_one_line_that_names_it_and_no_secret(tmp_path: Path, damage: Any, says: str) -> None:
+def test_the_error_of_a_bad_key_file_is_one_line_that_names_it_and_no_secret(
+    tmp_path: Path, damage: Any, says: str
+) -> None:
     folder = tmp_path / "keys"
     create(folder)
     secret = load(folder, Role.SERVICE).secret.decode()
@@ -281,7 +283,7 @@ def test_a_locked_endpoint_admits_no_peer_while_no_gate_answers() -> None:
 
 
 def test_a_peer_cannot_name_its_own_role() -> None:
-    """Metadata in a client's handshake, including a User-Id, does not replace that of the gate."""
+    """Metadata in a client's handshake, including a User-Id, does not replace the metadata of the gate."""
     roles: list[Role] = []
 
     async def main() -> None:
@@ -338,7 +340,7 @@ def test_a_mailbox_answers_on_ipc_and_tcp_and_a_client_can_move_between_them() -
 
 
 def test_the_largest_body_goes_through_encrypted() -> None:
-    """libzmq counts the bytes that encryption adds to a frame; over its limit the peers would reconnect for ever."""
+    """libzmq counts the bytes that encryption adds to a frame; over its limit the peers would reconnect forever."""
 
     async def main() -> None:
         room = CONTROL.body_bytes - len(codec.encode_body(LogLines(lines=[""], position=0))) - 4
@@ -437,6 +439,6 @@ def test_another_request_under_a_used_id_is_a_conflict_during_and_after_the_firs
     asyncio.run(main())
 
 
-def test_key_files_belong_to_the_user_who_made_them(tmp_path: Path) -> None:
+def test_key_files_belong_to_the_user_that_made_them(tmp_path: Path) -> None:
     create(tmp_path / "keys")
     assert {path.stat().st_uid for path in (tmp_path / "keys").iterdir()} == {os.geteuid()}

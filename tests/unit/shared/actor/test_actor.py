@@ -235,7 +235,7 @@ def test_telemetry_that_is_larger_than_a_message_is_dropped_and_counted(run: Run
     asyncio.run(main())
 
 
-def test_telemetry_counts_what_it_drops_and_arrives_in_order(run: RunDir) -> None:
+def test_telemetry_counts_its_drops_and_arrives_in_order(run: RunDir) -> None:
     async def main() -> None:
         seen: list[Telemetry] = []
         sender = TelemetrySender("quiet", 0, 7)

@@ -1,6 +1,6 @@
-"""Every key of the topology has an effect or is refused. Changing one key changes what the launcher starts, what the
-scheduler is told or how a task is sampled; or a named test shows its effect, and the product reads it where this file
-says. A new key of the schema must be entered here.
+"""Every key of the topology has an effect or is refused. Changing one key changes the launcher's processes, the
+scheduler's plan or the sampling of a task; or a named test shows its effect, and the product reads it at the place
+named here. A new key of the schema must be entered here.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "checkpoint.memory": (
         "launch/preflight.py",
         "topology.checkpoint.memory",
-        "unit/launch/test_preflight.py::test_snapshots_that_do_not_fit_are_off_and_one_line_says_so",
+        "unit/launch/test_preflight.py::test_snapshots_that_do_not_fit_are_turned_off_and_one_line_reports_it",
     ),
     "lease.lease_s": (
         "services/scheduler/server.py",
@@ -496,7 +496,7 @@ def test_a_prompt_ends_with_the_assistants_opening_only_if_asked_for() -> None:
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_keys_tested_elsewhere_are_read_where_this_file_says_and_have_their_test(key: str) -> None:
+def test_keys_tested_elsewhere_are_read_at_the_place_named_here_and_have_their_test(key: str) -> None:
     file, read, test = ELSEWHERE[key]
     assert read in (ROOT / file).read_text()
     where, _, name = test.partition("::")

@@ -249,7 +249,7 @@ def test_override_that_is_not_yaml_is_refused(folder: Path) -> None:
     assert line.startswith("--set run.name=[1: value is not YAML (")
 
 
-# ------------------------------------------------------------------------------ what this build can do
+# ------------------------------------------------------------------------------ options of this build
 
 
 @pytest.mark.parametrize(
