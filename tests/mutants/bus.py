@@ -128,7 +128,7 @@ BUS = [
         "::test_requests_for_too_much_are_refused_or_truncated_and_take_little_memory",
     ),
     Mutation(
-        "a handler that outlives its caller's deadline goes on",
+        "a handler that outlives its caller's deadline continues",
         MAILBOX,
         "asyncio.timeout_at(call.deadline if not call.one_way else None)",
         "asyncio.timeout_at(None)",

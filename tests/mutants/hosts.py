@@ -19,7 +19,7 @@ HOSTS = [
         "tests/unit/launch/test_supervisor_server.py::test_only_the_death_of_the_supervisors_own_process_is_confirmed",
     ),
     Mutation(
-        "a process that nobody saw end is never over",
+        "a process whose end was not observed never counts as ended",
         SCHEDULER,
         "return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S",
         "return known is None or known.incarnation != incarnation",
@@ -40,7 +40,7 @@ HOSTS = [
         "tests/unit/shared/topology/test_topology.py::test_the_trainers_host_has_the_store_into_which_the_trainer_puts",
     ),
     Mutation(
-        "the leases of a lost host run out by themselves",
+        "the leases of a lost host only expire",
         SCHEDULER,
         "self._durable(LeaseExpired(lease.lease_id, not_started=True))",
         "continue",
@@ -55,7 +55,7 @@ HOSTS = [
         PLACES,
     ),
     Mutation(
-        "a process gets GPUs that another one has",
+        "a process gets GPUs of another process",
         BOOK,
         "if name == host.name and other is not unit",
         "if name != host.name and other is not unit",
@@ -69,7 +69,7 @@ HOSTS = [
         RETURNS,
     ),
     Mutation(
-        "an agent that was given up is taken again",
+        "an agent that was given up is accepted again",
         BOOK,
         "if report.incarnation in host.given_up:",
         "if report.incarnation in host.given_up and not host.report:",

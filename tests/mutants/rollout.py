@@ -127,7 +127,7 @@ ROLLOUT = [
         "tests/unit/rollout/test_assemble.py::test_failed_samples_are_left_out_and_counted",
     ),
     Mutation(
-        "a reward that is not a number is a score",
+        "a reward that is not a number counts as a score",
         SCORE,
         '    if not abs(value) <= LIMIT:\n        return Score(None, f"answered',
         '    if abs(value) > LIMIT:\n        return Score(None, f"answered',

@@ -54,14 +54,14 @@ SCHEDULER = [
         f"{LEASES}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
     ),
     Mutation(
-        "a result under a fence that was never given is accepted",
+        "a result under a fence that was never granted is accepted",
         COMPLETING,
         "if result.fence > task.fence:",
         "if False:",
         f"{LEASES}::test_a_fence_that_was_never_granted_is_a_conflict",
     ),
     Mutation(
-        "other content under an accepted fence is a no-op instead of a conflict",
+        "different content under an accepted fence is a no-op instead of a conflict",
         COMPLETING,
         " and accepted.content_hash == result.content_hash:",
         ":",
@@ -152,7 +152,7 @@ SCHEDULER = [
         f"{STEPS}::test_a_repeated_request_for_a_batch_gets_the_same_one_and_a_step_out_of_order_is_a_conflict",
     ),
     Mutation(
-        "a replaced driver is obeyed",
+        "calls of a replaced driver are executed",
         STEPPING,
         "if driver != run.driver:",
         "if False:",
@@ -173,7 +173,7 @@ SCHEDULER = [
         "tests/unit/scheduler/test_refusals.py::test_checkpoint_of_a_step_that_is_not_committed_is_refused",
     ),
     Mutation(
-        "reconciliation clears what is leased or accepted",
+        "reconciliation clears leased or accepted shards",
         COLLECTION,
         "task is None or entry.fence < task.fence",
         "task is None or entry.fence <= task.fence",
@@ -239,14 +239,14 @@ SCHEDULER = [
         "tests/unit/scheduler/test_run_state.py::test_a_task_moves_only_along_the_table_of_transitions",
     ),
     Mutation(
-        "an inventory does not tell what is missing",
+        "an inventory does not reveal missing shards",
         STATE,
         "        if audit.missing:\n",
         "        if False:\n",
         f"{LOSS}::test_an_inventory_reveals_missing_shards_and_the_store_is_asked_about_them_again",
     ),
     Mutation(
-        "the word of a reader is enough to lose a task",
+        "a reader's report alone loses a task",
         STATE,
         "if held is not None and not claim.met(held)]",
         "]",
@@ -320,7 +320,7 @@ SCHEDULER = [
         f"{DAMAGE}::test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_incomplete",
     ),
     Mutation(
-        "another history is taken for the one that the mark names",
+        "another history is mistaken for the marked one",
         JOURNAL,
         "if known not in ([], [(chain,)]) else",
         "if False else",
@@ -354,7 +354,7 @@ SCHEDULER = [
         f"{LOST_END}::test_a_journal_that_ends_anywhere_continues_without_the_effects_of_later_events",
     ),
     Mutation(
-        "leases are numbered as before when the end of the journal is lost",
+        "lease numbers do not jump when the end of the journal is lost",
         "services/scheduler/store_loss.py",
         "run.leases.next_id += MARGIN",
         "run.leases.next_id += 0",

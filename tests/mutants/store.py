@@ -83,7 +83,7 @@ STORE = [
         f"{DAMAGED}::test_a_flipped_bit_is_detected_only_by_readers_of_its_shard",
     ),
     Mutation(
-        "a store that is asked about a shard does not look at its bytes",
+        "a store that is asked about a shard does not check its bytes",
         SERVER,
         "            await self._check(files, request.tasks)\n",
         "",

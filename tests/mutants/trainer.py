@@ -13,7 +13,7 @@ GRADIENTS = "tests/parity/test_gradients_torch.py"
 
 TRAINER = [
     Mutation(
-        "token_mean divides by the samples' longest instead of all tokens",
+        "token_mean divides by the longest sample instead of all tokens",
         "services/policy_trainer/token_weights.py",
         "filled / max(counts.sum(), 1.0)",
         "filled / max(counts.max(), 1.0)",
@@ -63,7 +63,7 @@ TRAINER = [
         f"{LOSSES}::test_importance_weight_is_truncated_at_the_cap",
     ),
     Mutation(
-        "the importance weight is upside down",
+        "the importance weight is inverted",
         f"{WORKER}/losses/mismatch.py",
         "weight = ratio(prox - data.rollout)",
         "weight = ratio(data.rollout - prox)",
@@ -77,7 +77,7 @@ TRAINER = [
         f"{LOSSES}::test_gspo_includes_the_parts_of_a_sequence_on_other_ranks",
     ),
     Mutation(
-        "an extreme log-ratio is not cut",
+        "an extreme log-ratio is not clamped",
         f"{WORKER}/losses/tokens.py",
         "log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()",
         "log_ratio.exp()",
@@ -112,7 +112,7 @@ TRAINER = [
         f"{GRADIENTS}::test_gradients_are_the_same_at_every_micro_batch_size",
     ),
     Mutation(
-        "an update is made of a gradient that is not finite",
+        "an update is made from a gradient that is not finite",
         f"{WORKER}/backend_torch.py",
         "if not math.isfinite(grad_norm):",
         "if False:",
