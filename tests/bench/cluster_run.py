@@ -47,7 +47,7 @@ class Arrival:
 
 @dataclass
 class Cores:
-    """Cores kept busy during a measurement by this process's children and by all other programs."""
+    """Number of cores kept busy during a measurement by this process's children and by all other programs."""
 
     own: float = 0.0
     others: float = 0.0

@@ -41,7 +41,8 @@ SERVICES = (
     "policy-trainer-worker",
 )
 CALM_STEPS = 5
-"""Steps between the moment that everything is READY and a kill; the kill comes at a random moment of the next one."""
+"""Number of steps between the moment at which everything is READY and a kill. The kill comes at a random moment of the
+following step."""
 STEP_S = 1.0
 """Length of the range from which that moment is drawn, about one step."""
 ENOUGH_STEPS = 100_000
@@ -63,7 +64,7 @@ class Kill:
 
 @dataclass
 class Trial:
-    """Reads the logs of a run and kills its services in turn."""
+    """A watcher that reads the logs of a run and kills its services in turn."""
 
     folder: Path
     queue: list[str]

@@ -81,7 +81,8 @@ SCALARS = {"reward": np.float32, "length": np.int32, "version_min": np.int32}
 
 @dataclass(frozen=True)
 class Figures:
-    """`bytes_a_task`: growth of the process's resident memory without snapshots in progress. Rates per second."""
+    """Figures of one load. `bytes_a_task` is the growth of the process's resident memory without snapshots in progress;
+    rates are per second."""
 
     tasks: int
     bytes_a_task: float
@@ -281,7 +282,7 @@ def make_run(folder: Path, tasks: int) -> RunDir:
 
 
 class SocketLoad:
-    """All actors except the scheduler, on one event loop."""
+    """Load over a socket: all actors except the scheduler, on one event loop."""
 
     def __init__(self, run: RunDir) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -58,7 +58,7 @@ class One:
 
 @dataclass
 class Measured:
-    """Syncs of `nbytes`, and the seconds of a one-thread copy of as many bytes before each sync."""
+    """Syncs of `nbytes`, and the seconds of a one-thread copy of the same number of bytes before each sync."""
 
     nbytes: int
     largest_error: float = 0.0

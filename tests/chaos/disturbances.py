@@ -111,7 +111,7 @@ def _kill(each: Round, names: Sequence[str], gap_s: float = 0.0) -> str:
 
 
 def stop_and_go_on(each: Round) -> str:
-    """Stop a process for less than the limit of silence."""
+    """Stop a process for less time than the limit of silence."""
     name, seconds = each.chance.choice(tuple(SERVICES)), each.chance.uniform(0.5, 6)
     pid = each.pid(name)
     if pid is None:
@@ -176,7 +176,7 @@ def jump_the_clock(each: Round) -> str:
 
 
 def delete_the_logs(each: Round) -> str:
-    """Delete the log files, though not their folder, as a log rotation would."""
+    """Delete the log files but not their folder, as a log rotation would."""
     for file in each.run.run.logs.iterdir():
         file.unlink(missing_ok=True)
     return "all files"

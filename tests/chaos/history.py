@@ -12,7 +12,7 @@ from typing import Any
 
 Record = dict[str, Any]
 Task = tuple[str, int]
-"""Task id and fence."""
+"""Task id and fence of a shard."""
 
 
 def read(folder: Path) -> list[Record]:

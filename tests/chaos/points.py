@@ -15,7 +15,8 @@ HOOK = Path(__file__).with_name("hook")
 
 @dataclass(frozen=True)
 class Point:
-    """`signal` is sent before or after (`when`) the `nth` call of `module:name` in a process of `python -m process`."""
+    """Named point. `signal` is sent before or after (`when`) the `nth` call of `module:name` in a process of `python -m
+    process`."""
 
     process: str
     module: str

@@ -1,4 +1,4 @@
-"""proto/SPEC.md describes the code: its catalogue, tables and numbers are compared with it."""
+"""proto/SPEC.md describes the code: its catalogue, tables and numbers are compared with the code."""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ def test_the_stranger_of_another_host_streams_a_shard_that_our_reference_put(exc
 
 
 def test_client_of_a_hundred_lines_puts_and_gets_a_shard(tmp_path: Path) -> None:
-    """It gets its own shard, and one of ours from a file with other shards. Each call runs in a separate process."""
+    """The client gets its own shard, and one of ours from a file with other shards. Each call runs in a separate
+    process."""
     store = StoreProcess(store_process.make_run(tmp_path, memory=16 << 20))
     store.start()
     theirs = np.linspace(0, 1, 3 * 70_001, dtype=np.float32).reshape(3, 70_001)

@@ -53,7 +53,7 @@ INDEX = FOLDER / "index.json"
 FILES = FOLDER / "files.json"
 REFUSED = FOLDER / "refused.json"
 SMALL_FRAMES = Limits(body_bytes=1 << 10, frames=8, frame_bytes=16, total_bytes=1 << 12)
-"""Frames of 16 bytes, so that a tensor of 40 bytes takes three."""
+"""Limits with frames of 16 bytes, so that a tensor of 40 bytes takes three frames."""
 
 
 @dataclass(frozen=True)

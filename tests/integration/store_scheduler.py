@@ -113,7 +113,7 @@ def make_run(
 
 @dataclass
 class Process:
-    """One service, which can be killed and started again."""
+    """Process of one service, which can be killed and started again."""
 
     run: RunDir
     module: str

@@ -73,7 +73,8 @@ def remote(peer: Peer, *, plain: bool = False, inflight_bytes: int = 8 << 20) ->
 
 
 class TcpLine:
-    """Forwards TCP from `port` to `target` at up to `bytes_per_s` (0: no limit); `cut` resets every connection."""
+    """A proxy that forwards TCP from `port` to `target` at up to `bytes_per_s` (0: no limit). `cut` resets every
+    connection."""
 
     def __init__(self, target: int, bytes_per_s: float = 0) -> None:
         self.port = free_port()
@@ -130,7 +131,7 @@ class TcpLine:
 
 
 Message = list[bytes]
-"""Head and payload, which are concatenated even if they do not belong together."""
+"""Head and payload of a message, which are concatenated even if they do not match."""
 
 
 class Meddler:
@@ -145,7 +146,7 @@ class Meddler:
         self._target = target
         self._meddle = meddle
         self.tag_bytes = 0
-        """Bytes of the tag after each message; 0 on an unencrypted connection."""
+        """Number of bytes of the tag after each message, or 0 on an unencrypted connection."""
         self._lines: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()

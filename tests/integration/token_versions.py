@@ -1,4 +1,4 @@
-"""Reads token versions from the shards of a run while it goes on, because its store ends with it. Asserts nothing."""
+"""Reads token versions from the shards of a run while it runs, because its store ends with it. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.integration.whole_cluster import Cluster
 
 
 class TokenVersions:
-    """`of[task_id, fence]`: versions of the sampled tokens of every task ever put, one array per sequence."""
+    """Token versions of a run. `of[task_id, fence]` has the versions of the sampled tokens of every task ever put, one
+    array per sequence."""
 
     def __init__(self, run: Cluster) -> None:
         self._run = run

@@ -28,7 +28,7 @@ JOBS = 2
 LIMIT_S = 300
 """Maximum seconds for one test; a mutant that makes it hang is killed."""
 PASSED, FAILED = 0, 1
-"""Exit statuses of pytest. Any other one means that the tests did not run."""
+"""Exit statuses of pytest. Any other status means that the tests did not run."""
 VERDICTS = {PASSED: "SURVIVED", FAILED: "killed"}
 
 _versions = itertools.count(1_000_000_000)

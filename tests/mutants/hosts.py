@@ -1,4 +1,4 @@
-"""Defects of runs on several hosts: believed deaths, lost hosts, places."""
+"""Defects of runs on several hosts: unconfirmed deaths, lost hosts, placement."""
 
 from __future__ import annotations
 

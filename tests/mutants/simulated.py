@@ -34,7 +34,7 @@ _ALSO = frozenset(
         "a tombstone is written after the clear",
     }
 )
-"""Mutations with a test of their own, which the simulation finds, too."""
+"""Mutations with a test of their own that the simulation also finds."""
 
 SIMULATED = [
     *(

@@ -178,7 +178,7 @@ def test_sequence_masks_keep_the_same_sequences(level: str) -> None:
 
 
 def test_sequence_mask_of_trl_when_its_weight_is_applied() -> None:
-    """TRL multiplies by the ratio of the sequence where we keep that of the token. The quotient is the whole
+    """TRL multiplies by the ratio of the sequence where we keep the ratio of the token. Their quotient is the whole
     difference."""
     trl = load("trl")
     mask = trl["input/mask"].astype(bool)

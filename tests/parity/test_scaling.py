@@ -61,8 +61,8 @@ def gradients(backend: TorchBackend | MegatronBackend, factor: float) -> dict[st
 
 
 def everything(backend: TorchBackend | MegatronBackend) -> dict[str, torch.Tensor]:
-    """Compute the gradients of the loss times 1/N, of its sum, and of 10^4 times it; then an update by the first and by
-    the last."""
+    """Compute the gradients of the loss times 1/N, of its sum, and of the loss times 10^4; then make an update with the
+    first and with the last gradient."""
     _, count = case()
     out: dict[str, torch.Tensor] = {}
     for name, factor in (("loss", 1.0), ("sum", float(count)), ("large", LARGE)):

@@ -187,7 +187,7 @@ def test_an_engine_uses_the_evaluated_version_for_training_as_long_as_a_step_all
 
 
 def test_evaluations_do_not_accumulate_however_many_versions_are_evaluated() -> None:
-    """Every version is evaluated, on more rows than a step has. Once two versions wait, nothing is sampled for a
+    """Every version is evaluated, on more rows than a step has. Once two versions wait, no sample is made for a
     third."""
     run = Run(engines=2, staleness=1, rows=60, every=1, seed=0, lazy=0.0)
     for _ in range(600):

@@ -78,7 +78,7 @@ HOME, AWAY = "batch-store/0", "batch-store/1"
 
 
 class Model:
-    """Drives the machine at random and checks every promise after each event."""
+    """A model that drives the machine at random and checks every promise after each event."""
 
     def __init__(self, staleness: int, seed: int, *, by_completion: bool, collect_at_commit: bool) -> None:
         self.chance = random.Random(seed)

@@ -136,8 +136,8 @@ class Both(RuleBasedStateMachine):
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.writing: dict[str, Writing] = {}
         self.granted: dict[str, int] = {}
-        """Unsealed files and their sizes. Some of their producers are dead, and some files were lost with a life of
-        the store."""
+        """Unsealed files and their sizes. Some of their producers are dead, and some files were lost with an earlier
+        life of the store."""
         self.files: dict[str, tuple[Table, int, Tier]] = {}
         """Sealed files, in the order of their seals."""
         self.zombies: dict[str, tuple[Tier, int]] = {}
@@ -153,7 +153,7 @@ class Both(RuleBasedStateMachine):
         self.cleared: set[tuple[str, int]] = set()
         self.checkpoints: list[int] = []
         self.damaged = False
-        """Whether the store has just lost shards, so that the scheduler may find some missing."""
+        """Whether the store has just lost shards, so that the scheduler may find missing shards."""
         self.store = StoreState(STORE, LIMIT, self.life, SPILL)
         self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=1)
         self.take(self.machine.begin(CONFIG, 0.0))

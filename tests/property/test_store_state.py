@@ -38,7 +38,7 @@ def written(tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> 
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Drives StoreState beside a plain model of the files that exist and the shards that they hold."""
+    """A model that drives StoreState beside a plain record of the files that exist and the shards that they hold."""
 
     def __init__(self) -> None:
         super().__init__()

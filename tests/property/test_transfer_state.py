@@ -1,5 +1,5 @@
 """Engines that request transfers, die, hang and return, in any order. Communicators are never shared, repaired or
-leaked, and trouble of one engine never reaches another."""
+leaked, and the failure of one engine never affects another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every message, dtype and shape that can be encoded is equal after decoding."""
+"""Round trips over the wire: every message, dtype and shape that can be encoded is equal after decoding."""
 
 from __future__ import annotations
 

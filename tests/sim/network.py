@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 IN_PIPE = 0.5
 """Probability that a message is lost if its sender dies while it is under way."""
 TURN_S = 0.0005
-"""Messages arrive at multiples of this time, so that some arrive in one burst."""
+"""Interval in seconds. Messages arrive at its multiples, so that some arrive in one burst."""
 RECONNECT_S = 0.05
 STORE_ENDPOINT = "sim://batch-store-0"
 TENSOR_BYTES = 64 << 10
@@ -39,7 +39,7 @@ KIND = slice(6, 10)
 
 @dataclass(frozen=True)
 class Weather:
-    """How the network treats a message: probabilities of a loss, of a second copy, which is late, and of a delay."""
+    """Conditions of the network: the probabilities of a loss, of a late second copy, and of a delay of a message."""
 
     lost: float = 0.0
     twice: float = 0.0

@@ -89,8 +89,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """SIGKILL, between two callbacks of the process or, with `operations`, before that many further operations:
-    messages sent, transactions committed, files sealed, tombstones written."""
+    """A kill by SIGKILL, between two callbacks of the process or, with `operations`, before that many further
+    operations: messages sent, transactions committed, files sealed, tombstones written."""
 
     key: Key
     operations: int = 0
@@ -102,7 +102,7 @@ class Kill(Fault):
 
 @dataclass(frozen=True)
 class Stop(Fault):
-    """SIGSTOP for some seconds, then SIGCONT."""
+    """A stop by SIGSTOP for some seconds, then SIGCONT."""
 
     key: Key
     for_s: float
@@ -175,7 +175,7 @@ class Scenario:
     size: Size
     faults: tuple[Fault, ...]
     drains: bool = True
-    """Whether the world goes on after the last step until every process has ended."""
+    """Whether the world continues after the last step until every process has ended."""
 
     def smaller(self) -> Iterator[Scenario]:
         """Yield scenarios with a part of this one removed: first faults, then services, then steps."""

@@ -210,7 +210,7 @@ class World:
         self.loop.call_later(0.001, self._supervisor.exited, key, node, status, context=self._supervisor_node.context)
 
     def supervised(self, event: Event) -> None:
-        """End the world with the driver if the scenario does not go on."""
+        """End the world with the driver if the scenario does not continue."""
         if isinstance(event, Exited) and event.key[0] == DRIVER and event.status == 0 and event.run_complete:
             self.complete = True
             if not self.scenario.drains:

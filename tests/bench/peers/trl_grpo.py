@@ -45,7 +45,8 @@ LEARNING_RATE, CLIP_NORM = 3e-4, 1.0
 
 
 class Clock(TrainerCallback):
-    """Records the end of each step, in seconds of `time.perf_counter`. Entry 0 is the beginning of training."""
+    """A callback that records the end of each step, in seconds of `time.perf_counter`. Entry 0 is the beginning of
+    training."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -58,7 +59,8 @@ class Clock(TrainerCallback):
 
 
 class ExactMatch:
-    """Rewards 1.0 where the completion is exactly the answer; records the means of each call (a generation batch)."""
+    """Reward of 1.0 where the completion is exactly the answer. It records the means of each call (a generation
+    batch)."""
 
     __name__ = "exact_match"
 

@@ -1,4 +1,4 @@
-"""A full store spills to disk, then replies BUSY; nothing is lost, duplicated or partly visible."""
+"""A full store spills to disk, then replies BUSY; no data is lost, duplicated or partly visible."""
 
 from __future__ import annotations
 

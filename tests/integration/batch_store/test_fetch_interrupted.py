@@ -1,5 +1,5 @@
-"""Fetches of several requests to one or two stores while a store dies, fails or stays silent return whole data or a
-named error, never a part.
+"""Fetches from one or two stores while a store dies, fails or stays silent. They return whole data or a named error,
+never a part.
 """
 
 from __future__ import annotations

@@ -155,7 +155,8 @@ def test_log_says_that_a_stopped_service_could_not_write_its_stacks(
 def test_slow_services_and_a_stopped_launcher_cause_no_false_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every processor is busy four times over, services stop for less than the limit, and the launcher for longer."""
+    """Every processor has four busy processes, services are stopped for less than the limit, and the launcher is
+    stopped for longer."""
     monkeypatch.setenv("TINY_PING_EVERY_S", "0.2")
     monkeypatch.setenv("TINY_SILENCE_S", "3")
     with launched(tmp_path / "run") as here, contextlib.ExitStack() as load:

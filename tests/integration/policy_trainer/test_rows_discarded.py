@@ -1,4 +1,5 @@
-"""After any crash, metrics.jsonl is a prefix of the journal's rows, and equals them when nothing is in progress."""
+"""After any crash, metrics.jsonl is a prefix of the journal's rows, and equals all of them when no write is in
+progress."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ class Killed(BaseException):
 
 
 class Kills:
-    """Simulates a kill before call number `at` or in the middle of it."""
+    """A simulated kill before call number `at` or in the middle of it."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -159,7 +160,7 @@ def store(data_id: str) -> Register:
 def test_a_kill_at_any_point_of_a_return_neither_loses_nor_duplicates_a_row(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Going back discards the rows of steps 3 to 5."""
+    """The return discards the rows of steps 3 to 5."""
 
     async def scene() -> int:
         kills = 0

@@ -1,4 +1,5 @@
-"""Two ranks write the metrics of one over thirty steps on the same batches, and a checkpoint serves every layout."""
+"""Two ranks write the same metrics as one rank over thirty steps on the same batches, and a checkpoint serves every
+layout."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ __all__ = ["run"]
 STEPS = 30
 LIMIT = 1e-4
 WEIGHTED = ("policy", "kl", "loss")
-"""Sums that the token weights have already turned into means."""
+"""Names of sums that the token weights have already turned into means."""
 
 
 async def rows(bench: Bench, layout: Layout) -> list[dict[str, float]]:
@@ -44,7 +45,7 @@ ROLLOUT = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout
     ("layout", "options"),
     [pytest.param(Layout(2), (), marks=pytest.mark.long), (Layout(2, cp=2), ("parallel: {cp: 2}",))],
 )
-def test_two_ranks_write_the_metrics_of_one(run: RunDir, layout: Layout, options: tuple[str, ...]) -> None:
+def test_two_ranks_write_the_same_metrics_as_one(run: RunDir, layout: Layout, options: tuple[str, ...]) -> None:
     # This is the quickstart's learning rate. Adam's first updates have its size however small the gradient is, so with
     # 1e-3 rounding alone would drive two runs apart by more than the limit within ten steps.
     run.topology.write_text(run.topology.read_text().replace("lr: 1.0e-3", "lr: 3.0e-4"))

@@ -1,4 +1,4 @@
-"""Weight transfers with CUDA: NCCL's communicator keeps its deadline, and another process on the same GPU reads memory
+"""Weight transfers with CUDA: NCCL's communicator meets its deadline, and another process on the same GPU reads memory
 that a trainer exports. Only the last test needs more than one GPU.
 """
 

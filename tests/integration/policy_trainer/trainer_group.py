@@ -19,7 +19,7 @@ POLL_S = 0.1
 
 
 class WorkerGroup:
-    """Ranks 0 to n-1 of `run`; `keep_alive` restarts a rank that has ended."""
+    """Processes of the ranks 0 to n-1 of `run`. `keep_alive` restarts a rank that has ended."""
 
     def __init__(self, run: RunDir, ranks: int) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""Workflows around unmodified agents that use OpenAI's chat completions. The agents themselves import nothing from this
+"""Workflows around unmodified agents that use OpenAI's chat completions. The agents themselves import no module of this
 repository."""
 
 from __future__ import annotations

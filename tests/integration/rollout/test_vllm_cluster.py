@@ -1,5 +1,5 @@
-"""vLLM in a whole run: it learns, its log-probs match the trainer's, it survives a kill, refuses wrong weights (all are
-sent over gloo), and drops by name a prompt longer than its context.
+"""vLLM in a whole run, with weights sent over gloo: the run learns, log-probs match the trainer's, the engine survives
+a kill, refuses wrong weights, and drops by name a prompt longer than its context.
 
 One run serves all but the last test. This process never imports vLLM.
 """

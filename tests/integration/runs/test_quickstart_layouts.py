@@ -19,9 +19,9 @@ pytestmark = pytest.mark.timeout(600)
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 STEPS = 30
 EPS = 1e-4
-"""Adam's epsilon. Adam divides a gradient that is only rounding error by its own size. With the default of 1e-8, two
-layouts with different rounding move such weights apart by the whole learning rate, and after twenty steps a token at
-the clipping limit falls on the other side: grad_norm then differs by 1e-3."""
+"""Value of Adam's epsilon. Adam divides a gradient that is only rounding error by its own size. With the default of
+1e-8, two layouts with different rounding move such weights apart by the whole learning rate, and after twenty steps a
+token at the clipping limit falls on the other side: grad_norm then differs by 1e-3."""
 LIMIT = 1e-4
 LIMIT_S = 500.0
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""`launch.cluster` with tiny services in the place of those named in TINY (comma-separated); the rest are real."""
+"""`launch.cluster` with tiny services instead of those named in TINY (comma-separated); all others are real."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ class TinyDriver(TinyService):
 
 
 class TinyScheduler(TinyService):
-    """Keeps the registered services, and a run of one step that is done when the file `finish` exists."""
+    """A scheduler that keeps the registered services, and a run of one step that is done when the file `finish`
+    exists."""
 
     NAME = "scheduler"
     HEARTBEATS = False

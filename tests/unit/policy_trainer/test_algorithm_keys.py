@@ -1,4 +1,4 @@
-"""Changing any single key of the section `algorithm`, under many settings, is refused at loading or changes training.
+"""Every key of the section `algorithm`: under many settings, changing it is refused at loading or changes training.
 
 Training runs the driver's own step and the workers' own loss over a policy that is a table of logits, so a key that
 has no effect anywhere on the way is found. A new key of the schema must be entered here.
@@ -268,7 +268,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: with tensors of a hundred numbers, threads would only wait for one another."""
+    """Limit torch to one thread: with tensors of a hundred numbers, several threads would only wait for one another."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Order numbers of calls: each is used once per driver incarnation, whatever happens to the ranks meanwhile."""
+"""Order numbers of calls: each is used once per driver incarnation, regardless of the state of the ranks."""
 
 from __future__ import annotations
 

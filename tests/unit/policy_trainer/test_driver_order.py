@@ -74,7 +74,7 @@ def step_batch(step: int) -> StepBatch:
 
 
 class Recorder:
-    """Plays both scheduler and worker for a driver. `calls` records each call and each answer."""
+    """A recorder that acts as both scheduler and worker for a driver. `calls` records each call and each answer."""
 
     def __init__(self, on_call: Callable[[Request], None] = lambda request: None) -> None:
         self.calls: list[tuple[str, Request]] = []

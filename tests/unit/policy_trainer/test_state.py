@@ -335,7 +335,7 @@ def three_steps(*, collect_at_commit: bool) -> Bench:
 
 @pytest.mark.parametrize("collect_at_commit", [False, True])
 def test_a_snapshot_of_the_committed_step_continues_its_lineage(collect_at_commit: bool) -> None:
-    """Even tasks that can no longer be replayed are not lost."""
+    """No task is lost, not even tasks that can no longer be replayed."""
     bench, workers = three_steps(collect_at_commit=collect_at_commit), Workers(-1, held=[(0, 3), (0, 2)])
     standing = resumed(bench, workers, [1])
     assert workers.calls == ["load 0/3"]

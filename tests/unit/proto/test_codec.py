@@ -255,7 +255,7 @@ def test_inline_arrays_are_exchanged_with_msgpack_numpy_in_both_directions() -> 
 
 
 class Bomb:
-    """Pickles to a call that fails the test when it is unpickled."""
+    """An object that pickles to a call that fails the test when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return (pytest.fail, ("something was unpickled",))

@@ -1,4 +1,4 @@
-"""Processes that user code started end with it, however they were detached, and with a service that is killed."""
+"""Processes started by user code end with it, however they were detached, and end with a service that is killed."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_tokens_that_the_lease_may_not_hold_are_sampled_again(
 
 
 class StuckDisk:
-    """Blocks the journal's writer until `go_on` is set, and records the files written afterwards."""
+    """A disk that blocks the journal's writer until `go_on` is set, and records the files written afterwards."""
 
     def __init__(self, journal: PartialJournal, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()

@@ -35,7 +35,7 @@ def prompts() -> PromptBuilder:
 
 
 class _Counting:
-    """Wraps the tokenizer and counts the characters that it is given."""
+    """A wrapper of the tokenizer that counts the characters that it is given."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

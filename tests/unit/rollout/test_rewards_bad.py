@@ -1,4 +1,4 @@
-"""Bad reward functions cost only their own samples and leave no process behind."""
+"""Bad reward functions lose only their own samples and leave no process behind."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.unit.rollout.versions_rig import FIRST, FRESH, lease_of, rig, tasks, 
 
 
 class Store:
-    """Records what is fetched. The first `failing` fetches fail."""
+    """A store that records the fetched versions. The first `failing` fetches fail."""
 
     def __init__(self, failing: int = 0) -> None:
         self.fetched: list[int] = []

@@ -1,4 +1,4 @@
-"""Calls decoded side by side in one table: none waits for the longest, and no sampled token changes."""
+"""Calls decoded side by side in one table: no call waits for the longest one, and no sampled token changes."""
 
 from __future__ import annotations
 

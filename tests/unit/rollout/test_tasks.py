@@ -1,4 +1,4 @@
-"""From a lease to prompts and sampling: templates, limits, and rows that cannot be sampled."""
+"""Prompts and sampling settings of a lease: templates, limits, and rows that cannot be sampled."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.unit.rollout.told_engine import ref_of
 
 
 class Trainer:
-    """Offers a new communicator for each request, once `answers` is set."""
+    """A trainer that offers a new communicator for each request, once `answers` is set."""
 
     def __init__(self) -> None:
         self.asked: list[AskTransfer] = []

@@ -35,7 +35,7 @@ from tests.unit.rollout.test_weights import SEED, base, version
 
 
 class InPlace(TransformersEngine):
-    """Receives weights in place, as vLLM does. Transfers never update the parameter `deaf`."""
+    """An engine that receives weights in place, as vLLM does. Transfers never update the parameter `deaf`."""
 
     ranks = 1
     deaf = ""
@@ -58,7 +58,7 @@ SENT: dict[int, Mapping[str, Array]] = {}
 
 
 class Trainer:
-    """Sends the weights in SENT, unless it is `away`."""
+    """A trainer that sends the weights in SENT, unless it is `away`."""
 
     def __init__(self) -> None:
         self.away = False

@@ -36,7 +36,7 @@ def prompts() -> PromptBuilder:
 
 
 class Bench:
-    """One engine for all tests of this file."""
+    """Bench with one engine for all tests of this file."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -189,7 +189,7 @@ DEATHS = {
 
 
 def check_lost_alone(made: list[list[Made]], says: dict[str, str]) -> None:
-    """Assert that only sample 1 of every task is lost, for its own reason."""
+    """Assert that only sample 1 of every task is lost, for its expected reason."""
     for group, (kind, why) in zip(made, says.items(), strict=True):
         good = [each for each in group if each.score is None]
         lost = [each.score.failure for each in group if each.score is not None]

@@ -61,7 +61,7 @@ class ToldWeights:
 
 
 class ToldEngine:
-    """Implements `services.rollout.engine.Engine` within one event loop."""
+    """An implementation of `services.rollout.engine.Engine` within one event loop."""
 
     def __init__(self) -> None:
         self.before_step: Callable[[int], Awaitable[None]] = _nothing

@@ -1,4 +1,4 @@
-"""When tasks and weights are cleared from the stores."""
+"""Collection: the time at which tasks and weights are cleared from the stores."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def contents(path: Path) -> list[Any]:
 
 
 class Recorder:
-    """Drives a state machine with a real journal, which commits after every event."""
+    """A recorder that drives a state machine with a real journal, which commits after every event."""
 
     def __init__(self, folder: Path) -> None:
         self.history = History(folder, {}, {})

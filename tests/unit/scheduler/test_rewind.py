@@ -1,4 +1,4 @@
-"""Rewinds of a run: the tasks of undone steps come first, and other decisions are kept."""
+"""Rewinds of a run: the tasks of undone steps come before all others, and other decisions are kept."""
 
 from __future__ import annotations
 

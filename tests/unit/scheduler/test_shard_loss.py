@@ -48,7 +48,7 @@ def intact(order: CheckShards, *lost: str) -> dict[tuple[str, int], list[int]]:
 
 
 def report(bench: Bench, tasks: Sequence[PutTask], *lost: str) -> Any:
-    """Report tasks to a scheduler whose store has lost those in `lost`. Return the answer."""
+    """Report tasks to a scheduler whose store has lost the tasks in `lost`. Return the answer."""
     answer = bench.ask(ReportShards(store=STORE, tasks=list(tasks)))
     call = bench.calls
     if answer is not None:

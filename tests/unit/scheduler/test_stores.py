@@ -55,7 +55,7 @@ class TwoHosts(Bench):
         return lost
 
     def acknowledges(self, store: str) -> None:
-        """Acknowledge every clear that `store` was told so far."""
+        """Acknowledge every clear that `store` was sent so far."""
         while told := self.machine.run.clears.head(store):
             self.event(ClearDone(store, len(told)))
 

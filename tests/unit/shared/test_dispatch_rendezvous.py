@@ -10,7 +10,7 @@ GENERATION = 77
 
 
 class Ranks:
-    """Records the answers to every rank."""
+    """A recorder of the answers to every rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -168,7 +168,8 @@ def line_of(child: subprocess.Popen[str], within_s: float = 20.0) -> str:
 
 
 class Echo(Service):
-    """Prints READY and doubles numbers. `ECHO_FAIL` makes its start fail, and `ECHO_SPAWNER` is its parent."""
+    """A service that prints READY and doubles numbers. `ECHO_FAIL` makes its start fail, and `ECHO_SPAWNER` is its
+    parent."""
 
     NAME = "echo"
     HEARTBEATS = False
