@@ -333,10 +333,10 @@ async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
 
 
 class _Rewinds:
-    """Reports each return of the run to an earlier step once."""
+    """Reporter of the run's returns to an earlier step, each of which is shown once."""
 
     def __init__(self, run: RunDir, topology: Topology, told: int) -> None:
-        """`told` is the number of returns that happened before this launch."""
+        """Skip the first `told` returns, which happened before this launch."""
         self._journal = run.journal
         self._deterministic = topology.run.deterministic
         self._told = told

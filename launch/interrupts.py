@@ -13,10 +13,10 @@ from types import FrameType
 
 
 class Interrupts:
-    """Handles the signals for the whole life of the process. Use it only on the main thread.
+    """Handler of the signals for the whole life of the process. Use it only on the main thread.
 
-    A signal raises KeyboardInterrupt, unless `tell` named a function for it. asyncio's own handlers would not do: when
-    the loop closes, it returns the signals to their default action, which ends the process.
+    A signal raises KeyboardInterrupt, unless `tell` named a function for it. asyncio's own handlers would not suffice,
+    because a closing loop returns the signals to their default action, which ends the process.
     """
 
     def __init__(self) -> None:

@@ -118,7 +118,7 @@ def replayed(state: RunState, task_id: str, recorded: Recorded) -> tuple[list[En
 
 
 class _Replay:
-    """Applies the events of a journal and notes their effects on one task."""
+    """Replay of the events of a journal, which notes their effects on one task."""
 
     def __init__(self, state: RunState, task_id: str) -> None:
         self._state = state

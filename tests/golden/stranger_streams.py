@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from stranger import Peer, shard_of
 from xxhash import xxh3_64_intdigest as xxh3
 
-BULK = "<4sBBHIIQ"  # 11
+BULK = "<4sBBHIIQ"  # Section 11 describes the messages.
 HELLO, READ, DATA = 1, 2, 4
 
 
@@ -82,7 +82,7 @@ def stream(store, task, fence, key):
 
 
 def main(where, task, fence, key, file):
-    with open(where) as source:  # 1
+    with open(where) as source:  # Section 1 describes the file.
         access = json.load(source)
     scheduler = far(access["endpoints"]["scheduler"], access)
     me = {"service": "stranger", "instance": 0, "incarnation": scheduler.life, "pid": os.getpid()}

@@ -63,7 +63,7 @@ def rollout(sockets, out):
 
 
 def main(run_dir, out):
-    with open(f"{run_dir}/run.json") as source:  # 1
+    with open(f"{run_dir}/run.json") as source:  # Section 1 describes the file.
         rollout(json.load(source)["sockets"], out)
 
 

@@ -349,7 +349,7 @@ def test_a_ledger_refuses_exactly_the_forbidden_pairs(parts: list[str]) -> None:
 
 
 class Desk:
-    """Sends reports by hand, for conditions that must hold in one exact situation."""
+    """A desk that sends reports by hand, for conditions that must hold in one exact situation."""
 
     def __init__(self, *holders: Holder) -> None:
         self.turns = DeviceTurns(dict.fromkeys(holders, LIMIT_S))

@@ -163,7 +163,7 @@ class Both(RuleBasedStateMachine):
         self.ask(GetRunInfo(driver=1))
         self.publish(0)
 
-    # ---- between the two
+    # ---- messages between scheduler and store
 
     def take(self, effects: list[Effect]) -> Any:
         answer: Any = None

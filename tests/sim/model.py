@@ -285,7 +285,7 @@ class SimEngine:
 
 
 class SimTasks:
-    """Takes the place of the data sets: the prompt of a task is its number."""
+    """Replacement of the data sets, in which the prompt of a task is its number."""
 
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
         sampling = SamplingParams(
@@ -304,7 +304,7 @@ class SimTasks:
 
 
 class SimRewards:
-    """Takes the place of the reward processes."""
+    """Replacement of the reward processes."""
 
     def __init__(self, world: World) -> None:
         self.reachable = asyncio.Event()

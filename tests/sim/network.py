@@ -1,6 +1,6 @@
 """A network between nodes that loses, repeats, delays, reorders and cuts off messages, in place of libzmq's sockets.
 
-`SimContext` takes the place of a `zmq.Context`. Its sockets bring their own pump (`shared.rpc.transport.SelfPumped`).
+`SimContext` replaces a `zmq.Context`. Its sockets bring their own pump (`shared.rpc.transport.SelfPumped`).
 `Mailbox` and `Client` run unchanged above them, with encoding, deadlines, retries and answers that are given once.
 """
 
@@ -124,7 +124,7 @@ class Network:
 
 
 class SimContext:
-    """Makes the sockets of one node."""
+    """Context that makes the sockets of one node."""
 
     def __init__(self, network: Network, node: Node) -> None:
         self._network = network

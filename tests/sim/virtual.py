@@ -71,7 +71,7 @@ def check_topology(size: Size) -> None:
 
 
 class NoStreams:
-    """Takes the place of the store's streams to other hosts."""
+    """Replacement of the store's streams to other hosts."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -90,7 +90,7 @@ def _no_telemetry(*_: Any, **__: Any) -> None:
 
 
 class NoPasses:
-    """Takes the place of the thread that copies the journal's log into its file."""
+    """Replacement of the thread that copies the journal's log into its file."""
 
     error = ""
 

@@ -151,7 +151,7 @@ def test_a_checkpoint_is_ordered_before_the_store_of_one_host_is_full(tmp_path: 
     asyncio.run(main())
 
 
-def test_a_step_replayed_again_and_again_holds_its_proximal_log_probs_once(tmp_path: Path) -> None:
+def test_a_step_replayed_repeatedly_stores_its_proximal_log_probs_once(tmp_path: Path) -> None:
     limit = needed_bytes(tmp_path / "check")
 
     async def main() -> None:

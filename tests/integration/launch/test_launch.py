@@ -336,7 +336,7 @@ def test_dry_run_shows_the_gpus_of_each_service_and_the_missing_ones() -> None:
     assert "CUDA_VISIBLE_DEVICES names 0" in line
 
 
-def test_every_topology_error_is_a_line_and_exit_status_2(tmp_path: Path) -> None:
+def test_every_topology_error_gives_one_line_and_exit_status_2(tmp_path: Path) -> None:
     done = cluster(str(QUICKSTART), "--set", "run.stepz=3", "--set", "algorithm.group_size=none")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) >= 2

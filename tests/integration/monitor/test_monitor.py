@@ -60,7 +60,7 @@ def monitor(run: RunDir) -> Iterator[Monitor]:
 
 
 class Sender:
-    """Sends the telemetry of a service."""
+    """A sender of the telemetry of a service."""
 
     def __init__(self, run: RunDir, service: str = "rollout") -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)

@@ -66,7 +66,7 @@ class AskedLater(threading.Event):
 
 
 class Shown:
-    """Records each note of an engine."""
+    """A recorder of the notes of an engine."""
 
     def __init__(self) -> None:
         self.taken: list[list[list[dict[str, Any]]]] = []

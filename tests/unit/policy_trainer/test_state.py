@@ -243,8 +243,8 @@ def test_an_export_loads_with_equal_logits_and_replaces_an_earlier_one(folder: P
 
 
 class Workers:
-    """A worker group at `step`. It holds the snapshots `held` (lineage, step); states in `damaged` do not load, a
-    checkpoint named by its step and a snapshot by both."""
+    """A worker group at `step`. It holds the snapshots `held` (lineage, step); states in `damaged` do not load, where a
+    checkpoint is named by its step and a snapshot by lineage and step."""
 
     def __init__(
         self, step: int, *, damaged: Sequence[int | tuple[int, int]] = (), held: Sequence[tuple[int, int]] = ()
@@ -411,7 +411,7 @@ def test_each_forward_has_its_own_key_and_the_newest_is_read() -> None:
 
 
 class FakeCall:
-    """Records its answer. The lane uses nothing else of a call."""
+    """A call that records its answer. The lane uses no other part of a call."""
 
     def __init__(self) -> None:
         self.error: RpcError | None = None
