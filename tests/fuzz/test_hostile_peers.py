@@ -279,7 +279,7 @@ def test_large_unread_answers_are_bounded_in_bytes_and_others_get_their_answers(
             assert server.rss_bytes() - before < bound + (48 << 20)
 
 
-def test_connections_of_one_observer_share_a_bound_of_unread_bytes_and_others_get_their_answers(server: Server) -> None:
+def test_connections_of_one_observer_share_a_limit_of_unread_bytes_and_others_get_their_answers(server: Server) -> None:
     before = server.rss_bytes()
     with ExitStack() as stack:
         for asker in range(12):

@@ -47,7 +47,7 @@ ROLLOUT = [
         "services/policy_trainer/worker/weights/publish.py",
         "\nTOLERANCE = 1e-4\n",
         "\nTOLERANCE = 0.1\n",
-        f"{WEIGHTS}::test_the_production_tolerances",
+        f"{WEIGHTS}::test_production_tolerances_have_fixed_values",
     ),
     Mutation(
         "a canary that is NaN passes",

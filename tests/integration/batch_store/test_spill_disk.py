@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> RunDir:
     return make_run(tmp_path, memory=MEMORY, spill=tmp_path / "spill", spill_limit=SPILL)
 
 
-def test_a_directory_serves_instead_of_shared_memory(tmp_path: Path) -> None:
+def test_a_directory_can_replace_shared_memory(tmp_path: Path) -> None:
     run = make_run(tmp_path, memory=MEMORY, shm_root=tmp_path / "folder")
 
     async def main() -> None:

@@ -59,7 +59,7 @@ def cluster(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_run_is_done_when_the_driver_is_and_leaves_nothing(tmp_path: Path) -> None:
+def test_run_is_done_when_the_driver_is_done_and_leaves_nothing(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         run = here.run
@@ -308,7 +308,7 @@ def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     assert "run.seed" in done.stderr
 
 
-def test_directory_of_a_living_run_is_refused(tmp_path: Path) -> None:
+def test_directory_of_a_live_run_is_refused(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         done = cluster(str(QUICKSTART), "--run-dir", str(tmp_path / "run"), "--resume")

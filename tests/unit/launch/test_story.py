@@ -80,7 +80,7 @@ def step(recording: Recording, number: int) -> None:
     recording.bench.ask(CommitStep(driver=1, step=number, metrics={"time/step": 0.25}))
 
 
-def test_story_of_an_undisturbed_task(recording: Recording) -> None:
+def test_story_of_an_undisturbed_task_has_every_event(recording: Recording) -> None:
     step(recording, 1)
     recording.bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     recording.acknowledge_clears()

@@ -362,7 +362,7 @@ def test_silence_of_an_earlier_incarnation_is_ignored() -> None:
     assert world.killed == []
 
 
-def test_process_that_the_scheduler_wants_dead_is_killed_and_counts_as_failed() -> None:
+def test_process_is_killed_on_order_of_the_scheduler_and_counts_as_failed() -> None:
     world = World().run()
     world.feed(e.KillOrdered(ROLLOUT, world.pids[ROLLOUT], "hung on shared devices"))
     assert world.killed == [ROLLOUT]

@@ -146,7 +146,7 @@ def test_ranks_of_another_layout_do_not_see_it(tmp_path: Path) -> None:
     assert held(Snapshots(tmp_path, Layout(2).place(1))) == {(0, 1)}
 
 
-def test_random_numbers_continue() -> None:
+def test_random_numbers_continue_after_states_are_restored() -> None:
     torch.manual_seed(5)
     torch.rand(3)
     kept = random_states()

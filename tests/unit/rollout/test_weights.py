@@ -432,7 +432,7 @@ def test_the_tolerance_of_16_bit_weights_is_calibrated_between_its_floor_and_its
     asyncio.run(engine.stop())
 
 
-def test_the_production_tolerances() -> None:
+def test_production_tolerances_have_fixed_values() -> None:
     """A looser tolerance would miss defects without failing any other test."""
     assert TRAINERS_TOLERANCE == 1e-4
     assert FLOOR == {"bfloat16": 0.02, "float16": 0.003}

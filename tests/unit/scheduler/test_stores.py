@@ -133,7 +133,7 @@ def test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_only_for_them()
     assert (bench.counts()["COLLECTED"], bench.counts()["TRAINED"]) == (8, 0)
 
 
-def test_a_lost_attempt_is_cleared_where_its_holder_puts() -> None:
+def test_a_lost_attempt_is_cleared_in_the_store_of_its_holder() -> None:
     bench = TwoHosts().begin()
     here, there = bench.granted(most=2), bench.granted(most=2, instance=1, life=8)
     bench.event(Tick(), after_s=LEASE_S + 1)

@@ -36,7 +36,7 @@ def test_two_loads_have_the_same_bits(folder: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_dtype_is_the_one_asked_for(folder: Path) -> None:
+def test_the_model_has_the_requested_dtype(folder: Path) -> None:
     assert {each.dtype for each in load_model(folder, "bfloat16").parameters()} == {torch.bfloat16}
 
 

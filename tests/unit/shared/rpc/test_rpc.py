@@ -50,7 +50,7 @@ def ipc():
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_request_and_reply(ipc: str, transport: str) -> None:
+def test_a_request_gets_its_reply(ipc: str, transport: str) -> None:
     async def main() -> None:
         wanted = ipc if transport == "ipc" else "tcp://127.0.0.1:*"
         async with serving(wanted, (GetInventory, double)) as (_, bound), asking(bound) as client:
@@ -210,7 +210,7 @@ def test_deadline_names_the_request_and_the_peer(ipc: str, deadline_s: float) ->
     asyncio.run(main())
 
 
-def test_no_time_left_and_closed_client_fail_at_once(ipc: str) -> None:
+def test_a_call_without_time_or_on_a_closed_client_fails_at_once(ipc: str) -> None:
     async def main() -> None:
         async with asking(ipc) as client:
             with pytest.raises(DeadlineExceeded, match="echo/0"):

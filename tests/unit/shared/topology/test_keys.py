@@ -317,7 +317,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.batch-store.directory": (
         "launch/preflight.py",
         "topology.services.batch_store.directory",
-        "integration/batch_store/test_spill_disk.py::test_a_directory_serves_instead_of_shared_memory",
+        "integration/batch_store/test_spill_disk.py::test_a_directory_can_replace_shared_memory",
     ),
     "checkpoint.every": (
         f"{TRAINER}/publisher.py",
