@@ -88,7 +88,7 @@ TRAINER = [
         "services/policy_trainer/advantages.py",
         "np.sqrt(squares / np.maximum(counts - 1, 1))",
         "np.sqrt(squares / np.maximum(counts, 1))",
-        "tests/unit/policy_trainer/test_advantages_match_the_peers.py::test_grpo_divides_by_the_groups_own_deviation",
+        "tests/unit/policy_trainer/test_advantages.py::test_grpo_divides_by_the_groups_own_deviation",
     ),
     Mutation(
         "gradients are averaged over data and context ranks",
