@@ -34,12 +34,12 @@ SHOWN_LINES = 15
 
 
 class BenchError(Exception):
-    """A side of a benchmark failed. The message is one line, then the last lines of its output."""
+    """Error of a side of a benchmark. The message is one line, then the last lines of its output."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A row of metrics.jsonl and its arrival, in seconds since the start of the command."""
+    """A row of metrics.jsonl and the time of its arrival, in seconds since the start of the command."""
 
     row: dict[str, Any]
     at_s: float

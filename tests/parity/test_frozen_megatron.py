@@ -26,7 +26,7 @@ MAX_TOKENS = 10
 
 
 def other_weights(model: Path) -> dict[str, Array]:
-    """Return the weights of the folder, perturbed."""
+    """Return perturbed weights of the folder's model."""
     return {name: (each * 1.1).numpy() for name, each in load_file(model / "model.safetensors").items()}
 
 

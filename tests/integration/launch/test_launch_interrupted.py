@@ -1,4 +1,5 @@
-"""The launcher at its very start and end: signals, full disks, and a run directory that disappears. Real processes."""
+"""The launcher at its very start and end: signals, full disks, and a run directory that disappears. All processes are
+real."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_new_revision_replaces_only_the_previous_one() -> None:
         gone = [effect.source for effect in state.supersede(put_id)]
         for name in gone:
             del files[name]
-        again = StoreState("store", 1 << 30, 2)  # A restart finds the same in the remaining files.
+        again = StoreState("store", 1 << 30, 2)  # A restart finds the same shards in the remaining files.
         for name, table in files.items():
             assert again.recover(name.removesuffix(".blk"), table.file_bytes, table) == []
         assert again.stats().shards == state.stats().shards
