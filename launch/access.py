@@ -1,4 +1,4 @@
-"""Exports the access of a run for another machine. Connects to nothing itself."""
+"""Exports the access of a run for another machine. The module itself connects to nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def access_of(run: RunDir, role: Role) -> Access:
     if topology.transport.listen is None:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
-            f"run {run.path}: answers this machine only; set transport.listen to an address that others reach",
+            f"run {run.path}: answers only this machine; set transport.listen to an address that others reach",
         )
     endpoints = {service: listen_endpoint(topology.transport, service) for service in ANNOUNCED}
     text = run.topology.read_text() if role == Role.SERVICE else ""

@@ -80,7 +80,7 @@ def main(
     interrupts = Interrupts()
     if attach:
         if overrides or resume or dry_run or detach:
-            _refuse(["--attach: shows a run as it is; give no other option than --run-dir"])
+            _refuse(["--attach: shows a running run and accepts no option other than --run-dir"])
         raise typer.Exit(_attach(topology_file, run_dir))
     if topology_file is None:
         _refuse(["TOPOLOGY.yaml: missing; name the file that describes the run (see launch/topologies/)"])
@@ -136,7 +136,7 @@ def _main(
 
 
 def _reachable(topology: Topology, address: str) -> Topology:
-    """Return `topology` with `address` as the one that other hosts reach."""
+    """Return `topology` with `address` as the address that other hosts use."""
     return topology.model_copy(update={"transport": topology.transport.model_copy(update={"listen": address})})
 
 
@@ -163,7 +163,8 @@ def _plan(topology: Topology) -> list[Key]:
 
 
 def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> None:
-    """Print what would run. `machines` are the host names of the other hosts, as far as they are known."""
+    """Print the processes that would run. `machines` are the host names of the other hosts, as far as they are
+    known."""
     print(f"run directory  {path.absolute()}")
     print(f"steps          {topology.run.steps}")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
@@ -198,9 +199,9 @@ def _launch(
                 RunDir.open(path)
             folder = path if resume else place.folder_for(path)
             if folder != path:
-                stack.callback(shutil.rmtree, folder, ignore_errors=True)  # a finished one has been renamed
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)  # A finished folder has been renamed.
             lock = place.lock(folder, stop_limit_s(topology))
-            with interrupts.held():  # they come before the run exists, or when its removal is arranged
+            with interrupts.held():  # Signals are delivered before the run exists or once its removal is arranged.
                 run = place.reopen(path, topology) if resume else place.create(path, topology, folder)
                 stack.callback(run.remove_volatile)
                 stack.callback(interrupts.ignore)
@@ -215,7 +216,7 @@ def _launch(
         if detach:
             side = detached.detach(run)
             if isinstance(side, detached.Launcher):
-                stack.pop_all()  # what is to be removed belongs to the process that stays
+                stack.pop_all()  # The files to be removed belong to the process that stays.
                 return side.wait()
             stays = side
         begun = time.monotonic()
@@ -234,7 +235,7 @@ def _launch(
     try:
         _summarise(run, ended, metrics, time.monotonic() - begun)
         sys.stdout.flush()
-    except OSError:  # stdout is closed: the exit status still tells the outcome, also when Python flushes at exit
+    except OSError:  # stdout is closed; the exit status still tells the outcome, also when Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return EXIT_DONE if ended.outcome == RunOutcome.DONE else EXIT_FAILED
 
@@ -297,7 +298,7 @@ async def _supervise(
         nonlocal taken
         taken += 1
         if taken == 1:
-            screen.notice("stopping: the open step is finished, then saved (again: kill now)")
+            screen.notice("stopping: the open step will be finished and saved (again: kill now)")
             supervisor.stop("interrupted")
         else:
             screen.notice("killing all services")
@@ -325,7 +326,7 @@ async def _supervise(
 
 
 async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
-    """Kill everything once the directory of the run is gone: nothing that is trained from then on can be kept."""
+    """Kill everything once the directory of the run is gone: training results could not be kept from then on."""
     while True:
         await asyncio.sleep(POLL_S)
         if not place.is_there(run, lock):
@@ -333,10 +334,10 @@ async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
 
 
 class _Rewinds:
-    """Reports each return of the run to an earlier step once."""
+    """Reporter of the run's returns to an earlier step, each of which is shown once."""
 
     def __init__(self, run: RunDir, topology: Topology, told: int) -> None:
-        """`told` is the number of returns that happened before this launch."""
+        """Skip the first `told` returns, which happened before this launch."""
         self._journal = run.journal
         self._deterministic = topology.run.deterministic
         self._told = told

@@ -90,7 +90,7 @@ def restart(
     everything: Annotated[bool, typer.Option("--all", help="restart every process, one after the other")] = False,
     as_json: Json = False,
 ) -> None:
-    """Stop one service, or one instance of it, and start it again. With all, each is READY before the next."""
+    """Stop one service, or one instance of it, and start it again. With all, one process restarts at a time."""
     run, before = context.obj
     with _one_line_errors():
         if everything == bool(name):
@@ -108,7 +108,7 @@ def restart(
 def drain(
     context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
 ) -> None:
-    """Let a rollout or reference finish its leases and end. It stays ended: restart or scale brings it back."""
+    """Let a rollout or reference finish its leases and end. It stays ended until restart or scale starts it again."""
     run, before = context.obj
     with _one_line_errors():
         keys = select(name, _supervised_keys(run))
@@ -124,7 +124,7 @@ def scale(
     instances: Annotated[int, typer.Argument(metavar="N", help="number of instances, 1 or more")],
     as_json: Json = False,
 ) -> None:
-    """Run N instances of a service: start those that are missing, drain those above."""
+    """Run N instances of a service: start missing instances, drain those above N."""
     run, before = context.obj
     with _one_line_errors():
         select(name, _supervised_keys(run))
@@ -164,7 +164,7 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
 @app.command()
 def trace(
     context: typer.Context,
-    task_id: Annotated[str, typer.Argument(metavar="TASK_ID", help="as train/0/17: split, epoch, row")],
+    task_id: Annotated[str, typer.Argument(metavar="TASK_ID", help="task id, such as train/0/17 (split, epoch, row)")],
     as_json: Json = False,
 ) -> None:
     """Tell the story of one task across processes, also after its collection or the end of the run."""
@@ -258,13 +258,13 @@ def _known_keys(run: Run) -> list[Key]:
 
 
 def _supervised_keys(run: Run) -> list[Key]:
-    """Return the processes of the topology and those that the supervisor started since (`ctl scale`)."""
+    """Return the processes of the topology and those that the supervisor has started since (`ctl scale`)."""
     known = _known_keys(run)
     if isinstance(run, RunDir):
         try:
             state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
         except RpcError:
-            return known  # the request itself will say why
+            return known  # The request itself will tell the cause.
         known += [(process.service, process.instance) for process in state.processes]
     return list(dict.fromkeys(known))
 
@@ -275,7 +275,7 @@ def _registered_keys(run: Run) -> list[Key]:
         status = asyncio.run(with_client(run, "scheduler", GetStatus(), Status))
     except RpcError as error:
         if error.code == ErrorCode.BAD_REQUEST:
-            raise  # the scheduler answers and refuses this access
+            raise  # The scheduler answers and refuses this access.
         return []
     return [(row.service, row.instance) for row in status.services]
 

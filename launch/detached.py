@@ -40,7 +40,7 @@ class Detached:
             try:
                 os.write(self._to_launcher, _READY)
             except OSError:
-                pass  # the launcher was ended
+                pass  # The launcher was ended.
             finally:
                 os.close(self._to_launcher)
                 self._to_launcher = -1
@@ -57,7 +57,8 @@ class Launcher:
     def wait(self) -> int:
         """Show the console until every service is READY or the start has failed, and return the exit status."""
         console = Follower(console_of(self.run))
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # also if it was inherited as ignored
+        # This also applies if the signal was inherited as ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             while True:
                 readable, _, _ = select.select([self._from_child], [], [], POLL_S)
@@ -66,7 +67,7 @@ class Launcher:
                     break
             ready = os.read(self._from_child, 1) == _READY
         except KeyboardInterrupt:
-            print("the start goes on without this command")
+            print("the start continues without this command")
             ready = True
         if ready:
             print(f"detached   process {self.pid}")
@@ -113,7 +114,8 @@ def attach(run: RunDir) -> int:
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     console = Follower(file)
     list(console.new_lines())
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if it was inherited as ignored
+    # This also applies if the signal was inherited as ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in tail(file, SHOWN_LINES):
         print(line, flush=True)
     try:
@@ -121,14 +123,14 @@ def attach(run: RunDir) -> int:
             _print_new(console)
             time.sleep(POLL_S)
     except KeyboardInterrupt:
-        print("detached again; the run goes on", flush=True)
+        print("detached again; the run continues", flush=True)
         return 0
     _print_new(console)
     return 0 if _outcome(run) == RunOutcome.DONE else 1
 
 
 def console_of(run: RunDir) -> Path:
-    """Return the file with the console of a detached run."""
+    """Return the file with the console output of a detached run."""
     return run.logs / "console.out"
 
 
@@ -138,7 +140,7 @@ def _print_new(console: Follower) -> None:
 
 
 def _outcome(run: RunDir) -> str:
-    """Return the outcome in the supervisor's log, or an empty text if it was killed."""
+    """Return the outcome in the supervisor's log, or an empty string if the supervisor was killed."""
     for line in reversed(tail(run.log_file(SUPERVISOR, 0), SHOWN_LINES)):
         try:
             entry = json.loads(line)

@@ -1,6 +1,6 @@
 """`ctl doctor`: asks every process of a run what it waits for, and finds the causes in the graph of answers.
 
-A process that does not answer is a finding itself, because a mailbox always answers. `diagnose` is pure.
+A process that does not answer is a finding itself, because a mailbox always answers. `diagnose` is a pure function.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ LEFT_S = 60.0
 TOLD_S = 1.0
 """Seconds after which a wait is listed."""
 POLLS = frozenset({"LeaseRequest", "NextBatch", "WaitEvals", "HoldDevices"})
-"""Requests that are deferred until there is something to do, as a rule."""
+"""Requests that are normally deferred until there is something to do."""
 _STATES = frozenset({WaitKind.PROCESS, WaitKind.STOPPED})
 _AWAY = frozenset(
     {ProcessState.WAITING, ProcessState.BACKOFF, ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED}
@@ -68,12 +68,12 @@ _AWAY = frozenset(
 
 @dataclass
 class Examined:
-    """The answers of the processes of a run, by name; None for a process that should answer and does not."""
+    """Answers of the processes of a run, by name. The answer is None for a process that should answer and does not."""
 
     run: str
     answers: dict[str, Waits | None]
     states: dict[str, str] = field(default_factory=dict)
-    """The states of processes as the supervisor sees them."""
+    """States of processes as the supervisor sees them."""
     troubles: list[TroubleRow] = field(default_factory=list)
     step: int | None = None
     steps: int | None = None
@@ -89,7 +89,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, or a wait that explains itself. `stalls` are the waits that depend on it, nearest first."""
+    """One cause, or a wait that is not wrong by itself. `stalls` are the waits that depend on it, nearest first."""
 
     wrong: bool
     service: str
@@ -103,7 +103,7 @@ class Finding:
 
 
 async def examine(run: Run) -> Examined:
-    """Ask all processes. Raises RpcError if neither the scheduler nor the supervisor can be asked at all."""
+    """Ask all processes. Raises RpcError if neither the scheduler nor the supervisor answers."""
     status, state = await asyncio.gather(
         _or_none(with_client(run, "scheduler", GetStatus(), Status)),
         _or_none(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState)),
@@ -114,7 +114,7 @@ async def examine(run: Run) -> Examined:
     states = {service_name(each.service, each.instance): each.state for each in state.processes} if state else {}
     registered = {service_name(each.service, each.instance): each for each in status.services} if status else {}
     ours = {f"{SUPERVISOR}/0", "scheduler/0", *(name for name, each in states.items() if each not in _AWAY)}
-    # A process that was started by hand may have left: it is not reported as missing for ever.
+    # A process that was started by hand may have left. It is not reported as missing forever.
     foreign = {name for name, row in registered.items() if name not in states and row.heartbeat_age_s < LEFT_S}
     ring = _keyring(run)
     endpoints = {
@@ -155,11 +155,11 @@ def _keyring(run: Run) -> Keyring | None:
     try:
         return keys.load(run.keys, Role.OPERATOR)
     except RpcError:
-        return None  # a run of one host has none
+        return None  # A run on one host has no keys.
 
 
 def _endpoint(run: Run, name: str, row: ServiceRow | None, ring: Keyring | None) -> str:
-    """Return where to ask a process of the run's plan, or an empty text if it is out of reach."""
+    """Return the endpoint of a process of the run's plan, or an empty string if it is out of reach."""
     service, instance = parse_service_name(name)
     if isinstance(run, RunDir):
         away = row is not None and is_tcp(row.endpoint) and not run.socket_file(service, instance).exists()
@@ -170,7 +170,7 @@ def _endpoint(run: Run, name: str, row: ServiceRow | None, ring: Keyring | None)
 
 
 def _endpoint_of(row: ServiceRow, ring: Keyring | None) -> str:
-    """Return the endpoint that a process registered, or an empty text if it is out of reach."""
+    """Return the endpoint that a process registered, or an empty string if it is out of reach."""
     reachable = ring is not None if is_tcp(row.endpoint) else row.host == socket.gethostname()
     return row.endpoint if reachable else ""
 
@@ -186,7 +186,7 @@ async def _ask(context: zmq.Context[zmq.Socket[bytes]], name: str, endpoint: str
 
 
 def _stopped(services: Iterable[ServiceRow]) -> list[WaitRow]:
-    """Return the stopped processes of this host, found without the supervisor, which may be one of them."""
+    """Return the stopped processes of this host. They are found without the supervisor, which may be one of them."""
     here = {(row.service, row.instance): row.pid for row in services if row.host == socket.gethostname()}
     pids: dict[Key, int] = dict(here)
     for pid in here.values():
@@ -202,7 +202,7 @@ def _stopped(services: Iterable[ServiceRow]) -> list[WaitRow]:
 
 
 def diagnose(examined: Examined) -> list[Finding]:
-    """Return the findings: what is wrong, the longest stall first, then the waits that explain themselves."""
+    """Return the findings: causes first, by the length of their stalls, then waits that are not wrong by themselves."""
     graph = _Graph(examined)
     wrong = [*_processes(graph), *_stores(graph), *_services(graph), *_leases(graph), *_troubles(graph)]
     wrong += _unexplained(graph, wrong)
@@ -219,7 +219,7 @@ class _Graph:
         self.stalled = [row for _, row in self.rows if row.kind == WaitKind.STEP and row.since_s >= STALL_S]
 
     def waiters(self, name: str) -> list[tuple[str, WaitRow]]:
-        """Return the waits for a process, apart from those that just began."""
+        """Return the waits for a process, except those that have just begun."""
         service = name.partition("/")[0]
         return [
             (who, row)
@@ -230,7 +230,7 @@ class _Graph:
         ]
 
     def stalls(self, name: str) -> tuple[str, ...]:
-        """Return what depends on a process, nearest first, each process once."""
+        """Return the waits that depend on a process, nearest first, each process once."""
         lines: dict[str, None] = {}
         asked, seen = [name], {name}
         while asked:
@@ -242,7 +242,7 @@ class _Graph:
         return tuple(lines)
 
     def is_stalled(self, name: str) -> bool:
-        """Whether the next step waits for this process."""
+        """Return whether the next step waits for this process."""
         service = name.partition("/")[0]
         return any(row.of in (name, service) for row in self.stalled)
 
@@ -257,7 +257,7 @@ def _processes(graph: _Graph) -> Iterator[Finding]:
         state = graph.examined.states.get(row.of, "")
         slow = state == ProcessState.STARTING and row.since_s >= SLOW_START_S
         if row.kind == WaitKind.PROCESS and not row.of and row.since_s >= SLOW_START_S:
-            yield graph.finding(f"{SUPERVISOR}/0", row.what, row)  # a host without an agent
+            yield graph.finding(f"{SUPERVISOR}/0", row.what, row)  # A host has no agent.
             continue
         if row.kind == WaitKind.STOPPED or (row.kind == WaitKind.PROCESS and (state == ProcessState.BACKOFF or slow)):
             explained.add(row.of)
@@ -318,7 +318,7 @@ def _troubles(graph: _Graph) -> Iterator[Finding]:
 
 
 def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
-    """Yield a stall of the next step that nothing above explains and on which no process works."""
+    """Yield a stall of the next step that no other finding explains and on which no process works."""
     named = {each.service for each in wrong}
     for row in graph.stalled:
         service, is_instance = row.of.partition("/")[0], "/" in row.of
@@ -348,7 +348,7 @@ def _of(row: WaitRow) -> str:
 
 
 def told(row: WaitRow) -> str:
-    """Return a wait in one line: what, since when, until when."""
+    """Return one line that describes a wait, its beginning and its limit."""
     return f"{row.what}{_of(row)}{_times(row.since_s, row.limit_s)}"
 
 

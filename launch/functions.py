@@ -26,13 +26,13 @@ from shared.topology import Topology
 from shared.topology.algorithm import is_function
 
 LIMIT_S = 60.0
-"""Maximum seconds for importing all functions. A rollout allows the modules of its users the same time."""
+"""Maximum seconds for importing all functions. A rollout allows users' modules the same time."""
 _END_S = 10.0
 _REMEDY = {
-    "reward": "mend {key} or its params",
-    "workflow": "mend {key} or workflow.params",
-    "advantage": "mend {key} or algorithm.advantage.params",
-    "loss": "mend {key} or algorithm.loss.params",
+    "reward": "correct {key} or its params",
+    "workflow": "correct {key} or workflow.params",
+    "advantage": "correct {key} or algorithm.advantage.params",
+    "loss": "correct {key} or algorithm.loss.params",
 }
 
 
@@ -78,7 +78,7 @@ def _missing_module(wanted: Wanted) -> str:
 
 
 def _is_ours(wanted: Wanted) -> bool:
-    """Return whether the check runs only our code and imports no library. Unknown builtins are also found this way."""
+    """Return whether the check runs only our code and imports no library. This is also true of unknown builtins."""
     try:
         return wanted.kind == "reward" and is_inline(wanted.path)
     except RpcError:
@@ -91,13 +91,14 @@ def _error_lines(wanted: Wanted, why: str) -> Iterator[str]:
 
 
 def _check_in_process(functions: Sequence[Wanted]) -> list[str]:
-    """Check `functions` in a separate process and return why each cannot be used; empty if it can."""
+    """Check `functions` in a separate process. Return the reason why each cannot be used, or an empty string if it
+    can."""
     ours, theirs = socket.socketpair()
     try:
         child = subprocess.Popen(
             [sys.executable, "-m", "services.rollout.function_check", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # the output of a module would appear between our lines
+            stderr=subprocess.DEVNULL,  # A module's output would appear between our lines.
             pass_fds=(theirs.fileno(),),
             env=child_environment(1),
             start_new_session=True,
@@ -117,7 +118,8 @@ def _check_in_process(functions: Sequence[Wanted]) -> list[str]:
         how = f"its module is still being imported after {LIMIT_S:g} s"
     finally:
         _end(child)
-    if len(found) < len(functions):  # the first without an answer is the culprit; the others are checked next time
+    # The first function without an answer is the culprit; the others are checked next time.
+    if len(found) < len(functions):
         found.append(f"{functions[len(found)].path!r}: {how}")
     return found + [""] * (len(functions) - len(found))
 

@@ -1,10 +1,10 @@
 """Assigns the GPUs of this machine to processes: colocated services share them, all others get their own.
 
-Pure functions. No GPU is given twice to services that do not take turns, and none that the machine does not have.
+Pure functions. Services that do not take turns never share a GPU, and no service gets a GPU that the machine lacks.
 
 A process numbers the GPUs that it sees from 0; the values assigned here are those of CUDA_VISIBLE_DEVICES. A rank of
-the trainer or of the reference sees one GPU, an engine all of its `services.rollout.gpus`. Thus no process can use the
-GPU of another one, by mistake or through a library that always opens the first GPU.
+the trainer or of the reference sees one GPU, and an engine sees all of its `services.rollout.gpus`. Thus no process can
+use the GPU of another one, by mistake or through a library that always opens the first GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.topology.services import DEVICE_SERVICE
 
 @dataclass(frozen=True)
 class _Share:
-    """The GPUs of a service on `host`: its `instances` there, each with `each` GPUs of its own."""
+    """GPUs of a service on `host`, where it has `instances` with `each` GPUs per instance."""
 
     name: str
     host: str | None
@@ -35,8 +35,8 @@ def visible_gpus(topology: Topology, names: Sequence[str] | None = None) -> dict
     """Return CUDA_VISIBLE_DEVICES by process. It is empty for processes to which the topology gives no GPU: they
     compute on the CPU, whatever the machine has.
 
-    `names` are this machine's GPUs in order. With None, and on other hosts, they are numbered 0, 1, ... as far as
-    needed. Raises ValueError if there are too few GPUs (`wanted` returns the number beforehand).
+    `names` are this machine's GPUs in order. With None, and on other hosts, GPUs are numbered from 0. Raises ValueError
+    if there are too few GPUs (`wanted` returns the number beforehand).
     """
     found = {(spec.service, spec.instance): "" for spec in topology.services_plan()}
     for share, first in _placed(topology):
@@ -55,7 +55,8 @@ def wanted(topology: Topology) -> int:
 
 
 def described(topology: Topology) -> str:
-    """Return the GPUs here that each service takes: `policy-trainer 8, reference 8 (the same), rollout 8`."""
+    """Return the GPUs that each service takes on this machine, such as `policy-trainer 8, reference 8 (the same),
+    rollout 8`."""
     together = topology.placement.colocate
     shares = [share for share in _shares(topology) if share.host == topology.home]
     sharing = [share.name for share in shares if share.name in together]

@@ -1,7 +1,7 @@
-"""Names what the processes that compute with the model import, so that spare processes can import it beforehand.
+"""Names the modules that processes computing with the model import, so that spare processes can import them beforehand.
 
-An entry is `module`, or `module:function` for a function that imports. A process imports whatever is missing here when
-it starts, which only takes longer.
+An entry is `module`, or `module:function` for a function that imports. A process imports modules that are missing here
+at its start, which only takes longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _TRANSFORMERS = (
 
 
 def heavy_imports(topology: Topology) -> dict[str, tuple[str, ...]]:
-    """Return the imports of every service of which a spare process is kept. It is empty with `run.spares: false`."""
+    """Return the imports of every service of which a spare process is kept. The result is empty with `run.spares:
+    false`."""
     if not topology.run.spares:
         return {}
     model = (*_TRANSFORMERS, *_modeling(topology.policy.model))
@@ -49,7 +50,7 @@ def heavy_imports(topology: Topology) -> dict[str, tuple[str, ...]]:
             f"services.reference.{backend}",
             *model,
         )
-    if engine != "openai":  # that engine is a client
+    if engine != "openai":  # This engine is a client of a server.
         found["rollout"] = (
             "services.rollout.service",
             f"services.rollout.engines.{engine}_engine",
@@ -60,7 +61,7 @@ def heavy_imports(topology: Topology) -> dict[str, tuple[str, ...]]:
 
 
 def _modeling(model: str) -> tuple[str, ...]:
-    """Return the module of transformers that defines the model, if there is one by the usual name."""
+    """Return the module of transformers that defines the model, if it has the usual name."""
     kind = str(model_files.read_config(model).get("model_type", "")).replace("-", "_")
     spec = find_spec("transformers")
     if spec is None or spec.origin is None or not kind.isidentifier():

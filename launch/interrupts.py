@@ -13,10 +13,10 @@ from types import FrameType
 
 
 class Interrupts:
-    """Handles the signals for the whole life of the process. For the main thread only.
+    """Handler of the signals for the whole life of the process. Use it only on the main thread.
 
-    A signal raises KeyboardInterrupt, unless `tell` named a function for it. asyncio's own handlers would not do: when
-    the loop closes, it returns the signals to their default action, which ends the process.
+    A signal raises KeyboardInterrupt, unless `tell` named a function for it. asyncio's own handlers would not suffice,
+    because a closing loop returns the signals to their default action, which ends the process.
     """
 
     def __init__(self) -> None:
@@ -55,5 +55,5 @@ class Interrupts:
             self._told()
 
     def _raise(self) -> None:
-        self.ignore()  # nothing interrupts what the exception cleans up
+        self.ignore()  # No signal interrupts the cleanup after the exception.
         raise KeyboardInterrupt

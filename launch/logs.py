@@ -54,7 +54,7 @@ def last_lines(run: RunDir, key: Key, lines: int) -> list[str]:
 
 
 class Follower:
-    """Returns the complete lines that were added to a file since the previous call."""
+    """Reader of the complete lines that were added to a file since the previous call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
 """`python -m launch.monitor` shows the present state of a run, then every change. It changes nothing.
 
-Exit status: 0 when the run has ended or at Ctrl-C; 1 when a run on another machine does not answer or stops answering
-(whether it ended cannot be seen from there); 2 when there is no such run or it refuses this access.
+Exit status: 0 when the run has ended or at Ctrl-C; 1 when a run on another machine does not answer or stops answering,
+because its end cannot be observed from there; 2 when there is no such run or it refuses this access.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(
         raise typer.Exit(EXIT_USAGE if error.code == ErrorCode.BAD_REQUEST else EXIT_UNREACHABLE) from None
     except BrokenPipeError:
         pass
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader is gone: print nothing at exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # The reader is gone, so nothing is printed at exit.
 
 
 async def _watch(run: Run, prefixes: tuple[str, ...], show: Callable[[Rows], Coroutine[Any, Any, None]]) -> None:
@@ -80,12 +80,13 @@ async def _watch(run: Run, prefixes: tuple[str, ...], show: Callable[[Rows], Cor
         rows = (row async for row in stream.rows() if row.topic.startswith(prefixes))
         task = loop.create_task(show(rows))
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as in a script's background job
+            # The signal may be ignored, such as in a script's background job.
+            if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, task.cancel)
         with contextlib.suppress(asyncio.CancelledError):
             await task
     if lost:
-        text = f"run {run.name}: the monitor has not answered for {LOST_S:g} s; the run has ended, or the line is cut"
+        text = f"run {run.name}: the monitor has not answered for {LOST_S:g} s; the run ended or the connection broke"
         raise RpcError(ErrorCode.DEADLINE, text)
 
 

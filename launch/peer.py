@@ -39,9 +39,9 @@ def find(run: Path | None, access: Path | None) -> Run:
 
 
 async def with_client(run: Run, service: str, request: Request, reply: type[R], deadline_s: float = DEADLINE_S) -> R:
-    """Return the reply of instance 0 of `service`, which has `deadline_s` seconds.
+    """Return the reply of instance 0 of `service`, which must arrive within `deadline_s` seconds.
 
-    Raises RpcError: `deadline` if it is not running, `bad_request` if it refuses this access.
+    Raises RpcError: `deadline` if the service is not running, `bad_request` if it refuses this access.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
@@ -96,5 +96,5 @@ async def verify_access(context: zmq.Context[zmq.Socket[bytes]], access: Access,
     if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
-            f"{where} does not prove to be part of this run; does this access file belong to another run?",
+            f"{where} did not prove that it belongs to this run; does this access file belong to another run?",
         )

@@ -1,4 +1,4 @@
-"""Creates the directory of a new run, or reopens that of an old one. Two launchers never share a directory."""
+"""Creates the directory of a new run, or reopens the directory of an old one. Two launchers never share a directory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FIXED = (
     "algorithm.tasks_per_step",
     "algorithm.group_size",
 )
-"""Keys fixed by the journal and the checkpoints of a run, which other values would contradict."""
+"""Keys fixed by the journal and the checkpoints of a run, because other values would contradict them."""
 FIXED_BITS = (
     "data.eval",
     "reward",
@@ -72,7 +72,7 @@ def resumable(topology: Topology) -> Path:
 
 
 def lock(path: Path, save_limit_s: float = 0.0) -> int:
-    """Lock the run directory. Return the descriptor of the lock, which the guard shares, so that the lock outlives this
+    """Lock the run directory. Return the lock's descriptor. The guard shares it, so that the lock outlives this
     process.
 
     Waits for the processes of a killed launcher to end, which may first have to write a checkpoint (`save_limit_s`).
@@ -115,7 +115,7 @@ def is_held(path: Path) -> bool:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock an open file or directory until this process and all that inherit the descriptor have ended."""
+    """Lock an open file or directory until this process and all processes that inherit the descriptor have ended."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -128,7 +128,8 @@ def _in_use_error(path: Path, who: str) -> RpcError:
 
 
 def folder_for(path: Path) -> Path:
-    """Return where to make the new run `path`: beside it under a hidden name, or there if it holds files already."""
+    """Return where to make the new run `path`: beside it under a hidden name, or `path` itself if it already holds
+    files."""
     with contextlib.suppress(OSError):
         if any(path.iterdir()):
             return path
@@ -172,7 +173,7 @@ def reopen(path: Path, topology: Topology) -> RunDir:
 def cannot_start_text(path: Path, topology: Topology, error: OSError) -> str:
     """Return one line for an error of the file systems that a run needs at its start.
 
-    For a full one it names the fullest of them, because a failed write does not say where it failed.
+    If one of them is full, the line names the fullest, because a failed write does not tell where it failed.
     """
     text = f"run directory {path.absolute()}: cannot be started: {error.strerror or error}"
     if error.errno not in DISK_FULL_ERRNOS:
@@ -205,11 +206,11 @@ def _value_at(document: dict[str, Any], key: str) -> Any:
 
 
 def is_there(run: RunDir, lock: int) -> bool:
-    """Return whether the directory of the run still is the one that `lock` locks."""
+    """Return whether the directory of the run is still the one that `lock` locks."""
     with contextlib.suppress(OSError):
         return os.path.samestat(run.path.stat(), os.fstat(lock))
     return False
 
 
 def deleted_text(run: RunDir) -> str:
-    return f"run directory {run.path}: was deleted or moved while its run was going on; begin a new run"
+    return f"run directory {run.path}: was deleted or moved during its run; begin a new run"

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @dataclass
 class Findings:
-    """The findings, one line each. A run with errors does not start."""
+    """Findings of the checks, one line each. A run with errors does not start."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ def check(topology: Topology, file: str) -> Findings:
 
 
 def check_host(topology: Topology) -> list[str]:
-    """Return what this host lacks to run rollouts and references of `topology`, one line each."""
+    """Return one line for each requirement of the rollouts and references of `topology` that this host lacks."""
     findings = Findings()
     findings.errors.extend(functions.problems(topology))
     _check_tokenizer(topology, "", findings)
@@ -87,7 +87,7 @@ def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
 
 
 def _sources(topology: Topology) -> dict[str, str]:
-    """Return every data source by the key that names it."""
+    """Return every data source, by the key that names it."""
     sources = {"data.train.source": topology.data.train.source}
     return sources | {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
 
@@ -128,7 +128,7 @@ def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _messages(topology: Topology) -> str:
-    """Return which part of the topology has to be rendered by a chat template; empty if none has."""
+    """Return the part of the topology that needs a chat template, or an empty string if none does."""
     workflow = topology.workflow
     if workflow is not None and workflow.function.startswith("builtin:"):
         return f"workflow.function {workflow.function}"
@@ -136,7 +136,7 @@ def _messages(topology: Topology) -> str:
         try:
             rows = open_source(source, where=key)
         except DataError:
-            continue  # reported by _check_rows
+            continue  # `_check_rows` reports this error.
         for index in range(len(rows)):
             with contextlib.suppress(DataError):
                 if isinstance(rows.row(index)["prompt"], list):
@@ -164,7 +164,7 @@ def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _refused_snapshots(topology: Topology) -> str:
-    """Return why the trainer cannot keep the snapshots that it should keep, or an empty string."""
+    """Return the reason why the trainer cannot keep the requested snapshots, or an empty string."""
     needed, limit = snapshot_bytes(topology), topology.checkpoint.memory
     if needed > limit:
         return (
@@ -193,7 +193,7 @@ def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def check_doors(topology: Topology, file: str, findings: Findings) -> None:
-    """Check that the address and the ports for other hosts can be used, if there are any."""
+    """Check that the address and the ports for other hosts, if any, can be used."""
     transport = topology.transport
     if transport.listen is None:
         return

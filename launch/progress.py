@@ -33,7 +33,7 @@ class Metrics:
     """The rows of metrics.jsonl, read as they are written."""
 
     def __init__(self, path: Path, *, steps: int) -> None:
-        """Rows that already exist (of a resumed run) count for the summary, but not for the pace."""
+        """Read existing rows of a resumed run, which count for the summary, but not for the pace."""
         self._follower = Follower(path)
         self.steps = steps
         self.last: Row = {}
@@ -59,13 +59,13 @@ class Metrics:
             try:
                 row = json.loads(line)
             except ValueError:
-                continue  # a line cut off by a crash, which the scheduler repairs
+                continue  # A crash has cut off the line, and the scheduler repairs it.
             if isinstance(row, dict):
                 rows.append(row)
         return rows
 
     def _take(self, row: Row) -> None:
-        if self.last and int(row.get("step", 0)) <= self.step:  # the run went back, and the file is read again
+        if self.last and int(row.get("step", 0)) <= self.step:  # The run went back, and the file is read again.
             self.accuracy.clear()
             self.first_accuracy.clear()
             self._times.clear()
@@ -110,7 +110,7 @@ class Metrics:
 
 
 class Screen:
-    """The output for progress and notices. On a terminal the progress line stays below the notices."""
+    """Output for progress and notices. On a terminal the progress line stays below the notices."""
 
     def __init__(self, *, plain: bool | None = None) -> None:
         self._plain = not sys.stdout.isatty() if plain is None else plain
@@ -135,8 +135,8 @@ class Screen:
             self._live = None
 
     def notice(self, text: str) -> None:
-        """Print a line that stays."""
-        with contextlib.suppress(OSError):  # stdout is closed or its disk is full: the run continues
+        """Print a permanent line."""
+        with contextlib.suppress(OSError):  # stdout is closed or its disk is full, but the run continues.
             if self._console is not None:
                 self._console.print(text, markup=False, soft_wrap=True)
             else:
@@ -181,7 +181,7 @@ def rewind_text(step: int, committed: int, *, deterministic: bool, cause: str = 
 
 
 class Troubles:
-    """Troubles in the scheduler's status, shown as notices that stay and as a part of the progress line."""
+    """Troubles in the scheduler's status, shown as permanent notices and as a part of the progress line."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[str, int, str], str] = {}
@@ -189,7 +189,7 @@ class Troubles:
         self._counts = ""
 
     def take(self, status: Status) -> list[str]:
-        """Take a new status. Return notices of the troubles that began or ended since the previous one."""
+        """Take a new status. Return notices about the troubles that began or ended since the previous status."""
         now = {(each.service, each.instance, each.kind): each for each in status.troubles}
         notices = [f"{_who(each)}: {each.text}" for key, each in now.items() if key not in self._told]
         over = [key for key in self._told if key not in now and key[2] != TroubleKind.OVERRIDDEN]
@@ -209,7 +209,7 @@ class Troubles:
 
 
 def counts_text(status: Status) -> str:
-    """Return the dropped tasks and lost samples so far, by reason; empty if there are none."""
+    """Return the dropped tasks and lost samples so far, by reason, or an empty string if there are none."""
     parts = []
     if status.dropped:
         parts.append(f"dropped {_by_reason(status.dropped)}")

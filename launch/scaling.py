@@ -1,4 +1,5 @@
-"""`ctl scale`: whether a run can have another number of instances of a service, and what these need. Starts nothing."""
+"""`ctl scale`: checks whether a run can have another number of instances of a service, and their resources. Starts
+nothing."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ def ranks(topology: Topology) -> dict[str, int]:
 
 
 def resize(run: RunDir, service: str, instances: int) -> Resized:
-    """Return what `instances` of a service need, and write the number into the resolved topology of the run.
+    """Return the resources that `instances` of a service need, and write the number into the resolved topology of the
+    run.
 
     The topology has no key for the number of references on CPUs, so --resume does not start the additional ones.
-    Raises RpcError(bad_request), one line, and writes nothing if the run cannot have so many.
+    Raises RpcError(bad_request), one line, and writes nothing if the run cannot have this number.
     """
     now = load(run.topology)
     _check(now, service, instances)
@@ -86,7 +88,7 @@ def _scalable(topology: Topology) -> list[str]:
 
 
 def _setting(topology: Topology, service: str, instances: int) -> str:
-    """Return the override that says the number, or an empty text if the topology has no key for it."""
+    """Return the override that sets the number, or an empty string if the topology has no key for it."""
     if service == "rollout":
         return f"services.rollout.instances={instances}"
     reference = topology.services.reference

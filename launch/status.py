@@ -1,6 +1,6 @@
 """`ctl status`: a combined view of a run from its scheduler and its supervisor, either of which may be down.
 
-Values that neither of them could give are null (None), never guesses.
+Values that neither of them provides are null (None), never guesses.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ async def _reply_or_none(run: Run, service: str, request: Request, reply: type[R
         return await with_client(run, service, request, reply)
     except RpcError as error:
         if error.code == ErrorCode.BAD_REQUEST:
-            raise  # the service answers and refuses this access
+            raise  # The service answers and refuses this access.
         return None
 
 
 def _merge(registered: list[ServiceRow], supervised: list[ProcessRow]) -> list[dict[str, Any]]:
-    """Merge what the supervisor knows (processes, restarts) and the scheduler (hosts, heartbeats), by service."""
+    """Merge the supervisor's rows (processes, restarts) and the scheduler's rows (hosts, heartbeats), by service."""
     known = {(row.service, row.instance): row for row in registered}
     entries: list[dict[str, Any]] = []
     for process in supervised:
@@ -94,7 +94,7 @@ def _merge(registered: list[ServiceRow], supervised: list[ProcessRow]) -> list[d
         age_s = same.heartbeat_age_s if same and process.state not in _GONE else None
         rss_bytes = process.rss_bytes or (same.rss_bytes if same else 0)
         entries.append(_entry(process, process.pid or None, host, process.restarts, age_s, rss_bytes))
-    for row in known.values():  # started by hand or on another host, or the supervisor is down
+    for row in known.values():  # These were started by hand or on another host, or the supervisor is down.
         entries.append(_entry(row, row.pid, row.host, None, row.heartbeat_age_s, row.rss_bytes))
     return entries
 

@@ -1,8 +1,8 @@
 """`ctl trace`: the story of one task across processes, from the scheduler's journal and the logs. It changes nothing.
 
 The journal is replayed up to its present end with the scheduler's own rules, and every event that changed the task is
-told with its time and cause. A compacted journal begins with a snapshot, which remembers only the steps of what came
-before.
+told with its time and cause. A compacted journal begins with a snapshot, which has only the steps of tasks that were
+collected before.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Seen(NamedTuple):
 
 @dataclass
 class Held:
-    """A lease that held the task, for the lines of logs about it and its holder."""
+    """A lease that held the task, used to find log lines about it and its holder."""
 
     lease_id: int
     holder: str
@@ -93,13 +93,13 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
                 entries.append(Entry(committed_at, SCHEDULER, "trained", {"step": step, "now": kind}))
     entries += _logged(run, task_id, held)
     if not entries:
-        text = f"task {task_id!r}: the journal of run {run.path} has none of this name; ids are <split>/<epoch>/<row>"
+        text = f"task {task_id!r}: the journal of run {run.path} has no such task; ids are <split>/<epoch>/<row>"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     return sorted(entries, key=lambda entry: entry.at or 0.0)
 
 
 def _beginning(run: RunDir, recorded: Recorded) -> RunState:
-    """Return the state at the first event of the journal. Raises RpcError(bad_request), one line."""
+    """Return the state before the first event of the journal. Raises RpcError(bad_request), one line."""
     try:
         plan, _ = make_plan(load(run.topology, check_supported=False), run.topology)
         parts = recorded.snapshot()
@@ -113,12 +113,12 @@ def _beginning(run: RunDir, recorded: Recorded) -> RunState:
 
 
 def replayed(state: RunState, task_id: str, recorded: Recorded) -> tuple[list[Entry], list[Held]]:
-    """Apply the events of a journal to `state`. Return what happened to a task, and the leases that held it."""
+    """Apply the events of a journal to `state`. Return the history of one task, and the leases that held it."""
     return _Replay(state, task_id).run(recorded)
 
 
 class _Replay:
-    """Applies the events of a journal and notes what they do to one task."""
+    """Replay of the events of a journal, which notes their effects on one task."""
 
     def __init__(self, state: RunState, task_id: str) -> None:
         self._state = state
@@ -191,7 +191,7 @@ class _Replay:
                     tokens=task.tokens,
                     **({"failed_samples": task.failed} if task.failed else {}),
                 )
-        if after.state not in (before.state, TaskState.LEASED):  # a lease is told with its holder
+        if after.state not in (before.state, TaskState.LEASED):  # A lease is reported with its holder.
             facts: dict[str, Any] = {}
             if isinstance(event, NextBatch | CommitStep):
                 facts["step"] = event.step
@@ -270,7 +270,7 @@ def _cause(event: Durable, task_id: str, lease: TaskLease | None) -> str:
 
 
 def _logged(run: RunDir, task_id: str, held: list[Held]) -> Iterator[Entry]:
-    """Yield what processes logged about the task, its leases, and the ends of their holders meanwhile."""
+    """Yield log lines of processes about the task and its leases, and the ends of the holders during the leases."""
     named = re.compile(rf"(?<![\w/-]){re.escape(task_id)}(?![\w/])")
     for path in sorted(run.logs.glob("*.jsonl")):
         for line in _lines(path):

@@ -29,20 +29,20 @@ class Stream:
     """A connection to the monitor of a run. Use it as an async context manager, then iterate over `rows()`."""
 
     def __init__(self, run: Run, *, ended: Callable[[], bool]) -> None:
-        """`ended` is called while nothing arrives. The stream is over once it returns true."""
+        """Create a stream that ends once `ended` returns true, which is called while nothing arrives."""
         self._run = run
         self._ended = ended
         self._incoming: asyncio.Queue[tuple[int, Update]] = asyncio.Queue(QUEUED_UPDATES)
         self.gaps = 0
-        """Number of times that updates were lost on the way and the state was read again."""
+        """Number of times that updates were lost in transit and the state was read again."""
         self.heard_at = 0.0
-        """Loop time at which the monitor last sent anything."""
+        """Loop time of the last message from the monitor."""
 
     async def __aenter__(self) -> Stream:
         run, loop = self._run, asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = open_socket(self._context, zmq.SUB)
-        # subscribe to everything and filter here: in a sequence with holes a loss could not be seen
+        # Subscribe to all topics and filter here, because a loss cannot be detected in a sequence with holes.
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._address = ""
         if isinstance(run, Access):
@@ -58,7 +58,7 @@ class Stream:
         return self
 
     def _follow(self, address: str) -> None:
-        """Use the address in the snapshot: for other hosts, each life of the monitor takes a new port."""
+        """Connect to the address in the snapshot. For other hosts, each life of the monitor takes a new port."""
         if address and address != self._address:
             if self._address:
                 self._socket.disconnect(self._address)
@@ -74,7 +74,7 @@ class Stream:
         """Yield the last value of every topic, then each change. Starts over after a loss or a restart."""
         incarnation, sequence, checked = _NONE, 0, False
         if isinstance(self._run, Access):
-            await self._take_snapshot()  # gives the address of the stream
+            await self._take_snapshot()  # The snapshot has the address of the stream.
         while True:
             update = await self._next()
             if update is None:
@@ -91,7 +91,8 @@ class Stream:
                     sequence = number
                     yield update[1].row
                     continue
-            # a gap, another life of the monitor, or silence: a full queue drops the newest, which nothing else shows
+            # This is a gap, another life of the monitor, or silence. A full queue drops the newest updates, which only
+            # silence shows.
             taken = await self._take_snapshot()
             if taken is None:
                 incarnation, checked = _NONE, False
@@ -126,7 +127,7 @@ class Stream:
         try:
             decoded = codec.decode(frames[1:])
         except WireError:
-            return  # the gap shows with a later update
+            return  # A later update shows the gap.
         self.heard_at = asyncio.get_running_loop().time()
         if isinstance(decoded.body, Update) and not self._incoming.full():
             self._incoming.put_nowait((decoded.envelope.incarnation, decoded.body))

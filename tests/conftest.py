@@ -13,10 +13,10 @@ from collections.abc import Generator
 import pytest
 from hypothesis import Phase, settings
 
-# Set before anything imports the hub's client: no test may reach the network.
+# This is set before anything imports the hub's client: no test may reach the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Tests send these to processes that they start, which would inherit them as ignored from `nohup` or a script's `&`.
+# Tests send these signals to processes that they start, which would inherit them as ignored from `nohup` or `&`.
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler)
@@ -24,7 +24,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 # Wall-clock deadlines per example would fail on a busy machine.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-# There it matters only that a defect is found, so examples are not minimised.
+# Mutation tests need only the fact that a defect is found, so examples are not minimised.
 settings.register_profile("mutants", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 

@@ -1,4 +1,4 @@
-"""A process that runs out of descriptors for as long as a test wants."""
+"""A helper that makes this process run out of descriptors during a block."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def descriptors_left(count: int) -> Iterator[None]:
-    """Let no more than `count` descriptors be opened during the block."""
+    """Allow at most `count` further descriptors to be opened during the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
-    gc.collect()  # garbage of earlier tests would free descriptors meanwhile
+    gc.collect()  # Otherwise, garbage of earlier tests would free descriptors during the block.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 50 + count, hard))
     try:
         while True:

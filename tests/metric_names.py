@@ -1,4 +1,4 @@
-"""The names that docs/metrics.md lists, for tests that hold rows of metrics.jsonl."""
+"""Names that docs/metrics.md lists, for tests that compare them with rows of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def documented() -> list[re.Pattern[str]]:
 
 
 def undocumented(names: Iterable[str]) -> set[str]:
-    """Return those of `names` that no line of the table covers."""
+    """Return the items of `names` that no line of the table covers."""
     known = documented()
     return {name for name in names if not any(each.fullmatch(name) for each in known)}

@@ -1,5 +1,5 @@
-"""The same GRPO work by the cluster and by TRL's GRPOTrainer, in samples/s. `peers/trl_grpo.py` lists what is equal on
-both sides and what is not.
+"""The same GRPO work by the cluster and by TRL's GRPOTrainer, in samples/s. `peers/trl_grpo.py` lists the settings that
+are equal on both sides and those that differ.
 
 TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
 alternates between generation and training. With a generation batch of at most one step's samples it is on policy, and
@@ -33,11 +33,11 @@ PEER_PYTHON = PEER_ENVIRONMENT / "bin" / "python"
 RECORD = Path(__file__).parent / "peers" / "trl_sweep.json"
 GROUP_SIZE = 8
 COOL_DOWN = 3
-"""Steps that run after the last measured one. Samples of (staleness + 1) steps may be under way, and nothing new is
-sampled at the end of a run, so its last steps have less to do."""
+"""Steps that run after the last measured one. Sampling runs up to (staleness + 1) steps ahead and stops before the end
+of a run, so the last steps have less to do."""
 STALENESS = (1, 0)
 FINALISTS, FINAL_TURNS = 3, 2
-"""The sweep measures each setting once, and the fastest of each staleness this many times more."""
+"""Number of further measurements of the fastest setting for each staleness; the sweep measures every setting once."""
 KEEP_LENGTHS = 1e-7
 """A learning rate so low that the lengths of a random model's answers do not change."""
 
@@ -56,8 +56,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Work:
-    """Steps of `tasks` groups with answers of up to `tokens`. `trained`: the quickstart's model and learning rate; else
-    a random model of its shape, whose answers end after about 64 tokens."""
+    """Steps of `tasks` groups with answers of up to `tokens`. With `trained`, the quickstart's model and learning rate
+    are used, otherwise a random model of its shape, whose answers end after about 64 tokens."""
 
     name: str
     tokens: int
@@ -109,7 +109,8 @@ def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float) -> 
 
 def measure_trl(work: Work, model: Path, settings: Settings, limit_s: float) -> Side:
     """Measure one run of GRPOTrainer. Raises BenchError if it fails or exceeds `limit_s`."""
-    cycle = max(settings.generation_batch // work.samples, 1)  # steps per generation: the run is a multiple of it
+    # A cycle is the number of steps per generation; the run is a multiple of it.
+    cycle = max(settings.generation_batch // work.samples, 1)
     command = [str(PEER_PYTHON), str(PEER), "--model", str(model), "--samples", str(work.samples)]
     command += ["--steps", str(work.steps // cycle * cycle), "--warm-up", str(-(-work.warm_up // cycle) * cycle)]
     command += ["--threads", str(settings.threads), "--micro-batch", str(settings.micro_batch)]
@@ -145,7 +146,7 @@ def grid(work: Work, cores: int) -> Iterator[Settings]:
 
 
 def on_time(work: Work, settings: Settings, staleness: int) -> bool:
-    """Return whether no sample is more than `staleness` updates old."""
+    """Return whether every sample is at most `staleness` updates old."""
     return settings.generation_batch <= (staleness + 1) * work.samples
 
 
@@ -190,7 +191,7 @@ def sweep(
 
 
 def record_of(work: Work) -> dict[str, Any]:
-    """Return what the sweep of `work` recorded. Raises BenchError if there is none."""
+    """Return the record of the sweep of `work`. Raises BenchError if there is none."""
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if work.name not in recorded:
         raise BenchError(f"{RECORD.relative_to(ROOT)} has no sweep of {work.name!r}: run this command with --sweep")
@@ -239,14 +240,15 @@ def model_of(work: Work, folder: Path) -> Path:
     """Return the model of `work`; a random one is created in `folder`."""
     if work.trained:
         return MODEL
-    from tests.bench.random_model import save_random  # imports torch, which the sides import themselves
+    from tests.bench.random_model import save_random  # This imports torch, which the sides import themselves.
 
     save_random(folder / "model")
     return folder / "model"
 
 
 def compare(work: Work, turns: int, limit_s: float, only: str | None = None) -> None:
-    """Print the table of `work`: the cluster at each staleness, TRL, and the ratios. `only`: cluster or trl.
+    """Print the table of `work`: the cluster at each staleness, TRL, and the ratios. `only` restricts it to cluster or
+    trl.
 
     Raises BenchError.
     """
@@ -288,7 +290,8 @@ def compare(work: Work, turns: int, limit_s: float, only: str | None = None) -> 
 
 
 def row(side: str, runs: list[Side]) -> str:
-    """Return a line of the table: the median rate with its range, means of the rest, the maximum that others used."""
+    """Return a line of the table: the median rate with its range, the means of the other figures, and the maximum CPU
+    time of other programs."""
     return FORM.format(
         side,
         spread(each.samples_per_s for each in runs).text(".0f"),

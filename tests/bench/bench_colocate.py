@@ -1,13 +1,13 @@
-"""What colocation saves and costs: peak memory of the node and seconds per step, compared with separate placement.
+"""Savings and costs of colocation: peak memory of the node and seconds per step, compared with separate placement.
 
     python -m tests.bench.bench_colocate [--turns 3]
 
 The same run alternates between both placements on a model of about 63 million parameters: separate (every service keeps
 everything) and colocated (policy, reference and engine take turns). Memory is the proportional set size
-(`/proc/<pid>/smaps_rollup`), which counts a shared page once, summed over all processes of the run about ten times a
+(`/proc/<pid>/smaps_rollup`), which counts a shared page once, summed over all processes of the run about ten times per
 second; shared memory that no process has mapped is not counted. On a CPU the devices' memory is the host's, so this
-figure stands for a GPU's memory. Libraries dominate a small process: a separate run of the quickstart's 0.8M model
-measures them, and the ratio above that baseline is the one of the models' own memory.
+figure takes the place of a GPU's memory. Libraries dominate a small process: a separate run of the quickstart's 0.8M
+model measures them, and the ratio above that baseline compares the memory of the models alone.
 
 All runs sample with the same versions and seeds; their losses are compared and must be equal.
 """
@@ -74,7 +74,7 @@ class Memory:
     looks: list[tuple[float, dict[str, int]]] = field(default_factory=list)
 
     def peak(self, until: float, since: float = 0.0) -> tuple[int, dict[str, int]]:
-        """Return the peak bytes of all processes together, and of each at that time."""
+        """Return the peak bytes of all processes together, and the bytes of each process at that time."""
         within = [found for at, found in self.looks if since <= at <= until]
         most = max(within, key=lambda found: sum(found.values()))
         return sum(most.values()), most
@@ -161,8 +161,8 @@ def _seconds(text: str) -> float:
 
 
 def by_phase(result: Result) -> dict[str, dict[str, int]]:
-    """Return the bytes by service at the peak of each phase, from the first step to the last but one; memory changes at
-    the start and end of a phase."""
+    """Return the bytes by service at the peak of each phase, between the first step and the last but one. Memory also
+    changes at the start and end of a run, which are left out."""
     peaks: dict[str, dict[str, int]] = {}
     for at, found in result.memory.looks:
         if result.ready_at <= at <= result.last_step_at:

@@ -231,7 +231,7 @@ async def time_puts(peer: Peer, tasks: list[TaskShards], folder: Path, turn: int
 
 
 async def time_gets(peer: Peer, work: Work, folder: Path, turn: int) -> dict[str, float]:
-    """Return the seconds of our gets of what was put and of their limits, measured in the order of `turn`."""
+    """Return the seconds of our gets of the same tasks and of their limits, measured in the order of `turn`."""
     tasks, _ = work
     row: dict[str, float] = {}
     write_in_two(tasks, folder)
@@ -275,8 +275,8 @@ async def fresh_store(folder: Path, nbytes: int) -> AsyncIterator[tuple[RunDir, 
 
 
 async def same_host(folder: Path, work: Work, firsts: int, rounds: int) -> tuple[Rows, Rows]:
-    """Return the seconds of ours and of the limits: for the first put into each of `firsts` stores, and for `rounds`
-    later rounds of put and get in the last store.
+    """Return the seconds of our store and of the limits, for the first put into each of `firsts` stores and for
+    `rounds` later rounds of put and get in the last store.
     """
     tasks, keys = work
     first, later = [], []
@@ -403,7 +403,7 @@ async def round_trips(peer: Peer, folder: Path, count: int = ROUND_TRIPS) -> dic
 
 
 class Report:
-    """The tables of the limits: one line per figure and size."""
+    """Report with the tables of the limits: one line per figure and size."""
 
     def __init__(self) -> None:
         self.table = Table()
@@ -418,7 +418,7 @@ class Report:
 
 
 async def measure_size(size: int, firsts: int, rounds: int, report: Report, *, across: bool) -> None:
-    """Measure every figure of ours at one size; `across`: also over TCP."""
+    """Measure all of our figures at one size. With `across`, also measure over TCP."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for label, make, target in (("regular", regular, "0.7"), ("ragged", ragged, "0.5")):
@@ -506,7 +506,7 @@ def peer_software() -> str:
 
 
 def measure_peers(turns: int, rounds: int) -> None:
-    """Print the first and the steady figures of ours and both peers. Raises BenchError."""
+    """Print the first and the steady figures of our store and both peers. Raises BenchError."""
     if not RECORD.exists():
         raise BenchError(f"{RECORD.relative_to(REPOSITORY)} is missing: run this command with --sweep")
     record = json.loads(RECORD.read_text())

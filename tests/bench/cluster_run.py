@@ -28,18 +28,18 @@ TOPOLOGY = ROOT / "launch" / "topologies" / "quickstart.yaml"
 MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
 SAMPLES_PER_STEP = 64 * 8
 POLL_S = 0.05
-"""Resolution of a row's arrival time: thousandths of the measured times."""
+"""Resolution of a row's arrival time, a few thousandths of the measured times."""
 END_S = 30.0
 SHOWN_LINES = 15
 
 
 class BenchError(Exception):
-    """A side of a benchmark failed. The message is one line, then the last lines of its output."""
+    """Error of a side of a benchmark. The message is one line, then the last lines of its output."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A row of metrics.jsonl and its arrival, in seconds since the start of the command."""
+    """A row of metrics.jsonl and the time of its arrival, in seconds since the start of the command."""
 
     row: dict[str, Any]
     at_s: float
@@ -47,7 +47,7 @@ class Arrival:
 
 @dataclass
 class Cores:
-    """Cores kept busy during a measurement by this process's children and by all other programs."""
+    """Number of cores kept busy during a measurement by this process's children and by all other programs."""
 
     own: float = 0.0
     others: float = 0.0
@@ -66,7 +66,7 @@ def measured_cores() -> Iterator[Cores]:
 
 def _busy_s() -> float:
     times = psutil.cpu_times()
-    return float(sum(times[:8]) - times.idle - times.iowait)  # the first eight do not count a guest twice
+    return float(sum(times[:8]) - times.idle - times.iowait)  # The first eight fields do not count guest time twice.
 
 
 def _own_s() -> float:
@@ -139,7 +139,8 @@ def run_cluster(
         while not ended and not enough(arrivals):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(POLL_S)
-            ended = process.poll() is not None  # checked before the file is read, so that the last row is not missed
+            # This is checked before the file is read, so that the last row is not missed.
+            ended = process.poll() is not None
             at_s = time.monotonic() - begun_s
             rows = [json.loads(line) for line in follower.new_lines()]
             arrivals += [Arrival(row, at_s) for row in rows if row["step"] > 0]

@@ -1,4 +1,5 @@
-"""Growth of a run's processes: their resident memory late in a run of the quickstart over that early in it.
+"""Growth of a run's processes: the ratio of their resident memory late in a run of the quickstart to that early in the
+run.
 
     python -m tests.bench.growth [--steps 300] [--from 100] [--turns 1]
 
@@ -65,7 +66,7 @@ class Watch:
                 if SPARE in command:
                     continue
                 found[process.pid] = process.memory_info().rss
-                if command:  # a child has its parent's until it executes its program
+                if command:  # A child has its parent's command line until it executes its program.
                     self.names[process.pid] = name_of(command)
             except psutil.NoSuchProcess:
                 continue

@@ -1,8 +1,8 @@
 """Floating point operations of one forward and backward pass of a decoder, and the peak of a device; no measurement.
 
 MFU, model FLOPs utilisation, is the operations a model needs over those the device could have done in the same time
-(PaLM, Chowdhery et al. 2022, appendix B): 6 per token and matrix weight, 12 per layer, head dimension and pair of
-positions. Causal attention counts in full, recomputation not at all.
+(PaLM, Chowdhery et al. 2022, appendix B): the model needs 6 per token and matrix weight, and 12 per layer, head
+dimension and pair of positions. Causal attention counts in full, and recomputation does not count.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73")
 
 @dataclass(frozen=True)
 class Curve:
-    """`reward[i]` is the mean over the WINDOW steps up to time `seconds[i]`."""
+    """Curve of one run. `reward[i]` is the mean over the WINDOW steps up to time `seconds[i]`."""
 
     staleness: int
     seconds: list[float]

@@ -5,8 +5,8 @@
     python -m tests.bench.recovery --only rollout --timeline    what the processes log until the run goes on
 
 A service is killed by SIGKILL once all services are READY, its spare process (if it has one) is warm, and `CALM_STEPS`
-steps were committed since. Two times are taken. `next commit` ends with the next row of metrics.jsonl; training may go
-on for a while without the killed service, on what it has made before. `with it` ends with the first row after the new
+steps were committed since. Two times are taken. `next commit` ends with the next row of metrics.jsonl; training may
+continue for a while with data that the killed service produced before. `with it` ends with the first row after the new
 process is READY. A row is seen at most `POLL_S` late.
 """
 
@@ -41,21 +41,22 @@ SERVICES = (
     "policy-trainer-worker",
 )
 CALM_STEPS = 5
-"""Steps between the moment that everything is READY and a kill; the kill comes at a random moment of the next one."""
+"""Number of steps between the moment at which everything is READY and a kill. The kill comes at a random moment of the
+following step."""
 STEP_S = 1.0
-"""Length of that moment's range, about one step."""
+"""Length of the range from which that moment is drawn, about one step."""
 ENOUGH_STEPS = 100_000
 
 
 @dataclass
 class Kill:
-    """A kill and what followed, in seconds of the wall clock."""
+    """A kill and the events that followed, in seconds of the wall clock."""
 
     service: str
     pid: int
     at: float
     steps: int
-    """Rows at the time of the kill."""
+    """Number of rows at the time of the kill."""
     ready: float | None = None
     next_commit: float | None = None
     with_it: float | None = None
@@ -63,7 +64,7 @@ class Kill:
 
 @dataclass
 class Trial:
-    """Reads the logs of a run and kills its services in turn."""
+    """A watcher that reads the logs of a run and kills its services in turn."""
 
     folder: Path
     queue: list[str]
@@ -81,7 +82,7 @@ class Trial:
     _kill_at: float = 0.0
 
     def watch(self, _: int, arrivals: list[Arrival]) -> None:
-        """Take what is new, and kill the next service if it is time to."""
+        """Read new rows and log lines, and kill the next service if its kill is due."""
         for at, name, entry in self._new_events():
             self._take(at, name, entry)
         now, rows = time.time(), len(arrivals)

@@ -65,7 +65,7 @@ from tests.bench.turns import heading, versions
 
 GROUP = 8
 STEP_TASKS = 1250
-"""A batch's scalars travel inside a control message: 64 KiB a column."""
+"""Tasks per step. A batch's scalars travel inside a control message, which limits each column to 64 KiB."""
 BLOCK = 250
 SINGLES = 10_000
 IN_FLIGHT = 64
@@ -76,12 +76,13 @@ SETTLE_ROUNDS = 24
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 STAGES = ("rollout", "reference")
 SCALARS = {"reward": np.float32, "length": np.int32, "version_min": np.int32}
-"""The per-sample scalars of the rollout stage."""
+"""Names of the per-sample scalars of the rollout stage."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """`bytes_a_task`: growth of the process's resident memory without snapshots in progress. Rates per second."""
+    """Figures of one load. `bytes_a_task` is the growth of the process's resident memory without snapshots in progress;
+    rates are per second."""
 
     tasks: int
     bytes_a_task: float
@@ -90,9 +91,9 @@ class Figures:
     single_leases: float
     collected: float
     longest_stall_s: float
-    """Longest time that a request took during the measurement."""
+    """Maximum seconds that a request took during the measurement."""
     restart_s: float = 0.0
-    """Time from the start of a process that replays the journal of all tasks until its first reply."""
+    """Seconds from the start of a process that replays the journal of all tasks until its first reply."""
 
 
 def result_of(grant: LeaseGrant, incarnation: int, chance: np.random.Generator) -> Complete:
@@ -167,7 +168,7 @@ class StateLoad:
         self.machine = Scheduler(self.plan, lease_s=1e9, incarnation=1)
         self.clears: list[SendClear] = []
         self.calls = 0
-        # as many steps as there are tasks for: consumed tasks are not replaced
+        # The number of steps matches the number of tasks, because consumed tasks are not replaced.
         self.take(self.machine.begin(Configure(steps, 3, 2, True), 0.0))
         for service in ("batch-store", *STAGES):
             self.ask(registration(service, 1))
@@ -281,7 +282,7 @@ def make_run(folder: Path, tasks: int) -> RunDir:
 
 
 class SocketLoad:
-    """All actors except the scheduler, on one event loop."""
+    """Load over a socket: all actors except the scheduler, on one event loop."""
 
     def __init__(self, run: RunDir) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -394,7 +395,7 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
     try:
         async with scheduler_process(run) as process:
             await load.ask(GetStatus(), Status)
-            load.slowest_s = 0.0  # exclude the start of the process
+            load.slowest_s = 0.0  # The start of the process is excluded.
             await load.join()
             blocks = (tasks - singles) // BLOCK
             while blocks:
@@ -443,7 +444,8 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
 
 
 def measure_socket(tasks: int) -> Figures:
-    """Like `measure_state`, with the real process, its journal and its socket; includes this process's own work."""
+    """Measure the same as `measure_state` with the real process, its journal and its socket. Includes this process's
+    own work."""
     with tempfile.TemporaryDirectory() as folder:
         small, large = Path(folder, "small"), Path(folder, "large")
         small.mkdir()

@@ -29,7 +29,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """`began`, `ended`: seconds since the epoch by the clock of the process."""
+    """Interval of work. `began` and `ended` are seconds since the epoch by the clock of the process."""
 
     process: str
     what: str
@@ -60,7 +60,8 @@ async def watch(run: RunDir, seconds: float) -> list[Span]:
     begun = time.time()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(collect(), until - begun)
-    return [span for span in found if span.ended >= begun]  # without earlier values from the snapshot
+    # The snapshot also contains earlier spans, which are left out.
+    return [span for span in found if span.ended >= begun]
 
 
 def merged(spans: Iterable[Span]) -> list[Interval]:
@@ -75,7 +76,7 @@ def merged(spans: Iterable[Span]) -> list[Interval]:
 
 
 def common_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """Return the seconds that lie in both."""
+    """Return the seconds that lie in intervals of both."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
 
 
@@ -87,7 +88,8 @@ def rows_of(spans: Sequence[Span]) -> dict[tuple[str, str], list[Span]]:
 
 
 def text(spans: Sequence[Span]) -> str:
-    """Return a line of COLUMNS characters per row: `#` where it was busy for more than half the time, `-` for less."""
+    """Return a line of COLUMNS characters per row, with `#` where the process was busy for more than half the time and
+    `-` where it was busy for less."""
     first, last = min(span.began for span in spans), max(span.ended for span in spans)
     width = (last - first) / COLUMNS
     lines = [f"{last - first:.2f} s, {width * 1000:.0f} ms a character"]

@@ -59,7 +59,8 @@ def speed(batch: Path, model: Path) -> dict[str, Any]:
 def utilisation(device: str) -> dict[str, Any]:
     """Return operations per second of forward and backward in bfloat16, and MFU where the device's peak is known.
 
-    On CUDA, a model of the size of Qwen3-0.6B over 32 sequences of 512 to 4,096 tokens; on a CPU, a small trial model.
+    On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to 4,096 tokens; on a CPU, a small trial
+    model is used.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -88,7 +89,7 @@ def utilisation(device: str) -> dict[str, Any]:
         options = BackendOptions(max_tokens=16384, threads=1, device=device, scratch=Path(name) / "offloaded")
         backend = TorchBackend(Path(name) / "model", "bfloat16", Optimizer(lr=1e-4), options, Layout(1).place(0))
         times = []
-        for _ in range(ROUNDS + 1):  # the first one warms up
+        for _ in range(ROUNDS + 1):  # The first round is the warm-up.
             began = time.perf_counter()
             loss = BatchLoss(spec, flat, ones, ones / mask.sum(), device)
             backend.forward_backward(Sequences(ids, lengths, mask), 1.0, loss, entropy=loss.entropy)

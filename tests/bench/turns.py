@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Spread:
-    """The values of one quantity over several turns; at least one value."""
+    """Values of one quantity over several turns. There is at least one value."""
 
     values: tuple[float, ...]
 
@@ -83,7 +83,7 @@ def versions(packages: Sequence[str], environment: Path | None = None) -> str:
 
 
 def heading(software: str = "") -> str:
-    """Return a line each for the machine, its load and the software. `software`: packages and their versions."""
+    """Return one line each for the machine, its load and the software. `software` maps packages to their versions."""
     python = f"Python {platform.python_version()}, Linux {platform.release()}"
     return (
         f"machine   {machine()}; load average before {os.getloadavg()[0]:.1f}\n"
@@ -92,7 +92,7 @@ def heading(software: str = "") -> str:
 
 
 def order_line(sides: Iterable[str], turns: int) -> str:
-    """Describe how often and in which order `by_turns` calls the sides, and what their figures are."""
+    """Describe the number and order of `by_turns`' calls, and the form of the figures."""
     again = "; every second turn in reverse" if turns > 1 else ""
     return (
         f"order     {turns} turn{'s' if turns > 1 else ''}: {', then '.join(sides)}{again}\n"

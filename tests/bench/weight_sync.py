@@ -41,7 +41,7 @@ from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProces
 
 SEED = 5
 WARM_UP = 5
-"""Number of warm-up syncs: the first has the drill; from the fourth on, pages of collected versions are reused."""
+"""Number of warm-up syncs. The first includes the drill; from the fourth on, pages of collected versions are reused."""
 PARTS = ("canary of the trainer", "put and digests (beside it)", "map", "set", "verify", "canary of the engine")
 MODULE = "tests.bench.weight_sync"
 LIMIT_S = 600.0
@@ -58,7 +58,7 @@ class One:
 
 @dataclass
 class Measured:
-    """Syncs of `nbytes`, and the seconds of a one-thread copy of as many bytes before each sync."""
+    """Syncs of `nbytes`, and the seconds of a one-thread copy of the same number of bytes before each sync."""
 
     nbytes: int
     largest_error: float = 0.0
@@ -92,7 +92,7 @@ class Trainer:
 
     @torch.no_grad()
     def change(self) -> None:
-        """Make another version, one step of a random walk away; in bfloat16 most weights stay the same."""
+        """Make another version by one step of a random walk. In bfloat16 most weights stay the same."""
         for value in self.backend.weights().values():
             value.add_(float(self._signs.choice([-1e-4, 1e-4])))
 
@@ -166,7 +166,7 @@ async def _sync(trainer: Trainer, sync: WeightsSync, peer: Peer, step: int) -> O
     verify_s = (await sync.prove()).verify_s
     ended = time.perf_counter()
     del weights
-    if step:  # as the scheduler does with a version that can no longer be named
+    if step:  # The scheduler does the same with a version that can no longer be named.
         await peer.store.call(Clear(tasks=[PutTask(f"weights/0/{step - 1}", 1)]), Ack, deadline_s=60)
     parts = (canary_s, put_s, mapped - published, placed - mapped, verify_s, ended - placed - verify_s)
     return One(parts, ended - began)

@@ -1,1 +1,1 @@
-"""Disturbs real runs and checks that nothing acknowledged is lost. `make chaos MINUTES=10` runs it for that long."""
+"""Disturbs real runs and checks that no acknowledged data is lost. `make chaos MINUTES=10` runs it for ten minutes."""

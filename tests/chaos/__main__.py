@@ -21,7 +21,7 @@ from tests.chaos import disturbances, points, rounds
 from tests.chaos.rounds import Result
 
 POINTS = 4
-"""Named points per launch."""
+"""Number of named points per launch."""
 
 
 def main() -> int:
@@ -29,7 +29,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="no round begins later than this")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first round (default: a random one)")
     given = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGHUP):  # the launchers would inherit them as ignored from a script's `&`
+    # Otherwise, a script's `&` would make the launchers inherit them as ignored.
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))

@@ -1,7 +1,8 @@
-"""What a round does to a run: kills, stops, full disks and memory, clock jumps, damage. Each returns what it did.
+"""Disturbances of a run: kills, stops, full disks and memory, clock jumps, damage. Each function returns a description
+of what it did.
 
-A disturbance that lasts is ended by a later call (`Round.later`). A disturbance after which a run may end by design
-says so (`Round.may_end`), and the run is then resumed.
+A later call (`Round.later`) ends a disturbance that lasts. A disturbance after which a run may end by design says so
+(`Round.may_end`), and the run is then resumed.
 """
 
 from __future__ import annotations
@@ -45,20 +46,21 @@ class Round:
     run: Cluster
     chance: random.Random
     clock: Path
-    """The file with the jump of the wall clock."""
+    """File with the jump of the wall clock."""
     services: tuple[str, ...] = tuple(SERVICES)
-    """The services that may be killed."""
+    """Services that may be killed."""
     kills: list[tuple[str, float]] = field(default_factory=list)
-    """Service and monotonic time of each kill."""
+    """Service and monotonic time of each kill so far."""
     done: Counter[str] = field(default_factory=Counter)
     later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     """Ends of disturbances that last, with the monotonic time at which they are due."""
     may_end: str = ""
-    """What may end the run by design, if anything."""
+    """Cause that may end the run by design, or an empty string."""
     ending: bool = False
-    """Whether it does end, so that nothing else is done to it."""
+    """Whether the run is about to end, so that no other disturbance follows."""
     before_resume: Callable[[], Callable[[], None] | None] = lambda: None
-    """Called when every process has ended. It may return how to undo its damage, which the next launch may refuse."""
+    """Function that is called when every process has ended. It may return a function that undoes its damage, which the
+    next launch may refuse."""
     rewound: bool = False
     damaged: bool = False
 
@@ -109,7 +111,7 @@ def _kill(each: Round, names: Sequence[str], gap_s: float = 0.0) -> str:
 
 
 def stop_and_go_on(each: Round) -> str:
-    """Stop a process for less than the limit of silence."""
+    """Stop a process for less time than the limit of silence."""
     name, seconds = each.chance.choice(tuple(SERVICES)), each.chance.uniform(0.5, 6)
     pid = each.pid(name)
     if pid is None:
@@ -149,7 +151,7 @@ def _fill(each: Round, junk: Path, seconds: float) -> str:
 
 
 def few_descriptors(each: Round) -> str:
-    """Leave a store no free descriptor. Other services are not promised to survive that: libzmq ends them."""
+    """Leave a store without a free descriptor. Other services need not survive this, because libzmq ends them."""
     pid, seconds = each.pid("batch-store"), each.chance.uniform(0.5, 3)
     if pid is None:
         return "batch-store is away"
@@ -174,7 +176,7 @@ def jump_the_clock(each: Round) -> str:
 
 
 def delete_the_logs(each: Round) -> str:
-    """Delete the log files, though not their folder, as a log rotation would."""
+    """Delete the log files but not their folder, as a log rotation would."""
     for file in each.run.run.logs.iterdir():
         file.unlink(missing_ok=True)
     return "all files"
@@ -201,7 +203,7 @@ def kill_the_launcher(each: Round) -> str:
 
 
 def damage_the_newest_checkpoint(each: Round) -> str:
-    """Flip a byte, and kill the worker that would restore it. The one before it, or the first model, is used
+    """Flip a byte, and kill the worker that would restore it. The checkpoint before it, or the initial model, is used
     instead.
     """
     folders = sorted(each.run.run.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
@@ -216,7 +218,8 @@ def damage_the_newest_checkpoint(each: Round) -> str:
 
 
 def delete_the_checkpoints(each: Round) -> str:
-    """Delete the folder of checkpoints, and kill the worker that would restore one. The first model is used instead."""
+    """Delete the folder of checkpoints, and kill the worker that would restore one. The initial model is used
+    instead."""
     shutil.rmtree(each.run.run.checkpoints, ignore_errors=True)
     each.rewound = True
     _kill(each, ("policy-trainer-worker",))
@@ -236,7 +239,7 @@ def damage_a_shard(each: Round) -> str:
 
 
 def delete_the_shared_memory(each: Round) -> str:
-    """Delete the folder of the stores' files, and kill the store, which then has none."""
+    """Delete the folder of the store's files, and kill the store, which then starts empty."""
     each.damaged = each.rewound = True
     shutil.rmtree(each.run.run.shm, ignore_errors=True)
     _kill(each, ("batch-store",))
@@ -244,7 +247,7 @@ def delete_the_shared_memory(each: Round) -> str:
 
 
 def cut_the_journal(each: Round) -> str:
-    """Lose the end of the journal, as a power loss does. The run goes back to what everything agrees on."""
+    """Lose the end of the journal, as a power loss does. The run returns to a state on which all files agree."""
     kill_the_launcher(each)
     _kill(each, ("scheduler",))
 
@@ -258,7 +261,7 @@ def cut_the_journal(each: Round) -> str:
 
 
 def flip_the_journal(each: Round) -> str:
-    """Flip a bit of the journal at rest. The next launch names it, unless no data was there."""
+    """Flip a bit of the journal at rest. The next launch names the damage, unless the bit held no data."""
     kill_the_launcher(each)
 
     def damage() -> Callable[[], None]:
@@ -276,7 +279,7 @@ def _restore(path: Path, data: bytes) -> None:
 
 
 def flip(path: Path, chance: random.Random) -> None:
-    """Flip one bit of the second half of a file, which holds values."""
+    """Flip one bit in the second half of a file, which holds values."""
     with path.open("r+b") as file:
         size = path.stat().st_size
         at = chance.randrange(size // 2, size)
@@ -294,7 +297,7 @@ GENTLE: dict[Callable[[Round], str], int] = {
     full_shared_memory: 2,
     few_descriptors: 2,
 }
-"""Disturbances and their weights, after which a run goes on without its operator."""
+"""Disturbances after which a run continues without its operator, with their weights."""
 
 ROUGH: dict[Callable[[Round], str], int] = {
     **GENTLE,

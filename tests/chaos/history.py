@@ -1,4 +1,4 @@
-"""Checks what the processes of one launch recorded (`hook/chaos_history.py`) against the promises."""
+"""Checks the records of the processes of one launch (`hook/chaos_history.py`) against the promises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 Record = dict[str, Any]
 Task = tuple[str, int]
-"""Task id and fence."""
+"""Task id and fence of a shard."""
 
 
 def read(folder: Path) -> list[Record]:
@@ -25,10 +25,10 @@ def read(folder: Path) -> list[Record]:
 
 
 def violations(records: list[Record], *, resampled: bool = False, damaged: bool = False) -> list[str]:
-    """Return what contradicts the promises, one line each.
+    """Return one line for each contradiction of the promises.
 
-    `resampled`: the run went back to an earlier step or lost a lease of a later stage, so accepted tasks were sampled
-    again. `damaged`: the test destroyed shards, so that they may be missing.
+    With `resampled`, the run went back to an earlier step or lost a lease of a later stage, so accepted tasks were
+    sampled again. With `damaged`, the test destroyed shards, so they may be missing.
     """
     found = list(_reads_after_collection(records))
     if not damaged:
@@ -89,7 +89,8 @@ def _accepted_again(records: list[Record]) -> Iterator[str]:
 
 
 def journal_violations(journal: Path, rows: list[Record], records: list[Record], steps: int) -> list[str]:
-    """Return what the tables of a finished run and its metrics contradict: each task trained once, each step kept."""
+    """Return one line for each task that was not trained exactly once and each step that was lost, according to the
+    tables and metrics of a finished run."""
     with contextlib.closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True)) as tables:
         kept = tables.execute("SELECT step, state, task_ids FROM steps WHERE state <> 'TAKEN_BACK'").fetchall()
     counts = Counter(task_id for _, _, ids in kept for task_id in json.loads(ids))

@@ -15,7 +15,8 @@ HOOK = Path(__file__).with_name("hook")
 
 @dataclass(frozen=True)
 class Point:
-    """`signal` is sent before or after (`when`) the `nth` call of `module:name` in a process of `python -m process`."""
+    """Named point. `signal` is sent before or after (`when`) the `nth` call of `module:name` in a process of `python -m
+    process`."""
 
     process: str
     module: str
@@ -24,22 +25,24 @@ class Point:
     nth: int = 1
     signal: int = signal.SIGKILL
     match: str = ""
-    """Part of the name of the type of an argument, for functions that handle messages of many types."""
+    """Part of the name of an argument's type, for functions that handle messages of many types."""
     mark: str = ""
-    """A file that is created when the signal is sent, after which no process is sent it again. If it is empty, every
+    """File that is created when the signal is sent, so that no other process is sent it. If the path is empty, every
     life of the process is sent the signal.
     """
 
     @classmethod
     def parse(cls, process: str, text: str, number: int, mark: str = "") -> Point:
-        """Return the point of a text such as `shared.rundir:RunDir.create after` or `os:rename before 3`."""
+        """Return the point described by a string such as `shared.rundir:RunDir.create after` or `os:rename before
+        3`."""
         place, when, *nth = text.split()
         module, _, name = place.partition(":")
         return cls(process, module, name, when, int(nth[0]) if nth else 1, number, mark=mark)
 
 
 def with_points(environment: Mapping[str, str], *points: Point, history: Path | None = None) -> dict[str, str]:
-    """Return the environment of processes that take the signals of `points`, and record what they say in `history`."""
+    """Return the environment of processes that receive the signals of `points` and record their messages in
+    `history`."""
     path = [str(HOOK), *filter(None, [environment.get("PYTHONPATH", "")])]
     text = json.dumps([asdict(point) for point in points])
     found = {**environment, "PYTHONPATH": os.pathsep.join(path), "CHAOS_POINTS": text}
@@ -51,7 +54,7 @@ DRIVER, WORKER = "services.policy_trainer", "services.policy_trainer.worker"
 ROLLOUT, REFERENCE = "services.rollout", "services.reference"
 BOTH = ("before", "after")
 _PLACES = (
-    # process, function, type of an argument, and the largest n of "the n-th call"
+    # Each entry has a process, a function, the type of an argument, and the largest n of "the n-th call".
     (SCHEDULER, "services.scheduler.journal:Journal.commit", "", 400),
     (SCHEDULER, "services.scheduler.metrics_file:MetricsFile.write", "", 8),
     (SCHEDULER, "shared.rpc.mailbox:Mailbox.answer", "StepBatch", 8),

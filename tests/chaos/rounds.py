@@ -27,15 +27,15 @@ from tests.integration.whole_cluster import Cluster, cluster
 
 STEPS = 12
 LIMIT_S = 420.0
-"""Seconds in which a disturbed run has to finish, on a busy machine."""
+"""Maximum seconds for a disturbed run to finish on a busy machine."""
 RESUMES = 4
-"""Ends of the launcher that a round causes. The run is left alone after that."""
+"""Maximum number of times that a run is resumed. The last launch is not disturbed."""
 DISTURBED_S = 75.0
-"""Seconds of a round in which the run is disturbed. It is left alone afterwards, and has to finish."""
+"""Seconds of a round in which the run is disturbed. Afterwards it must finish undisturbed."""
 ENDS_S = 120.0
-"""Seconds in which the services of a killed launcher end, which may have to save a checkpoint first."""
+"""Maximum seconds for the services of a killed launcher to end. They may have to save a checkpoint first."""
 PATIENCE_S = 15.0
-"""Seconds to wait for the next commit after a disturbance, before the next one comes anyway."""
+"""Maximum seconds to wait for a commit between two disturbances."""
 DISK_BYTES = 512 << 20
 SHM_BYTES = 192 << 20
 POLL_S = 0.05
@@ -57,7 +57,7 @@ class Result:
 
 
 def clock_library(folder: Path) -> Path | None:
-    """Compile the library that moves the wall clock. None if there is no C compiler."""
+    """Compile the library that moves the wall clock. Return None if there is no C compiler."""
     library = folder / "clock.so"
     if shutil.which("cc") is None:
         return None
@@ -81,7 +81,7 @@ def overrides(steps: int, shm: Path) -> tuple[str, ...]:
 
 
 def undisturbed(folder: Path, steps: int = STEPS) -> Path:
-    """Run to the end without a disturbance. Return the run directory, to compare others with."""
+    """Run to the end without a disturbance. Return the run directory, with which others are compared."""
     with cluster(QUICKSTART, folder, *overrides(steps, folder / "shm"), limit_s=LIMIT_S) as run:
         assert run.end() == 0, run.output()
         return run.path
@@ -102,9 +102,9 @@ def disturbed(
 ) -> Result:
     """Disturb a run until it is done, and check it.
 
-    `points` draws the named points of each launch. `reference` is the directory of an undisturbed run, if bits are to
-    be compared. `pause_s` are the least and the most seconds from a commit to the next disturbance. `before` counts
-    the disturbances of earlier rounds by name.
+    `points` draws the named points of each launch. `reference` is the directory of an undisturbed run, given if bits
+    are to be compared. `pause_s` are the least and the most seconds from a commit to the next disturbance. `before`
+    counts the disturbances of earlier rounds by name.
     """
     chance = random.Random(seed)
     result = Result(seed)
@@ -119,7 +119,7 @@ def disturbed(
         calm_at = time.monotonic() + DISTURBED_S
         for launch in range(RESUMES + 1):
             if not (path / "run.json").exists():
-                shutil.rmtree(path, ignore_errors=True)  # ended before it was a run
+                shutil.rmtree(path, ignore_errors=True)  # The launcher ended before it had made a run.
             marks, notes = folder / f"marks-{launch}", folder / f"history-{launch}"
             marks.mkdir()
             calm = launch == RESUMES or time.monotonic() > calm_at
@@ -153,7 +153,7 @@ def disturbed(
             if status is None:
                 result.violations.append(f"not done within {LIMIT_S:g} s, {run.output()}")
                 break
-            if status and undo is not None and not each.may_end:  # the damage was refused
+            if status and undo is not None and not each.may_end:  # The launcher refused the damage.
                 if "journal" not in run.output():
                     result.violations.append(f"a damaged journal is not named: {run.output()}")
                 undo()
@@ -172,7 +172,7 @@ def disturbed(
         elif status is not None:
             result.violations.append(f"exit status {status}: {run.output()}")
         if result.violations and path.exists():
-            shutil.copytree(path, folder / "run", symlinks=True)  # the mount goes
+            shutil.copytree(path, folder / "run", symlinks=True)  # The run is copied because the mount is removed.
     result.wall_s = time.monotonic() - begun
     return result
 
@@ -186,10 +186,10 @@ def _disturb(
     result: Result,
     say: Callable[[str], None],
 ) -> list[float]:
-    """Disturb the run until `calm_at`, and wait until its launcher has ended or the limit is over.
+    """Disturb the run until `calm_at`, and wait until its launcher has ended or the limit has expired.
 
-    The next disturbance is one of those done least often for their weight: the first draws are of every kind.
-    Returns the monotonic times of the commits.
+    The next disturbance is one of those done least often relative to their weight, so every kind is drawn before one is
+    repeated. Returns the monotonic times of the commits.
     """
     run, chance = each.run, each.chance
     next_at = time.monotonic() + chance.uniform(2, 2 * PATIENCE_S)
@@ -200,13 +200,13 @@ def _disturb(
         each.end_due(now)
         step = int(run.rows()[-1]["step"]) if run.rows() else 0
         if step != last:
-            commits += [now] if step > last else []  # less: the run went back
+            commits += [now] if step > last else []  # If the step is lower, the run went back.
             last = step
             next_at = min(next_at, now + chance.uniform(*pause_s))
         if next_at <= now < calm_at and not each.ending and (run.path / "run.json").exists():
             done = result.done + Counter(before)
             disturbance = min(disturbances, key=lambda of: (done[of.__name__] / disturbances[of], chance.random()))
-            with contextlib.suppress(FileNotFoundError):  # the run ends at this moment
+            with contextlib.suppress(FileNotFoundError):  # The run may end at this moment.
                 say(f"  step {step}: {disturbance.__name__}: {disturbance(each)}")
                 result.done[disturbance.__name__] += 1
             next_at = time.monotonic() + PATIENCE_S
@@ -232,7 +232,7 @@ def _kills_at_points(
 
 
 def _checked(run: Cluster, records: list[list[history.Record]], steps: int, disk: Path, shm: Path) -> list[str]:
-    """Return what a finished run contradicts, or left behind."""
+    """Return the promises that a finished run broke, and what it left behind."""
     everything = [record for launch in records for record in launch]
     rows = [{"step": 0}, *run.rows()]
     found = history.journal_violations(run.path / "journal.sqlite", rows, everything, steps)

@@ -1,7 +1,7 @@
 """A coverage-guided fuzz target for everything that decodes foreign bytes: `python -m tests.fuzz.fuzz_wire [libFuzzer
 options]`. It needs atheris.
 
-For any bytes, a decoder raises WireError or returns something that can be encoded again.
+For any bytes, a decoder raises WireError or returns a value that can be encoded again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ with atheris.instrument_imports(include=["proto", "shared.dataplane"]):
     from proto.limits import Limits
     from tests.fuzz import stream_inputs
 
-# numpy and msgspec are not instrumented: the target sees their work through the branches of proto
+# numpy and msgspec are not instrumented; the target sees their work only through the branches of proto.
 LIMITS = Limits(body_bytes=1 << 16, frames=32, frame_bytes=1 << 12, total_bytes=1 << 16, tensor_bytes=1 << 14)
 RAW, SEALED, FILE, SEALED_FILE, BULK, SEALED_BULK, ARRIVAL = range(7)
 _LENGTH = struct.Struct("<H")
@@ -60,12 +60,12 @@ def sealed(frames: list[bytes]) -> list[bytes]:
 
 
 def one_input(data: bytes) -> None:
-    """Run one decoder on the input. Raises for a defect only."""
+    """Run one decoder on the input. An exception means a defect."""
     accepted(data)
 
 
 def accepted(data: bytes) -> bool:
-    """Return whether the decoder accepted the input. Raises for a defect only."""
+    """Return whether the decoder accepted the input. An exception means a defect."""
     kind, rest = (data[0], data[1:]) if data else (RAW, b"")
     try:
         if kind in (FILE, SEALED_FILE):
@@ -82,13 +82,13 @@ def accepted(data: bytes) -> bool:
 
 
 def read_message(frames: list[bytes], kind: int) -> None:
-    """Check that what was decoded can be encoded again."""
+    """Check that the decoded message can be encoded again."""
     decoded = codec.decode(sealed(frames) if kind == SEALED else frames, LIMITS)
     codec.encode(decoded.body, request_id=0, incarnation=0, arrays=decoded.tensors, limits=LIMITS)
 
 
 def write_seeds(folder: Path) -> int:
-    """Write the golden vectors, a small block file and bulk messages as first inputs. Return their number."""
+    """Write the golden vectors, a small block file and bulk messages as initial inputs. Return their number."""
     import json
 
     from tests.golden.vectors import INDEX, read

@@ -1,4 +1,4 @@
-"""A mailbox in a process of its own, for peers that try to harm it: `python -m tests.fuzz.hostile_server KEYS IPC`.
+"""A mailbox in a separate process, attacked by hostile peers: `python -m tests.fuzz.hostile_server KEYS IPC`.
 
 It prints its tcp endpoint and then, for each line of input, one JSON object with its counts.
 """

@@ -26,8 +26,7 @@ REGIONS = Regions()
 
 
 def sealed_file(data: bytes) -> bytes:
-    """Return the file with the checksums and the size that belong to its bytes, so that the rules behind them are
-    reached."""
+    """Return the file with its checksums and size corrected, so that the checks after them are reached."""
     if len(data) < blockfile.HEADER_BYTES:
         return data
     made = bytearray(data)
@@ -51,7 +50,7 @@ def read_file(data: bytes) -> None:
 
 
 def read_bulk(data: bytes) -> None:
-    """Check messages of a bulk connection, which are sealed if the first byte says so."""
+    """Check messages of a bulk connection. The first byte selects whether they are sealed."""
     tag_bytes, at = bulk.TAG_BYTES * (data[:1] == b"\1"), 1
     while at < len(data):
         packed = data[at : at + bulk.HEAD_BYTES]
@@ -67,7 +66,7 @@ def _size(kind: int, nbytes: int) -> int:
 
 
 def sealed_bulk(data: bytes) -> bytes:
-    """Return the data with magic and version in every head, as long as the heads are valid."""
+    """Return the data with magic and version set in every head, up to the first invalid head."""
     made, at = bytearray(data), 1
     while at + bulk.HEAD_BYTES <= len(made):
         made[at : at + 5] = bulk.MAGIC + bytes([bulk.VERSION])
@@ -79,8 +78,8 @@ def sealed_bulk(data: bytes) -> bytes:
 def receive(data: bytes) -> None:
     """Check a stream: the announcement of the store, the lengths of the first ranges, then the bytes.
 
-    The first byte selects what is true: the checksum of the head (1), those of the file (2), both tasks are covered
-    (8), two keys were requested (16).
+    Bits of the first byte select whether the head has a valid checksum (1), the file has valid checksums (2), both
+    tasks are covered (8), and two keys were requested (16).
     """
     if len(data) < _OPENED.size + 1:
         return
@@ -134,7 +133,7 @@ def arrival_seed(flags: int, tasks: int) -> bytes:
 
 
 def bulk_seed() -> bytes:
-    """Return the messages of a line in clear: hello, a requested range, its bytes, and the end of the stream."""
+    """Return the messages of an unencrypted line: hello, a requested range, its bytes, and the end of the stream."""
     messages = [
         bulk.pack_head(bulk.Head(bulk.Kind.HELLO)) + bytes(range(16)),
         bulk.pack_head(bulk.Head(bulk.Kind.READ, 3, 5, 7)),

@@ -1,4 +1,4 @@
-"""The objects that decoding builds from a body take a small multiple of its length, for every type of message."""
+"""For every type of message, the objects decoded from a body take a small multiple of its length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_struct(hint: Any) -> bool:
 
 
 def least(hint: Any) -> Any:
-    """Return the value with the fewest bytes: fields with a default are omitted."""
+    """Return the value with the shortest encoding, which omits fields that have a default."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if hint is np.ndarray or origin is np.ndarray:
         return EMPTY_ARRAY

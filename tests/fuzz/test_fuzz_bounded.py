@@ -1,5 +1,4 @@
-"""The coverage-guided target runs for a bounded time and finds nothing, and it fails for a defect that an input
-reaches."""
+"""The coverage-guided target finds nothing in a bounded time, and fails if an input reaches a defect."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 20
 BUSY, LAZY = b"code\xa4busy", b"code\xa4lazy"
 SEALED = 1
-"""The first byte of an input for bodies, as in fuzz_wire."""
+"""First byte of an input that selects the decoder of bodies, as in fuzz_wire."""
 PLANTED = """
 import sys
 import tests.fuzz.fuzz_wire as target
@@ -51,7 +50,8 @@ def fuzz(folder: Path, *program: str, seconds: int) -> subprocess.CompletedProce
     trigger = next(each for each in seeds.iterdir() if BUSY in (data := each.read_bytes()) and data[0] == SEALED)
     (seeds / "trigger").write_bytes(trigger.read_bytes().replace(BUSY, LAZY))
     options = [f"-max_total_time={seconds}", "-rss_limit_mb=1024", "-max_len=8192", f"-artifact_prefix={folder}/"]
-    # Through a shell: libFuzzer measures the peak of its process, and a direct child inherits that of this one.
+    # The command runs through a shell: libFuzzer measures its peak memory, and a direct child inherits this process's
+    # peak.
     return subprocess.run(
         ["/bin/sh", "-c", '"$@"; exit $?', "sh", sys.executable, *program, *options, str(seeds)],
         cwd=ROOT, capture_output=True, text=True, timeout=seconds + 60,
@@ -67,7 +67,7 @@ def test_decoders_survive_guided_fuzzing(tmp_path: Path) -> None:
     assert int(runs.group(1)) > 1000
 
 
-def test_target_fails_on_an_exception_other_than_the_one_allowed(tmp_path: Path) -> None:
+def test_target_fails_on_any_exception_but_wire_error(tmp_path: Path) -> None:
     needs_atheris()
     done = fuzz(tmp_path, "-c", PLANTED, seconds=SECONDS)
     assert done.returncode != 0

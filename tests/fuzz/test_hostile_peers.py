@@ -1,4 +1,5 @@
-"""Peers with a key that try to harm a mailbox over tcp. It keeps answering other peers, survives, and stays small."""
+"""Peers with a key that attack a mailbox over tcp. The mailbox survives, keeps answering other peers, and its memory
+stays small."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ ANSWER_S = 10.0
 
 @dataclass
 class Server:
-    """The process under attack."""
+    """Process under attack."""
 
     process: subprocess.Popen[str]
     tcp: str
@@ -59,7 +60,7 @@ class Server:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def most_rss_bytes(self) -> int:
-        """Return its largest resident memory so far."""
+        """Return the process's largest resident memory so far."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
@@ -109,7 +110,7 @@ def growth(server: Server) -> Iterator[None]:
 
 @contextmanager
 def asking_in_thread(endpoint: str) -> Iterator[Callable[[], None]]:
-    """A client whose connection stays open between its requests."""
+    """Yield a client whose connection stays open between its requests."""
     with asyncio.Runner() as runner:
         client = asking(endpoint)
         asked = runner.run(client.__aenter__())
@@ -137,7 +138,7 @@ def connect(endpoint: str) -> sockets.socket:
     return sockets.create_connection((host, int(port)), 5)
 
 
-def test_each_flood_of_empty_frames_is_refused_and_costs_no_memory(server: Server) -> None:
+def test_floods_of_empty_frames_are_refused_and_cost_no_memory(server: Server) -> None:
     with growth(server), raw_dealer(server.tcp, Role.OBSERVER) as peer:
         for round_ in range(3):
             peer.send_multipart([b""] * 200_000)
@@ -151,7 +152,7 @@ def test_a_message_of_many_small_frames_is_not_kept(server: Server) -> None:
         until(lambda: server.counts()["malformed"] == 1)
 
 
-def test_a_peer_that_keeps_sending_garbage_is_not_read_and_others_are(server: Server) -> None:
+def test_a_peer_that_keeps_sending_garbage_is_no_longer_read_but_others_are(server: Server) -> None:
     with growth(server), raw_dealer(server.tcp, Role.OBSERVER) as peer:
         for number in range(20_000):
             peer.send_multipart([os.urandom(64), b"body"])
@@ -161,12 +162,12 @@ def test_a_peer_that_keeps_sending_garbage_is_not_read_and_others_are(server: Se
         counts = server.counts()
         assert counts["malformed"] <= STRIKES * (counts["quarantines"] + 1)
         assert counts["quarantines"] >= 1
-        # valid requests of this peer are not read either, until the quarantine ends
+        # Valid requests of this peer are not read either, until the quarantine ends.
         peer.send_multipart(request(1))
         assert not peer.poll(300)
 
 
-def test_a_peer_of_a_lesser_role_that_keeps_sending_is_put_into_quarantine(server: Server) -> None:
+def test_a_peer_that_keeps_sending_forbidden_messages_is_put_into_quarantine(server: Server) -> None:
     with raw_dealer(server.tcp, Role.OBSERVER) as peer:
         for number in range(STRIKES + 10):
             peer.send_multipart(request(number + 1))
@@ -212,16 +213,16 @@ def test_peers_that_connect_and_stay_silent_do_not_delay_others(server: Server) 
     with growth(server), ExitStack() as stack:
         silent = [stack.enter_context(connect(server.tcp)) for _ in range(200)]
         for half in silent[:100]:
-            half.sendall(b"\xff\0\0\0\0\0\0\0\0\x7f\3\1CURVE")  # a ZMTP greeting that never ends
+            half.sendall(b"\xff\0\0\0\0\0\0\0\0\x7f\3\1CURVE")  # This ZMTP greeting never ends.
         server.answers()
-        # the time limit of the handshake ends them
+        # The time limit of the handshake ends these connections.
         for each in silent:
             each.settimeout(30)
             while each.recv(4096):
                 pass
 
 
-def test_a_peer_that_never_reads_loses_its_answers_only(server: Server) -> None:
+def test_a_peer_that_never_reads_loses_only_its_own_answers(server: Server) -> None:
     with growth(server), raw_dealer(server.tcp, RCVHWM=1, RCVBUF=4096) as peer:
         for number in range(60_000):
             peer.send_multipart(request(number + 1))
@@ -238,7 +239,7 @@ def snapshots(number: int, asker: int = 0) -> Iterator[list[bytes]]:
 
 
 async def take_snapshots(endpoint: str, role: Role, number: int) -> None:
-    """Request that many snapshots at once, as a burst may."""
+    """Request `count` snapshots at once."""
     async with asking(endpoint, CLIENT_INCARNATION + 2 + role, role) as client:
         calls = [client.call(GetSnapshot(), Snapshot, deadline_s=ANSWER_S) for _ in range(number)]
         for answer in await asyncio.gather(*calls):
@@ -278,7 +279,7 @@ def test_large_unread_answers_are_bounded_in_bytes_and_others_get_their_answers(
             assert server.rss_bytes() - before < bound + (48 << 20)
 
 
-def test_connections_of_one_observer_share_a_bound_of_unread_bytes_and_others_get_their_answers(server: Server) -> None:
+def test_connections_of_one_observer_share_a_limit_of_unread_bytes_and_others_get_their_answers(server: Server) -> None:
     before = server.rss_bytes()
     with ExitStack() as stack:
         for asker in range(12):
@@ -291,7 +292,7 @@ def test_connections_of_one_observer_share_a_bound_of_unread_bytes_and_others_ge
         asyncio.run(take_snapshots(server.tcp, Role.OPERATOR, 8))
         asyncio.run(take_snapshots(server.tcp.replace("tcp://", "tcp://127.0.0.2:0;"), Role.OBSERVER, 8))
         assert server.counts()["lost_replies"] == lost
-    # connections that are gone are forgotten
+    # Closed connections no longer count.
     until(lambda: asyncio.run(take_snapshots(server.tcp, Role.OBSERVER, 8)) is None)
 
 
@@ -323,7 +324,7 @@ def test_large_valid_and_invalid_messages_in_a_row_do_not_accumulate(server: Ser
         for _ in range(60):
             peer.send_multipart([head, body], copy=False)
         until(lambda: (c := server.counts())["malformed"] + c["unread"] == 60)
-        # a few of them are in transit at any time
+        # A few of the messages are in transit at any time.
         assert server.rss_bytes() - before < 3 * GROWTH_BYTES
 
 
@@ -331,7 +332,7 @@ def test_a_message_without_end_loses_its_connection_before_it_fills_the_memory(s
     piece = os.urandom(1 << 20)
     before, most = server.rss_bytes(), server.most_rss_bytes()
     with raw_dealer(server.tcp, Role.OBSERVER) as peer:
-        peer.send_multipart([piece] * 1024, copy=False)  # libzmq sends nothing before it has the last frame
+        peer.send_multipart([piece] * 1024, copy=False)  # libzmq sends nothing before it has the last frame.
         until(lambda: server.counts()["ended_connections"] >= 1)
         server.answers()
     assert server.most_rss_bytes() - most < 3 * GROWTH_BYTES
@@ -381,7 +382,7 @@ def test_a_service_with_few_descriptors_accepts_new_peers_however_many_strangers
         run.remove_volatile()
 
 
-def test_a_connection_that_cannot_be_watched_for_want_of_descriptors_is_closed_and_counted(server: Server) -> None:
+def test_a_connection_that_cannot_be_watched_for_lack_of_descriptors_is_closed_and_counted(server: Server) -> None:
     process = psutil.Process(server.process.pid)
     # Until only its two listening sockets have an address, it still closes connections and so frees descriptors.
     until(lambda: sum(bool(each.laddr) for each in process.net_connections("all")) == 2)
@@ -396,7 +397,7 @@ def test_a_connection_that_cannot_be_watched_for_want_of_descriptors_is_closed_a
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, before)
 
 
-def test_a_pump_passes_on_the_beginning_of_a_message_that_is_too_long_and_continues() -> None:
+def test_a_pump_passes_on_the_beginning_of_an_oversize_message_and_continues() -> None:
     async def main() -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         taker, giver = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
@@ -410,7 +411,7 @@ def test_a_pump_passes_on_the_beginning_of_a_message_that_is_too_long_and_contin
         giver.send_multipart([b"c" * (9 << 20), b"c" * (8 << 20), b"c", b"c"])
         giver.send_multipart([b"d", b"d"])
         async with asyncio.timeout(20):
-            while len(got) < 4:  # the thread of libzmq moves them
+            while len(got) < 4:  # libzmq's thread moves the messages.
                 await asyncio.sleep(0.01)
         assert [(frames[0][:1], len(frames)) for frames in got] == [
             (b"a", most + 1), (b"b", most + 1), (b"c", 2), (b"d", 2),

@@ -44,7 +44,7 @@ DTYPES = (np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_)
 
 @dataclass
 class Attacker:
-    """Makes bodies of any type. `known` has values by field name that pass the first checks."""
+    """A peer that makes bodies of any type. `known` maps field names to values that pass the first checks."""
 
     dice: random.Random
     known: dict[str, list[Any]]
@@ -139,7 +139,7 @@ async def _bombard(attacker: Attacker, clients: dict[str, Client], pids: dict[st
     for client in clients.values():
         await client.call(Ping(), Pong, deadline_s=20)
     before = {service: psutil.Process(pid).memory_info().rss for service, pid in pids.items()}
-    # a run that is finished refuses everything
+    # A finished run refuses everything.
     kinds = [kind for kind in all_messages().values() if issubclass(kind, Request) and kind is not FinishRun]
     outcomes: Counter[str] = Counter()
     defects: list[str] = []

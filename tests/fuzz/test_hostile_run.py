@@ -1,5 +1,5 @@
-"""A whole run under attack: peers misbehave at the mailbox of every process, in one way after another. No process dies,
-each counts the offences and ignores peers that repeat them, and the run continues to train."""
+"""A whole run under attack: peers misbehave in several ways at the mailbox of every process. No process dies, each
+counts the offences and ignores repeat offenders, and training continues."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ PROCESSES = (
     "policy-trainer-worker/1", "supervisor",
 )  # fmt: skip
 ORDERS = (FinishRun, StopRun, RestartService, GetWorkerState)
-"""Requests that a peer with a service's key may send and that are granted: they end the run or replace a driver."""
+"""Requests that are left out because they are granted to any peer with a service's key, and end the run or replace a
+driver."""
 SILENT = 40
 LIFE = 4711
 ANSWER_S = 30.0
@@ -89,7 +90,7 @@ def header(kind: int, body: bytes, request_id: int = 1) -> bytes:
 
 
 def garbage() -> Iterator[list[bytes]]:
-    """Yield messages that no decoder accepts, each of another kind."""
+    """Yield messages that no decoder accepts, one of each kind."""
     good, body = message(Ping(), 1)
     nested = b"\x91" * 3000
     yield [os.urandom(64), b"body"]
@@ -122,13 +123,13 @@ def answer_of(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def replay_an_id_and_name_an_unknown_type(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-    """Check that the same request gets the same answer again, and another one under its id gets a conflict."""
+    """Check that a repeated request gets the same answer, and that another request under its id gets a conflict."""
     with dealer(context, endpoint) as peer:
         answers = []
         for body in (Ping(), Ping(), GetInventory(cursor=3)):
             peer.send_multipart(message(body, 77))
             answers.append(answer_of(peer))
-        # a number that only a later release may know is refused with a reason, and is no offence
+        # A message number that only a later release knows is refused with a reason and is not an offence.
         peer.send_multipart([header(60_000, b"\x80", request_id=78), b"\x80"])
         answers.append(answer_of(peer))
     assert answers[0] == answers[1]
@@ -142,7 +143,8 @@ def send_garbage_until_unheard(context: zmq.Context[zmq.Socket[bytes]], endpoint
         for number in range(2 * STRIKES):
             peer.send_multipart(kinds[number % len(kinds)])
         peer.send_multipart(message(Ping(), 99))
-        heard = [codec.decode(answer_of(peer)).body for _ in range(2)]  # some of them are answered with the reason
+        # Some of the messages are answered with the reason.
+        heard = [codec.decode(answer_of(peer)).body for _ in range(2)]
         while peer.poll(300):
             heard.append(codec.decode(peer.recv_multipart()).body)
     assert not any(isinstance(each, Pong) for each in heard)
@@ -159,7 +161,7 @@ def send_what_is_too_large(context: zmq.Context[zmq.Socket[bytes]], endpoint: st
 
 @contextlib.contextmanager
 def peers_that_hang_on(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, flood: int) -> Iterator[None]:
-    """Open connections that send nothing, half a greeting, or `flood` requests whose answers are never read."""
+    """Open connections that send nothing, send half a greeting, or send `flood` requests and never read the answers."""
     with contextlib.ExitStack() as stack:
         for number in range(SILENT):
             half = stack.enter_context(sockets.socket(sockets.AF_UNIX))
@@ -250,7 +252,7 @@ async def offended(monitor: Client) -> set[str]:
 @pytest.mark.parametrize(
     "attack", [pytest.param(LONG, marks=pytest.mark.long, id="long"), pytest.param(SHORT, id="short")]
 )
-def test_peers_that_misbehave_at_every_process_of_a_run_do_not_stop_it(tmp_path: Path, attack: Attack) -> None:
+def test_a_run_survives_peers_that_misbehave_at_every_process(tmp_path: Path, attack: Attack) -> None:
     settings = (
         "run.steps=100000", "algorithm.tasks_per_step=8", "algorithm.group_size=4", "data.eval={}", *attack.settings,
     )  # fmt: skip

@@ -79,17 +79,17 @@ def test_damaged_data_is_refused_or_consistent(read: Callable[[bytes], None], wh
     finally:
         tracemalloc.stop()
     assert not any("\n" in text for text in told)
-    assert len(told) >= reasons, told  # the rules behind the checksums were reached
+    assert len(told) >= reasons, told  # The checks after the checksums were reached.
     assert taken > 0
 
 
 @pytest.mark.parametrize("total_bytes", [1 << 20, 1 << 38, 1 << 46])
 def test_an_announced_size_takes_no_memory(total_bytes: int) -> None:
-    """A task may have any size, so the size alone is no reason to refuse it."""
+    """A task may have any size, so an announced size alone is not refused."""
     opened = StreamOpened(stream=1, covered=1, total_bytes=total_bytes, head_bytes=100, head_checksum=0)
     tracemalloc.start()
     try:
-        with contextlib.suppress(WireError):  # more than this machine can map
+        with contextlib.suppress(WireError):  # This is more than the machine can map.
             Arrival(opened, TASKS[:1], [], 1 << 20, Regions())
         assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES
     finally:

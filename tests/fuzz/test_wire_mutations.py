@@ -46,7 +46,7 @@ def attempt(frames: list[bytes], limits: Limits = LOOSE) -> codec.Decoded | None
 
 
 def reseal(frames: list[bytes]) -> list[bytes]:
-    """Return mutated frames under an envelope that describes them, so that the layers below are reached."""
+    """Return mutated frames under a matching envelope, so that the layers below it are reached."""
     if len(frames) < 2 or len(frames[0]) != envelope.SIZE:
         return frames
     kind, flags = struct.unpack_from("<HH", frames[0], 6)
@@ -151,7 +151,7 @@ def test_every_flipped_bit_of_a_tensor_is_detected() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN))
-def test_dropped_duplicated_and_swapped_frames_are_refused(name: str) -> None:
+def test_dropped_duplicated_or_swapped_frames_are_refused(name: str) -> None:
     frames = GOLDEN[name]
     for at in range(len(frames)):
         assert attempt([*frames[:at], *frames[at + 1 :]]) is None

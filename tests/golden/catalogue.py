@@ -99,7 +99,7 @@ ROUTES = {
     "Telemetry": ("every service", "monitor (mailbox, one way)"),
     "Update": ("monitor", "subscribers (PUB, one way)"),
 }
-"""Request or one-way message -> (who sends it, who takes it). Replies go back the same way."""
+"""Senders and receivers by request or one-way message. Replies take the opposite direction."""
 
 MODULES = {
     common: "Every process",
@@ -114,7 +114,7 @@ MODULES = {
     transfer: "Weights over collectives",
     telemetry: "Status and telemetry",
 }
-"""Module of proto/messages -> its title, in the order of the catalogue."""
+"""Titles by module of proto/messages, in the order of the catalogue."""
 
 SHARED = {
     "service": "name of a service, such as `batch-store`",
@@ -130,7 +130,7 @@ SHARED = {
     "step": "number of the training step",
     "seconds": "duration of the call on the worker",
 }
-"""Field -> its meaning in all classes that do not give one of their own."""
+"""Meanings by field, for classes that do not define their own."""
 
 VALUES = {
     tasks.Outcome: "Values of `TaskResult.outcome`",
@@ -139,7 +139,7 @@ VALUES = {
     process.WaitKind: "Values of `WaitRow.kind`",
     registration.TroubleKind: "Values of `Trouble.kind`",
 }
-"""Closed list of values -> where it is used."""
+"""Uses by closed list of values."""
 
 WIDTH = 120
 _NAMES = {str: "str", int: "int", float: "float", bool: "bool", type(None): "nil"}
@@ -161,7 +161,7 @@ def type_name(hint: Any) -> str:
 
 @cache
 def _notes(cls: type[Any]) -> dict[str, str]:
-    """Return the docstring below each field of the class itself, or the comment beside it."""
+    """Return the docstring below, or the comment beside, each field that the class itself declares."""
     source = textwrap.dedent(inspect.getsource(cls))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {
@@ -226,7 +226,7 @@ def _doc(cls: type[Any]) -> tuple[list[str], dict[str, str]]:
 
 
 def errors(cls: type[Message]) -> dict[str, str]:
-    """Return the errors of a request beside those that any request may have: code -> meaning."""
+    """Return the meanings, by code, of the errors that are specific to a request."""
     found: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if issubclass(each, Request) and each is not Request and "Errors:" in (each.__doc__ or ""):

@@ -20,7 +20,8 @@ PUT_ID = "0123456789abcdef" * 2
 
 @dataclass(frozen=True)
 class Refusal:
-    """A message that a mailbox refuses. `answered` is the code of the answer, None if there is none."""
+    """A message that a mailbox refuses. `answered` is the code of the answer, or None if the message is not
+    answered."""
 
     name: str
     purpose: str
@@ -30,13 +31,13 @@ class Refusal:
 
 
 def _enveloped(body: bytes, kind: int = Ping.TYPE, **fields: int) -> list[bytes]:
-    """Return a body under an envelope that describes it, except for `fields`."""
+    """Return a body under an envelope that matches it, except for `fields`."""
     values = {"body_bytes": len(body), "total_bytes": len(body)} | fields
     return [Envelope(type=kind, request_id=REQUEST_ID, incarnation=1, remaining_ms=1000, **values).pack(), body]
 
 
 def _changed(offset: int, data: bytes) -> list[bytes]:
-    """Return a `Ping` whose envelope has other bytes at an offset, and a checksum that covers them."""
+    """Return a `Ping` whose envelope has the given bytes at an offset, and a checksum that covers them."""
     head, body = _enveloped(b"\x80")
     head = head[:offset] + data + head[offset + len(data) : 56]
     return [head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little"), body]

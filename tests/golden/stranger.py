@@ -1,4 +1,4 @@
-"""`stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`, from proto/SPEC.md alone (numbers below are its sections)."""
+"""Client from proto/SPEC.md alone: `stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`. Numbers are its sections."""
 
 import fcntl
 import json
@@ -12,11 +12,11 @@ import numpy as np
 import zmq
 from xxhash import xxh3_64_intdigest as xxh3
 
-ENVELOPE, HEADER, ROW = "<4sBBHHHIQQIIIIQ", "<4sHHIIIIIIQQQ", "<IBBHQQQ"  # 2, 9; without the checksums at the end
-CODE = {"float32": 12, "int32": 7, "int64": 9, "uint8": 2}  # 5
+ENVELOPE, HEADER, ROW = "<4sBBHHHIQQIIIIQ", "<4sHHIIIIIIQQQ", "<IBBHQQQ"  # Final checksums are left out (2, 9).
+CODE = {"float32": 12, "int32": 7, "int64": 9, "uint8": 2}  # Section 5 lists all codes.
 
 
-class Peer:  # 8: one request at a time, sent again under its id until it is answered
+class Peer:  # A peer sends one request at a time, again under its id until it is answered (8).
     def __init__(self, endpoint, socket=None):
         self.socket = socket or zmq.Context.instance().socket(zmq.DEALER)
         self.socket.linger = 0
@@ -39,7 +39,7 @@ class Peer:  # 8: one request at a time, sent again under its id until it is ans
         raise TimeoutError(f"message {kind}")
 
 
-def put(store, task, fence, shards):  # 8, Put, and 9: the shards of one task by key; returns the content hash
+def put(store, task, fence, shards):  # Put the shards of one task by key; return the content hash (8, 9).
     names, keys, sums = task.encode(), "\n".join(shards).encode(), [xxh3(each.tobytes()) for each in shards.values()]
     dims = b"".join(struct.pack(f"<{each.ndim}Q", *each.shape) for each in shards.values())
     rows, file = b"", bytearray(64 + 8 + len(dims) + 32 * len(shards) + 4 + len(names) + len(keys))
@@ -61,7 +61,7 @@ def put(store, task, fence, shards):  # 8, Put, and 9: the shards of one task by
     return xxh3(struct.pack(f"<{len(sums)}Q", *sums))
 
 
-def shard_of(file, task, fence, key):  # 9: one shard of a block file, checked
+def shard_of(file, task, fence, key):  # Return one shard of a block file, checked (9).
     magic, layout, _, tasks, _, rows, dims, task_bytes, key_bytes, size, check, _ = struct.unpack_from(HEADER, file)
     at_dims, at_rows, at_counts = 64 + 8 * tasks, 64 + 8 * (tasks + dims), 64 + 8 * (tasks + dims) + 32 * rows
     at_keys = at_counts + 4 * tasks + task_bytes
@@ -79,7 +79,7 @@ def shard_of(file, task, fence, key):  # 9: one shard of a block file, checked
             yield np.frombuffer(data, next(name for name in CODE if CODE[name] == code)).reshape(shape)
 
 
-def get(store, task, fence, key):  # 8, Locate and read
+def get(store, task, fence, key):  # Locate and read a shard (8).
     for path in store.ask(65, 64, tasks=[[task, fence]])["files"]:
         with open(path, "rb") as source:
             fcntl.flock(source, fcntl.LOCK_SH)
@@ -92,7 +92,7 @@ def get(store, task, fence, key):  # 8, Locate and read
 
 if __name__ == "__main__":
     action, run_dir, task, fence, key, file = sys.argv[1:]
-    with open(f"{run_dir}/run.json") as source:  # 1
+    with open(f"{run_dir}/run.json") as source:  # Section 1 describes the file.
         store = Peer(f"ipc://{json.load(source)['sockets']}/batch-store-0")
     if action == "put":
         put(store, task, int(fence), {key: np.load(file)})

@@ -1,9 +1,9 @@
-"""A stranger on another host, from proto/SPEC.md alone: has a shard streamed, beside the client in stranger.py.
+"""A client on another host, written from proto/SPEC.md alone, which streams a shard. It uses the client in stranger.py.
 
     python tests/golden/stranger_streams.py ACCESS_FILE TASK FENCE KEY FILE.npy
 
-It registers with the scheduler, which says where the store is; sealed ranges come over tcp. Numbers in comments are
-SPEC's sections.
+It registers with the scheduler, which tells it the store's address, and receives sealed ranges over tcp. Numbers in
+comments are SPEC's sections.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from stranger import Peer, shard_of
 from xxhash import xxh3_64_intdigest as xxh3
 
-BULK = "<4sBBHIIQ"  # 11
+BULK = "<4sBBHIIQ"  # Section 11 describes the messages.
 HELLO, READ, DATA = 1, 2, 4
 
 
 def far(endpoint, access):
-    """1: over tcp, under the keys of a service."""
+    """Connect over tcp with the keys of a service (section 1)."""
     line = zmq.Context.instance().socket(zmq.DEALER)
     line.curve_serverkey = access["known"]["service"].encode()
     line.curve_publickey, line.curve_secretkey = access["public"].encode(), access["secret"].encode()
@@ -33,14 +33,14 @@ def far(endpoint, access):
 
 
 def seal_key(secret, line, direction):
-    """11, Seal: HKDF-SHA256 (RFC 5869), 20 bytes, which is one block of it."""
+    """Derive the key of a seal (section 11) by HKDF-SHA256 (RFC 5869). Its 20 bytes fit into one block."""
     info = f"rlbus bulk {direction}".encode()
     out = hmac.digest(hmac.digest(line, secret, hashlib.sha256), info + b"\1", hashlib.sha256)
     return AESGCM(out[:16]), out[16:20]
 
 
 def bulk_line(endpoint):
-    """11: a plain socket; `tcp://host:port` or `ipc://path`."""
+    """Connect a plain socket to `tcp://host:port` or `ipc://path` (section 11)."""
     scheme, place = endpoint.split("://")
     if scheme == "ipc":
         line = socket.socket(socket.AF_UNIX)
@@ -53,7 +53,7 @@ def bulk_line(endpoint):
 
 
 def stream(store, task, fence, key):
-    """11: a line, a stream, then one range after the other."""
+    """Open a line and a stream, then read one range after the other (section 11)."""
     opened = store.ask(78, 77)
     name, secret = bytes.fromhex(opened["line_id"]), bytes.fromhex(opened["secret"])
     (line, ranges) = bulk_line(opened["endpoint"])
@@ -82,7 +82,7 @@ def stream(store, task, fence, key):
 
 
 def main(where, task, fence, key, file):
-    with open(where) as source:  # 1
+    with open(where) as source:  # Section 1 describes the file.
         access = json.load(source)
     scheduler = far(access["endpoints"]["scheduler"], access)
     me = {"service": "stranger", "instance": 0, "incarnation": scheduler.life, "pid": os.getpid()}

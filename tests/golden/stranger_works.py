@@ -1,8 +1,8 @@
-"""A stranger's rollout service, from proto/SPEC.md alone: the work of one task, beside the client in stranger.py.
+"""A rollout service from proto/SPEC.md alone, which does the work of one task. It uses the client in stranger.py.
 
     python tests/golden/stranger_works.py RUN_DIR OUT.json
 
-says in OUT.json which task that was. Numbers in comments are SPEC's sections.
+The program writes the id and fence of the task into OUT.json. Numbers in comments are SPEC's sections.
 """
 
 import json
@@ -15,12 +15,12 @@ from stranger import Peer, put
 
 
 def inline(array):
-    """3: as msgpack-numpy writes it."""
+    """Encode an array as msgpack-numpy does (section 3)."""
     return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
 
 
 def rollout(sockets, out):
-    """8, Work: one task, two samples, everything that the stage makes."""
+    """Do the work of one task (section 8, Work): two samples with every key that the stage makes."""
     scheduler, store = (Peer(f"ipc://{sockets}/{name}") for name in ("scheduler-0", "batch-store-0"))
     me = {"service": "rollout", "instance": 7, "incarnation": scheduler.life}
     scheduler.ask(21, 20, **me, pid=os.getpid(), host=socket.gethostname(), endpoint="")
@@ -63,7 +63,7 @@ def rollout(sockets, out):
 
 
 def main(run_dir, out):
-    with open(f"{run_dir}/run.json") as source:  # 1
+    with open(f"{run_dir}/run.json") as source:  # Section 1 describes the file.
         rollout(json.load(source)["sockets"], out)
 
 

@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, commands exist, and the README is short."""
+"""Documents: links have a target, commands exist, and the README is short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "proto" 
 README_WORDS = 1200
 PRODUCT = ("services", "shared")
 PATHS = "scheduler|weights|cluster|monitor"
-"""First parts of topics that consist of several."""
+"""First parts of topics that consist of several parts."""
 
 
 def name(path: Path) -> str:
@@ -32,7 +32,7 @@ def links(document: Path) -> Iterator[tuple[Path, str]]:
 
 
 def anchors(document: Path) -> set[str]:
-    """Return the anchors that GitHub makes of a document's headings."""
+    """Return the anchors that GitHub generates for a document's headings."""
     headings = re.findall(r"^#+ (.+)$", document.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -66,7 +66,7 @@ def test_index_names_every_document() -> None:
     assert unnamed == ["docs/index.md"]
 
 
-def test_list_of_topology_keys_is_written_from_the_schema() -> None:
+def test_list_of_topology_keys_is_generated_from_the_schema() -> None:
     assert topology_keys.DOCUMENT.read_text() == topology_keys.page(), "run: python -m tests.golden.topology_keys"
 
 

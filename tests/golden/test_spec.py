@@ -1,4 +1,4 @@
-"""proto/SPEC.md describes the code: its catalogue, tables and numbers are compared with it."""
+"""proto/SPEC.md describes the code: its catalogue, tables and numbers are compared with the code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def seconds(duration: float) -> str:
 
 
 def socket_seconds(option: int) -> str:
-    """Return an option in milliseconds of the sockets that peers open, in seconds."""
+    """Return in seconds a socket option that peers set in milliseconds."""
     with zmq.Context() as context, transport.open_socket(context, zmq.DEALER) as socket:
         return seconds(float(str(socket.getsockopt(option))) / 1000)
 
@@ -88,7 +88,7 @@ NUMBERS = {
     "bytes of a connection that wait to be sent": size(stream_server.READER_BYTES),
     "ranges of a connection that wait to be sent": str(stream_server.READER_RANGES),
 }
-"""The expected table of section 13."""
+"""Expected table of section 13."""
 
 
 def section(number: int) -> str:
@@ -96,7 +96,7 @@ def section(number: int) -> str:
 
 
 def prose(number: int) -> str:
-    """Return a section without its line breaks, to find sentences."""
+    """Return a section without line breaks, so that whole sentences can be found."""
     return " ".join(section(number).split())
 
 
@@ -179,7 +179,7 @@ def test_numbers_match_the_code() -> None:
     assert {what: value for what, value, _ in listed} == NUMBERS
     assert [int(number) for *_, number in listed] == sorted(int(number) for *_, number in listed)
     assert len(section(13).split("|---|---|---|")[1].strip().splitlines()) == len(NUMBERS)
-    assert stream_line.IDLE_S < stream_places.IDLE_S  # a reader closes its line before the store does
+    assert stream_line.IDLE_S < stream_places.IDLE_S  # A reader closes its line before the store does.
 
 
 def test_roles_and_their_messages_match_the_code() -> None:
@@ -212,7 +212,7 @@ def test_bulk_messages_match_the_code() -> None:
     assert re.findall(r"^\| (\d) ([A-Z]+) \|", text, re.M) == [(str(kind.value), kind.name) for kind in bulk.Kind]
 
 
-def test_bounds_of_block_files_match_the_code() -> None:
+def test_limits_of_block_files_match_the_code() -> None:
     text = section(9)
     assert f"magic `{blockfile.MAGIC.decode()}`" in text
     assert f"layout, {blockfile.LAYOUT} " in text

@@ -52,15 +52,15 @@ def stranger(program: str, *arguments: str) -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The shards that passed between a stranger's rollout, our reference and a stranger's readers, by key."""
+    """Shards, by key, that passed between a stranger's rollout, our reference and a stranger's readers."""
 
     put_by_stranger: dict[str, Array]
-    """The shards that our reference read of the task that the stranger completed."""
+    """Shards that our reference read, from the task that the stranger completed."""
     put_by_ours: Array
-    """The reference's log-probs."""
+    """Log-probs that the reference put."""
     mapped: Array
     streamed: Array
-    """The same log-probs, as the stranger read them."""
+    """Log-probs of the reference as the stranger read them."""
     done: int
     """Number of samples of that task in the scheduler's journal, according to the lease of the reference."""
 
@@ -90,7 +90,7 @@ async def _exchange(run: RunDir, scheduler: str, folder: Path) -> Exchange:
         assert [(task.task_id, task.fence) for task in grant.batch.tasks] == [(made["task"], made["fence"])]
         [found] = await reference.data.fetch(grant.batch, list(ROLLOUT.makes), deadline_s=CALL_S)
         copied = {key: np.array(array) for key, array in found.items()}
-        logprobs = np.linspace(-1, 0, 700_001, dtype=np.float32)  # three chunks of a stream
+        logprobs = np.linspace(-1, 0, 700_001, dtype=np.float32)  # The array takes three chunks of a stream.
         shards = TaskShards(made["task"], made["fence"], {"ref_logprobs": logprobs})
         await reference.data.put([shards], store=STORE, deadline_s=CALL_S)
         which = (made["task"], str(made["fence"]), "ref_logprobs")
@@ -124,8 +124,9 @@ def test_the_stranger_of_another_host_streams_a_shard_that_our_reference_put(exc
     np.testing.assert_array_equal(exchange.streamed, exchange.put_by_ours)
 
 
-def test_client_of_a_hundred_lines_puts_a_shard_and_gets_it(tmp_path: Path) -> None:
-    """It gets its own shard, and one of ours from a file with others; each call runs in a process of its own."""
+def test_client_of_a_hundred_lines_puts_and_gets_a_shard(tmp_path: Path) -> None:
+    """The client gets its own shard, and one of ours from a file with other shards. Each call runs in a separate
+    process."""
     store = StoreProcess(store_process.make_run(tmp_path, memory=16 << 20))
     store.start()
     theirs = np.linspace(0, 1, 3 * 70_001, dtype=np.float32).reshape(3, 70_001)
@@ -156,7 +157,7 @@ def test_client_of_a_hundred_lines_puts_a_shard_and_gets_it(tmp_path: Path) -> N
         store.run.remove_volatile()
 
 
-def test_client_has_a_hundred_lines_and_needs_four_packages() -> None:
+def test_client_has_at_most_a_hundred_lines_and_needs_four_packages() -> None:
     source = (FOLDER / CLIENT).read_text()
     assert len(source.splitlines()) <= LINES
     assert max(map(len, source.splitlines())) <= 120

@@ -1,4 +1,4 @@
-"""The stored vectors and this implementation agree byte for byte, both ways."""
+"""The stored vectors and this implementation agree byte for byte in both directions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEADLINE_S = 20.0
 
 
 @pytest.mark.parametrize("vector", vectors(), ids=lambda vector: vector.name)
-def test_encoding_gives_the_stored_bytes(vector: Vector) -> None:
+def test_encoding_produces_the_stored_bytes(vector: Vector) -> None:
     stored = {each["name"]: each for each in ENTRIES}[vector.name]
     frames = vector.frames()
     assert entry(vector, frames) == stored
@@ -40,7 +40,7 @@ def test_encoding_gives_the_stored_bytes(vector: Vector) -> None:
 
 
 @pytest.mark.parametrize("stored", ENTRIES, ids=lambda each: each["name"])
-def test_decoding_gives_the_stored_values(stored: dict[str, Any]) -> None:
+def test_decoding_produces_the_stored_values(stored: dict[str, Any]) -> None:
     decoded = codec.decode(read(stored["name"], stored["frames"]), LOOSE)
     head = decoded.envelope
     names = ("type", "flags", "request_id", "incarnation", "remaining_ms")
@@ -50,7 +50,7 @@ def test_decoding_gives_the_stored_values(stored: dict[str, Any]) -> None:
     assert [tensor(array) for array in decoded.tensors] == stored["tensors"]
 
 
-def test_every_file_is_in_an_index_and_every_dtype_in_a_vector() -> None:
+def test_an_index_names_every_file_and_the_vectors_cover_every_dtype() -> None:
     listed = [each["file"] for each in [*ENTRIES, *BLOCKS.values()]]
     assert sorted(path.name for path in FOLDER.iterdir()) == sorted([*listed, INDEX.name, FILES.name, REFUSED.name])
     seen = {each["dtype"] for stored in ENTRIES for each in stored["tensors"]}
@@ -68,14 +68,14 @@ def test_numbers_in_an_index_are_exact_in_every_language(index: Path) -> None:
 
 
 @pytest.mark.parametrize("block", block_files.block_files(), ids=lambda block: block.name)
-def test_writing_a_block_file_gives_the_stored_bytes(block: BlockFile) -> None:
+def test_writing_a_block_file_produces_the_stored_bytes(block: BlockFile) -> None:
     data = block.data()
     assert data == (FOLDER / f"{block.name}.blk").read_bytes()
     assert block_files.entry(block, data) == BLOCKS[block.name]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_reading_a_stored_block_file_gives_its_values(name: str) -> None:
+def test_reading_a_stored_block_file_produces_its_values(name: str) -> None:
     data, stored = (FOLDER / f"{name}.blk").read_bytes(), BLOCKS[name]
     table = blockfile.parse(data, len(data))
     assert table.task_ids == [task["task_id"] for task in stored["tasks"]]
@@ -92,7 +92,7 @@ def test_reading_a_stored_block_file_gives_its_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("refusal", refusals.refusals(), ids=lambda refusal: refusal.name)
-def test_stored_refusals_are_the_messages_made_here(refusal: Refusal) -> None:
+def test_stored_refusals_are_the_generated_messages(refusal: Refusal) -> None:
     assert {each["name"]: each for each in REFUSALS}[refusal.name] == refusals.entry(refusal)
     assert len(REFUSALS) == len(refusals.refusals())
 
@@ -103,7 +103,7 @@ def test_mailbox_answers_and_counts_a_refused_message_as_stored(stored: dict[str
 
 
 async def _send_refused(stored: dict[str, Any]) -> None:
-    """Send the message once and see its answer, then as often as puts an offender into quarantine."""
+    """Send the message once and check its answer, then send it until the peer is quarantined."""
     frames = [bytes.fromhex(frame) for frame in stored["frames"]]
     mailbox = Mailbox("golden/0", 11)
     mailbox.handle(Ping, lambda _, __: Pong(service="golden", instance=0, incarnation=11, state="READY"))

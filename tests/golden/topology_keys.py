@@ -25,7 +25,8 @@ The keys of a topology with their defaults. `<name>` stands for a name of your c
 
 
 def section_of(hint: Any) -> tuple[str, type[Section]] | None:
-    """Return the section that a field of this type holds, and what comes between the field's key and its keys."""
+    """Return the section that a field of this type holds, and the separator between the field's key and the section's
+    keys."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, type) and issubclass(hint, Section):
         return "", hint
@@ -38,14 +39,15 @@ def section_of(hint: Any) -> tuple[str, type[Section]] | None:
 
 
 def values_of(hint: Any) -> list[str]:
-    """Return the allowed values of a field that has a closed list of them."""
+    """Return the allowed values of a field, or none if any value of its type is allowed."""
     if typing.get_origin(hint) is Literal:
         return [str(value) for value in typing.get_args(hint)]
     return [value for each in typing.get_args(hint) for value in values_of(each)]
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return the default of a field as a topology would write it, empty if the description has it or there is none."""
+    """Return the default of a field as a topology would write it. The string is empty if there is no default or the
+    description states it."""
     if field.is_required():
         return "*required*"
     if "default" in (field.description or ""):
@@ -67,7 +69,7 @@ def refused(key: str) -> str:
 
 
 def rows(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Yield the table row of every key of a section, and of the sections in it."""
+    """Yield the table row of every key of a section and of its nested sections."""
     hints = typing.get_type_hints(section, include_extras=True)
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"

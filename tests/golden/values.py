@@ -11,7 +11,7 @@ from proto import dtypes
 from proto.tensors import Array
 
 EXACT = 2**53
-"""Largest integer up to which every integer is exact in a float 64."""
+"""Largest integer below which all integers are exact in a float 64."""
 
 
 def plain(value: Any) -> Any:
@@ -35,7 +35,7 @@ def plain(value: Any) -> Any:
 
 
 def tensor(array: Array) -> dict[str, Any]:
-    """Return a tensor in JSON. `hex` are its bytes in C order, little-endian."""
+    """Return a tensor in JSON. `hex` holds its bytes in C order, little-endian."""
     row = dtypes.by_numpy(array.dtype)
     data = np.ascontiguousarray(array).astype(row.numpy, copy=False).tobytes()
     return {"dtype": row.name, "shape": list(array.shape), "hex": data.hex()}

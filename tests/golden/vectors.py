@@ -1,9 +1,9 @@
 """Makes the golden byte vectors in proto/golden/: `python -m tests.golden.vectors`.
 
-Vectors change only together with the version of the protocol, so do not run this to hide a change of the wire. Each
-vector is a file with the frames of one message, one after the other, and an entry in index.json with the sizes of the
-frames and all values in plain JSON, so that another implementation can check itself without this code. Block files have
-their values in files.json; refused.json has messages that a mailbox refuses.
+Vectors change only together with the version of the protocol, so do not run this to hide a change of the wire format.
+Each vector is a file with the frames of one message, one after the other, and an entry in index.json with the sizes of
+the frames and all values in plain JSON, so that another implementation can check itself without this code. Block files
+have their values in files.json; refused.json has messages that a mailbox refuses.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ INDEX = FOLDER / "index.json"
 FILES = FOLDER / "files.json"
 REFUSED = FOLDER / "refused.json"
 SMALL_FRAMES = Limits(body_bytes=1 << 10, frames=8, frame_bytes=16, total_bytes=1 << 12)
-"""Frames of 16 bytes, so that a tensor of 40 bytes takes three."""
+"""Limits with frames of 16 bytes, so that a tensor of 40 bytes takes three frames."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Vector:
 def _canary(length: int) -> Canary:
     logprobs = -np.arange(1, length, dtype=np.float32) / 4
     token_ids = np.arange(length, dtype=np.int32)
-    if length == 3:  # as an older trainer makes it
+    if length == 3:  # An older trainer makes the same message.
         return Canary(token_ids=token_ids, logprobs=logprobs, tolerance=1e-4)
     return Canary(
         token_ids=token_ids,

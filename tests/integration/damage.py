@@ -26,7 +26,7 @@ def shards(folder: Path) -> Iterator[tuple[Path, str, str, int]]:
         try:
             data = file.read_bytes()
             table = blockfile.parse(data, len(data))
-        except (FileNotFoundError, WireError):  # collected meanwhile
+        except (FileNotFoundError, WireError):  # The file was collected meanwhile.
             continue
         for index, task_id in enumerate(table.task_ids):
             for shard in table.shards(index):
@@ -35,7 +35,8 @@ def shards(folder: Path) -> Iterator[tuple[Path, str, str, int]]:
 
 
 def flip_shard(folder: Path, key: str, wanted: Callable[[str], bool]) -> str:
-    """Flip a bit of the shard `key` of the first task that is `wanted`. Return its task id, or "" if there is none."""
+    """Flip a bit of the shard `key` of the first task that is `wanted`. Return the task id, or "" if there is no such
+    task."""
     for file, task_id, found, offset in shards(folder):
         if found == key and wanted(task_id):
             flip(file, offset)

@@ -1,4 +1,4 @@
-"""A reward function that holds back a run until a file exists, and then gives the same rewards as the quickstart's."""
+"""A reward function that delays a run until a file exists, and then gives the same rewards as the quickstart's."""
 
 from __future__ import annotations
 

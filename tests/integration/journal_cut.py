@@ -1,4 +1,4 @@
-"""What a power cut leaves of a journal: its log ends anywhere after what SQLite has synced. Asserts nothing."""
+"""Simulates a power cut: the log of a journal ends anywhere after the part that SQLite has synced. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _COPIED_AT = 96
 
 
 def cut(journal: Path, chance: random.Random, most: float = 1.0) -> bool:
-    """Cut the log of a journal that no process has open, by up to the share `most` of its frames that are not copied.
+    """Cut the log of a journal that no process has open, by up to the share `most` of the frames that are not yet
+    copied into the database.
 
     Return False, without any change, if all frames are copied.
     """
@@ -26,7 +27,7 @@ def cut(journal: Path, chance: random.Random, most: float = 1.0) -> bool:
     frames = 0
     while (at := _LOG_HEADER_BYTES + frames * frame_bytes) + frame_bytes <= len(data):
         if list(_FRAME_HEADER.unpack_from(data, at)[2:]) != salts:
-            break  # left over from before the log was restarted
+            break  # The frame is left over from before the log was restarted.
         frames += 1
     (copied,) = _COPIED.unpack_from(journal.with_name(f"{journal.name}-shm").read_bytes(), _COPIED_AT)
     if frames <= copied:

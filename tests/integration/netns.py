@@ -1,4 +1,4 @@
-"""Two network namespaces joined by one link, which stand for two hosts in tests."""
+"""Two network namespaces joined by one link, which tests use as two hosts."""
 
 from __future__ import annotations
 

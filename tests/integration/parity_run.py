@@ -28,7 +28,7 @@ SMALL = (
     "services.rollout.block_tasks=4",
     "services.batch-store.memory=128MiB",
 )
-"""Four blocks and two updates per step, and all kinds of shards."""
+"""Settings with four blocks and two updates per step, and all kinds of shards."""
 _LIVE = ("time/", "throughput/", "store/", "gc/", "sync/sent")
 """Metrics that depend on time, the machine and the route of the weights; all others depend on the training."""
 LIMIT_S = 400.0
@@ -82,7 +82,7 @@ def damage(run: Cluster, key: str, wanted: Callable[[str], bool]) -> str:
 
 
 def unread(run: Cluster) -> Callable[[str], bool]:
-    """Return whether a task is in no step so far. If the worker is stopped, it has not read the shards of the task."""
+    """Return whether a task is in no step so far. A worker that is stopped at that time has not read its shards."""
     journaled = {task_id for _, names in run.journaled_steps().values() for task_id in names}
     return lambda task_id: task_id not in journaled
 
@@ -93,7 +93,7 @@ def losses(run: Cluster) -> int:
 
 
 def held(file: Path) -> str:
-    """Return the setting that holds back a run until `file` exists. Its rewards stay those of the quickstart."""
+    """Return the setting that delays a run until `file` exists. Its rewards equal those of the quickstart."""
     function = f"function: 'tests.integration.held_reward:reward', params: {{until: '{file}'}}"
     return f"reward={{{function}, timeout_s: {LIMIT_S}}}"
 
@@ -122,8 +122,8 @@ def committed(run: Cluster, step: int) -> bool:
 
 
 def bits(path: Path) -> dict[str, bytes]:
-    """Return what a finished run leaves: the exported weights, and the last checkpoint's weights, optimizer state and
-    earlier versions."""
+    """Return the bits that a finished run leaves: the exported weights, and the last checkpoint's weights, optimizer
+    state and earlier versions."""
     last = max((path / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
     files = [path / "export" / "model.safetensors", *sorted(last.glob("*.safetensors"))]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
@@ -136,7 +136,7 @@ def trained_rows(path: Path) -> list[dict[str, float]]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Return where two finished runs differ; [] when their training is identical."""
+    """Return the places where two finished runs differ, or [] if their training is identical."""
     found = [name for name, data in bits(one).items() if bits(other).get(name) != data]
     rows, others = trained_rows(one), trained_rows(other)
     if len(rows) != len(others):

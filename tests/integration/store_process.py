@@ -71,7 +71,7 @@ class StoreProcess:
     killed: int = field(default=0)
     instance: int = 0
     module: str = "services.batch_store"
-    """The module to start: the store, or a test's store with a defect."""
+    """Module to start, either the store or a test's store with a defect."""
 
     def start(self) -> None:
         self.process = subprocess.Popen(
@@ -93,7 +93,7 @@ class StoreProcess:
         self.killed += 1
 
     def stop(self) -> int:
-        """SIGTERM; returns the exit status."""
+        """Send SIGTERM and return the exit status."""
         assert self.process is not None
         self.process.terminate()
         status = self.process.wait(10)
@@ -135,7 +135,7 @@ def fill(path: Path, unit: int = 4096) -> None:
 
 def small_mount(folder: Path, nbytes: int) -> Iterator[Path]:
     """Mount a memory file system of `nbytes` bytes at `folder`."""
-    import pytest  # the benchmarks use this module without pytest
+    import pytest  # The benchmarks use this module without pytest.
 
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes},nr_inodes=1000", "tmpfs", str(folder)]

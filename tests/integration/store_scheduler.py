@@ -56,7 +56,7 @@ GROUP = 4
 TASKS_PER_STEP = 4
 PROMPT, NEW = 1000, 1000
 SAMPLE_TOKENS = PROMPT + NEW
-"""Every sample is as long as the topology allows, which is the worst case."""
+"""Tokens per sample, the most that the topology allows, which is the worst case."""
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 TOPOLOGY = """\
 run: {{name: room, steps: {steps}, seed: 7}}
@@ -113,7 +113,7 @@ def make_run(
 
 @dataclass
 class Process:
-    """One service, which can be killed and started again."""
+    """Process of one service, which can be killed and started again."""
 
     run: RunDir
     module: str
@@ -159,7 +159,7 @@ class Actor:
     instance: int = 0
     life: int = field(default_factory=new_incarnation)
     store: str = STORE
-    """The store of its host, which receives its puts."""
+    """Store of the actor's host, which receives its puts."""
     spread: bool = False
     """Whether the rewards of a group differ; otherwise they are all 1."""
 
@@ -287,7 +287,7 @@ class DriverActor(Actor):
         """Read the whole batch, put proximal log-probs, commit the step and publish a version."""
         batch: StepBatch = await self.ask(NextBatch(driver=self.life, step=step), StepBatch)
         found = await self.data.fetch(batch.batch, ["token_ids", "ref_logprobs"], deadline_s=PUT_S)
-        # the previous driver died after its forward pass, so the step is replayed
+        # The previous driver died after its forward pass, so the step is replayed.
         for life in (0, self.life):
             await self.put_prox(batch, [len(each["token_ids"]) for each in found], life)
         await self.ask(CommitStep(driver=self.life, step=step, metrics={}), Ack)
@@ -295,7 +295,7 @@ class DriverActor(Actor):
         return batch
 
     async def put_prox(self, batch: StepBatch, tokens: Sequence[int], life: int) -> None:
-        """Put what the trainer's forward pass makes in a step driven by incarnation `life`."""
+        """Put the shards that the trainer's forward pass makes in a step driven by incarnation `life`."""
         key = f"prox_logprobs:{life:x}-{batch.step}"
         shards = [
             TaskShards(task.task_id, task.fence, {key: np.full(size, life % 1000, np.float32)})
@@ -309,7 +309,7 @@ class DriverActor(Actor):
 
 @dataclass
 class Bench:
-    """The processes and actors of one test."""
+    """Processes and actors of one test."""
 
     run: RunDir
     store: Process
@@ -334,7 +334,7 @@ class Bench:
 async def bench_of(
     run: RunDir, *, store: tuple[str, ...] = (), scheduler: tuple[str, ...] = ()
 ) -> AsyncIterator[Bench]:
-    """Start both processes and wait until they are ready; `store`, `scheduler`: extra command-line arguments."""
+    """Start both processes and wait until they are ready. `store` and `scheduler` are extra command-line arguments."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     processes = Process(run, "services.batch_store", store), Process(run, "services.scheduler", scheduler)
     bench = Bench(run, *processes, context)

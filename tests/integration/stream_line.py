@@ -37,9 +37,11 @@ def in_clear(run: RunDir) -> None:
 
 @dataclass
 class TcpStoreProcess(StoreProcess):
-    """A store that streams chunks from `port` and tells readers `advertised` (empty: the real address).
+    """A store that streams chunks from `port` and tells readers the address `advertised`, or its real address if that
+    is empty.
 
-    `plain`: the run's topology turns encryption off. `defect`: a `module:class.method` that always raises KeyError.
+    With `plain`, the run's topology turns encryption off. `defect` names a `module:class.method` that always raises
+    KeyError.
     """
 
     port: int = field(default_factory=free_port)
@@ -71,7 +73,8 @@ def remote(peer: Peer, *, plain: bool = False, inflight_bytes: int = 8 << 20) ->
 
 
 class TcpLine:
-    """Forwards TCP from `port` to `target` at up to `bytes_per_s` (0: no limit); `cut` resets every connection."""
+    """A proxy that forwards TCP from `port` to `target` at up to `bytes_per_s` (0: no limit). `cut` resets every
+    connection."""
 
     def __init__(self, target: int, bytes_per_s: float = 0) -> None:
         self.port = free_port()
@@ -106,7 +109,7 @@ class TcpLine:
         sink.transport.abort()
 
     def cut(self) -> None:
-        """Reset all connections; new ones are accepted."""
+        """Reset all connections. New connections are accepted."""
         for writer in self._writers:
             raw = writer.get_extra_info("socket")
             with contextlib.suppress(OSError):
@@ -128,7 +131,7 @@ class TcpLine:
 
 
 Message = list[bytes]
-"""Head and payload, which are concatenated even if they do not belong together."""
+"""Head and payload of a message, which are concatenated even if they do not match."""
 
 
 class Meddler:
@@ -143,7 +146,7 @@ class Meddler:
         self._target = target
         self._meddle = meddle
         self.tag_bytes = 0
-        """Bytes of the tag after each message; 0 on an unencrypted connection."""
+        """Number of bytes of the tag after each message, or 0 on an unencrypted connection."""
         self._lines: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -172,7 +175,7 @@ class Meddler:
                 line.shutdown(socket.SHUT_RDWR)
 
     def _up(self, front: socket.socket, back: socket.socket) -> None:
-        """Pass on what the reader sends. Its hello is followed by a tag if the link is encrypted, else by a message."""
+        """Pass on the reader's messages. Its hello is followed by a tag if the link is encrypted, else by a message."""
         began = b""
         hello_bytes = bulk.HEAD_BYTES + bulk.LINE_ID_BYTES
         while data := front.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""Reads token versions from the shards of a run while it goes on, because its store ends with it. Asserts nothing."""
+"""Reads token versions from the shards of a run while it runs, because its store ends with it. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.integration.whole_cluster import Cluster
 
 
 class TokenVersions:
-    """`of[task_id, fence]`: versions of the sampled tokens of every task ever put, one array per sequence."""
+    """Token versions of a run. `of[task_id, fence]` has the versions of the sampled tokens of every task ever put, one
+    array per sequence."""
 
     def __init__(self, run: Cluster) -> None:
         self._run = run
@@ -47,7 +48,7 @@ class TokenVersions:
                 data = file.read_bytes()
                 table = blockfile.parse(data, len(data))
             except (OSError, blockfile.WireError):
-                continue  # not sealed yet, or collected
+                continue  # The file is not sealed yet, or it was collected.
             self._read.add(file)
             for index, name in enumerate(zip(table.task_ids, table.fences, strict=True)):
                 found = {

@@ -14,7 +14,8 @@ import pytest
 
 STORE_ADDRESS, READER_ADDRESS = "10.203.77.1", "10.203.77.2"
 OWN_MEMORY = 'mount -t tmpfs none /dev/shm && exec "$@"'
-"""`ip netns exec` gives a process its own mount namespace; this gives it its own shared memory too."""
+"""Shell script that gives a process its own shared memory. `ip netns exec` has already given it its own mount
+namespace."""
 
 
 def inside(host: str) -> list[str]:

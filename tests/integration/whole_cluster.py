@@ -41,7 +41,8 @@ class Cluster:
     def wait_for(self, what: str, answer: Callable[[], T | None]) -> T:
         """Return the first answer that is not None or False; fail once the launcher is gone or time is up."""
         while True:
-            ended = self.process.poll() is not None  # checked first, so that its last action is not missed
+            # This is checked first, so that the launcher's last action is not missed.
+            ended = self.process.poll() is not None
             found = answer()
             if found is not None and found is not False:
                 return found
@@ -125,13 +126,13 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Run `topology`, or resume the run in `folder`; kill all remaining processes at the end.
 
-    `launcher`: the module that launches it; `environment`: variables added to this process's.
+    `launcher` is the module that launches it, and `environment` is added to this process's variables.
     """
     path = folder / "run"
     path.mkdir(parents=True, exist_ok=resume)
     command = [sys.executable, "-m", launcher, str(topology), "--run-dir", str(path)]
     command += ["--resume"] if resume else []
-    # Imports that a test does not need would take time from it.
+    # Imports that a test does not need would cost it time.
     command += [] if any(each.startswith("run.spares=") for each in overrides) else ["--set", "run.spares=false"]
     for override in overrides:
         command += ["--set", override]

@@ -28,7 +28,7 @@ JOBS = 2
 LIMIT_S = 300
 """Maximum seconds for one test; a mutant that makes it hang is killed."""
 PASSED, FAILED = 0, 1
-"""Exit statuses of pytest. Any other one means that the tests did not run."""
+"""Exit statuses of pytest. Any other status means that the tests did not run."""
 VERDICTS = {PASSED: "SURVIVED", FAILED: "killed"}
 
 _versions = itertools.count(1_000_000_000)
@@ -55,7 +55,7 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
     """Return exit status and output of pytest for these tests of a tree."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-rN", "-p", "no:cacheprovider"]
     command += [f"--timeout={LIMIT_S}", "--hypothesis-profile=mutants"]
-    # CI: the same examples in each run; a test that cannot run here fails without the mutation too
+    # The CI profile gives the same examples in each run; a test that cannot run here fails without the mutation, too.
     done = subprocess.run(
         [*command, *tests],
         cwd=tree,
@@ -70,7 +70,7 @@ def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 
 def is_there(tree: Path, mutation: Mutation) -> bool:
-    """Return whether the file of the mutation's test exists."""
+    """Return whether the test file of the mutation exists."""
     return (tree / mutation.test.partition("::")[0]).exists()
 
 

@@ -82,7 +82,7 @@ BUS = [
         MAILBOX,
         "if known[0] != call.request:",
         "if False:",
-        f"{SECURITY}::test_a_replayed_id_with_another_request_is_a_conflict_while_running_and_afterwards",
+        f"{SECURITY}::test_another_request_under_a_used_id_is_a_conflict_during_and_after_the_first",
     ),
     Mutation(
         "a reply is sent to another role that uses the same id",
@@ -125,10 +125,10 @@ BUS = [
         "MAX_NAMED = 1 << 16",
         "MAX_NAMED = 1 << 21",
         "tests/integration/batch_store/test_lying_store.py"
-        "::test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little",
+        "::test_requests_for_too_much_are_refused_or_truncated_and_take_little_memory",
     ),
     Mutation(
-        "a handler that outlives its caller's deadline goes on",
+        "a handler that outlives its caller's deadline continues",
         MAILBOX,
         "asyncio.timeout_at(call.deadline if not call.one_way else None)",
         "asyncio.timeout_at(None)",

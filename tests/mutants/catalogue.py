@@ -1,4 +1,4 @@
-"""All mutations."""
+"""List of all mutations."""
 
 from __future__ import annotations
 

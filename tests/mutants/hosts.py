@@ -1,4 +1,4 @@
-"""Defects of runs on several hosts: believed deaths, lost hosts, places."""
+"""Defects of runs on several hosts: unconfirmed deaths, lost hosts, placement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BOOK = "launch/placement/book.py"
 SCHEDULER = "services/scheduler/state.py"
 STORES = "tests/unit/scheduler/test_stores.py"
 PLACES = "tests/property/test_host_book.py::test_every_process_has_one_place_whatever_happens_to_the_hosts"
-RETURNS = "tests/unit/launch/test_host_book.py::test_a_host_that_returns_runs_what_found_no_other_place"
+RETURNS = "tests/unit/launch/test_host_book.py::test_a_host_that_returns_runs_processes_that_found_no_other_place"
 
 HOSTS = [
     Mutation(
@@ -16,14 +16,14 @@ HOSTS = [
         "launch/supervisor/server.py",
         "if (key, request.pid) in self._ended_lives:",
         "if child is None or child.pid != request.pid:",
-        "tests/unit/launch/test_supervisor_server.py::test_only_the_death_of_an_own_process_is_confirmed",
+        "tests/unit/launch/test_supervisor_server.py::test_only_the_death_of_the_supervisors_own_process_is_confirmed",
     ),
     Mutation(
-        "a process that nobody saw end is never over",
+        "a process whose end was not observed never counts as ended",
         SCHEDULER,
         "return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S",
         "return known is None or known.incarnation != incarnation",
-        f"{STORES}::test_a_process_that_nobody_saw_end_is_over_after_another_registration_or_a_long_silence",
+        f"{STORES}::test_a_process_whose_end_was_not_observed_counts_as_ended_after_another_registration_or_a_long_silence",
     ),
     Mutation(
         "a store that the topology places is waited for indefinitely",
@@ -40,7 +40,7 @@ HOSTS = [
         "tests/unit/shared/topology/test_topology.py::test_the_trainers_host_has_the_store_into_which_the_trainer_puts",
     ),
     Mutation(
-        "the leases of a lost host run out by themselves",
+        "the leases of a lost host only expire",
         SCHEDULER,
         "self._durable(LeaseExpired(lease.lease_id, not_started=True))",
         "continue",
@@ -55,7 +55,7 @@ HOSTS = [
         PLACES,
     ),
     Mutation(
-        "a process gets GPUs that another one has",
+        "a process gets GPUs of another process",
         BOOK,
         "if name == host.name and other is not unit",
         "if name != host.name and other is not unit",
@@ -69,7 +69,7 @@ HOSTS = [
         RETURNS,
     ),
     Mutation(
-        "an agent that was given up is taken again",
+        "an agent that was given up is accepted again",
         BOOK,
         "if report.incarnation in host.given_up:",
         "if report.incarnation in host.given_up and not host.report:",

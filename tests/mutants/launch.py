@@ -24,7 +24,7 @@ LAUNCHER = [
         RUN_DIR,
         "    fcntl.flock(descriptor, fcntl.LOCK_SH)\n    return descriptor",
         "    return descriptor",
-        f"{INTERRUPTED}::test_the_sweep_leaves_a_start_alone_that_goes_on",
+        f"{INTERRUPTED}::test_the_sweep_leaves_a_start_in_progress_alone",
     ),
     Mutation(
         "a signal that was inherited as ignored is handled",
@@ -38,7 +38,7 @@ LAUNCHER = [
         INTERRUPTS,
         "signal.signal(number, signal.SIG_IGN)",
         "signal.signal(number, signal.SIG_DFL)",
-        f"{INTERRUPTED}::test_a_signal_after_the_loop_has_closed_changes_nothing_of_the_end",
+        f"{INTERRUPTED}::test_a_signal_after_the_loop_has_closed_does_not_change_the_outcome",
     ),
     Mutation(
         "a service that was slow before is given no more time",
@@ -52,6 +52,6 @@ LAUNCHER = [
         WATCH,
         "min(seen_at - self._seen_at, 2 * TICK_S)",
         "seen_at - self._seen_at",
-        f"{LAUNCH}::test_slow_services_and_a_stopped_launcher_are_no_false_alarm",
+        f"{LAUNCH}::test_slow_services_and_a_stopped_launcher_cause_no_false_alarm",
     ),
 ]

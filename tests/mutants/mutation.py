@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutation:
-    """`name` says what the changed code does wrong.
+    """`name` describes what the changed code does wrong.
 
     `file` is relative to the repository; `old` occurs in it exactly once and is replaced by `new`. `test` is the node
     id of a test that fails with the change and passes without it.

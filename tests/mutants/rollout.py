@@ -10,7 +10,7 @@ TRAJECTORY = "services/rollout/trajectory.py"
 WEIGHTS = "tests/unit/rollout/test_weights.py"
 VERSIONS = "tests/unit/rollout/test_versions.py"
 REWARDS = "tests/unit/rollout/test_rewards.py"
-SHARDS = "tests/unit/rollout/test_assemble.py::test_shards_are_ragged_and_mark_what_the_policy_sampled"
+SHARDS = "tests/unit/rollout/test_assemble.py::test_shards_are_ragged_and_mark_the_sampled_tokens"
 
 ROLLOUT = [
     Mutation(
@@ -47,7 +47,7 @@ ROLLOUT = [
         "services/policy_trainer/worker/weights/publish.py",
         "\nTOLERANCE = 1e-4\n",
         "\nTOLERANCE = 0.1\n",
-        f"{WEIGHTS}::test_the_production_tolerances",
+        f"{WEIGHTS}::test_production_tolerances_have_fixed_values",
     ),
     Mutation(
         "a canary that is NaN passes",
@@ -61,14 +61,14 @@ ROLLOUT = [
         SYNC,
         "return held != wanted if exact else held < wanted",
         "return held != wanted if exact else False",
-        f"{WEIGHTS}::test_an_engine_loads_what_is_newer_or_exactly_asked_for",
+        f"{WEIGHTS}::test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested",
     ),
     Mutation(
         "an engine ahead of an exact lease samples with its newer version",
         SYNC,
         "return held != wanted if exact else held < wanted",
         "return held < wanted",
-        f"{WEIGHTS}::test_an_engine_loads_what_is_newer_or_exactly_asked_for",
+        f"{WEIGHTS}::test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested",
     ),
     Mutation(
         "an update of parameters that the engine does not have is set",
@@ -96,7 +96,7 @@ ROLLOUT = [
         "shared/weights/drill.py",
         "RELATIVE_SCALE * mean if mean > 0 else ZERO_SCALE",
         "RELATIVE_SCALE * mean",
-        "tests/unit/shared/test_drill.py::test_a_parameter_of_zeros_changes_too",
+        "tests/unit/shared/test_drill.py::test_a_parameter_of_zeros_also_changes",
     ),
     Mutation(
         "the prompt is trained on",
@@ -127,7 +127,7 @@ ROLLOUT = [
         "tests/unit/rollout/test_assemble.py::test_failed_samples_are_left_out_and_counted",
     ),
     Mutation(
-        "a reward that is not a number is a score",
+        "a reward that is not a number counts as a score",
         SCORE,
         '    if not abs(value) <= LIMIT:\n        return Score(None, f"answered',
         '    if abs(value) > LIMIT:\n        return Score(None, f"answered',

@@ -1,4 +1,4 @@
-"""Defects that the simulation finds: rules of the whole, broken in one place."""
+"""Defects that the simulation finds: rules of the whole system, each broken in one place."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _ALSO = frozenset(
         "a task may be sampled with a version that is one step too old",
         "a step that is requested again gets other tasks",
         "tasks are collected before the oldest kept checkpoint covers them",
-        "reconciliation clears what is leased or accepted",
+        "reconciliation clears leased or accepted shards",
         "a change of the state is not journaled",
         "a reply is sent before its decision is in the journal",
         "a retry of an answered request is executed again",
         "a retry of a request in progress is executed concurrently",
         "the next attempt of a task keeps the previous fence",
-        "a replaced driver is obeyed",
+        "calls of a replaced driver are executed",
         "a restarted store forgets its tombstones",
         "a late result under a lower fence is accepted",
         "a step that was committed is committed again",
         "a tombstone is written after the clear",
     }
 )
-"""Mutations with a test of their own, which the simulation finds, too."""
+"""Mutations with a test of their own that the simulation also finds."""
 
 SIMULATED = [
     *(
@@ -64,7 +64,7 @@ SIMULATED = [
         SEEDS,
     ),
     Mutation(
-        "a driver goes on with workers that are not at the committed step",
+        "a driver continues with workers that are not at the committed step",
         "services/policy_trainer/resume.py",
         "    if not state.dirty and state.step == info.committed_step:\n",
         "    if not state.dirty:\n",

@@ -66,7 +66,7 @@ STORE = [
             try:
                 files.seal(put_id)
 """,
-        f"{KILLED}::test_a_put_whose_file_cannot_have_its_sealed_name_is_not_acknowledged",
+        f"{KILLED}::test_a_put_whose_file_cannot_be_renamed_is_not_acknowledged",
     ),
     Mutation(
         "a file that was damaged while the store was down is served",
@@ -80,14 +80,14 @@ STORE = [
         "shared/dataplane/mapping.py",
         "if wrong.any():",
         "if False:",
-        f"{DAMAGED}::test_one_flipped_bit_is_found_by_the_reader_of_its_shard_and_by_nobody_else",
+        f"{DAMAGED}::test_a_flipped_bit_is_detected_only_by_readers_of_its_shard",
     ),
     Mutation(
-        "a store that is asked about a shard does not look at its bytes",
+        "a store that is asked about a shard does not check its bytes",
         SERVER,
         "            await self._check(files, request.tasks)\n",
         "",
-        f"{DAMAGED}::test_a_store_that_is_asked_to_look_drops_what_is_damaged_and_serves_the_rest",
+        f"{DAMAGED}::test_a_store_that_is_asked_to_check_drops_damaged_shards_and_serves_the_rest",
     ),
     Mutation(
         "a late put of a collected task is sealed",

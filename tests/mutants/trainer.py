@@ -13,7 +13,7 @@ GRADIENTS = "tests/parity/test_gradients_torch.py"
 
 TRAINER = [
     Mutation(
-        "token_mean divides by the samples' longest instead of all tokens",
+        "token_mean divides by the longest sample instead of all tokens",
         "services/policy_trainer/token_weights.py",
         "filled / max(counts.sum(), 1.0)",
         "filled / max(counts.max(), 1.0)",
@@ -53,7 +53,7 @@ TRAINER = [
         f"{WORKER}/losses/policy.py",
         "gain = torch.minimum(unclipped,",
         "gain = torch.maximum(unclipped,",
-        f"{LOSSES}::test_value_and_gradient_are_those_of_the_formula",
+        f"{LOSSES}::test_value_and_gradient_agree_with_the_formula",
     ),
     Mutation(
         "the importance weight is not truncated",
@@ -63,7 +63,7 @@ TRAINER = [
         f"{LOSSES}::test_importance_weight_is_truncated_at_the_cap",
     ),
     Mutation(
-        "the importance weight is upside down",
+        "the importance weight is inverted",
         f"{WORKER}/losses/mismatch.py",
         "weight = ratio(prox - data.rollout)",
         "weight = ratio(data.rollout - prox)",
@@ -77,7 +77,7 @@ TRAINER = [
         f"{LOSSES}::test_gspo_includes_the_parts_of_a_sequence_on_other_ranks",
     ),
     Mutation(
-        "an extreme log-ratio is not cut",
+        "an extreme log-ratio is not clamped",
         f"{WORKER}/losses/tokens.py",
         "log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()",
         "log_ratio.exp()",
@@ -112,7 +112,7 @@ TRAINER = [
         f"{GRADIENTS}::test_gradients_are_the_same_at_every_micro_batch_size",
     ),
     Mutation(
-        "an update is made of a gradient that is not finite",
+        "an update is made from a gradient that is not finite",
         f"{WORKER}/backend_torch.py",
         "if not math.isfinite(grad_norm):",
         "if False:",
@@ -193,7 +193,7 @@ TRAINER = [
         f"{WORKER}/snapshots.py",
         "if xxhash.xxh3_64_intdigest(data.data) != shard.checksum:",
         "if False:",
-        f"{SNAPSHOTS}::test_every_flipped_byte_is_seen",
+        f"{SNAPSHOTS}::test_every_flipped_byte_is_detected",
     ),
     Mutation(
         "the next snapshot replaces the one that was loaded",
@@ -214,7 +214,7 @@ TRAINER = [
         "services/policy_trainer/resume.py",
         " and each.step <= info.committed_step]\n    if info.reference_step",
         "]\n    if info.reference_step",
-        f"{STATE}::test_otherwise_an_earlier_state_is_loaded_under_a_new_lineage",
+        f"{STATE}::test_without_such_a_snapshot_an_earlier_state_is_loaded_under_a_new_lineage",
     ),
     Mutation(
         "the driver publishes weights before it commits their step",

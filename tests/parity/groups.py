@@ -29,8 +29,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLI
 
 
 def sums_of(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """Return the sums over all ranks, as the driver computes them. `parts` has an entry per rank, with names
-    `sum/<name>`."""
+    """Return the sums over all ranks, as the driver computes them. `parts` has an entry per rank, in which sums have
+    names `sum/<name>`."""
     totals: dict[str, float] = {}
     for part in parts:
         add_up(totals, {name.removeprefix(SUM): value for name, value in part.items() if name.startswith(SUM)})
@@ -91,4 +91,4 @@ def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: 
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # as the worker ends: at the interpreter's teardown, threads of gloo may abort
+    os._exit(code)  # The worker ends in the same way: at the interpreter's teardown, threads of gloo may abort.

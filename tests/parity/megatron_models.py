@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def hf_model(family: str, dtype: str = "float32") -> Any:
-    """Return the same weights for the same family. Biases are not zero."""
+    """Return a model that always has the same weights for a family. Its biases are not zero."""
     model = make_model(**FAMILIES[family], dtype=getattr(torch, dtype))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

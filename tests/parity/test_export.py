@@ -25,7 +25,8 @@ from tests.parity.test_megatron_gradients import TRAINING, back
 pytestmark = pytest.mark.timeout(300)
 
 LIMITS = {"float32": 1e-5, "bfloat16": 0.1}
-"""Largest difference of a log-prob. Weights are compared bit for bit, so this bounds the two forward passes only."""
+"""Maximum difference of a log-prob. Weights are compared bit for bit, so this limit applies only to the two forward
+passes."""
 LAYOUTS = {
     "torch": {"1": Layout(1), "2 workers": Layout(2), "cp2": Layout(2, cp=2), "4 workers, cp2": Layout(4, cp=2)},
     "megatron": {
@@ -87,11 +88,11 @@ def check(backend: str, layout: Layout, families: list[str], folder: Path) -> No
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
-def test_one_rank_exports_what_it_trained(backend: str, tmp_path: Path) -> None:
+def test_one_rank_exports_the_weights_that_it_trained(backend: str, tmp_path: Path) -> None:
     check(backend, Layout(1), ["llama-untied"], tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("backend", "name"), [(backend, name) for backend, names in LAYOUTS.items() for name in names])
-def test_every_layout_exports_what_it_trained(backend: str, name: str, tmp_path: Path) -> None:
+def test_every_layout_exports_the_weights_that_it_trained(backend: str, name: str, tmp_path: Path) -> None:
     check(backend, LAYOUTS[backend][name], list(FAMILIES), tmp_path)

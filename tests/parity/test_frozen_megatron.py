@@ -22,11 +22,11 @@ pytestmark = pytest.mark.timeout(300)
 LAYOUTS = {"tp2": Layout(2, tp=2), "pp2xcp2": Layout(4, pp=2, cp=2)}
 LIMIT = 1e-5
 MAX_TOKENS = 10
-"""Maximum tokens of a micro-batch, so few that there are several micro-batches."""
+"""Maximum tokens of a micro-batch, small enough for several micro-batches."""
 
 
 def other_weights(model: Path) -> dict[str, Array]:
-    """Return the weights of the folder, perturbed."""
+    """Return perturbed weights of the folder's model."""
     return {name: (each * 1.1).numpy() for name, each in load_file(model / "model.safetensors").items()}
 
 
@@ -62,7 +62,7 @@ def work(place: Place, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_has_the_log_probs_of_the_whole_model(layout: str, tmp_path: Path) -> None:
+def test_every_rank_returns_the_log_probs_of_the_whole_model(layout: str, tmp_path: Path) -> None:
     models = {family: save(family, tmp_path / "models") for family in FAMILIES}
     run_group("tests.parity.test_frozen_megatron:work", LAYOUTS[layout], tmp_path / layout)
     for family, model in models.items():

@@ -1,4 +1,4 @@
-"""Gradients and losses of the torch backend: every split gives those of one process and one micro-batch."""
+"""Gradients and losses of the torch backend: every split gives the same values as one process with one micro-batch."""
 
 from __future__ import annotations
 

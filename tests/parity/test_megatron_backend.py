@@ -1,5 +1,5 @@
-"""The rest of the backend contract for megatron, on ranks that are tensor- and data-parallel: bfloat16 with float32
-masters, resuming, moving memory, refusing and exporting."""
+"""Other parts of the backend contract for megatron, on ranks that are tensor- and data-parallel: bfloat16 with float32
+masters, resuming, moving memory, refusals and exports."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def work(place: Place, folder: Path) -> None:
     assert backend.parameters == sum(each.numel() for each in load_file(model / "model.safetensors").values())
 
 
-def test_resuming_moving_refusing_and_exporting(tmp_path: Path) -> None:
+def test_megatron_resumes_moves_refuses_and_exports(tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         save(FAMILY, tmp_path / "models", dtype)
     run_group("tests.parity.test_megatron_backend:work", Layout(4, tp=2), tmp_path / "tp2xdp2")

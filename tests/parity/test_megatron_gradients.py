@@ -1,5 +1,5 @@
-"""Gradients and losses of the megatron backend: every split gives those of the torch backend with one process and one
-micro-batch. The same holds for norms, updates and optimizer states."""
+"""Gradients and losses of the megatron backend: every split gives the same values as the torch backend with one process
+and one micro-batch. The same holds for norms, updates and optimizer states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYOUTS = {
 }
 FAMILY = "qwen3-tied"
 ALONE = Layout(1).place(0)
-# eps: without it AdamW's first updates have full size however small a gradient is, including rounding errors
+# With a smaller eps, AdamW's first updates have full size however small a gradient is, including rounding errors.
 TRAINING = {"clip_norm": 0.05, "weight_decay": 0.1, "warmup_steps": 2, "lr": 3e-3, "eps": 1e-5}
 
 

@@ -44,7 +44,8 @@ def counts(vectors: Vectors) -> Array:
 
 
 def tokens(vectors: Vectors, aggregation: str) -> tuple[Tensor, TokenData, Tensor]:
-    """Return the unmasked tokens of a worker (`cur`, data, entropy), with the weights that the driver makes."""
+    """Return the unmasked tokens of a worker (`cur`, data, entropy), with the token weights that the driver
+    computes."""
     mask, lengths = vectors["input/mask"].astype(bool), counts(vectors)
     weights = sample_weights(aggregation, lengths, max_new_tokens=inputs.MAX_NEW_TOKENS).astype(np.float64)
 
@@ -85,7 +86,8 @@ def spec(name: str, **options: Any) -> LossSpec:
 def check(
     vectors: Vectors, case: str, loss: LossSpec, aggregation: str, *, corrected: bool = False, with_value: bool = True
 ) -> None:
-    """Compare our loss and gradient with the peer's `case`. Without `corrected`, engine and trainer are the same."""
+    """Compare our loss and gradient with the peer's `case`. Without `corrected`, engine and trainer have the same
+    log-probs."""
     cur, data, entropy = tokens(vectors, aggregation)
     if not corrected:
         data = TokenData(**{**vars(data), "rollout": data.prox})
@@ -102,31 +104,31 @@ def check(
         np.testing.assert_allclose(entropy_grad.numpy(), vectors[f"{case}/entropy_grad"][mask], rtol=RTOL)
 
 
-def test_the_recorded_batch_is_the_compared_one(peer: str) -> None:
+def test_the_recorded_batch_equals_the_compared_batch(peer: str) -> None:
     vectors = load(peer)
     for name, values in inputs.batch().items():
         assert np.array_equal(vectors[f"input/{name}"], values), name
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"])
-def test_clipped_loss_under_every_aggregation(peer: str, aggregation: str) -> None:
+def test_clipped_loss_matches_the_peers_under_every_aggregation(peer: str, aggregation: str) -> None:
     check(load(peer), f"ppo_clip/{aggregation}", spec("ppo_clip"), aggregation)
 
 
-def test_dapo_of_trl_is_token_mean() -> None:
+def test_dapo_of_trl_equals_token_mean() -> None:
     check(load("trl"), "ppo_clip/token_mean_dapo", spec("ppo_clip"), "token_mean")
 
 
-def test_dual_clip(peer: str) -> None:
+def test_dual_clip_matches_the_peers(peer: str) -> None:
     check(load(peer), "dual_clip/token_mean", spec("ppo_clip", dual_clip=inputs.DUAL_CLIP), "token_mean")
 
 
-def test_gspo(peer: str) -> None:
+def test_gspo_matches_the_peers(peer: str) -> None:
     loss = spec("gspo", clip_low=inputs.GSPO_CLIP, clip_high=inputs.GSPO_CLIP)
     check(load(peer), "gspo/seq_mean_token_mean", loss, "seq_mean_token_mean")
 
 
-def test_cispo_with_the_clamp_of_each_peer() -> None:
+def test_cispo_matches_each_peer_with_its_clamp() -> None:
     upper = spec("cispo", clamp="upper", clip_high=inputs.CISPO_UPPER - 1.0)
     both = spec("cispo", clamp="both")
     check(load("trl"), "cispo/token_mean", upper, "token_mean")
@@ -135,18 +137,18 @@ def test_cispo_with_the_clamp_of_each_peer() -> None:
         check(load("trl"), "cispo/token_mean", both, "token_mean")
 
 
-def test_sapo(peer: str) -> None:
+def test_sapo_matches_the_peers(peer: str) -> None:
     check(load(peer), "sapo/seq_mean_token_mean", spec("sapo"), "seq_mean_token_mean")
 
 
-def test_kl_in_the_loss_and_entropy_bonus_of_trl() -> None:
+def test_kl_in_the_loss_and_entropy_bonus_match_trl() -> None:
     kl_spec = spec("ppo_clip", kl_estimator="k3", kl_coef=inputs.KL_COEF)
     check(load("trl"), "kl/token_mean", kl_spec, "token_mean")
     check(load("trl"), "entropy/token_mean", spec("ppo_clip", entropy_coef=inputs.ENTROPY_COEF), "token_mean")
 
 
 @pytest.mark.parametrize(("peer_name", "case"), [("trl", "token_truncate"), ("verl", "tis")])
-def test_truncated_importance_weight(peer_name: str, case: str) -> None:
+def test_truncated_importance_weight_matches_the_peers(peer_name: str, case: str) -> None:
     loss = spec("ppo_clip", tis_cap=inputs.TIS_CAP)
     check(load(peer_name), f"{case}/token_mean", loss, "token_mean", corrected=True)
 
@@ -175,8 +177,8 @@ def test_sequence_masks_keep_the_same_sequences(level: str) -> None:
         assert np.array_equal(found, ratio > 0)
 
 
-def test_sequence_mask_of_trl_when_its_weight_is_applied() -> None:
-    """TRL multiplies by the ratio of the sequence where we keep that of the token. The quotient is the whole
+def test_sequence_mask_matches_trl_when_its_weight_is_applied() -> None:
+    """TRL multiplies by the ratio of the sequence where we keep the ratio of the token. Their quotient is the whole
     difference."""
     trl = load("trl")
     mask = trl["input/mask"].astype(bool)
@@ -191,7 +193,7 @@ def test_sequence_mask_of_trl_when_its_weight_is_applied() -> None:
     np.testing.assert_allclose(grad.numpy() / token_ratio.numpy() * sequence_ratio, expected, rtol=RTOL, atol=1e-12)
 
 
-def test_kl_estimators_of_verl() -> None:
+def test_kl_estimators_match_verl() -> None:
     verl = load("verl")
     for name, function in kl.KL_LOSSES.items():
         cur = torch.from_numpy(verl["input/cur"]).requires_grad_()
@@ -216,7 +218,7 @@ def test_kl_estimators_of_verl() -> None:
         ("verl", "reinforce_pp_baseline"),
     ],
 )
-def test_advantages(peer_name: str, case: str) -> None:
+def test_advantages_match_the_peers(peer_name: str, case: str) -> None:
     vectors = load(peer_name)
     rewards, groups, lengths = vectors["input/rewards"], vectors["input/groups"], counts(vectors)
     centred = advantages.grpo(rewards, groups, std_epsilon=None)

@@ -24,21 +24,22 @@ pytestmark = pytest.mark.timeout(300)
 
 FAMILY = "qwen3-tied"
 LIMITS = {"float32": 2e-6, "bfloat16": 2**-6}
-"""Largest difference as a share of the largest gradient. bfloat16 keeps 8 bits, and each layer of the backward pass
+"""Maximum difference as a share of the largest gradient. bfloat16 keeps 8 bits, and each layer of the backward pass
 rounds."""
 SURE = {"float32": 1.0, "bfloat16": 0.4}
-"""Smallest share of weights whose gradient exceeds that difference, so that its sign is certain. In float32: all."""
+"""Minimum share of weights whose gradient exceeds that difference, so that its sign is certain. In float32, all weights
+do."""
 LARGE = 1e4
 TRAINING = {"clip_norm": 0.05, "lr": 1e-3}
 MAX_TOKENS = 60
-"""Maximum tokens of a micro-batch, so few that there are several micro-batches and accumulated gradients are scaled,
+"""Maximum tokens of a micro-batch, small enough for several micro-batches, so that accumulated gradients are scaled,
 too.
 """
 
 
 def case() -> tuple[Case, int]:
-    """Return a batch of token_mean, with W = 1/N, and its N, which is no power of two, because scaling by one would
-    round nothing."""
+    """Return a batch of token_mean, with W = 1/N, and its N. N is not a power of two, because scaling by a power of two
+    does not round."""
     made = next(cases())
     count = int(made.flat["loss_mask"].sum())
     assert count & (count - 1)
@@ -60,8 +61,8 @@ def gradients(backend: TorchBackend | MegatronBackend, factor: float) -> dict[st
 
 
 def everything(backend: TorchBackend | MegatronBackend) -> dict[str, torch.Tensor]:
-    """Compute the gradients of the loss times 1/N, of its sum, and of 10^4 times it; then an update by the first and by
-    the last."""
+    """Compute the gradients of the loss times 1/N, of its sum, and of the loss times 10^4; then make an update with the
+    first and with the last gradient."""
     _, count = case()
     out: dict[str, torch.Tensor] = {}
     for name, factor in (("loss", 1.0), ("sum", float(count)), ("large", LARGE)):
@@ -89,8 +90,9 @@ def judged(found: dict[str, torch.Tensor], dtype: str) -> None:
         loss = found[f"loss/{name}"]
         for other in (found[f"sum/{name}"] / count, found[f"large/{name}"] / LARGE):
             assert float((other - loss).abs().max()) <= LIMITS[dtype] * scale, name
-        # clipped to the same norm, both make the same update of the (master) weights; the first update of Adam depends
-        # on little more than the sign of a gradient, which rounding to bfloat16 may flip where the gradient is small
+        # Both gradients are clipped to the same norm and make the same update of the (master) weights. Adam's first
+        # update depends on little more than the sign of a gradient, which rounding to bfloat16 may flip where the
+        # gradient is small.
         is_sure = loss.abs() > (LIMITS[dtype] * scale if dtype == "bfloat16" else -1.0)
         sure += int(is_sure.sum())
         moved = (found[f"large-step/{name}"] - found[f"step/{name}"]).abs() * is_sure
@@ -102,7 +104,7 @@ def judged(found: dict[str, torch.Tensor], dtype: str) -> None:
 
 
 def work(place: Place, folder: Path) -> None:
-    """On two ranks, torch divides samples and weights between them, and megatron tensors."""
+    """Run the cases. On two ranks, torch divides samples and weights between them, and megatron divides tensors."""
     for dtype in LIMITS:
         model = folder.parent / "models" / f"{FAMILY}-{dtype}"
         shards = alone(FAMILY, model, Layout(2).place(place.rank), dtype=dtype, **TRAINING)

@@ -1,4 +1,4 @@
-"""What property tests look at inside the scheduler's durable state, and the checks that hold after every event."""
+"""Views of the scheduler's durable state for property tests, and checks that hold after every event."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def find(run: RunState, task_id: str) -> Task | None:
 
 
 def live_ids(run: RunState) -> list[str]:
-    """Training tasks that are not batched yet, in admission order."""
+    """Return the training tasks that are not batched yet, in admission order."""
     return [task.task_id for task in run.window.tasks.values()]
 
 
@@ -27,22 +27,22 @@ def batch_ids(run: RunState, step: int) -> list[str]:
 
 
 def taken_back_ids(run: RunState) -> list[str]:
-    """Tasks of steps that were taken back, which are admitted before all others."""
+    """Return the tasks of steps that were taken back, which are admitted before all others."""
     return list(run.reopened)
 
 
 def leased(run: RunState) -> list[Task]:
-    """Tasks that live leases hold."""
+    """Return the tasks that live leases hold."""
     return [task for lease in run.leases for task in lease.tasks.values()]
 
 
 def waits_for_clears(run: RunState) -> bool:
-    """Whether a task waits for a store to acknowledge its last clear."""
+    """Return whether a task waits for a store to acknowledge its last clear."""
     return any(task.clears for task in run.tasks)
 
 
 def could_train(run: RunState, request: LeaseRequest) -> bool:
-    """Whether a training task waits whose version is published."""
+    """Return whether a training task with a published version waits for a lease."""
     return training_version(run, request, set()) is not None
 
 
@@ -65,5 +65,5 @@ def replayed(plan: Plan, events: Iterable[Durable]) -> tuple[Scheduler, dict[int
 
 
 def validate(run: RunState) -> None:
-    """Check what holds after every event."""
+    """Check the rules that hold after every event."""
     run.validate()

@@ -49,7 +49,8 @@ POLL_S = 20.0
 
 @dataclass
 class Process:
-    """One process with turns to take. `there` are its parts that are really on the device, also while they leave."""
+    """One process with turns to take. `there` holds the parts that are actually on the device, also while they
+    leave."""
 
     holder: Holder
     turns: list[list[Parts]]
@@ -77,9 +78,9 @@ class World:
         self.lives = 1
         self.killed = 0
         self.told: list[tuple[str, Parts]] = []
-        """Every change of the ledger: the holder, and its parts from then on."""
+        """Changes of the ledger, each with the holder and its parts from then on."""
         self.fair = False
-        """Every process that does not hang makes progress, so that only hanging ones may be killed."""
+        """Let every process that does not hang make progress, so that only hanging processes may be killed."""
         holders = [(service, i) for service, count in services.items() for i in range(count)]
         self.limits = dict.fromkeys(holders, LIMIT_S)
         self.turns = DeviceTurns(self.limits)
@@ -89,7 +90,7 @@ class World:
             for holder in holders
         }
 
-    # ---- what the scheduler is told
+    # ---- messages to the scheduler
 
     def send(self, process: Process) -> None:
         """Deliver the report of a process, or the registration that precedes it."""
@@ -145,7 +146,7 @@ class World:
                 case Fail(ref):
                     holder, life, number = ref
                     if self.processes[holder].life == life and self.processes[holder].sent == number:
-                        self.processes[holder].sent = 0  # the call is sent again
+                        self.processes[holder].sent = 0  # The call is sent again.
                 case TellDevices(name, parts):
                     self.told.append((name, frozenset(parts)))
                 case KillProcess():
@@ -156,7 +157,7 @@ class World:
                         self.die(process)
                     self.turns.gone(effect.holder, effect.incarnation)
 
-    # ---- what processes do
+    # ---- the processes
 
     def act(self, process: Process) -> None:
         """Let a process take one step: take an answer, finish leaving, work, or begin its next turn."""
@@ -197,7 +198,7 @@ class World:
         self.turns.begin(self.registry, self.now)
         for process in self.processes.values():
             process.answers.clear()
-            process.sent = 0  # an open call is sent again
+            process.sent = 0  # An open call is sent again.
 
     def check(self) -> None:
         there = [(process.holder, part) for process in self.processes.values() for part in process.there]
@@ -222,7 +223,7 @@ class World:
         self.check()
 
     def any_timing(self) -> None:
-        """Let one process act, or deliver one of its messages. Nothing is late."""
+        """Let one process act, or deliver one of its messages. No deadline expires."""
         self.chance.choice((self.send, self.act))(self.chance.choice(list(self.processes.values())))
         self.settle()
         self.check()
@@ -288,7 +289,7 @@ def test_a_step_has_the_same_order_for_any_timing(seed: int) -> None:
     work(WORKER, train)
     for _ in range(2):
         del world.told[:]
-        work(WORKER, publish)  # the parameters are there already: nothing moves
+        work(WORKER, publish)  # The parameters are already there, so nothing moves.
         work(ENGINE, sampling)
         work(SCORER, scoring)
         work(WORKER, train)
@@ -306,13 +307,13 @@ def test_a_step_has_the_same_order_for_any_timing(seed: int) -> None:
         ]
 
 
-def test_a_process_that_hangs_is_killed_at_work_at_once_and_idle_when_others_need_the_device() -> None:
+def test_a_process_that_hangs_is_killed_at_once_if_it_works_and_once_others_need_the_device_if_idle() -> None:
     world = World(0, {WORKER: 1, ENGINE: 1})
     engine, worker = world.processes[(ENGINE, 0)], world.processes[(WORKER, 0)]
     worker.turns, engine.turns = [], [TURNS[ENGINE][0]]
     while engine.turns or engine.sent != engine.holding.number:
         world.round()
-    engine.hung = True  # it is idle, and its weights are still there
+    engine.hung = True  # The engine is idle, and its weights are still there.
     assert engine.there
     for _ in range(50):
         world.round()
@@ -325,7 +326,7 @@ def test_a_process_that_hangs_is_killed_at_work_at_once_and_idle_when_others_nee
     world.processes[(ENGINE, 0)].turns = [TURNS[ENGINE][1]]
     while not world.processes[(ENGINE, 0)].holding.using:
         world.round()
-    world.processes[(ENGINE, 0)].hung = True  # no process waits, but its own work continues
+    world.processes[(ENGINE, 0)].hung = True  # No process waits, but the engine's own work continues.
     for _ in range(30):
         world.round()
     assert world.killed == 2
@@ -348,7 +349,7 @@ def test_a_ledger_refuses_exactly_the_forbidden_pairs(parts: list[str]) -> None:
 
 
 class Desk:
-    """Sends reports by hand, for conditions that must hold in one exact situation."""
+    """A desk that sends reports by hand, for conditions that must hold in one exact situation."""
 
     def __init__(self, *holders: Holder) -> None:
         self.turns = DeviceTurns(dict.fromkeys(holders, LIMIT_S))
@@ -390,7 +391,7 @@ def test_a_later_request_does_not_overtake_one_that_it_would_block() -> None:
     desk.report(ENGINE_0, set(), wants={WEIGHTS, KV_CACHE})
     desk.report(
         RANK_0, set(), wants={PARAMETERS}
-    )  # it may be there together with the reference, but not with the engine
+    )  # The rank's parameters may be there together with the reference, but not with the engine's cache.
     assert desk.granted == [SCORER_0]
     desk.report(SCORER_0, {REFERENCE})
     assert desk.recalled[SCORER_0] == {REFERENCE}
@@ -404,7 +405,7 @@ def test_a_rank_is_admitted_while_another_waits_for_it_in_a_collective() -> None
     desk.report(ENGINE_0, {WEIGHTS}, using={WEIGHTS})
     desk.report(RANK_0, set(), wants={PARAMETERS})
     desk.report(RANK_0, {PARAMETERS}, using={PARAMETERS})
-    desk.report(ENGINE_0, {WEIGHTS}, wants={WEIGHTS, KV_CACHE})  # its service was first in the queue
+    desk.report(ENGINE_0, {WEIGHTS}, wants={WEIGHTS, KV_CACHE})  # The engine's service was first in the queue.
     desk.report(RANK_1, set(), wants={PARAMETERS})
     assert desk.granted == [ENGINE_0, RANK_0, RANK_1]
 

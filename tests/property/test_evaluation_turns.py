@@ -35,7 +35,8 @@ TRAIN = "train"
 
 
 class Engine:
-    """Holds the lease that it samples and the next one, and loads weights as `services.rollout.weights_sync` does."""
+    """An engine that holds the lease that it samples and the next one, and loads weights as
+    `services.rollout.weights_sync` does."""
 
     def __init__(self, bench: Bench, instance: int) -> None:
         self.bench = bench
@@ -43,7 +44,7 @@ class Engine:
         self.holds = (0, -1)
         self.grants: deque[LeaseGrant] = deque()
         self.loads: list[int] = []
-        """Steps of the versions that it loaded, in order."""
+        """Steps of the versions that the engine loaded, in order."""
 
     @property
     def request(self) -> LeaseRequest:
@@ -116,7 +117,7 @@ class Run:
         return self.bench.machine.run
 
     def measured(self) -> set[int]:
-        """Return the versions, as steps, that have tasks waiting for evaluation."""
+        """Return the steps of the versions that have tasks waiting for evaluation."""
         return {one.version[1] for one in self.state.evaluations.open.values() if one.waiting}
 
     def go(self) -> None:
@@ -150,7 +151,7 @@ class Run:
 
 @settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 1000), st.sampled_from([0.0, 0.5, 0.95]))
-def test_neither_waits_for_more_leases_than_a_step_has_and_an_engine_reloads_old_weights_at_most_once_a_step(
+def test_evaluation_and_training_wait_at_most_for_the_leases_of_a_step_and_old_weights_are_reloaded_at_most_once(
     engines: int, staleness: int, seed: int, lazy: float
 ) -> None:
     run = Run(engines=engines, staleness=staleness, rows=120, every=1000, seed=seed, lazy=lazy)
@@ -169,8 +170,9 @@ def test_neither_waits_for_more_leases_than_a_step_has_and_an_engine_reloads_old
     assert snapshot.dump(copy) == snapshot.dump(run.state)
 
 
-def test_an_engine_samples_both_with_the_evaluated_version_as_long_as_a_step_allows_it() -> None:
-    """Version 1 is published when the first step is trained. It is not needed until version 0 is too old for a step."""
+def test_an_engine_uses_the_evaluated_version_for_training_as_long_as_a_step_allows_it() -> None:
+    """Version 1 is published when the first step is trained. Version 1 is not needed until version 0 is too old for a
+    step."""
     run = Run(engines=1, staleness=1, rows=300, every=1000, seed=0, lazy=1.0)
     [engine] = run.engines
     splits: list[str] = []
@@ -185,7 +187,7 @@ def test_an_engine_samples_both_with_the_evaluated_version_as_long_as_a_step_all
 
 
 def test_evaluations_do_not_accumulate_however_many_versions_are_evaluated() -> None:
-    """Every version is evaluated, on more rows than a step has. Once two versions wait, nothing is sampled for a
+    """Every version is evaluated, on more rows than a step has. Once two versions wait, no sample is made for a
     third."""
     run = Run(engines=2, staleness=1, rows=60, every=1, seed=0, lazy=0.0)
     for _ in range(600):
@@ -193,7 +195,7 @@ def test_evaluations_do_not_accumulate_however_many_versions_are_evaluated() -> 
         leased = run.trained_in_a_row
         run.go()
         assert len(before) < 2 or run.trained_in_a_row <= leased
-        assert len(run.measured()) <= 2 + run.bench.plan.staleness  # the samples that exist are trained first
+        assert len(run.measured()) <= 2 + run.bench.plan.staleness  # Existing samples are trained first.
     assert run.state.committed_step > 5
 
 

@@ -1,5 +1,5 @@
-"""Deterministic mode: a block always has the same tasks and the same version, and a step the same blocks, whatever
-is lost and when."""
+"""Deterministic mode: a block always has the same tasks and the same version, and a step always has the same blocks,
+whatever is lost at any time."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ WORK = ("lease", "finish", "finish", "train", "clear")
 ROUND = 25
 LAST = 1000
 EMPTY_STEP = 3
-"""A step all of whose tasks fail."""
+"""Step whose tasks all fail."""
 
 
 class Run:
-    """A machine with two engines, a reference and a driver. Rows 2 and 5, and those of EMPTY_STEP, can never be
+    """A machine with two engines, a reference and a driver. Rows 2 and 5, and the rows of EMPTY_STEP, can never be
     sampled."""
 
     def __init__(self, staleness: int, seed: int, *, collect_at_commit: bool) -> None:
@@ -87,10 +87,10 @@ class Run:
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.clears: list[SendClear] = []
         self.tombstones: dict[str, int] = {}
-        """The highest tombstoned fence of each task, at or below which the store refuses puts."""
+        """Highest tombstoned fence of each task. The store refuses puts at or below it."""
         self.checkpoints: list[int] = []
         self.holds = 0
-        """The version that the trainer's workers hold."""
+        """Version that the trainer's workers hold."""
         self.config = Configure(LAST, 100, 2, collect_at_commit)
         self.take(self.machine.begin(self.config, 0.0))
         self.lose_store()
@@ -108,7 +108,7 @@ class Run:
 
     def ask(self, request: Any) -> Any:
         answer = self.take(self.machine.handle(Asked("call", request, self.now), self.now))
-        self.take(self.machine.handle(Tick(), self.now))  # nothing is delayed here
+        self.take(self.machine.handle(Tick(), self.now))  # No event is delayed here.
         return answer
 
     def register(self, service: str, instance: int, life: int, data_id: str = "") -> None:
@@ -125,7 +125,7 @@ class Run:
             )
         )
 
-    # ---- what must always be so
+    # ---- invariants
 
     def task_ids(self, first: int, end: int) -> list[str]:
         """Return the tasks with these admission numbers whose rows can be sampled."""
@@ -147,7 +147,7 @@ class Run:
         first = self.admission(ids[0]) // BLOCK * BLOCK
         if grant.stage == ROLLOUT.name:
             everything = [make_task_id("train", *self.order.at(each)) for each in range(first, first + BLOCK)]
-            # a row that cannot be sampled is known after its first lease only
+            # A row that cannot be sampled is known only after its first lease.
             assert ids in (everything, self.task_ids(first, first + BLOCK))
             assert grant.weights is not None
             assert grant.weights.step == grant.min_step == max(0, first // TASKS - self.plan.staleness)
@@ -178,7 +178,7 @@ class Run:
             self.grants.append((grant, self.lives[worker]))
 
     def finish(self, *, keep: bool = False, missing: int = 0) -> None:
-        """Complete a lease. `missing` is the number of its tasks whose shards the reference cannot find."""
+        """Complete a lease. `missing` is the number of the lease's tasks whose shards the reference cannot find."""
         chosen = [each for each in self.grants if not missing or each[0].stage == REFERENCE.name]
         if not chosen:
             return
@@ -205,7 +205,7 @@ class Run:
             )
         )
         refused = {each.task_id for each in reply.refused}
-        for each in results:  # shards that were accepted could be put before
+        for each in results:  # Accepted shards must have been above the tombstones.
             if each.task_id not in refused and each.outcome == Outcome.DONE and not keep:
                 assert each.fence > self.tombstones.get(each.task_id, 0)
 
@@ -250,7 +250,7 @@ class Run:
             if sent.tracked:
                 self.take(self.machine.handle(ClearDone(sent.store, len(sent.tasks)), self.now))
 
-    # ---- what goes wrong
+    # ---- disturbances
 
     def silence(self) -> None:
         self.now += 6.0
@@ -279,7 +279,7 @@ class Run:
             self.resume(info.committed_step)
 
     def reload(self) -> None:
-        """Lose the workers. Sometimes their newest checkpoint, or all of them, are damaged."""
+        """Lose the workers. Sometimes their newest checkpoint, or every checkpoint, is damaged."""
         known = [0, *self.checkpoints]
         self.holds = self.chance.choices([known[-1], known[-2 % len(known)], 0], [7, 2, 1])[0]
         self.checkpoints = [step for step in self.checkpoints if step <= self.holds]
@@ -287,7 +287,7 @@ class Run:
         while self.holds < info.committed_step:
             before = self.holds
             self.train()
-            assert self.holds == before + 1  # a step that is replayed is ready at once
+            assert self.holds == before + 1  # A replayed step is ready at once.
         self.resume(info.committed_step)
 
     def resume(self, version: int) -> None:
@@ -301,7 +301,8 @@ class Run:
         self.new_driver()
 
     def lose_end(self) -> None:
-        """Kill the scheduler. A power cut takes the last events, but the store knows of what these decided."""
+        """Kill the scheduler in a power cut that loses the last events. The store still has the effects of these
+        events."""
         fence = self.machine.run.highest_fence
         lineage, reached = self.machine.run.lineage, self.machine.run.committed_step
         del self.journal[len(self.journal) - self.chance.randrange(min(len(self.journal), 40)) :]
@@ -330,7 +331,7 @@ def test_blocks_versions_and_steps_are_the_same_after_any_history(
     for action in actions:
         getattr(run, action)()
     reached = run.holds + 2
-    for _ in range(3000):  # undisturbed it gets further, whatever happened before
+    for _ in range(3000):  # Without further disturbances the run makes progress, whatever happened before.
         if run.holds >= reached:
             break
         for work in WORK:

@@ -56,14 +56,14 @@ def test_every_process_has_one_place_whatever_happens_to_the_hosts(
                 assert seen.setdefault((each.service, each.instance), host) == host
             stores.add((f"{host}/{life}", book.hosts[host].store))
         assert set(book.keys()) - {host.store for host in book.hosts.values()} == PROCESSES
-        assert ({key[1] for key in seen if key[0] == "reference"}) in ({0, 1}, set())  # the ranks stay together
+        assert ({key[1] for key in seen if key[0] == "reference"}) in ({0, 1}, set())  # The ranks stay together.
         free = {host: HOSTS[host] for host in HOSTS if book.hosts[host].state == HostState.JOINED}
         for key, host in seen.items():
             free[host] -= 2 if key[0] == "rollout" else 1 if key[0] == "reference" else 0
         lost = {host for host in HOSTS if book.hosts[host].state == HostState.LOST}
         homeless = {key for key in PROCESSES if key not in seen and _host(book, key) in lost}
         assert not homeless or max(free.values(), default=0) < 2
-    assert len({store for _, store in stores}) == len(stores)  # no store number is used by two lives
+    assert len({store for _, store in stores}) == len(stores)  # No two lives use the same store number.
 
 
 def _host(book: HostBook, key: tuple[str, int]) -> str:
@@ -76,7 +76,7 @@ def report(host: str, life: int) -> HostReport:
     return HostReport(host=host, incarnation=life, endpoint="", gpus=HOSTS[host], processes=[])
 
 
-def test_an_agent_that_was_given_up_is_never_taken_again(topology: Topology) -> None:
+def test_an_agent_that_was_given_up_is_never_accepted_again(topology: Topology) -> None:
     book = HostBook(topology, {})
     book.report(report("b", 1), 0.0)
     book.lose("b", "test", 1.0)

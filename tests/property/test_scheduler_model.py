@@ -78,7 +78,7 @@ HOME, AWAY = "batch-store/0", "batch-store/1"
 
 
 class Model:
-    """Drives the machine at random and checks every promise after each event."""
+    """A model that drives the machine at random and checks every promise after each event."""
 
     def __init__(self, staleness: int, seed: int, *, by_completion: bool, collect_at_commit: bool) -> None:
         self.chance = random.Random(seed)
@@ -109,14 +109,14 @@ class Model:
         """Number of commits so far. The row of a step names the commit that made it."""
         self.sampled: dict[str, int] = {}
         self.saved: list[int] = []
-        """Steps whose checkpoints the trainer can load."""
+        """Steps with checkpoints that the trainer can load."""
         self.lineage = 0
         self.clears: list[SendClear] = []
         self.away = False
         """Whether a host with a store of its own takes part at present."""
         self.config = Configure(1000, 50, 2, collect_at_commit)
         self.data_id = ""
-        """Of the first store."""
+        """Data id of the first store."""
         self.take(self.machine.begin(self.config, 0.0))
         self.register("batch-store", 1)
         self.register("rollout", self.life)
@@ -141,7 +141,7 @@ class Model:
 
     def ask(self, request: Any) -> Any:
         answer = self.take(self.machine.handle(Asked("call", request, self.now), self.now))
-        self.take(self.machine.handle(Tick(), self.now))  # nothing is delayed in this model
+        self.take(self.machine.handle(Tick(), self.now))  # No event is delayed in this model.
         return answer
 
     def register(self, service: str, life: int, instance: int = 0, data_id: str = "") -> None:
@@ -159,8 +159,9 @@ class Model:
         )
 
     def publish(self, step: int, *, spare: int = 0) -> None:
-        """Publish a version. `spare` is the room for a version of the former lineage, as `weight_versions` keeps it."""
-        written = 1  # its shards are put before it is published
+        """Publish a version. `spare` is the number of versions of the former lineage for which `weight_versions` keeps
+        room."""
+        written = 1  # The shards are put before the version is published.
         assert len(self.machine.run.versions) + written <= live_versions(self.plan.staleness) + spare
         ref = WeightsRef(
             lineage=self.lineage,
@@ -249,8 +250,8 @@ class Model:
         self.away = True
 
     def away_is_gone(self) -> None:
-        """End the other host, for good or until `away_joins`. No task waits for it, and no waiting task existed only
-        there."""
+        """End the other host, permanently or until `away_joins`. No task waits for that host afterwards, and no waiting
+        task has data only there."""
         self.now += GONE_S + 1
         self.take(self.machine.handle(Tick(), self.now))
         self.away = False
@@ -273,7 +274,7 @@ class Model:
             assert task.fence == self.fences[task.task_id]
         if self.chance.random() < 0.3:
             self.damage()
-            if self.chance.random() < 0.7:  # a reader has found it, so the driver resumes
+            if self.chance.random() < 0.7:  # In this case a reader has found the loss, so the driver resumes.
                 self.ask(GetRunInfo(driver=1))
                 if self.machine.run.batched_step < step:
                     return
@@ -288,7 +289,7 @@ class Model:
             self.ask(CheckpointSaved(driver=1, step=step, kept=self.saved))
 
     def reload(self) -> None:
-        """The trainer lost its weights. It loads the newest checkpoint and replays, or trains the same tasks again."""
+        """Lose the trainer's weights. It loads the newest checkpoint and replays, or trains the same tasks again."""
         self.load(self.saved[-1] if self.saved else 0)
 
     def fall_back(self) -> None:
@@ -298,18 +299,19 @@ class Model:
             self.load(self.saved[-1])
 
     def store_is_lost(self) -> None:
-        """The host of the first store lost its memory, or the whole run was killed and resumed."""
+        """Lose the memory of the first store's host, or kill and resume the whole run."""
         self.life += 1
         before = self.machine.run.window.tail
         self.data_id = f"{self.life}"
         self.register("batch-store", self.life, data_id=self.data_id)
         run = self.machine.run
-        assert run.window.head >= before  # all waiting tasks have new admission numbers
+        assert run.window.head >= before  # All waiting tasks have new admission numbers.
         assert run.committed_step == max(run.checkpoint_step, 0)
         self.reload()
 
     def end_is_lost(self) -> None:
-        """Kill the scheduler. A power cut takes the last events, but stores and workers know of what these decided."""
+        """Kill the scheduler in a power cut that loses the last events. Stores and workers still have the effects of
+        these events."""
         del self.journal[len(self.journal) - self.chance.randrange(min(len(self.journal), 40)) :]
         self.machine, rows, self.dropped = view.replayed(self.plan, self.journal)
         run = self.machine.run
@@ -328,11 +330,11 @@ class Model:
         self.register("rollout", self.life)
         self.saved = [step for step in self.saved if step <= run.committed_step]
         self.reload()
-        if not self.saved:  # nothing is in the weights: dropped tasks may have been sampled again, too
+        if not self.saved:  # No task is in the weights; dropped tasks may have been sampled again, too.
             self.dropped -= {*view.live_ids(run), *view.taken_back_ids(run)}
 
     def damage(self) -> None:
-        """A store has lost shards of some tasks in any state."""
+        """Lose shards of some tasks in any state."""
         run = self.machine.run
         tasks = [PutTask(task.task_id, task.fence) for task in run.tasks]
         lost = self.chance.sample(tasks, min(len(tasks), self.chance.randint(1, 3)))
@@ -346,10 +348,11 @@ class Model:
         assert loaded <= info.committed_step
         del self.trained[info.committed_step * self.plan.tasks_per_step :]
         self.lineage = info.lineage
-        self.publish(info.committed_step, spare=1)  # like the driver: none of a step that is replayed
+        # Like the driver, this publishes no version of a step that is replayed.
+        self.publish(info.committed_step, spare=1)
 
     def step(self) -> None:
-        """Do what leads to a trained step when nothing goes wrong."""
+        """Take all actions that lead to a trained step when nothing goes wrong."""
         for _ in range(2):
             self.lease()
             self.finish()
@@ -369,7 +372,7 @@ class Model:
         assert run.window.live <= self.plan.max_live
 
     def check_no_task_is_left_out(self) -> None:
-        """Check that every admitted task is in the weights, dropped for a reason of its own, or still to be trained,
+        """Check that every admitted task is in the weights, dropped for a recorded reason, or still to be trained,
         and that tasks are trained in the order of the plan."""
         run, order = self.machine.run, EpochOrder(self.plan)
         every = [make_task_id("train", *order.at(position)) for position in range(run.position)]
@@ -391,7 +394,7 @@ class Model:
     st.booleans(),
     st.booleans(),
 )
-def test_any_history_keeps_the_promises_and_replays_to_the_same_state(
+def test_every_history_keeps_the_promises_and_replays_to_the_same_state(
     actions: list[str], staleness: int, seed: int, by_completion: bool, collect_at_commit: bool
 ) -> None:
     model = Model(staleness, seed, by_completion=by_completion, collect_at_commit=collect_at_commit)
@@ -414,7 +417,7 @@ def test_any_history_keeps_the_promises_and_replays_to_the_same_state(
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_a_snapshot_shows_the_run_as_it_was_when_it_was_begun_however_the_run_goes_on(
+def test_a_snapshot_shows_the_run_at_its_beginning_whatever_happens_later(
     before: list[str], during: list[str], staleness: int, seed: int, by_completion: bool
 ) -> None:
     model = Model(staleness, seed, by_completion=by_completion, collect_at_commit=False)

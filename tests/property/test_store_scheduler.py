@@ -1,4 +1,5 @@
-"""Store and scheduler together, with any events between them: promises 1 to 4 as invariants, against a plain model.
+"""Store and scheduler together, with any events between them: promises 1 to 4 are invariants, and a plain model is
+compared.
 
 Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages that are
 delivered late, twice or not at all. Either side may be killed, also in the middle of a put: the scheduler returns from
@@ -105,7 +106,7 @@ def block(tasks: list[tuple[str, int]], key: str) -> tuple[Table, int]:
 
 @dataclass(frozen=True)
 class Writing:
-    """A put as its producer knows it, between its grant and its seal."""
+    """A put from its producer's point of view, between its grant and its seal."""
 
     tasks: list[tuple[str, int]]
     key: str
@@ -118,11 +119,11 @@ class Writing:
 
 
 class Both(RuleBasedStateMachine):
-    """`accepted` are the shards that the scheduler has accepted and not collected. Promise 1 is about these."""
+    """`accepted` are the shards that the scheduler has accepted and not collected. Promise 1 applies to them."""
 
     def __init__(self) -> None:
         super().__init__()
-        # files of a page or two are worth keeping here
+        # Here, files of a page or two are worth keeping.
         self.small = mock.patch.object(spares, "SPARE_BYTES", 1)
         self.small.start()
         self.now = 0.0
@@ -135,8 +136,8 @@ class Both(RuleBasedStateMachine):
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.writing: dict[str, Writing] = {}
         self.granted: dict[str, int] = {}
-        """Unsealed files and their sizes. Some of their producers are dead, and some files were lost with a life of
-        the store."""
+        """Unsealed files and their sizes. Some of their producers are dead, and some files were lost with an earlier
+        life of the store."""
         self.files: dict[str, tuple[Table, int, Tier]] = {}
         """Sealed files, in the order of their seals."""
         self.zombies: dict[str, tuple[Tier, int]] = {}
@@ -148,11 +149,11 @@ class Both(RuleBasedStateMachine):
         self.accepted: dict[str, tuple[int, set[str]]] = {}
         self.batches: dict[int, list[tuple[str, int]]] = {}
         self.newest: dict[str, int] = {}
-        """The highest fence of each task that was leased."""
+        """Highest fence of each task that was leased."""
         self.cleared: set[tuple[str, int]] = set()
         self.checkpoints: list[int] = []
         self.damaged = False
-        """Whether the store has just lost shards, so that the scheduler may find some missing."""
+        """Whether the store has just lost shards, so that the scheduler may find missing shards."""
         self.store = StoreState(STORE, LIMIT, self.life, SPILL)
         self.machine = Scheduler(PLAN, lease_s=LEASE_S, incarnation=1)
         self.take(self.machine.begin(CONFIG, 0.0))
@@ -162,7 +163,7 @@ class Both(RuleBasedStateMachine):
         self.ask(GetRunInfo(driver=1))
         self.publish(0)
 
-    # ---- between the two
+    # ---- messages between scheduler and store
 
     def take(self, effects: list[Effect]) -> Any:
         answer: Any = None
@@ -188,7 +189,7 @@ class Both(RuleBasedStateMachine):
 
     def ask(self, request: Any) -> Any:
         answer = self.take(self.machine.handle(Asked("call", request, self.now), self.now))
-        # a call that is deferred is answered at once: its deadline is now
+        # A call that is deferred is answered at once, because its deadline is now.
         held = self.take(self.machine.handle(Tick(), self.now))
         return answer if answer is not None else held
 
@@ -222,7 +223,7 @@ class Both(RuleBasedStateMachine):
         """Begin the put if that was not done, and seal it. Return the code of the refusal, or an empty string."""
         put_id = self.open_put(tasks, key) or self.new_put(tasks, key)
         code = self.finish(put_id)
-        self.writing.pop(put_id, None)  # the deadline, if there was no room
+        self.writing.pop(put_id, None)  # Without room, the put ends at its deadline.
         return code
 
     def open_put(self, tasks: list[tuple[str, int]], key: str) -> str | None:
@@ -254,7 +255,7 @@ class Both(RuleBasedStateMachine):
             spare = self.store.spare(put_id, put.nbytes)
             new = self.store.begin(put_id, put.nbytes, put.names, self.now, spare)
             if spare is not None:
-                del self.spares[spare]  # the grant has its pages; if it is to have none, it was deleted
+                del self.spares[spare]  # The grant has the spare's pages, or the spare was deleted.
         except RpcError as error:
             return error.code
         assert new == (put_id not in self.granted)
@@ -289,7 +290,7 @@ class Both(RuleBasedStateMachine):
             self.store.room.reaped(name)
 
     def take_back(self, now: float) -> None:
-        """Withdraw old grants whose producers hold no lock."""
+        """Withdraw overdue grants whose producers hold no lock."""
         for put_id in self.store.overdue(now):
             if put_id not in self.writing:
                 self.retire([self.store.abandon(put_id)])
@@ -307,7 +308,7 @@ class Both(RuleBasedStateMachine):
     def publish(self, step: int) -> None:
         name = f"weights/{self.machine.run.lineage}/{step}"
         if self.put([(name, 1)], "w") == ErrorCode.BUSY:
-            self.deliver_all()  # BUSY ends once the ordered tasks are cleared and no reader maps them
+            self.deliver_all()  # BUSY ends once the ordered tasks are cleared and no reader maps them.
             assert self.put([(name, 1)], "w") == ""
         ref = WeightsRef(
             lineage=self.machine.run.lineage,
@@ -341,7 +342,7 @@ class Both(RuleBasedStateMachine):
         if sent.tracked and answered:
             self.take(self.machine.handle(ClearDone(sent.store, len(sent.tasks)), self.now))
 
-    # ---- what may happen
+    # ---- events
 
     @rule(stage=st.sampled_from(sorted(KEYS)), most=st.integers(1, 3))
     def lease(self, stage: str, most: int) -> None:
@@ -351,8 +352,9 @@ class Both(RuleBasedStateMachine):
             self.grants.append((grant, life))
             for task in grant.batch.tasks:
                 self.newest[task.task_id] = task.fence
-                assert (task.task_id, task.fence) not in self.cleared  # never leased again after its collection
-                if stage == "reference":  # the shards that it is to read are there
+                # A task is never leased again after its collection.
+                assert (task.task_id, task.fence) not in self.cleared
+                if stage == "reference":  # The shards that the reference reads are there.
                     self.store.locate([PutTask(task.task_id, task.fence)])
 
     @precondition(lambda self: self.grants)
@@ -377,11 +379,12 @@ class Both(RuleBasedStateMachine):
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         code = self.put(tasks, key) if outcome == Outcome.DONE else ""
         if code == ErrorCode.BUSY and grant.stage != "rollout":
-            self.deliver_all()  # room returns with ordered clears and unmapped files, never from live tasks
+            self.deliver_all()  # Room returns with ordered clears and unmapped files, never from live tasks.
             code = self.put(tasks, key)
             assert code != ErrorCode.BUSY
         if code:
-            outcome = Outcome.RETRY  # refused: the lease was lost, or the store is full of mapped collected files
+            # The put is refused if the lease was lost, or if the store is full of mapped collected files.
+            outcome = Outcome.RETRY
         samples = 2 if grant.stage == "rollout" and outcome == Outcome.DONE else 0
         table, _ = block(tasks, key)
         results = [
@@ -400,7 +403,7 @@ class Both(RuleBasedStateMachine):
         for task_id, fence in tasks:
             if task_id in refused:
                 continue
-            assert fence == self.newest.get(task_id)  # an attempt that was given up never counts
+            assert fence == self.newest.get(task_id)  # An attempt that was given up never counts.
             if outcome == Outcome.DONE:
                 keys = self.accepted.get(task_id, (fence, set()))[1] if grant.stage == "reference" else set()
                 self.accepted[task_id] = (fence, keys | {key})
@@ -435,10 +438,10 @@ class Both(RuleBasedStateMachine):
         if not isinstance(batch, StepBatch):
             return
         tasks = [(task.task_id, task.fence) for task in batch.batch.tasks]
-        assert self.batches.setdefault(step, tasks) == tasks  # the same at any time
-        self.store.locate([PutTask(*task) for task in tasks])  # promise 1: all of it can be read
+        assert self.batches.setdefault(step, tasks) == tasks  # The tasks are the same at any time.
+        self.store.locate([PutTask(*task) for task in tasks])  # By promise 1, all shards can be read.
         self.forward(tasks)
-        for _ in range(2):  # the answer may be lost: it is sent again
+        for _ in range(2):  # The answer may be lost, so the request is sent again.
             self.ask(CommitStep(driver=1, step=step, metrics={}))
         self.publish(step)
         if batch.checkpoint_now or step % 3 == 0:
@@ -505,7 +508,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), listed=st.booleans())
     def put_and_say_nothing(self, data: st.DataObject, listed: bool) -> None:
-        """A worker puts and does not complete. If it has lost its lease, it is refused."""
+        """Put without a completion. A worker that has lost its lease is refused."""
         grant, _ = self.grants[data.draw(st.integers(0, len(self.grants) - 1))]
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         code = self.put(tasks, KEYS[grant.stage])
@@ -518,7 +521,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule(data=st.data())
     def begin_a_put(self, data: st.DataObject) -> None:
-        """A producer begins a put. Any event may come before the seal."""
+        """Begin a put. Any event may come before the seal."""
         grant, _ = self.grants[data.draw(st.integers(0, len(self.grants) - 1))]
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         if self.open_put(tasks, KEYS[grant.stage]):
@@ -534,7 +537,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def seal_a_put(self, data: st.DataObject) -> None:
-        """Seal a put: of a live lease, of a lost one, or of a grant that was lost with a former life of the store."""
+        """Seal a put whose lease is alive or lost, or whose grant was lost with an earlier life of the store."""
         put_id = data.draw(st.sampled_from(sorted(self.writing)))
         tasks = set(self.writing[put_id].tasks)
         code = self.finish(put_id)
@@ -545,7 +548,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule()
     def a_lease_is_lost_between_begin_and_seal(self) -> None:
-        """The store learns of the loss first, so the late seal is refused."""
+        """Lose a lease between begin and seal. The store learns of the loss first, so the late seal is refused."""
         grant, _ = self.grants[-1]
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         put_id = self.open_put(tasks, KEYS[grant.stage]) or self.new_put(tasks, KEYS[grant.stage])
@@ -579,7 +582,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.files)
     @rule(data=st.data(), by_reader=st.booleans())
     def a_file_is_damaged(self, data: st.DataObject, by_reader: bool) -> None:
-        """The store loses a whole file. A reader reports it, or the next inventory shows it."""
+        """Damage a whole file. A reader reports the loss, or the next inventory shows it."""
         put_id = data.draw(st.sampled_from(sorted(self.files)))
         table = self.files[put_id][0]
         names = [PutTask(*each) for each in zip(table.task_ids, table.fences, strict=True)]
@@ -636,7 +639,7 @@ class Both(RuleBasedStateMachine):
         for event in rest:
             self.machine.replay(event)
         assert snapshot.dump(self.machine.run) == before
-        self.mail.clear()  # messages that were in transit are requested again
+        self.mail.clear()  # Messages that were in transit are requested again.
         self.take(self.machine.begin(CONFIG, self.now))
 
     @rule()
@@ -676,7 +679,7 @@ class Both(RuleBasedStateMachine):
         code = self.put([("train/9/9", 1)], "tokens")
         assert code in ("", ErrorCode.BUSY, ErrorCode.COLLECTED)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def accepted_shards_can_be_read(self) -> None:
@@ -721,8 +724,8 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_those_of_the_files(self) -> None:
-        """Check that bytes are those of sealed, written, mapped collected and kept files, in every life of the
-        store."""
+        """Check that counted bytes equal those of all sealed, unsealed, mapped collected and kept files, in every life
+        of the store."""
         stats = self.store.stats()
         assert stats.files == len(self.files)
         assert stats.zombie_bytes == sum(nbytes for _, nbytes in self.zombies.values())
@@ -737,7 +740,7 @@ class Both(RuleBasedStateMachine):
         view.validate(self.machine.run)
 
     def teardown(self) -> None:
-        """Check at the end, when all processes are alive, that only shards are left that the scheduler wants."""
+        """Check at the end, when all processes are alive, that the store has only shards that the scheduler wants."""
         self.expire()
         self.deliver_all()
         self.reconcile(at_once=True)
@@ -747,7 +750,7 @@ class Both(RuleBasedStateMachine):
                 task = view.find(self.machine.run, entry.task_id)
                 assert task is not None
                 assert task.fence == entry.fence
-                assert task.made  # every lease has expired: the rest was accepted
+                assert task.made  # Every lease has expired, so all other tasks were accepted.
         assert self.machine.run.clears.pending() == 0
         self.last_mappings_go()
         assert not self.granted

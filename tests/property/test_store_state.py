@@ -38,11 +38,11 @@ def written(tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> 
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Drives StoreState beside a plain model of the files that exist and the shards that they hold."""
+    """A model that drives StoreState beside a plain record of the files that exist and the shards that they hold."""
 
     def __init__(self) -> None:
         super().__init__()
-        # files of a page or two are worth keeping here
+        # Here, files of a page or two are worth keeping.
         self.small = mock.patch.object(spares, "SPARE_BYTES", 1)
         self.small.start()
         self.now = 0.0
@@ -74,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.disk.discard(put_id)
             self.zombies[effect.target] = (effect.place, held_bytes(nbytes))
             if kind == "blk" and effect.place == Tier.MEMORY and not self.recovering:
-                self.lendable[effect.target] = nbytes  # no process can have it open for writing
+                self.lendable[effect.target] = nbytes  # No process can have the file open for writing.
 
     def buried(self, task_id: str, fence: int) -> bool:
         return self.tombs.get(task_id, 0) >= fence
@@ -130,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
         full = used + held_bytes(nbytes) > LIMIT
         assert code == (ErrorCode.COLLECTED if buried else ErrorCode.BUSY if full else "")
         if code:
-            return None  # a file that was a spare is still one
+            return None  # A file that was a spare is still one.
         if spare is not None:
             del self.spares[spare]
         if not made:
@@ -140,7 +140,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.state.room.lent += 1
             self.lent += 1
         assert not self.state.begin(put_id, nbytes, names, 0.0)
-        assert self.state.spare(put_id, nbytes) is None  # it has its file
+        assert self.state.spare(put_id, nbytes) is None  # The put already has its file.
         self.open[put_id] = (table, nbytes)
         return put_id
 
@@ -181,7 +181,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.end(data.draw(st.sampled_from(sorted(self.open))), renamed=renamed)
 
     def end(self, put_id: str, *, renamed: bool) -> None:
-        """The producer requests the seal. Without `renamed`, the store dies in the middle of it."""
+        """Request a seal as the producer does. Without `renamed`, the store dies in the middle of it."""
         table, nbytes = self.open[put_id]
         mine = {
             (task_id, fence, key): digest
@@ -202,7 +202,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         assert new == (not mine.items() <= self.shards.items())
         if new and not renamed:
-            assert self.state.to_seal(put_id) == nbytes  # a retry is not acknowledged
+            assert self.state.to_seal(put_id) == nbytes  # A retry does not count as acknowledged.
         elif new:
             self.state.seal(put_id, table)
             self.sealed[put_id] = self.open.pop(put_id)
@@ -283,7 +283,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.state.wanted(put_id) == (put_id in self.sealed)
         if not copied or put_id not in self.sealed:
             self.state.give_up_move(put_id, retry=True)
-            if put_id in self.sealed:  # the next to be tried
+            if put_id in self.sealed:  # This file is the next to be tried.
                 self.order.remove(put_id)
                 self.order.insert(0, put_id)
             return
@@ -297,11 +297,11 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.life += 1
         self.state = StoreState("store", LIMIT, self.life, SPILL)
-        self.given_up(list(self.spares))  # no file of the former life that cannot be found is lent
+        self.given_up(list(self.spares))  # The new life lends no file of the former one that it cannot find.
         self.lendable.clear()
         self.lent = 0
         self.recovering = True
-        self.moving.clear()  # files that were copied in part are deleted before anything is counted
+        self.moving.clear()  # Partly copied files are deleted before anything is counted.
         self.state.recall([PutTask(task_id, fence) for task_id, fence in self.tombs.items()])
         self.order = [put_id for put_id in self.sealed if put_id not in self.disk]
         for put_id, (table, nbytes) in list(self.sealed.items()):
@@ -313,7 +313,7 @@ class StoreMachine(RuleBasedStateMachine):
         for put_id, (_, nbytes) in list(self.open.items()):
             self.retire([self.state.recover_refuse(f"{put_id}.tmp", nbytes)])
         self.recovering = False
-        # and the shards are the same as before: nothing is lost, and nothing cleared or superseded returns
+        # The shards are the same as before: nothing is lost, and nothing cleared or superseded returns.
 
     @invariant()
     def bytes_are_exact_and_within_the_limit(self) -> None:
@@ -342,7 +342,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def exactly_the_living_shards_are_found(self) -> None:
-        for task_id, fence in self.tombs.items():  # and all of them are told that it is over
+        for task_id, fence in self.tombs.items():  # Readers of deleted tasks are told that these were collected.
             with pytest.raises(RpcError, match="were collected"):
                 self.state.locate([PutTask(task_id, fence)])
         living = {(task_id, fence) for task_id, fence, _ in self.shards}

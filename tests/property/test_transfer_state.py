@@ -1,5 +1,5 @@
 """Engines that request transfers, die, hang and return, in any order. Communicators are never shared, repaired or
-leaked, and trouble of one engine never reaches another."""
+leaked, and the failure of one engine never affects another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ENGINES = st.integers(0, 2)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """`holds` and `life` are what each engine believes; `open` has the communicators of the trainer's threads."""
+    """Transfers in any order. `holds` and `life` are the state from each engine's point of view; `open` has the
+    communicators of the trainer's threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,10 +40,10 @@ class AnyOrder(RuleBasedStateMachine):
         """Lives that have requested a transfer."""
         self.earlier: dict[int, list[int]] = {engine: [] for engine in range(3)}
         self.open: dict[int, tuple[int, int]] = {}
-        """Communicator -> (engine, life)."""
+        """Engine and life of each communicator."""
         self.closed: set[int] = set()
         self.sending: dict[int, tuple[int, float]] = {}
-        """Communicator -> (number of its present transfer, time by which it must be over)."""
+        """Number of the present transfer of each communicator, and the time by which it must be over."""
 
     def take(self, event: Event, *, only: int | None = None) -> list[GrantTransfer | RefuseTransfer]:
         """Handle an event and carry out its effects. `only` is the one engine that may be affected."""
@@ -74,7 +75,7 @@ class AnyOrder(RuleBasedStateMachine):
         (grant,) = self.take(TransferAsked(engine, self.life[engine], held), only=engine)
         assert isinstance(grant, GrantTransfer)
         self.known.add(self.life[engine])
-        assert grant.new != healthy  # a communicator is kept exactly as long as nothing went wrong with it
+        assert grant.new != healthy  # A communicator is kept exactly as long as nothing went wrong with it.
         if heard:
             self.holds[engine] = grant.communicator
 

@@ -1,4 +1,4 @@
-"""Every message, dtype and shape that can be encoded is equal after decoding."""
+"""Round trips over the wire: every message, dtype and shape that can be encoded is equal after decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY_FRAMES = Limits(body_bytes=1 << 20, frames=1 << 16, frame_bytes=7, total_by
 @pytest.mark.parametrize("number", sorted(all_messages()))
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
-def test_every_message_comes_back_equal(number: int, data: st.DataObject) -> None:
+def test_every_message_survives_a_round_trip(number: int, data: st.DataObject) -> None:
     body = data.draw(of_struct(all_messages()[number]))
     frames = codec.encode(body, request_id=1, incarnation=2)
     decoded = codec.decode([bytes(frame) for frame in frames])
@@ -38,7 +38,7 @@ def test_every_message_comes_back_equal(number: int, data: st.DataObject) -> Non
     remaining_s=st.floats(0, 1e9),
     limits=st.sampled_from([CONTROL, WIDE, TINY_FRAMES]),
 )
-def test_header_and_tensors_come_back_equal(
+def test_header_and_tensors_survive_a_round_trip(
     body: Message, arrays: list[Array], request_id: int, incarnation: int, remaining_s: float, limits: Limits
 ) -> None:
     frames = codec.encode(
@@ -63,7 +63,7 @@ def test_big_endian_and_strided_sources_travel_as_the_same_values(array: Array) 
 
 
 @given(array=any_array())
-def test_inline_array_is_refused_by_name_or_comes_back_equal(array: Array) -> None:
+def test_inline_array_is_refused_by_name_or_survives_a_round_trip(array: Array) -> None:
     if array.dtype.str not in inline.INLINE_TYPES:
         with pytest.raises(WireError, match=str(array.dtype)):
             inline.to_map(array)

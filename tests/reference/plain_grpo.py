@@ -1,5 +1,5 @@
 """GRPO in one process and one file: the run that the cluster's curve and speed are compared with. It must never
-import the product's trainer, rollout or losses: an independent implementation reveals their mistakes.
+import the product's trainer, rollout or losses: only an independent implementation reveals their mistakes.
 
     python -m tests.reference.plain_grpo --steps 200 --threads 1
 
@@ -90,7 +90,7 @@ def grpo_loss(
 
 
 def rewards(samples: Samples, answers: list[str], tokenizer: Any) -> torch.Tensor:
-    """Return 1 where the text before the end is exactly the answer, else 0."""
+    """Return 1 where the text before the end-of-sequence token is exactly the answer, else 0."""
     ids = [
         [i for i, kept in zip(row, mask, strict=True) if kept]
         for row, mask in zip(samples.ids_BT.tolist(), samples.mask_BT.tolist(), strict=True)
@@ -131,7 +131,7 @@ def main() -> None:
 
     for step in range(1, args.steps + 1):
         started = time.perf_counter()
-        first = (step - 1) * TASKS_PER_STEP  # the source is already shuffled
+        first = (step - 1) * TASKS_PER_STEP  # The source is already shuffled.
         rows = [train.row(index % len(train)) for index in range(first, first + TASKS_PER_STEP)]
         prompt_BP = prompts(tokenizer, rows).repeat_interleave(GROUP_SIZE, 0)
         samples = sample(engine, prompt_BP, temperature=TEMPERATURE, eos=tokenizer.eos_token_id)
@@ -141,7 +141,7 @@ def main() -> None:
             reference_BT = score(reference, samples)
         referenced = time.perf_counter()
         if args.staleness == 1:
-            engine.load_state_dict(policy.state_dict())  # the weights before this update serve the next step
+            engine.load_state_dict(policy.state_dict())  # The next step samples with the weights before this update.
         loss = grpo_loss(score(policy, samples), samples, reference_BT, grpo_advantages(reward_B))
         optimizer.zero_grad()
         loss.backward()

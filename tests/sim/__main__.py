@@ -22,7 +22,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="in N processes")
     parser.add_argument("--keep-going", action="store_true", help="name every failing seed instead of shrinking one")
     arguments = parser.parse_args()
-    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of names is part of what a seed decides
+    # The order of sets of names depends on the hash seed, which a scenario must fix.
+    if os.environ.get("PYTHONHASHSEED") != "0":
         again = [sys.executable, "-m", "tests.sim", *sys.argv[1:]]
         os.execve(sys.executable, again, os.environ | {"PYTHONHASHSEED": "0"})  # noqa: S606  # this program
     from tests.sim.runs import run_many, run_one, warm_up

@@ -126,7 +126,7 @@ class SimRollout(Service):
 
 
 class SimScoring:
-    """Takes the place of `Scoring` and of the model that it asks."""
+    """Replacement of `Scoring` and of the model that it asks."""
 
     def __init__(self) -> None:
         self.turns: Turns = OwnDevices()

@@ -30,37 +30,38 @@ if TYPE_CHECKING:
 
 
 Held = tuple[tuple[str, int], ...]
-"""Task ids and fences."""
+"""Set of task ids and fences."""
 
 
 class Checks:
-    """What an observer of a run knows, across the lives of its processes."""
+    """Knowledge of an observer of a run, across the lives of its processes."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._scheduler: SchedulerService | None = None
         self._store: StoreService | None = None
         self.batches: dict[int, Held] = {}
-        """The tasks of each step as a driver was told."""
+        """Tasks of each step, as a driver was told."""
         self._trained: set[int] = set()
         self._requests: WeakKeyDictionary[Call, object] = WeakKeyDictionary()
         self._uncommitted: list[Effect] = []
         self._drivers: list[int] = []
         """Incarnations of the drivers that have taken over, in order."""
         self._leases: dict[int, tuple[int, Held]] = {}
-        """Lease -> incarnation of its holder, tasks and fences, as granted."""
+        """Incarnation of the holder, tasks and fences of each granted lease."""
         self._accepted: set[tuple[str, int]] = set()
         """Task ids and fences of the results that their holders completed."""
         self._asked: dict[tuple[int, int], int] = {}
-        """Incarnation and id of a request -> lease that it was given last."""
+        """Last lease given to each request, by incarnation and id of the request."""
         self._fences: dict[tuple[str, int], int] = {}
-        """Task and fence -> lease of its rollout."""
+        """Lease of the rollout of each task and fence."""
         self._newest: dict[str, int] = {}
-        """Task -> highest fence that was given."""
+        """Highest fence given to each task."""
         self._puts: dict[tuple[str, int], str] = {}
-        """Task and fence -> the put that the store has acknowledged last."""
+        """Last put that the store has acknowledged for each task and fence."""
         self._cleared: dict[str, int] = {}
-        """Task -> highest fence whose clear the store has acknowledged, or was in effect when the store died."""
+        """Highest fence of each task whose clear the store has acknowledged, or whose clear was in effect when the
+        store died."""
         self.chain = 0
 
     # ---- lives
@@ -88,7 +89,7 @@ class Checks:
     # ---- the scheduler
 
     def handled(self, machine: Scheduler, event: Any, effects: list[Effect]) -> None:
-        """Check the state that an event has led to. What it says to others counts when it is said."""
+        """Check the state after an event. Messages to other processes are checked when they are sent."""
         check = self._world.check
         if isinstance(event, Asked):
             self._requests[cast(Call, event.ref)] = event.request
@@ -109,7 +110,7 @@ class Checks:
         self.shards_are_readable()
 
     def committed(self) -> None:
-        """Check what has become durable."""
+        """Check the events that have become durable."""
         effects, self._uncommitted = self._uncommitted, []
         for effect in effects:
             match effect:
@@ -123,7 +124,7 @@ class Checks:
                     pass
 
     def carried_out(self, effect: Effect) -> None:
-        """Check what the scheduler says to others."""
+        """Check the messages that the scheduler sends to other processes."""
         match effect:
             case Answer():
                 call = cast(Call, effect.ref)
@@ -136,7 +137,7 @@ class Checks:
                 pass
 
     def _answered(self, request: Any, body: object) -> None:
-        """Check that a request was granted to one who may make it."""
+        """Check that the sender of a granted request may make it."""
         check = self._world.check
         if isinstance(request, Complete) and isinstance(body, CompleteAck):
             for task_id, fence in sorted(_done(request, body)):
@@ -148,7 +149,8 @@ class Checks:
             check(request.driver == newest, f"a {type(request).__name__} of a driver that was replaced is obeyed")
 
     def _accept(self, request: Complete, answer: CompleteAck) -> None:
-        """Note what the holder of a lease has completed, which it may not learn because the scheduler is killed."""
+        """Note the tasks that a lease's holder has completed. The holder may not learn of it, because the scheduler may
+        be killed."""
         holder, held = self._leases.get(request.lease_id, (0, ()))
         if holder == request.incarnation:
             self._accepted |= {each for each in _done(request, answer) & set(held) if each[1] == self._newest[each[0]]}
@@ -156,7 +158,7 @@ class Checks:
     def _completed(self, request: Complete, task_id: str, fence: int) -> None:
         check = self._world.check
         if (task_id, fence) in self._accepted:
-            return  # the same result once more changes nothing
+            return  # The same result again changes nothing.
         holder, held = self._leases.get(request.lease_id, (0, ()))
         check(
             holder == request.incarnation, f"{task_id}: a completion was accepted from another process than the holder"
@@ -247,7 +249,7 @@ class Checks:
         self._cleared[task_id] = max(self._cleared.get(task_id, 0), fence)
 
     def store_is_sound(self) -> None:
-        """Check promise 4, and that what was collected stays away."""
+        """Check promise 4, and that collected shards do not return."""
         store = self._store
         if store is None:
             return
@@ -270,7 +272,7 @@ class Checks:
             )
 
     def shards_are_readable(self) -> None:
-        """Check promise 1: what the scheduler has accepted and not ordered to be collected is in the store."""
+        """Check promise 1: shards that the scheduler has accepted and not ordered to be collected are in the store."""
         if self._store is None or self._scheduler is None or not self._store._scanned.done():
             return
         for task in self._scheduler._state.run.tasks:
@@ -283,7 +285,7 @@ class Checks:
     # ---- the end
 
     def at_end(self) -> None:
-        """Check what a finished run has left behind."""
+        """Check the state that a finished run has left behind."""
         world = self._world
         run, steps = world.run_dir, world.scenario.size.steps
         chain, _, applied = (run.export / NAME).read_text().partition(" ")
@@ -324,5 +326,5 @@ def _close_store(service: StoreService) -> None:
 
 
 def _quietly(close: Callable[[], None]) -> None:
-    with contextlib.suppress(OSError):  # closed before, by the process itself
+    with contextlib.suppress(OSError):  # The process itself has closed the file before.
         close()

@@ -26,22 +26,23 @@ THREAD_S = 0.001
 
 
 class Killed(BaseException):
-    """Unwinds the code of a process that was killed in the middle of it."""
+    """Exception that unwinds the code of a process that was killed while it ran."""
 
 
 class Stuck(Exception):
-    """Nothing is left to happen, or too much has happened, and the run has not ended."""
+    """Exception for a run that has not ended although no event is left, or after too many events."""
 
 
 class Node:
-    """One life of one process. `on_kill` does what a kernel does for a dead process, such as closing its files."""
+    """One life of one process. Functions in `on_kill` do what a kernel does for a dead process, such as closing its
+    files."""
 
     def __init__(self, name: str, pid: int) -> None:
         self.name = name
         self.pid = pid
         self.alive = True
         self.stopped: list[Callback] | None = None
-        """The callbacks that wait until a stopped process (SIGSTOP) continues. None while it runs."""
+        """Callbacks that wait until a stopped process (SIGSTOP) continues, or None while it runs."""
         self.service: Any = None
         self.on_kill: list[Callable[[], object]] = []
         self.strike_at: int | None = None
@@ -60,7 +61,7 @@ class Node:
             self._tasks = [each for each in self._tasks if (found := each()) is not None and not found.done()]
 
     def kill(self) -> None:
-        """End the process at once. Its coroutines are closed, as frames would be unmapped; nothing of them is sent."""
+        """End the process at once. Its coroutines are closed, as their frames would be unmapped, and send nothing."""
         if not self.alive:
             return
         self.alive = False
@@ -77,7 +78,8 @@ class Node:
 
 
 def _close(coroutine: Any) -> None:
-    with contextlib.suppress(Exception, Killed):  # it awaits or sends something on its way out, or is running
+    # The coroutine may await or send something on its way out, or may be running.
+    with contextlib.suppress(Exception, Killed):
         coroutine.close()
 
 
@@ -94,7 +96,7 @@ class Callback:
         self.when = when
 
     def cancel(self) -> None:
-        self.call = self.args = self.node = None  # releases what it refers to, before its time comes
+        self.call = self.args = self.node = None  # This releases the referenced objects before the timer is due.
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
@@ -105,10 +107,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._time = START_S
         self._rng = rng
         self._numbers = itertools.count()
-        """They order timers for the same time."""
+        """Numbers that order timers for the same time."""
         self._free_at: weakref.WeakKeyDictionary[Executor, float] = weakref.WeakKeyDictionary()
         self.before_waiting: list[Callable[[], object]] = []
-        """Called once each, when no callback is ready."""
+        """Functions that are called once each, when no callback is ready."""
         self.set_exception_handler(lambda *_: None)
 
     def time(self) -> float:
@@ -119,7 +121,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Run what is ready, and whatever that makes ready. If nothing is left, jump to the next timer.
 
-        The callbacks of a dead process do not run. Those of a stopped process run when it continues.
+        The callbacks of a dead process do not run. The callbacks of a stopped process run when it continues.
         """
         ready: deque[Callback] = self._ready  # type: ignore[attr-defined]
         while ready:
@@ -141,7 +143,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 pass
             if self._stopping:  # type: ignore[attr-defined]
                 return
-        while self.before_waiting:  # every process waits for input, a timer or a thread
+        while self.before_waiting:  # Every process waits for input, a timer or a thread.
             self.before_waiting.pop()()
         if ready:
             return
@@ -186,7 +188,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
-        """Run `func` on the loop, after a delay and after what the same executor was given before."""
+        """Run `func` on the loop, after a delay and after all earlier functions of the same executor."""
         future = self.create_future()
         computes = getattr(executor, "_thread_name_prefix", "").startswith("compute")
         delay = self._rng.expovariate(1.0) * (COMPUTE_S if computes else THREAD_S)
@@ -200,12 +202,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 def _execute(future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
     if future.cancelled():
-        return  # as an executor does with work that has not begun
+        return  # An executor does the same with work that has not begun.
     try:
         result = func(*args)
     except StopIteration as error:
         raise RuntimeError("StopIteration from an executor") from error
-    except Exception as error:  # handed to the caller
+    except Exception as error:  # The exception is passed on to the caller.
         if not future.cancelled():
             future.set_exception(error)
     else:

@@ -1,8 +1,8 @@
 """The model of simulated runs: arithmetic that can be checked exactly, behind the interfaces of the real backends.
 
-The weights are one 64-bit number, a chain of digests over everything that was ever trained: which tokens, in which
-steps. Equal numbers mean equal histories. Samples are digests of the weights and the task, so a task that is sampled
-again with the same version gives the same bits. The training state also lists the tasks that were applied, in order.
+The weights are one 64-bit number, a chain of digests over all tokens that were ever trained, and their steps. Equal
+numbers mean equal histories. Samples are digests of the weights and the task, so a task that is sampled again with the
+same version gives the same bits. The training state also lists the tasks that were applied, in order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Array = Any
 NAME = "chain"
 BEGINNING = 7
 ROWS = 10_000
-"""A prompt is one token: epoch * ROWS + index."""
+"""Number of rows. A prompt is one token: epoch * ROWS + index."""
 VOCABULARY = 1 << 30
 MOST_APPLIED = 1024
 """Maximum number of tasks that a simulated run trains."""
@@ -81,7 +81,7 @@ class SimBackend:
         self._world = world
         self._ranks = place.layout.world_size
         self._group: dict[tuple[int, int], tuple[int, list[int]]] = world.groups.setdefault(generation, {})
-        """Gradients by (updates so far, rank): what the ranks of a group give to each other in collectives."""
+        """Gradients by (updates so far, rank), which the ranks of a group exchange in collectives."""
         world.members.setdefault(generation, {})[place.rank] = world.current()
         self._generation = generation
         self._there, self._away = {"parameters"}, set[str]()
@@ -101,7 +101,7 @@ class SimBackend:
         return len(moved)
 
     def _use(self, *parts: str) -> None:
-        """Check that none of `parts` was moved off the device. From now on they are there."""
+        """Check that none of `parts` was moved off the device, and note that they are there from now on."""
         away = self._away & set(parts)
         self._world.check(not away, f"a call uses {', '.join(sorted(away))}, which are off the device")
         self._there |= set(parts)
@@ -174,7 +174,7 @@ class SimBackend:
 
     def own_state(self) -> dict[str, torch.Tensor]:
         self._use("parameters", "optimizer")
-        room = torch.zeros(MOST_APPLIED, dtype=torch.int64)  # every snapshot of a rank has the same size
+        room = torch.zeros(MOST_APPLIED, dtype=torch.int64)  # Every snapshot of a rank has the same size.
         room[: len(self.applied)] = torch.tensor(self.applied, dtype=torch.int64)
         return {NAME: torch.tensor([self.chain, self.updates, len(self.applied)]), "applied": room}
 
@@ -285,7 +285,7 @@ class SimEngine:
 
 
 class SimTasks:
-    """Takes the place of the data sets: the prompt of a task is its number."""
+    """Replacement of the data sets, in which the prompt of a task is its number."""
 
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
         sampling = SamplingParams(
@@ -304,7 +304,7 @@ class SimTasks:
 
 
 class SimRewards:
-    """Takes the place of the reward processes."""
+    """Replacement of the reward processes."""
 
     def __init__(self, world: World) -> None:
         self.reachable = asyncio.Event()

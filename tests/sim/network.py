@@ -1,7 +1,7 @@
 """A network between nodes that loses, repeats, delays, reorders and cuts off messages, in place of libzmq's sockets.
 
-`SimContext` takes the place of a `zmq.Context`. Its sockets bring their own pump (`shared.rpc.transport.SelfPumped`).
-`Mailbox` and `Client` run unchanged above them: encoding, deadlines, retries and answers that are given once.
+`SimContext` replaces a `zmq.Context`. Its sockets bring their own pump (`shared.rpc.transport.SelfPumped`).
+`Mailbox` and `Client` run unchanged above them, with encoding, deadlines, retries and answers that are given once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 IN_PIPE = 0.5
 """Probability that a message is lost if its sender dies while it is under way."""
 TURN_S = 0.0005
-"""Messages arrive at multiples of this time, so that some arrive in one burst."""
+"""Interval in seconds. Messages arrive at its multiples, so that some arrive in one burst."""
 RECONNECT_S = 0.05
 STORE_ENDPOINT = "sim://batch-store-0"
 TENSOR_BYTES = 64 << 10
@@ -39,7 +39,7 @@ KIND = slice(6, 10)
 
 @dataclass(frozen=True)
 class Weather:
-    """How the network treats a message: probabilities of a loss, of a second copy, which is late, and of a delay."""
+    """Conditions of the network: the probabilities of a loss, of a late second copy, and of a delay of a message."""
 
     lost: float = 0.0
     twice: float = 0.0
@@ -56,11 +56,12 @@ class Network:
     def __init__(self, world: World, loop: VirtualLoop, rng: Random) -> None:
         self.weather = CALM
         self.cut: set[frozenset[str]] = set()
-        """Pairs of nodes, by name, between which nothing passes."""
+        """Pairs of nodes, by name, between which no message passes."""
         self.ghosts: set[str] = set()
-        """Processes whose next completion another process sends, too."""
+        """Processes whose next completion is also sent by another process."""
         self.last_words: dict[str, float] = {}
-        """Processes that are killed once they have sent their next completion, and its delay in seconds."""
+        """Processes that are killed once they have sent their next completion, with the delay of that message in
+        seconds."""
         self.bound: dict[str, SimSocket] = {}
         self.dialled: dict[str, list[SimSocket]] = {}
         self.sent = self.lost = self.repeated = 0
@@ -69,10 +70,10 @@ class Network:
         self._rng = rng
         self.numbers = itertools.count(1)
         self._wire = contextvars.Context()
-        """A context of no process: a message arrives even if its sender has died or is stopped."""
+        """Context that belongs to no process, so that a message arrives even if its sender has died or is stopped."""
 
     def carry(self, source: SimSocket, target: SimSocket, frames: list[bytes], header: bytes) -> None:
-        """Send a message on its way. Its fate is drawn now."""
+        """Send a message. Its fate is drawn now."""
         self.sent += 1
         name = source.node.name
         if (name in self.ghosts or name in self.last_words) and kind_of(header) == (Complete.TYPE, False):
@@ -115,7 +116,7 @@ class Network:
         if target.closed or not target.node.alive:
             return
         if target.peers is None and self.bound.get(target.endpoint, source) is not source:
-            return  # it hung up on this server meanwhile
+            return  # The client has disconnected from this server meanwhile.
         if not source.node.alive and self._rng.random() < IN_PIPE:
             return
         self._world.note("to", source.node.name, target.node.name, header)
@@ -123,7 +124,7 @@ class Network:
 
 
 class SimContext:
-    """Makes the sockets of one node."""
+    """Context that makes the sockets of one node."""
 
     def __init__(self, network: Network, node: Node) -> None:
         self._network = network
@@ -151,7 +152,7 @@ class SimSocket:
         self.endpoint = ""
         self.closed = False
         self.peers: dict[bytes, SimSocket] | None = {} if answers else None
-        """The known clients of a ROUTER by routing id, None for a DEALER."""
+        """Known clients of a ROUTER by routing id, or None for a DEALER."""
         self._names: dict[SimSocket, bytes] = {}
         self._network = network
         self._refused = False

@@ -1,4 +1,5 @@
-"""Where a world looks into its processes: what the checks are told, and the operations at which a process may die."""
+"""Observation of a world's processes: the calls that checks are told about, and the operations at which a process may
+die."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def _committed(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _carried_out(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `SchedulerService._carry_out` under observation."""
+    """Return `SchedulerService._carry_out` under observation by the checks."""
 
     @functools.wraps(real)
     def carry_out(self: Any, effect: Any) -> None:

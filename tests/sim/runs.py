@@ -15,7 +15,7 @@ from tests.sim.virtual import cpu_seconds
 from tests.sim.world import Outcome, World
 
 CHUNK = 25
-"""Number of seeds that a process runs at a time."""
+"""Number of seeds that a process runs per job."""
 COLLECT_EVERY = 10
 SHRINK_ATTEMPTS = 200
 _undisturbed: dict[Size, int] = {}
@@ -39,12 +39,12 @@ def run(scenario: Scenario, folder: Path, *, tracing: bool = False) -> Outcome:
 
 
 def warm_up(folder: Path) -> None:
-    """Run once what imports modules when it is first used, so that the garbage collector need not look at them."""
+    """Run code once that imports modules at its first use, so that the garbage collector can ignore these modules."""
     run(Scenario(0, Size(ranks=2, reference=True, deterministic=True, colocated=True), ()), folder)
 
 
 def shrink(scenario: Scenario, attempt: Callable[[Scenario], Outcome]) -> tuple[Scenario, Outcome]:
-    """Return the smallest scenario found that still breaks a promise, and what it came to. `attempt` runs one."""
+    """Return the smallest scenario found that still breaks a promise, with its outcome. `attempt` runs a scenario."""
     outcome = attempt(scenario)
     attempts = 0
     smaller = True
@@ -60,7 +60,7 @@ def shrink(scenario: Scenario, attempt: Callable[[Scenario], Outcome]) -> tuple[
 
 
 def run_one(seed: int, folder: Path, *, tracing: bool) -> int:
-    """Run one seed and print what came of it."""
+    """Run one seed and print its outcome."""
     scenario = draw(seed)
     outcome = run(scenario, folder, tracing=tracing)
     print(scenario)
@@ -72,7 +72,7 @@ def run_one(seed: int, folder: Path, *, tracing: bool) -> int:
 
 
 def run_many(seeds: range, folder: Path, *, jobs: int = 1, keep_going: bool = False) -> int:
-    """Run seeds in `jobs` processes until one breaks a promise. Print that one, made smaller.
+    """Run seeds in `jobs` processes until one breaks a promise. Print the failing scenario, made smaller.
 
     With `keep_going`, name every failing seed instead.
     """

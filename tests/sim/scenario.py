@@ -1,4 +1,4 @@
-"""What happens in one simulated run: its size, and the faults, all drawn from a seed. Scenarios can be made smaller."""
+"""A scenario of one simulated run: its size and its faults, all drawn from a seed. Scenarios can be made smaller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.sim.network import Weather
 Key = tuple[str, int]
 KINDS = ("scheduler", "batch-store", "policy-trainer", "policy-trainer-worker", "rollout", "reference")
 FAULTS_UNTIL_S = 2.5
-"""Virtual seconds from the start in which faults begin. An undisturbed run takes two."""
+"""Virtual seconds from the start within which faults begin. An undisturbed run takes two."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """SIGKILL, between two callbacks of the process or, with `operations`, before that many further operations:
-    messages sent, transactions committed, files sealed, tombstones written."""
+    """A kill by SIGKILL, between two callbacks of the process or, with `operations`, before that many further
+    operations: messages sent, transactions committed, files sealed, tombstones written."""
 
     key: Key
     operations: int = 0
@@ -102,7 +102,7 @@ class Kill(Fault):
 
 @dataclass(frozen=True)
 class Stop(Fault):
-    """SIGSTOP for some seconds, then SIGCONT."""
+    """A stop by SIGSTOP for some seconds, then SIGCONT."""
 
     key: Key
     for_s: float
@@ -113,7 +113,7 @@ class Stop(Fault):
 
 @dataclass(frozen=True)
 class Cut(Fault):
-    """Two processes cannot reach each other for some seconds."""
+    """A partition: two processes cannot reach each other for some seconds."""
 
     one: Key
     other: Key
@@ -126,7 +126,7 @@ class Cut(Fault):
 
 @dataclass(frozen=True)
 class Storm(Fault):
-    """Messages are lost, repeated and delayed for some seconds."""
+    """A disturbed network: messages are lost, repeated and delayed for some seconds."""
 
     weather: Weather
     for_s: float
@@ -139,7 +139,7 @@ class Storm(Fault):
 
 @dataclass(frozen=True)
 class Ghost(Fault):
-    """The next completion of a rollout arrives first as if another process had sent it."""
+    """A forged message: the next completion of a rollout arrives first as if another process had sent it."""
 
     key: Key
 
@@ -149,7 +149,7 @@ class Ghost(Fault):
 
 @dataclass(frozen=True)
 class LastWords(Fault):
-    """A rollout is killed once it has sent its next completion, which arrives some seconds later."""
+    """A late message: a rollout is killed once it has sent its next completion, which arrives some seconds later."""
 
     key: Key
     after_s: float
@@ -161,7 +161,7 @@ class LastWords(Fault):
 
 @dataclass(frozen=True)
 class Damage(Fault):
-    """The newest checkpoint is damaged, if there is an older one, and the trainer's first rank is killed."""
+    """A damaged checkpoint: the newest one, if there is an older one. The trainer's first rank is killed."""
 
     def __str__(self) -> str:
         return f"{self.at_s:7.3f} s  damage the newest of several checkpoints and kill policy-trainer-worker/0"
@@ -175,10 +175,10 @@ class Scenario:
     size: Size
     faults: tuple[Fault, ...]
     drains: bool = True
-    """Whether the world goes on after the last step until every process has ended."""
+    """Whether the world continues after the last step until every process has ended."""
 
     def smaller(self) -> Iterator[Scenario]:
-        """Yield scenarios that lack something of this one: first faults, then services, then steps."""
+        """Yield scenarios with a part of this one removed: first faults, then services, then steps."""
         for index in range(len(self.faults)):
             yield replace(self, faults=self.faults[:index] + self.faults[index + 1 :])
         for index, fault in enumerate(self.faults):
@@ -240,7 +240,7 @@ def draw(seed: int) -> Scenario:
         colocated=rng.random() < 0.25,
     )
     if size.colocated:
-        size = replace(size, staleness=0)  # the engine cannot run ahead of a trainer that takes its memory
+        size = replace(size, staleness=0)  # The engine cannot run ahead of a trainer that takes its memory.
     plan = size.plan()
     likely = [*plan, *[("scheduler", 0), ("batch-store", 0)] * 2]
     faults: list[Fault] = []
@@ -265,7 +265,7 @@ def draw(seed: int) -> Scenario:
         else:
             weather = Weather(rng.choice((0.0, 0.1, 0.3)), rng.choice((0.0, 0.3)), rng.choice((0.0, 0.3)))
             faults.append(Storm(at_s, weather, round(rng.uniform(0.5, 6.0), 2)))
-    if rng.random() < 0.15:  # a producer that returns after its lease and the store's memory of it are gone
+    if rng.random() < 0.15:  # A producer may return after its lease and the store's memory of it are gone.
         at_s = round(rng.uniform(0.6, 1.4), 3)
         faults.append(Stop(at_s, ("rollout", 0), round(rng.uniform(5.0, 7.5), 2)))
         faults.append(Kill(round(at_s + rng.uniform(4.5, 7.0), 3), ("batch-store", 0)))

@@ -1,4 +1,4 @@
-"""Runs the simulation as users do, in a process of its own, whose hashes are fixed. Also tests its parts."""
+"""Runs the simulation as users do, in a separate process with a fixed hash seed. Also tests the simulation's parts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_seed_gives_the_same_history_in_every_process() -> None:
     assert "trace " in first[1]
 
 
-def test_a_failing_scenario_loses_all_that_does_not_matter() -> None:
+def test_a_failing_scenario_is_reduced_to_its_relevant_parts() -> None:
     storms = [fault for seed in range(200) for fault in draw(seed).faults if isinstance(fault, Storm)]
     faults = (Kill(0.5, SCHEDULER), Stop(1.0, STORE, 2.0), Kill(1.5, STORE, 3), storms[0])
     large = Scenario(1, Size(steps=3, rollouts=2, ranks=2, reference=True), faults)
@@ -76,7 +76,7 @@ def test_the_clock_jumps_to_the_next_timer() -> None:
     assert times == [START_S + 3600.0]
 
 
-def test_a_killed_process_does_nothing_more_and_a_stopped_one_goes_on_later() -> None:
+def test_a_killed_process_does_nothing_more_and_a_stopped_one_continues_later() -> None:
     loop = VirtualLoop(Random(1))
     killed, stopped = Node("killed", 1), Node("stopped", 2)
     done: list[tuple[str, float]] = []

@@ -1,6 +1,6 @@
-"""The surroundings of simulated processes: clocks, random ids, process ids, files that are read again and again.
+"""The surroundings of simulated processes: clocks, random ids, process ids, files that are read repeatedly.
 
-`surroundings` is entered once; what it replaces asks the world that is running (`here`). Everything else is the
+`surroundings` is entered once; its replacements ask the world that is running (`here`). Everything else is the
 production code.
 """
 
@@ -58,7 +58,7 @@ def running(world: World) -> Iterator[None]:
 
 @functools.cache
 def topology_of(size: Size) -> Topology:
-    """Return the topology of a size. Its file is not parsed, which takes as long as the run."""
+    """Return the topology of a size. Its file is not parsed, because that takes as long as the run."""
     return _built(size.document(str(MODEL)), str(MODEL))
 
 
@@ -71,7 +71,7 @@ def check_topology(size: Size) -> None:
 
 
 class NoStreams:
-    """Takes the place of the store's streams to other hosts."""
+    """Replacement of the store's streams to other hosts."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -90,7 +90,7 @@ def _no_telemetry(*_: Any, **__: Any) -> None:
 
 
 class NoPasses:
-    """Takes the place of the thread that copies the journal's log into its file."""
+    """Replacement of the thread that copies the journal's log into its file."""
 
     error = ""
 
@@ -105,7 +105,8 @@ class NoPasses:
 
 @contextmanager
 def surroundings(*, loud: bool = False) -> Iterator[None]:
-    """Replace what simulated processes would take from the machine. With `loud`, warnings are noted in the history."""
+    """Replace the parts of the machine that simulated processes would use. With `loud`, warnings are noted in the
+    history."""
     import services.batch_store.server
     import services.policy_trainer.worker.export
     import services.policy_trainer.worker.start
@@ -174,11 +175,11 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
     }
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", RuntimeWarning)  # coroutines of killed processes are never awaited
+        warnings.simplefilter("ignore", RuntimeWarning)  # Coroutines of killed processes are never awaited.
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(mock.patch.object(TelemetrySender, "emit", _no_telemetry))
-        # It reads pages ahead on a thread, which the clock does not know.
+        # `touch` reads pages ahead on a thread, which the clock does not know.
         stack.enter_context(mock.patch.object(BlockMapping, "touch"))
         stack.enter_context(observers())
         structlog.configure(

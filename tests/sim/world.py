@@ -29,9 +29,9 @@ from tests.sim.scenario import Cut, Damage, Fault, Ghost, Key, Kill, LastWords, 
 from tests.sim.virtual import running
 
 LIMIT_S = 240.0
-"""Virtual seconds after the last fault in which the run has to end."""
+"""Virtual seconds after the last fault within which the run must end."""
 FIRST_PID = 100_000_000
-"""Above every process id of the machine."""
+"""First simulated process id, above every process id of the machine."""
 SIGKILL, SIGTERM = 9, 15
 MAPS_NOTHING = frozenset({"scheduler", "batch-store"})
 """Services that map no shards."""
@@ -57,7 +57,7 @@ class Outcome:
     trace_hash: int
     chain: int
     seconds: float
-    """Virtual seconds."""
+    """Duration in virtual seconds."""
     events: int
     history: Sequence[str] = ()
 
@@ -76,7 +76,7 @@ class World:
         self.members: dict[int, dict[int, Node]] = {}
         self._devices: dict[Node, Parts] = {}
         self.nodes: dict[Key, Node] = {}
-        """The living process of each service."""
+        """Living process of each service."""
         self.violation = ""
         self.complete = False
         """Whether the driver has ended because nothing was left to do."""
@@ -90,7 +90,7 @@ class World:
         self.checks = Checks(self)
         self._supervisor: SimSupervisor
 
-    # ---- what processes ask
+    # ---- calls of the processes
 
     def current(self) -> Node:
         """Return the process whose code runs."""
@@ -99,11 +99,12 @@ class World:
         return node
 
     async def compute(self) -> None:
-        """Take the time of a computation."""
+        """Advance the clock by the time of a computation."""
         await asyncio.sleep(self._rng.expovariate(1.0) * 0.1)
 
     def holds(self, parts: Parts) -> None:
-        """Note which parts the running process has on the shared devices, and check that they may be there together."""
+        """Note the parts of the running process on the shared devices, and check that all parts there may be
+        together."""
         node = self.current()
         self._devices[node] = parts
         if not self.scenario.size.colocated:
@@ -201,7 +202,7 @@ class World:
         self.checks.died(key, node)
         node.kill()
         if key[0] not in MAPS_NOTHING:
-            gc.collect()  # what it had mapped is unmapped
+            gc.collect()  # The memory that the process had mapped is unmapped.
         self._exited(key, node, -SIGKILL)
 
     def _exited(self, key: Key, node: Node, status: int) -> None:
@@ -209,7 +210,7 @@ class World:
         self.loop.call_later(0.001, self._supervisor.exited, key, node, status, context=self._supervisor_node.context)
 
     def supervised(self, event: Event) -> None:
-        """End the world with the driver if the scenario does not go on."""
+        """End the world with the driver if the scenario does not continue."""
         if isinstance(event, Exited) and event.key[0] == DRIVER and event.status == 0 and event.run_complete:
             self.complete = True
             if not self.scenario.drains:
@@ -309,7 +310,7 @@ class World:
             self.checks.at_end()
 
     def waits(self) -> str:
-        """Return who waits for whom: every unanswered request of a living process."""
+        """Return every unanswered request of a living process, with its sender and receiver."""
         lines: list[str] = []
         for node in self.nodes.values():
             service = node.service
@@ -338,7 +339,7 @@ async def _live(service: Any) -> int:
 
 
 class SimProcess:
-    """What the supervisor knows of a child process."""
+    """The supervisor's view of a child process."""
 
     def __init__(self, world: World, node: Node) -> None:
         self.pid = node.pid

@@ -1,4 +1,4 @@
-"""Imports and calls of the product: none runs bytes as code, and the light modules do not import torch.
+"""Imports and calls of the product: none executes bytes as code, and the light modules do not import torch.
 
 The product's modules are not imported into the test process: the light modules are checked in separate processes.
 """
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "shared", "services", "launch")
-# Data shipped with the product: topologies, models and the scripts that made them.
+# This folder has data shipped with the product: topologies, models and the scripts that made them.
 TOPOLOGIES = Path("launch", "topologies")
 
-# Modules that can execute the bytes they deserialise.
+# These modules can execute the bytes that they deserialise.
 FORBIDDEN_MODULES = frozenset(
     {
         "pickle",
@@ -33,10 +33,10 @@ FORBIDDEN_MODULES = frozenset(
         "dill",
         "jsonpickle",
         "joblib",
-        "multiprocessing",  # its queues, pipes and pools pickle
+        "multiprocessing",  # Its queues, pipes and pools pickle.
     }
 )
-# Functions by the full names that the imports of a file give them.
+# Functions are listed by the full names that the imports of a file give them.
 FORBIDDEN_FUNCTIONS = frozenset(
     {
         "torch.load",
@@ -58,7 +58,7 @@ FORBIDDEN_FUNCTIONS = frozenset(
         "pandas.read_pickle",
     }
 )
-# Methods that pickle, whatever the object (a socket, a process group).
+# These methods pickle, whatever the object (a socket, a process group).
 FORBIDDEN_NAMES = frozenset(
     {
         "recv_pyobj",
@@ -75,7 +75,7 @@ FORBIDDEN_BUILTINS = frozenset({"eval", "exec"})
 IMPORT_BY_NAME = frozenset({"importlib.import_module", "importlib.__import__", "builtins.__import__", "__import__"})
 NUMPY_LOAD = frozenset({"numpy.load"})
 PICKLE_ARGUMENT = 2
-"""Where `allow_pickle` stands among numpy.load's arguments, counted from 0."""
+"""Position of `allow_pickle` among numpy.load's arguments, counted from 0."""
 
 LIGHT_MODULES = (
     "services.scheduler.server",
@@ -179,7 +179,7 @@ def run_python(*argv: str, cwd: Path) -> str:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_product_never_runs_bytes_as_code(package: str) -> None:
+def test_product_never_executes_bytes_as_code(package: str) -> None:
     files = sorted((ROOT / package).rglob("*.py"))
     assert files, f"{package}/ holds no Python file"
     found = [f"{path.relative_to(ROOT)}:{fault}" for path in files for fault in faults_in(path.read_text())]
@@ -245,7 +245,7 @@ def test_every_code_folder_is_a_package(package: str) -> None:
         "import numpy as np\nnp.load('x', allow_pickle=flag)",
     ],
 )
-def test_checker_catches(source: str) -> None:
+def test_checker_reports_a_forbidden_use(source: str) -> None:
     assert faults_in(source)
 
 
@@ -264,7 +264,7 @@ def test_checker_catches(source: str) -> None:
         "'pickle, eval and torch.load in a text'",
     ],
 )
-def test_checker_lets_pass(source: str) -> None:
+def test_checker_accepts_a_permitted_use(source: str) -> None:
     assert faults_in(source) == []
 
 
@@ -284,6 +284,6 @@ def test_project_comes_before_installed_packages_on_the_path(tmp_path: Path) -> 
     assert path.index(str(ROOT)) < path.index(sysconfig.get_path("purelib"))
 
 
-def test_proto_is_ours_from_any_folder(tmp_path: Path) -> None:
+def test_proto_is_our_package_from_any_folder(tmp_path: Path) -> None:
     found = run_python("-c", "import proto; print(proto.__file__)", cwd=tmp_path)
     assert found == str(ROOT / "proto" / "__init__.py")

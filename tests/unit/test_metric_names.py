@@ -44,7 +44,7 @@ def test_every_name_is_documented_and_every_documented_name_exists() -> None:
 
 def test_every_reason_is_documented() -> None:
     reasons = DOCUMENT.read_text().split("## Reasons")[1]
-    listed = {*DropReason, *LossReason} - {DropReason.WEIGHTS_LOST}  # for evaluations only
+    listed = {*DropReason, *LossReason} - {DropReason.WEIGHTS_LOST}  # This reason applies only to evaluations.
     assert {reason for reason in listed if f"`{reason}`" not in reasons} == set()
 
 

@@ -51,10 +51,10 @@ def test_runs(): ...
 
 
 @pytest.mark.parametrize("made", [netns.two_hosts, two_hosts.two_hosts, contextmanager(small_mount)])
-def test_an_impossible_environment_is_skipped_with_what_is_missing(
+def test_tests_of_an_impossible_environment_are_skipped_with_the_missing_parts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: Callable[..., AbstractContextManager[Any]]
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # neither `ip` nor `mount` is found
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # Neither `ip` nor `mount` is found.
     arguments = () if "two_hosts" in made.__name__ else (tmp_path / "mount", 1 << 20)
     with pytest.raises(pytest.skip.Exception, match=r"\b(ip|mount)\b"), made(*arguments):
         raise AssertionError("it was made")
@@ -71,4 +71,4 @@ def test_only_gpu_tests_are_skipped_in_ci(tmp_path: Path) -> None:
     assert found.pop("test_runs") == ""
     assert sorted(found) == [f"test_{way}" for way in ("body", "fixture", "import", "mark", "module", "xfail")]
     assert all(found.values()), done.stdout
-    assert "1 passed, 1 skipped" in done.stdout  # test_gpu
+    assert "1 passed, 1 skipped" in done.stdout  # The skipped test is test_gpu.

@@ -56,7 +56,7 @@ def make_model(kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, 
 
 
 def ragged(seed: int = 0, tasks: int = 5, group: int = 4) -> tuple[Array, Array, Array]:
-    """Return groups with a common prompt, in which some answers are equal and some share a prefix."""
+    """Return groups of sequences with a common prompt, in which some answers are equal and some share a prefix."""
     rng = np.random.default_rng(seed)
     ids: list[int] = []
     lengths: list[int] = []

@@ -78,10 +78,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Source, *, accuracy: float, seed: int
 ) -> int:
-    """Train on the answers of `rows` until `accuracy` of 256 of these rows come out right. Return the number of steps.
+    """Train on the answers of `rows` until the share `accuracy` of 256 of these rows is answered correctly. Return the
+    number of steps.
 
-    The tokens of the prompt carry no loss. A fixed number of steps would not do: the accuracy climbs from 0.2 to 0.8
-    within 50 steps, and where that begins depends on the last bits of the arithmetic.
+    The tokens of the prompt carry no loss. A fixed number of steps would not work: the accuracy climbs from 0.2 to 0.8
+    within 50 steps, and the beginning of that climb depends on the last bits of the arithmetic.
     """
     picker = random.Random(seed)
     probe = [rows.row(index) for index in range(PROBE_ROWS)]
@@ -99,7 +100,7 @@ def warm_start(
             end = len(prompt) + len(answer)
             ids_BT[number, :end] = torch.tensor(prompt + answer)
             labels_BT[number, len(prompt) : end] = torch.tensor(answer)
-        logits_BTV = model(input_ids=ids_BT).logits  # padding is on the right, where causal attention does not see it
+        logits_BTV = model(input_ids=ids_BT).logits  # Padding is on the right, where causal attention does not see it.
         loss = torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--accuracy", type=float, default=0.4, help="accuracy at which the warm start stops")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # a different thread count changes the order of additions and thus the bits
+    torch.set_num_threads(1)  # Another thread count changes the order of additions and thus the bits.
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
@@ -153,7 +154,8 @@ def main() -> None:
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     name_portable_tokenizer_class(args.out / "tokenizer_config.json")
-    (args.out / "model.safetensors").chmod(0o644)  # written with 0600, which another user's engine could not read
+    # The file was written with mode 0600, which another user's engine could not read.
+    (args.out / "model.safetensors").chmod(0o644)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,11 @@ import psutil
 from xxhash import xxh3_64_intdigest as digest
 
 BLOCK_TASKS = 64
-"""Tasks per block, as many as `bench_data` puts at once."""
+"""Tasks per block, equal to the number that `bench_data` puts at once."""
 SETTINGS: dict[str, dict[str, Any]] = {
-    "ray": {"threads": 2},  # threads that put blocks: two at a time, as with rlbus
-    "transfer-queue": {"threads": 8, "io_threads": 8, "units": 2, "blocks": False},  # its defaults
+    "ray": {"threads": 2},  # Two threads put blocks, as with rlbus.
+    # These are TransferQueue's defaults.
+    "transfer-queue": {"threads": 8, "io_threads": 8, "units": 2, "blocks": False},
 }
 QUIET_S, QUIET_CORES, SETTLE_S = 1.0, 0.05, 60.0
 Round = dict[str, float]
@@ -39,7 +40,7 @@ def settle() -> None:
     until = time.monotonic() + SETTLE_S
     before = _children_cpu_s()
     while time.monotonic() < until:
-        time.sleep(QUIET_S)  # the interval over which their CPU time is measured
+        time.sleep(QUIET_S)  # CPU time is measured over this interval.
         now = _children_cpu_s()
         if now - before < QUIET_CORES * QUIET_S:
             return
@@ -127,7 +128,8 @@ def transfer_queue(arrays: dict[str, np.ndarray], settings: dict[str, Any], roun
         found = []
         for first in starts:
             back = tq.kv_batch_get(keys=names(number, first), partition_id="bench")
-            # fields come back as nested tensors; unbind once, because back[key][task] unbinds everything each time
+            # Fields come back as nested tensors. They are unbound once, because back[key][task] unbinds everything each
+            # time.
             found += [digest(row.numpy()) for key in arrays for row in back[key].unbind()]
         return found
 
@@ -162,10 +164,10 @@ def main() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cores = len(os.sched_getaffinity(0))
     if options.system == "transfer-queue":
-        # read at import, also by the package's storage units, which inherit the environment
+        # The variable is read at import, also by the package's storage units, which inherit the environment.
         os.environ["TQ_NUM_THREADS"] = str(settings["threads"])
         os.environ["TQ_CLIENT_ZMQ_IO_THREADS"] = str(settings["io_threads"])
-        cores = max(cores, settings["units"] + 1)  # its controller and each unit ask Ray for one
+        cores = max(cores, settings["units"] + 1)  # The controller and each unit ask Ray for one core.
     import ray
 
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:

@@ -3,13 +3,14 @@ trl.txt), so it cannot import the product.
 
     .venv-trl/bin/python tests/bench/peers/trl_grpo.py --rows train.jsonl --model launch/topologies/models/tiny-qwen3
 
-Prints one JSON line: `samples_per_s` over the steps after warm-up and what it was computed from, the reward and
-completion length of every step.
+Prints one JSON line: `samples_per_s` over the steps after warm-up with the values it was computed from, and the reward
+and completion length of every step.
 
-The same work as the quickstart: 64 tasks x 8 samples and one AdamW update a step (512 samples, constant learning rate,
-no weight decay, gradient norm clipped to 1); at most 8 new tokens at temperature 1, no top-k or top-p; exact-match
-reward; advantages divided by the group's standard deviation; ratio clipped at 0.2; loss averaged over all tokens of the
-step (`dapo`); k3 KL of 0.001 to a frozen copy, not multiplied by the ratio (`use_bias_correction_kl=False`); float32.
+The work equals the quickstart's: 64 tasks x 8 samples and one AdamW update per step (512 samples, constant learning
+rate, no weight decay, gradient norm clipped to 1); at most 8 new tokens at temperature 1, no top-k or top-p;
+exact-match reward; advantages divided by the group's standard deviation; ratio clipped at 0.2; loss averaged over all
+tokens of the step (`dapo`); k3 KL of 0.001 to a frozen copy, not multiplied by the ratio
+(`use_bias_correction_kl=False`); float32.
 
 Different: one process whose generation, reference pass and update take turns on all threads; epsilon of 1e-4 (1e-6)
 beside the standard deviation; no evaluation, checkpoint or metrics file; the quickstart writes checkpoints and metrics.
@@ -44,7 +45,8 @@ LEARNING_RATE, CLIP_NORM = 3e-4, 1.0
 
 
 class Clock(TrainerCallback):
-    """Records when each step ended, in seconds of `time.perf_counter`; entry 0 is the beginning of training."""
+    """A callback that records the end of each step, in seconds of `time.perf_counter`. Entry 0 is the beginning of
+    training."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -57,7 +59,8 @@ class Clock(TrainerCallback):
 
 
 class ExactMatch:
-    """Rewards 1.0 where the completion is exactly the answer; records the means of each call (a generation batch)."""
+    """Reward of 1.0 where the completion is exactly the answer. It records the means of each call (a generation
+    batch)."""
 
     __name__ = "exact_match"
 

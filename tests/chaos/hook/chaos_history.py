@@ -1,4 +1,5 @@
-"""Records what this process was told or told others about shards and steps, one JSON line each, in a file of its own.
+"""Records what this process told other processes, and was told by them, about shards and steps, as JSON lines in a file
+of its own.
 
 Times are those of the machine's monotonic clock, which all processes share and no test changes.
 """
@@ -26,7 +27,7 @@ class _Recorder:
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
     def put(self, function: Function) -> Function:
-        """A producer's puts that the store has acknowledged."""
+        """Record a producer's puts that the store has acknowledged."""
 
         @functools.wraps(function)
         async def put(*arguments: Any, **named: Any) -> Any:
@@ -38,7 +39,7 @@ class _Recorder:
         return put
 
     def fetch(self, function: Function) -> Function:
-        """A reader's fetches, and those refused because the store lacks the shards."""
+        """Record a reader's fetches, including those refused because the store lacks the shards."""
 
         @functools.wraps(function)
         async def fetch(client: Any, wants: Any, *arguments: Any) -> Any:
@@ -56,7 +57,7 @@ class _Recorder:
         return fetch
 
     def clear(self, function: Function) -> Function:
-        """A store's clears. The record is written before the acknowledgement is sent."""
+        """Record a store's clears. The record is written before the acknowledgement is sent."""
 
         @functools.wraps(function)
         async def clear(service: Any, request: Any, call: Any) -> Any:
@@ -68,7 +69,7 @@ class _Recorder:
         return clear
 
     def call(self, function: Function) -> Function:
-        """A worker's results that the scheduler has accepted, by stage."""
+        """Record a worker's results that the scheduler has accepted, by stage."""
 
         @functools.wraps(function)
         async def call(client: Any, request: Any, *arguments: Any, **named: Any) -> Any:
@@ -84,7 +85,7 @@ class _Recorder:
         return call
 
     def commit(self, function: Function) -> Function:
-        """A driver's commits that the scheduler has acknowledged."""
+        """Record a driver's commits that the scheduler has acknowledged."""
 
         @functools.wraps(function)
         async def commit(calls: Any, step: int, *arguments: Any) -> Any:
@@ -97,7 +98,7 @@ class _Recorder:
 
 
 def observers(folder: str, process: str) -> list[tuple[str, str, Callable[[Function], Function]]]:
-    """Return (module, function, wrapper) of what is observed."""
+    """Return (module, function, wrapper) for each observed function."""
     recorder = _Recorder(folder, process)
     return [
         ("shared.dataplane.client", "DataClient.put", recorder.put),

@@ -1,7 +1,7 @@
 """Sends this process a signal at a named point: before or after the n-th call of a function of the product.
 
-With CHAOS_HISTORY it also records what this process was told or told others: see `chaos_history`. Python imports this
-module at its start when PYTHONPATH names this folder; `tests.chaos.points` writes the variables.
+With CHAOS_HISTORY it also records this process's messages about shards and steps (see `chaos_history`). Python imports
+this module at its start when PYTHONPATH names this folder; `tests.chaos.points` writes the variables.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Point:
             os.kill(os.getpid(), self._signal)
 
     def _first(self) -> bool:
-        """Return whether no other life of a process has been here. The mark tells the test which process was first, and
-        when.
+        """Return whether this process is the first one to reach the point. The mark tells the test which process that
+        was, and when.
         """
         if not self._mark:
             return True

@@ -1,4 +1,4 @@
-"""A store that holds four shards in memory and eight on disk, and what tests ask of it."""
+"""A store that holds four shards in memory and eight on disk, and helpers that query it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SPILL = 16 * MIB
 
 
 SHARD = 2 * MIB - 4096
-"""With header and table, a file of one shard is exactly 2 MiB."""
+"""Elements of a shard. With header and table, a file of one shard is exactly 2 MiB."""
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""A full store spills to disk, then replies BUSY; nothing is lost, duplicated or partly visible."""
+"""A full store spills to disk, then replies BUSY; no data is lost, duplicated or partly visible."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> RunDir:
     return make_run(tmp_path, memory=MEMORY, spill=tmp_path / "spill", spill_limit=SPILL)
 
 
-def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made(run: RunDir) -> None:
+def test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room(run: RunDir) -> None:
     tasks = [shard(i) for i in range(12)]
 
     async def main() -> None:
@@ -64,7 +64,7 @@ def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_roo
             await put(peer, weights)
             for task in tasks[:11]:
                 await put(peer, task)
-            assert await places(peer, [weights]) == ["memory"]  # the oldest, but weights are spilled last
+            assert await places(peer, [weights]) == ["memory"]  # The weights are the oldest, but they are spilled last.
             assert await places(peer, tasks[:11]) == ["disk"] * 8 + ["memory"] * 3
             full = await stats(peer)
             assert full.bytes == full.limit_bytes == MEMORY + SPILL
@@ -72,7 +72,8 @@ def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_roo
             with pytest.raises(RpcError, match="of the spill") as caught:
                 await put(peer, tasks[11], deadline_s=1)
             assert caught.value.code == ErrorCode.BUSY
-            assert 2 <= (await stats(peer)).busy <= 1 / RETRY_AFTER_S  # retried, and never before retry_after_s
+            # The put is retried, and never before retry_after_s.
+            assert 2 <= (await stats(peer)).busy <= 1 / RETRY_AFTER_S
             waiting = asyncio.ensure_future(put(peer, tasks[11]))
             await clear(peer, tasks[:1])
             await waiting
@@ -86,7 +87,7 @@ def test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_roo
     asyncio.run(main())
 
 
-def test_producer_asks_again_when_it_was_told_to_and_not_before(run: RunDir) -> None:
+def test_producer_retries_at_the_time_that_the_store_names_and_not_before(run: RunDir) -> None:
     """The store is a mailbox whose replies the test chooses."""
     pauses_s = [0.05, 0.6, 0.1, 0.3, 60.0]
     asked: list[float] = []
@@ -110,7 +111,8 @@ def test_producer_asks_again_when_it_was_told_to_and_not_before(run: RunDir) -> 
                 with pytest.raises(RpcError, match="no room") as caught:
                     await put(peer, shard(1), deadline_s=20)
                 assert caught.value.code == ErrorCode.BUSY
-                assert time.monotonic() - asked[-1] < 5  # no time is left for another attempt, so it fails at once
+                # No time is left for another attempt, so the put fails at once.
+                assert time.monotonic() - asked[-1] < 5
         finally:
             await store.close()
             await asyncio.to_thread(context.term)
@@ -120,10 +122,10 @@ def test_producer_asks_again_when_it_was_told_to_and_not_before(run: RunDir) -> 
     gaps_s = [later - earlier for earlier, later in pairwise(asked)]
     assert len(asked) == len(pauses_s)
     assert all(gap_s >= told_s for gap_s, told_s in zip(gaps_s, pauses_s, strict=False)), gaps_s
-    assert sum(gaps_s) < sum(pauses_s[:-1]) + 2  # and not much later
+    assert sum(gaps_s) < sum(pauses_s[:-1]) + 2  # The client does not wait much longer than it is told to.
 
 
-def test_put_that_can_never_be_granted_moves_nothing_to_the_disk(run: RunDir) -> None:
+def test_a_put_that_can_never_be_granted_spills_nothing(run: RunDir) -> None:
     tasks = [shard(i) for i in range(4)]
     hopeless = [
         PutBegin(put_id="0" * 32, nbytes=2**62, tasks=[PutTask("train/0/9", 1)]),
@@ -144,7 +146,7 @@ def test_put_that_can_never_be_granted_moves_nothing_to_the_disk(run: RunDir) ->
     asyncio.run(main())
 
 
-def test_reader_keeps_what_it_mapped_when_the_file_is_spilled(run: RunDir) -> None:
+def test_a_reader_keeps_its_mapping_when_the_file_is_spilled(run: RunDir) -> None:
     tasks = [shard(i) for i in range(5)]
 
     async def main() -> None:
@@ -155,7 +157,7 @@ def test_reader_keeps_what_it_mapped_when_the_file_is_spilled(run: RunDir) -> No
                 await put(peer, task)
             assert await places(peer, tasks[:1]) == ["disk"]
             now = await stats(peer)
-            assert now.zombie_bytes == 2 * MIB  # still in memory for this reader
+            assert now.zombie_bytes == 2 * MIB  # The file is still in memory for this reader.
             assert np.array_equal(held["a"], tasks[0].shards["a"])
             await check(peer, tasks)
             del held
@@ -165,7 +167,7 @@ def test_reader_keeps_what_it_mapped_when_the_file_is_spilled(run: RunDir) -> No
     asyncio.run(main())
 
 
-def test_a_put_that_can_never_fit_the_memory_moves_nothing(run: RunDir) -> None:
+def test_a_put_larger_than_the_memory_spills_nothing(run: RunDir) -> None:
     async def main() -> None:
         async with served(run) as (_, peer):
             await put(peer, shard(1))
@@ -207,7 +209,7 @@ def test_a_file_in_both_places_is_kept_once_and_a_partial_copy_is_deleted(run: R
         async with served(run) as (store, peer):
             for task in tasks:
                 await put(peer, task)
-            store.kill()  # then leave the traces of kills between rename and retirement and during a copy
+            store.kill()  # The writes below leave the traces of kills between rename and retirement and during a copy.
             folder = run.spill_link / "batch-store-0"
             [first, second] = sorted(
                 (run.shm / "batch-store-0").glob("*.blk"), key=lambda path: path.stat().st_mtime_ns
@@ -224,7 +226,7 @@ def test_a_file_in_both_places_is_kept_once_and_a_partial_copy_is_deleted(run: R
     asyncio.run(main())
 
 
-def test_kills_during_moves_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_kills_during_moves_neither_lose_nor_duplicate_data(tmp_path: Path) -> None:
     memory, spill = 4 * MIB, 64 * MIB
     run = make_run(tmp_path, memory=memory, spill=tmp_path / "spill", spill_limit=spill)
     chance = random.Random(11)

@@ -1,4 +1,5 @@
-"""Shards whose bytes change at rest: readers on the same host find it, and the store drops them when it is asked."""
+"""Shards whose bytes change at rest: readers on the same host detect the damage, and the store drops the shards when it
+is asked to check them."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def folder(store: StoreProcess) -> Path:
 
 
 async def held(peer: Peer, tasks: list[TaskShards]) -> list[str]:
-    """Return those of the tasks that the store holds after it has read them again."""
+    """Return the tasks that the store still holds after it has read them again."""
     names = [PutTask(task.task_id, task.fence) for task in tasks]
     found = await peer.store.call(GetInventory(tasks=names), Inventory, deadline_s=30)
     assert found.files == [1] * len(found.tasks) == [1] * len(found.hashes)
@@ -71,7 +72,7 @@ async def held(peer: Peer, tasks: list[TaskShards]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1000, LARGE])
-def test_one_flipped_bit_is_found_by_the_reader_of_its_shard_and_by_nobody_else(store: StoreProcess, size: int) -> None:
+def test_a_flipped_bit_is_detected_only_by_readers_of_its_shard(store: StoreProcess, size: int) -> None:
     tasks = tasks_of(0, 3, size)
 
     async def main() -> None:
@@ -88,7 +89,7 @@ def test_one_flipped_bit_is_found_by_the_reader_of_its_shard_and_by_nobody_else(
     asyncio.run(main())
 
 
-def test_a_store_that_is_asked_to_look_drops_what_is_damaged_and_serves_the_rest(store: StoreProcess) -> None:
+def test_a_store_that_is_asked_to_check_drops_damaged_shards_and_serves_the_rest(store: StoreProcess) -> None:
     tasks = tasks_of(0, 3)
 
     async def main() -> None:
@@ -102,13 +103,13 @@ def test_a_store_that_is_asked_to_look_drops_what_is_damaged_and_serves_the_rest
             with pytest.raises(RpcError, match="no shards here") as caught:
                 await check(peer.data, tasks)
             assert caught.value.code == ErrorCode.MISSING
-            await peer.data.put([tasks[1]], store=STORE, deadline_s=20)  # made again
+            await peer.data.put([tasks[1]], store=STORE, deadline_s=20)  # The shard is made again.
             await check(peer.data, tasks)
 
     asyncio.run(main())
 
 
-def test_a_damaged_table_is_found_and_costs_the_whole_file(store: StoreProcess) -> None:
+def test_a_damaged_table_is_detected_and_loses_the_whole_file(store: StoreProcess) -> None:
     tasks, others = tasks_of(0, 3), tasks_of(3, 2)
 
     async def main() -> None:
@@ -129,7 +130,7 @@ def test_a_damaged_table_is_found_and_costs_the_whole_file(store: StoreProcess) 
     asyncio.run(main())
 
 
-def test_the_content_of_lent_pages_is_verified_anew(store: StoreProcess) -> None:
+def test_the_content_of_lent_pages_is_verified_again(store: StoreProcess) -> None:
     """The process has read and verified the file that had these pages before."""
     old, new = tasks_of(0, 1, LARGE), tasks_of(1, 1, LARGE)
 
@@ -150,7 +151,7 @@ def test_the_content_of_lent_pages_is_verified_anew(store: StoreProcess) -> None
     asyncio.run(main())
 
 
-def test_a_reader_without_shared_memory_finds_the_damage_too(tmp_path: Path) -> None:
+def test_a_reader_without_shared_memory_also_detects_the_damage(tmp_path: Path) -> None:
     tasks = tasks_of(0, 2)
 
     async def main(process: StoreProcess) -> None:

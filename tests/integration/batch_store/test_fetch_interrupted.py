@@ -1,5 +1,5 @@
-"""Fetches of several requests to one or two stores while a store dies, fails or stays silent return whole data or a
-named error, never a part.
+"""Fetches from one or two stores while a store dies, fails or stays silent. They return whole data or a named error,
+never a part.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Interrupted:
         return answer
 
 
-def test_store_that_dies_or_fails_after_its_first_reply_gives_whole_data_or_a_named_error(
+def test_a_fetch_interrupted_after_the_first_reply_returns_whole_data_or_a_named_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_client, "LOCATE_TASKS", PAGE)
@@ -170,14 +170,14 @@ def test_one_batch_is_read_from_two_stores_with_one_request_each(stores: list[St
             assert [client.tasks for client in clients] == [20, 20]
             assert [client.requests["OpenStream"] for client in clients] == [0, 0]
             assert stores[1].process is not None
-            # a task requested from the wrong store is missing, by name
+            # A task requested from the wrong store is missing, and the error names it.
             wrong = BatchMeta(
                 tasks=[handles[2], TaskHandle("train/0/4", 1, stores=[1])], parts=meta.parts, stores=names
             )
             with pytest.raises(RpcError, match=r"batch-store/1.*train/0/4#a") as caught:
                 await data.fetch(wrong, ["a"], deadline_s=CALL_S)
             assert (caught.value.code, caught.value.names) == (ErrorCode.MISSING, ["train/0/4#a"])
-            # a slow store delays the fetch; a dead one fails it by name
+            # A slow store delays the fetch; a dead store makes it fail with its name.
             stores[1].process.send_signal(signal.SIGSTOP)
             with pytest.raises(DeadlineExceeded, match="batch-store/1"):
                 await fetch(deadline_s=0.5)

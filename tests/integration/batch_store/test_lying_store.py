@@ -66,7 +66,7 @@ def names(tasks: list[TaskShards]) -> list[PutTask]:
     return [PutTask(task.task_id, task.fence) for task in tasks]
 
 
-def test_another_announcement_each_time_ends_the_fetch(store: TcpStoreProcess) -> None:
+def test_announcements_that_keep_changing_end_the_fetch(store: TcpStoreProcess) -> None:
     """Each stream sends a range that cannot be checked yet and closes the connection."""
     tasks = block(0, 1, 300_000)
 
@@ -99,7 +99,7 @@ def test_streams_whose_connections_end_at_once_are_reopened_with_backoff(store: 
         liar = Liar(peer.store, {OpenStream: same})
         with reader_of(liar) as reader, pytest.raises(RpcError):
             await reader.fetch(STORE, names(tasks), (), 3)
-        assert 2 < liar.asked <= 8  # pauses of 0.1, 0.2, 0.4, 0.8 and 1.6 s
+        assert 2 < liar.asked <= 8  # The pauses are 0.1, 0.2, 0.4, 0.8 and 1.6 s.
 
     with meddled(store, meddle):
         with_peer(store, body)
@@ -121,7 +121,7 @@ def test_head_larger_than_the_request_allows_is_refused_before_memory_is_allocat
     with_peer(store, body)
 
 
-def test_tasks_that_end_with_empty_shards_come_and_the_store_lives(store: TcpStoreProcess) -> None:
+def test_tasks_that_end_with_empty_shards_arrive_and_the_store_survives(store: TcpStoreProcess) -> None:
     tasks = [
         TaskShards(f"train/0/{i}", 1, {"a": np.arange(5 + i, dtype=np.uint8), "b": np.zeros(0, np.float32)})
         for i in range(4)
@@ -142,9 +142,10 @@ def test_tasks_that_end_with_empty_shards_come_and_the_store_lives(store: TcpSto
     with_peer(store, body)
 
 
-def test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little(store: TcpStoreProcess) -> None:
+def test_requests_for_too_much_are_refused_or_truncated_and_take_little_memory(store: TcpStoreProcess) -> None:
     def most_rss() -> int:
-        """Return the peak since the store started; memory for a reply is already freed when the reply arrives."""
+        """Return the store's peak memory since its start. A current value would not do, because the memory of a reply
+        is freed before the reply arrives."""
         assert store.process is not None
         status = Path(f"/proc/{store.process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) << 10
@@ -167,7 +168,7 @@ def test_requests_for_too_much_are_refused_or_cut_and_cost_the_store_little(stor
         request = OpenStream(line_id=line, tasks=names(tasks), keys=keys)
         error = await refused(peer.store.call(request, StreamOpened, deadline_s=20))
         assert error.code == ErrorCode.MISSING
-        assert most_rss() - before < 64 << 20  # forty million names were requested
+        assert most_rss() - before < 64 << 20  # Forty million names were requested.
 
     store.start()
     with_peer(store, body)

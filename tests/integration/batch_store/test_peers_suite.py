@@ -1,4 +1,4 @@
-"""Cases from the test suites of other data planes, and more: requests in parts, errors midway, flat memory."""
+"""Cases from the test suites of other data planes, and further ones: requests in parts, errors midway, flat memory."""
 
 from __future__ import annotations
 
@@ -76,18 +76,19 @@ def test_memory_of_store_and_client_stays_flat_over_a_thousand_steps(store: Stor
                     early = [process.memory_info().rss for process in processes]
             gc.collect()
             growth = [process.memory_info().rss - before for process, before in zip(processes, early, strict=True)]
-            # plus the pages of one more step if the reader was late once: both sides keep them mapped
+            # Both sides keep the pages of one more step mapped if the reader was late once.
             assert max(growth) < GROWTH_BYTES + 9 * values.nbytes, growth
             now = await stats(peer)
             assert (now.bytes, now.shards, now.files, now.zombie_bytes) == (now.spare_bytes, 0, 0, 0)
-            assert now.spare_bytes < 3 * 9 * values.nbytes  # the pages of a step, and of one whose reader was late
+            # These are the pages of a step, and of one whose reader was late.
+            assert now.spare_bytes < 3 * 9 * values.nbytes
             assert STEPS - 4 < now.lent < STEPS
             assert (now.puts, now.clears) == (STEPS, 8 * STEPS)
 
     asyncio.run(main())
 
 
-def test_a_request_larger_than_one_message_is_asked_in_parts(
+def test_a_request_larger_than_one_message_is_sent_in_parts(
     store: StoreProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_client, "LOCATE_TASKS", 64)
@@ -100,7 +101,7 @@ def test_a_request_larger_than_one_message_is_asked_in_parts(
             found = await peer.data.fetch(meta_of(tasks, ["a"]), ["a"], deadline_s=20)
             assert [int(each["a"][0]) for each in found] == list(range(300))
             await clear(peer, [tasks[7], tasks[290]])
-            with pytest.raises(RpcError) as caught:  # one bad part fails the whole request
+            with pytest.raises(RpcError) as caught:  # One invalid part fails the whole request.
                 await peer.data.fetch(meta_of(tasks, ["a"]), ["a"], deadline_s=20)
             assert caught.value.code == ErrorCode.COLLECTED
             assert set(caught.value.names) <= {"train/0/7", "train/0/290"}
@@ -123,7 +124,7 @@ def test_a_reply_counts_the_missing_shards_that_it_does_not_name(store: StorePro
             with pytest.raises(RpcError, match=r"100 shards are not there: train/0/0#b") as caught:
                 await data.fetch(meta_of(tasks[:100], ["a", "b"]), ["a", "b"], deadline_s=20)
             assert caught.value.names[:MAX_NAMES] == [f"train/0/{i}#b" for i in range(MAX_NAMES)]
-            # without streaming, the client itself finds what is missing
+            # Without streaming, the client itself finds the missing shards.
             assert ("36 more than are named" in str(caught.value)) == streamed
             if streamed:
                 data.close()
@@ -153,7 +154,7 @@ def test_concurrent_puts_fetches_and_clears_end_in_exact_counts(store: StoreProc
     asyncio.run(main())
 
 
-def test_nested_keys_and_scalars_and_empty_shards_come_back_and_clear_as_one_task(store: StoreProcess) -> None:
+def test_nested_keys_scalars_and_empty_shards_come_back_and_are_cleared_as_one_task(store: StoreProcess) -> None:
     shards = {
         "reward/parts/format": np.float32(0.5).reshape(()),
         "reward/parts/answer": np.array(1.0, np.float64),
@@ -173,7 +174,7 @@ def test_nested_keys_and_scalars_and_empty_shards_come_back_and_clear_as_one_tas
             del found
             gc.collect()
             assert (await stats(peer)).bytes == 0
-            with pytest.raises(WireError):  # a task must have at least one shard
+            with pytest.raises(WireError):  # A task must have at least one shard.
                 await peer.data.put([TaskShards("train/0/1", 1, {})], store=STORE, deadline_s=20)
 
     asyncio.run(main())

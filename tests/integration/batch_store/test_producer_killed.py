@@ -125,7 +125,7 @@ def stopped_in_the_middle(store: StoreProcess, writer: Producer, number: int) ->
     with path.open("rb", buffering=0) as file:
         until(lambda: os.pread(file.fileno(), 4, ELEMENTS // 2) == number.to_bytes(4, "little"))
         writer.stop()
-        if path.exists() and os.pread(file.fileno(), 4, 0) == bytes(4):  # the header comes last
+        if path.exists() and os.pread(file.fileno(), 4, 0) == bytes(4):  # The header is written last.
             return True
     writer.go_on()
     writer.sealed()
@@ -156,7 +156,7 @@ async def no_spares(peer: Peer) -> None:
 
 def test_partial_put_is_never_visible_and_its_room_is_reclaimed(store: StoreProcess) -> None:
     """One put goes into new pages, another into those of a collected file."""
-    values = np.arange(2 * ELEMENTS, dtype=np.int32)  # needs the room of both halves
+    values = np.arange(2 * ELEMENTS, dtype=np.int32)  # The put needs the room of both halves.
 
     async def main() -> None:
         async with peer_of(store.run) as peer:
@@ -166,10 +166,10 @@ def test_partial_put_is_never_visible_and_its_room_is_reclaimed(store: StoreProc
                 await asyncio.to_thread(into_lent.sealed)
                 await clear(peer, "train/0/1000")
                 halves.append(await half_put(store, peer, into_lent, lent=True))
-                await asyncio.sleep(GRANT_S + 1.0)  # until the grants have expired
+                await asyncio.sleep(GRANT_S + 1.0)  # The grants expire within this time.
                 assert await held(peer, halves) == []
                 now = await stats(peer)
-                # the producers live, so their room is not reclaimed
+                # The producers are alive, so their room is not reclaimed.
                 assert (now.bytes, now.files, now.zombie_bytes) == (2 * FILE, 0, 0)
                 for each in (into_new, into_lent):
                     each.kill()

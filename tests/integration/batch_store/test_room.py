@@ -30,7 +30,8 @@ from tests.integration.store_scheduler import (
 
 STEPS = 5
 FULL = 0.8
-"""Share of the limit: the rest is reserved for the trainer's log-probs and one replay of them."""
+"""Share of the limit that rollouts and references can fill. The rest is reserved for the trainer's log-probs and one
+replay of them."""
 
 
 def needed_bytes(folder: Path) -> int:
@@ -80,17 +81,17 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
         ordered = False
         for step in range(1, STEPS + 1):
             made = await roll_out(rollout)
-            assert made or step == STEPS  # the last tasks were rolled out earlier
+            assert made or step == STEPS  # The last tasks were rolled out earlier.
             await reference.work()
             full = await driver.stats()
             fullest = max(fullest, full.bytes / limit)
-            if ordered:  # save late, so that rollouts fill the room first
+            if ordered:  # The checkpoint is saved late, so that rollouts fill the room first.
                 saved.append(step - 1)
                 await driver.save(step - 1, saved[-2:])
             batch = await driver.train(step)
             assert len(batch.batch.tasks) == TASKS_PER_STEP
             assert batch.scalars["reward"].shape == (TASKS_PER_STEP * GROUP,)
-            ordered = batch.checkpoint_now  # here only a lack of room orders a checkpoint
+            ordered = batch.checkpoint_now  # Here, only a lack of room orders a checkpoint.
             now = await driver.stats()
             assert now.bytes <= limit
             assert now.busy == 0
@@ -98,14 +99,14 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
     return fullest
 
 
-def test_a_store_full_of_rollouts_holds_up_neither_reference_nor_training(tmp_path: Path) -> None:
-    """Half of the rollouts are dropped at once beside others that live on; their room serves their replacements."""
+def test_a_store_full_of_rollouts_delays_neither_reference_nor_training(tmp_path: Path) -> None:
+    """Half of the rollouts are dropped at once while the others stay; their room serves their replacements."""
     limit = needed_bytes(tmp_path / "check")
     assert asyncio.run(play(tmp_path, f"memory: {limit}", limit, roll_out)) > FULL
 
 
 @pytest.mark.long
-def test_a_full_store_two_thirds_on_disk_holds_up_neither_reference_nor_training(tmp_path: Path) -> None:
+def test_a_full_store_two_thirds_on_disk_delays_neither_reference_nor_training(tmp_path: Path) -> None:
     limit = needed_bytes(tmp_path / "check")
     memory = limit // 3
     store = f"memory: {memory}, spill: {tmp_path / 'spill'}, spill_limit: {limit - memory}"
@@ -114,7 +115,7 @@ def test_a_full_store_two_thirds_on_disk_holds_up_neither_reference_nor_training
 
 @pytest.mark.long
 def test_a_checkpoint_is_ordered_before_the_store_of_one_host_is_full(tmp_path: Path) -> None:
-    """Rollouts go into one store and all else into the trainer's, which never gets half as full."""
+    """Rollouts go into one store and everything else into the trainer's store, which never gets half as full."""
     limit = needed_bytes(tmp_path / "check")
     steps = 7
     run = make_run(tmp_path, store=f"memory: {limit}", steps=steps)
@@ -126,7 +127,7 @@ def test_a_checkpoint_is_ordered_before_the_store_of_one_host_is_full(tmp_path: 
             try:
                 driver = await bench.driver()
                 await driver.publish(0)
-                await driver.stats(1)  # wait until it answers
+                await driver.stats(1)  # The call returns once the store answers.
                 rollout = await bench.actor("rollout", store="batch-store/1")
                 reference = await bench.actor("reference")
                 saved: list[int] = []
@@ -150,7 +151,7 @@ def test_a_checkpoint_is_ordered_before_the_store_of_one_host_is_full(tmp_path: 
     asyncio.run(main())
 
 
-def test_a_step_replayed_again_and_again_holds_its_proximal_log_probs_once(tmp_path: Path) -> None:
+def test_a_step_replayed_repeatedly_stores_its_proximal_log_probs_once(tmp_path: Path) -> None:
     limit = needed_bytes(tmp_path / "check")
 
     async def main() -> None:
@@ -162,10 +163,10 @@ def test_a_step_replayed_again_and_again_holds_its_proximal_log_probs_once(tmp_p
             batch = await driver.train(1)
             sizes = [GROUP * (PROMPT + NEW)] * TASKS_PER_STEP
             once = await driver.stats()
-            for life in range(1, 60):  # the trainer is killed at every attempt
+            for life in range(1, 60):  # The trainer is killed at every attempt.
                 await driver.put_prox(batch, sizes, life)
             now = await driver.stats()
-            # version 0 may be collected meanwhile
+            # Version 0 may be collected meanwhile.
             assert (now.bytes <= once.bytes, now.shards <= once.shards, now.files <= once.files) == (True, True, True)
             assert now.busy == 0
             # 59 copies of the step's log-probs would exceed the whole store
@@ -174,7 +175,7 @@ def test_a_step_replayed_again_and_again_holds_its_proximal_log_probs_once(tmp_p
     asyncio.run(main())
 
 
-def test_one_byte_less_is_refused_with_the_number_that_would_do(tmp_path: Path) -> None:
+def test_one_byte_less_is_refused_with_the_sufficient_number(tmp_path: Path) -> None:
     limit = needed_bytes(tmp_path / "check")
     run = make_run(tmp_path, store=f"memory: {limit - 1}", steps=STEPS)
     run.remove_volatile()

@@ -1,4 +1,4 @@
-"""Where a store spills to: folders shared with other runs and hosts, lost files and full disks."""
+"""The folder into which a store spills: shared with other runs and hosts, with lost files, and on a full disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> RunDir:
     return make_run(tmp_path, memory=MEMORY, spill=tmp_path / "spill", spill_limit=SPILL)
 
 
-def test_a_directory_serves_instead_of_shared_memory(tmp_path: Path) -> None:
+def test_a_directory_can_replace_shared_memory(tmp_path: Path) -> None:
     run = make_run(tmp_path, memory=MEMORY, shm_root=tmp_path / "folder")
 
     async def main() -> None:
@@ -45,7 +45,7 @@ def test_a_directory_serves_instead_of_shared_memory(tmp_path: Path) -> None:
     assert not list((tmp_path / "folder").iterdir())
 
 
-def test_what_a_dead_run_of_this_host_spilled_is_deleted_by_the_next_store(tmp_path: Path, run: RunDir) -> None:
+def test_files_spilled_by_a_dead_run_of_this_host_are_deleted_by_the_next_store(tmp_path: Path, run: RunDir) -> None:
     spill, here = tmp_path / "spill", folder_id(run.shm.parent)
     owners = {
         "rlbus-dead": here,
@@ -64,12 +64,12 @@ def test_what_a_dead_run_of_this_host_spilled_is_deleted_by_the_next_store(tmp_p
             await put(peer, shard(1))
 
     asyncio.run(main())
-    left = ["file", "rlbus-other-container", "rlbus-other-host", "something"]  # without the dead run's folder
+    left = ["file", "rlbus-other-container", "rlbus-other-host", "something"]  # The dead run's folder is gone.
     assert sorted(path.name for path in spill.iterdir()) == left
     assert len(list(spill.rglob("*.blk"))) == 2
 
 
-def test_two_hosts_that_share_a_spill_folder_keep_to_their_own(tmp_path: Path) -> None:
+def test_two_hosts_that_share_a_spill_folder_leave_each_others_files_alone(tmp_path: Path) -> None:
     """Each host sees only its own shared memory, so the other run appears to be dead."""
     spill = tmp_path / "spill"
     for host in ("a", "b"):
@@ -94,7 +94,7 @@ def test_two_hosts_that_share_a_spill_folder_keep_to_their_own(tmp_path: Path) -
     asyncio.run(main())
 
 
-def test_a_deleted_spilled_file_is_missing_and_the_store_goes_on(run: RunDir) -> None:
+def test_a_deleted_spilled_file_is_missing_and_the_store_continues(run: RunDir) -> None:
     tasks = [shard(i) for i in range(7)]
 
     async def main() -> None:
@@ -128,7 +128,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     yield from small_mount(folder, 8 * MIB)
 
 
-def test_a_full_disk_is_busy_and_the_store_goes_on_when_there_is_room_again(tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_disk_is_busy_and_the_store_continues_when_there_is_room_again(tmp_path: Path, small_disk: Path) -> None:
     run = make_run(tmp_path, memory=MEMORY, spill=small_disk, spill_limit=6 * MIB)
     junk = small_disk / "junk"
 
@@ -150,7 +150,7 @@ def test_a_full_disk_is_busy_and_the_store_goes_on_when_there_is_room_again(tmp_
             await waiting
             await check(peer, tasks)
             assert "memory" in await places(peer, tasks)
-            assert (await stats(peer)).bytes == 10 * MIB  # more than the memory: one is on disk
+            assert (await stats(peer)).bytes == 10 * MIB  # This is more than the memory, so one shard is on disk.
             assert store.process is not None
             assert store.process.poll() is None
 

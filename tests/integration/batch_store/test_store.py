@@ -116,7 +116,7 @@ def test_batch_fetches_keys_of_several_puts_and_missing_ones_are_named(store: St
     asyncio.run(main())
 
 
-def test_nested_shards_come_back_by_path_and_go_with_their_task(store: StoreProcess) -> None:
+def test_nested_shards_come_back_by_path_and_are_collected_with_their_task(store: StoreProcess) -> None:
     """Each leaf of a structure has a path; empty arrays and scalars are shards, other values are refused by name."""
     turns = {
         "turn/0/ids": np.arange(3),
@@ -178,9 +178,9 @@ def test_collected_task_stays_valid_where_it_is_mapped_and_its_bytes_count_until
                 now = await stats(peer)
                 assert (now.bytes, now.zombie_bytes, now.shards, now.files) == (whole, whole, 0, 0)
                 assert [int(each["a"][0]) for each in held] == [0, 1, 2, 3]
-                store.kill()  # a restarted store must also count bytes that are still mapped
+                store.kill()  # A restarted store must also count bytes that are still mapped.
                 store.start()
-            one = held[2]["b"][0]  # a view of a view of the mapping
+            one = held[2]["b"][0]  # This is a view of a view of the mapping.
             del held
             assert (await stats(peer)).zombie_bytes == whole
             del one
@@ -201,7 +201,7 @@ def test_late_put_to_a_tombstoned_task_is_refused_before_and_after_a_restart(sto
                 assert (caught.value.code, caught.value.names) == (ErrorCode.COLLECTED, ["train/0/0"])
                 with pytest.raises(RpcError) as caught:
                     await fetch(peer, block(0, 2, fence=4))
-                assert caught.value.code == ErrorCode.COLLECTED  # its file still exists for task 1
+                assert caught.value.code == ErrorCode.COLLECTED  # The task's file still exists, because of task 1.
                 assert (await stats(peer)).shards == 2
                 store.kill()
                 store.start()
@@ -211,7 +211,7 @@ def test_late_put_to_a_tombstoned_task_is_refused_before_and_after_a_restart(sto
     asyncio.run(main())
 
 
-def test_same_bytes_again_are_one_put_and_other_bytes_are_a_conflict(store: StoreProcess) -> None:
+def test_a_repeated_put_counts_once_and_other_bytes_are_a_conflict(store: StoreProcess) -> None:
     tasks = block(3, 2)
 
     async def main() -> None:
@@ -230,7 +230,7 @@ def test_same_bytes_again_are_one_put_and_other_bytes_are_a_conflict(store: Stor
     asyncio.run(main())
 
 
-def test_sealing_twice_is_one_seal_and_an_unwritten_file_is_refused(store: StoreProcess) -> None:
+def test_a_repeated_seal_counts_once_and_an_unwritten_file_is_refused(store: StoreProcess) -> None:
     async def main() -> None:
         async with peer_of(store.run) as peer:
             await put(peer, block(0, 1))
@@ -311,7 +311,7 @@ def test_stats_and_inventory_are_exact(store: StoreProcess) -> None:
     asyncio.run(main())
 
 
-def test_readers_that_race_with_clear_get_whole_tasks_or_collected(store: StoreProcess) -> None:
+def test_readers_that_race_with_clear_get_whole_tasks_or_the_error_collected(store: StoreProcess) -> None:
     async def main() -> None:
         outcomes: set[str] = set()
 
@@ -335,7 +335,7 @@ def test_readers_that_race_with_clear_get_whole_tasks_or_collected(store: StoreP
                 await clear(peer, tasks)
                 await asyncio.gather(*readers)
             assert outcomes == {"read", ErrorCode.COLLECTED}
-            gc.collect()  # tracebacks of the errors above hold frames, which hold the arrays
+            gc.collect()  # The tracebacks of the errors above hold frames, which hold the arrays.
             assert (await stats(peer)).bytes == 0
 
     asyncio.run(main())
@@ -351,19 +351,19 @@ def test_mapping_keeps_its_lock_when_the_reader_closes_every_descriptor(store: S
             held = await fetch(peer, tasks)
             where = str(files(store.run, "blk")[0])
             ours = [fd for fd in os.listdir("/proc/self/fd") if descriptor_target(fd) == where]
-            assert len(ours) == 1  # mmap's duplicate
+            assert len(ours) == 1  # This is mmap's duplicate of the descriptor.
             os.close(int(ours[0]))
             await clear(peer, tasks)
             assert (await stats(peer)).zombie_bytes > 0
             assert int(held[0]["a"][0]) == 0
-            os.open(os.devnull, os.O_RDONLY)  # reuse the number, because the mapping closes it at its end
+            os.open(os.devnull, os.O_RDONLY)  # The number is reused, because the mapping closes it at its end.
             del held
             assert (await stats(peer)).zombie_bytes == 0
 
     asyncio.run(main())
 
 
-def test_cancelled_put_gives_its_room_back(store: StoreProcess) -> None:
+def test_a_cancelled_put_returns_its_room(store: StoreProcess) -> None:
     tasks = block(0, 1, size=300_000)
 
     async def main() -> None:

@@ -1,5 +1,5 @@
-"""A shared-memory mount filled by something else, or a store without descriptors: puts wait, then fail by name, and
-clearing still makes room.
+"""A shared-memory mount filled by something else, or a store without descriptors: puts wait, then fail with the cause,
+and clearing still makes room.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def busy(peer: Peer) -> int:
     return stats.busy
 
 
-def test_a_store_without_a_descriptor_is_busy_and_goes_on_when_it_has_one_again(tmp_path: Path) -> None:
+def test_a_store_without_a_free_descriptor_is_busy_until_it_has_one_again(tmp_path: Path) -> None:
     store = StoreProcess(make_run(tmp_path, memory=MEMORY))
     store.start()
     assert store.process is not None
@@ -77,12 +77,12 @@ def test_a_store_without_a_descriptor_is_busy_and_goes_on_when_it_has_one_again(
             await peer.store.call(begun, PutGrant, deadline_s=10)
             await peer.data.put([task(0)], store=STORE, deadline_s=10)
             await peer.data.put([task(1)], store=STORE, deadline_s=10)
-            await peer.store.call(Clear(tasks=[PutTask("t/0/0", 1)]), Ack, deadline_s=10)  # leaves a spare
+            await peer.store.call(Clear(tasks=[PutTask("t/0/0", 1)]), Ack, deadline_s=10)  # This leaves a spare.
             taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
             limit(next(number for number in range(len(taken) + 1) if number not in taken))
             begin = PutBegin(put_id="b" * 32, nbytes=1 << 18, tasks=[PutTask("t/0/9", 1)])
-            await refused(peer, begin, PutGrant)  # with a spare
-            await refused(peer, msgspec.structs.replace(begin, nbytes=1 << 13), PutGrant)  # and without
+            await refused(peer, begin, PutGrant)  # A spare fits this put.
+            await refused(peer, msgspec.structs.replace(begin, nbytes=1 << 13), PutGrant)  # No spare fits this one.
             await refused(peer, PutSeal(put_id=begun.put_id), PutSealed)
             await refused(peer, GetStorePlace(), StorePlace)
             await refused(peer, OpenStream(line_id="", tasks=[PutTask("t/0/1", 1)]), StreamOpened)
@@ -102,7 +102,7 @@ def test_a_store_without_a_descriptor_is_busy_and_goes_on_when_it_has_one_again(
         store.run.remove_volatile()
 
 
-def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path: Path) -> None:
+def test_a_full_mount_is_named_and_waited_for_and_can_be_cleared(mount: Path, tmp_path: Path) -> None:
     first, second, third = (
         [TaskShards(f"t/0/{i}", 1, {"a": np.full(nbytes, i, np.uint8)})]
         for i, nbytes in ((1, 2 << 20), (2, 2 << 20), (3, 3 << 20))
@@ -147,16 +147,17 @@ def test_full_mount_is_named_waited_for_and_can_be_cleared(mount: Path, tmp_path
             with pytest.raises(RpcError, match="enlarge it") as caught:
                 await peer.data.put(second, store=STORE, deadline_s=1)
             assert caught.value.code == ErrorCode.BUSY
-            assert await busy(peer) >= 2  # at once, and half a second later
+            assert await busy(peer) >= 2  # The put was tried at once and half a second later.
             await peer.store.call(Clear(tasks=[PutTask("t/0/1", 1)]), Ack, deadline_s=10)
             with pytest.raises(RpcError) as caught:
                 await peer.data.put(first, store=STORE, deadline_s=5)
             assert caught.value.code == ErrorCode.COLLECTED
             fill(junk)
-            await peer.data.put(second, store=STORE, deadline_s=5)  # into the pages of the first
+            await peer.data.put(second, store=STORE, deadline_s=5)  # The put takes the pages of the first one.
             await peer.store.call(Clear(tasks=[PutTask("t/0/2", 1)]), Ack, deadline_s=10)
             before = await busy(peer)
-            waiting = asyncio.ensure_future(peer.data.put(third, store=STORE, deadline_s=20))  # needs still more
+            # This put needs more room.
+            waiting = asyncio.ensure_future(peer.data.put(third, store=STORE, deadline_s=20))
             while await busy(peer) == before:
                 await asyncio.sleep(0.01)
             assert not waiting.done()

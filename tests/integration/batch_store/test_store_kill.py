@@ -1,4 +1,4 @@
-"""A store killed with SIGKILL at any instant loses nothing it acknowledged and serves nothing partly written."""
+"""A store killed with SIGKILL at any instant loses no acknowledged data and serves no partly written data."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_acknowledged_puts_and_clears_survive_kills_at_random_instants(store: St
             number += 12
             if number > first + 60:
                 gone = [old for old in list(acknowledged) if old < number - 60 and old not in cleared][:4]
-                cleared.update(gone)  # from the request on, their shards may be gone
+                cleared.update(gone)  # Their shards may be gone as soon as the request is sent.
                 for old in gone:
                     del acknowledged[old]
                 request = Clear(tasks=[PutTask(f"train/0/{old}", 1) for old in gone])
@@ -130,7 +130,7 @@ def test_acknowledged_puts_and_clears_survive_kills_at_random_instants(store: St
     assert store.killed == KILLS + 2
 
 
-def test_a_put_whose_file_cannot_have_its_sealed_name_is_not_acknowledged(store: StoreProcess) -> None:
+def test_a_put_whose_file_cannot_be_renamed_is_not_acknowledged(store: StoreProcess) -> None:
     task = shards_of(1)
     layout = BlockLayout([(task.task_id, task.fence, task.shards)])
     begin = PutBegin(put_id="a" * 32, nbytes=layout.file_bytes, tasks=[PutTask(task.task_id, task.fence)])
@@ -176,14 +176,14 @@ def test_file_damaged_while_the_store_was_down_is_not_served(store: StoreProcess
             with pytest.raises(RpcError, match="train/0/2#k0") as caught:
                 await check(peer, bad)
             assert caught.value.code == ErrorCode.MISSING
-            await peer.data.put(bad, store=STORE, deadline_s=10)  # a new attempt repairs it
+            await peer.data.put(bad, store=STORE, deadline_s=10)  # A new attempt repairs the task.
             await check(peer, bad)
 
     asyncio.run(main())
 
 
 def test_a_clear_interrupted_by_the_stores_death_stays_in_effect(store: StoreProcess) -> None:
-    """The store dies after it removes the first of two files; what it did before is permanent."""
+    """The store dies after it has removed the first of two files. The effects of the clear up to then are permanent."""
     tasks = [shards_of(number) for number in (1, 2)]
     names = [PutTask(task.task_id, task.fence) for task in tasks]
 
@@ -198,7 +198,7 @@ def test_a_clear_interrupted_by_the_stores_death_stays_in_effect(store: StorePro
     async def look(peer: Peer) -> None:
         page = await peer.store.call(GetInventory(), Inventory, deadline_s=10)
         assert page.tasks == []
-        for task in tasks:  # a late attempt under the expired fence
+        for task in tasks:  # A late attempt uses the expired fence.
             with pytest.raises(RpcError, match="were collected"):
                 await peer.data.put([task], store=STORE, deadline_s=10)
 
@@ -215,7 +215,7 @@ def test_a_clear_interrupted_by_the_stores_death_stays_in_effect(store: StorePro
     asyncio.run(main())
 
 
-def test_superseded_shards_stay_gone_after_a_kill_although_their_file_lives_on(store: StoreProcess) -> None:
+def test_superseded_shards_stay_gone_after_a_kill_although_their_file_remains(store: StoreProcess) -> None:
     def revised(names: list[int], revision: str, value: float) -> list[TaskShards]:
         return [TaskShards(f"train/0/{n}", 1, {f"p:{revision}": np.full(9, value)}) for n in names]
 
@@ -226,9 +226,9 @@ def test_superseded_shards_stay_gone_after_a_kill_although_their_file_lives_on(s
                 return (await peer.store.call(GetStoreStats(), StoreStats, deadline_s=30)).shards
 
             for tasks in (
-                revised([1, 2], "a", 1.0),  # task 2 keeps the file alive
+                revised([1, 2], "a", 1.0),  # Task 2 keeps the file alive.
                 revised([1], "b", 2.0),
-                revised([1], "a", 3.0),  # the first revision with other bytes: the previous file is gone
+                revised([1], "a", 3.0),  # This is the first revision with other bytes; the previous file is gone.
             ):
                 await peer.data.put(tasks, store=STORE, deadline_s=10)
                 before = await shards()

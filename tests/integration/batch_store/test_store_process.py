@@ -1,4 +1,5 @@
-"""The store as a process: its descriptors and shared memory, its start, its end, and its only instance."""
+"""The store as a process: its descriptors, its shared memory, its start, its end, and the refusal of a second
+process."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_batch_of_more_files_than_the_usual_descriptor_limit_can_be_mapped_and_c
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 
     async def main() -> None:
-        async with peer_of(store.run) as peer:  # raises the soft limit again
+        async with peer_of(store.run) as peer:  # This raises the soft limit again.
             for first in range(0, len(tasks), 100):
                 await asyncio.gather(*(put(peer, [task]) for task in tasks[first : first + 100]))
             found = await fetch(peer, tasks)
@@ -55,7 +56,7 @@ def test_batch_of_more_files_than_the_usual_descriptor_limit_can_be_mapped_and_c
             assert store.process is not None
             open_ones = len(os.listdir(f"/proc/{store.process.pid}/fd"))
             resource.prlimit(store.process.pid, resource.RLIMIT_NOFILE, (open_ones + 40, hard))
-            await clear(peer, tasks[:500])  # all are mapped and use up the free descriptors
+            await clear(peer, tasks[:500])  # All tasks are mapped and use up the free descriptors.
             await clear(peer, tasks[500:])
             assert (await stats(peer)).tasks == 0
             assert (await stats(peer)).zombie_bytes == (await stats(peer)).bytes > 0
@@ -144,7 +145,7 @@ store.wait()
         run.remove_volatile()
 
 
-def test_reader_and_store_agree_where_a_file_lies(store: StoreProcess) -> None:
+def test_reader_and_store_agree_on_the_place_of_a_file(store: StoreProcess) -> None:
     async def main() -> None:
         async with peer_of(store.run) as peer:
             await put(peer, block(0, 2))

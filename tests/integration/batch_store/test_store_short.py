@@ -1,4 +1,4 @@
-"""A store that restarts or continues where something else has used up the room loses nothing that it acknowledged."""
+"""A store that restarts or continues after something else has used up the room loses no acknowledged data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_peer(store: StoreProcess, body: Callable[[Peer], Coroutine[Any, Any, No
 
 
 @pytest.mark.parametrize("where", ["memory", "spill"])
-def test_restart_on_a_mount_filled_by_others_serves_what_was_acknowledged(
+def test_a_store_restarted_on_a_mount_filled_by_others_serves_acknowledged_data(
     mount: Path, tmp_path: Path, where: str
 ) -> None:
     if where == "memory":
@@ -79,7 +79,7 @@ def test_restart_on_a_mount_filled_by_others_serves_what_was_acknowledged(
 
 
 def test_full_disk_under_run_directory_and_spill_is_busy(mount: Path, tmp_path: Path) -> None:
-    """Every line of the store's log would fail too."""
+    """The lines of the store's log cannot be written, either."""
     (mount / "r").mkdir()
     run = make_run(mount / "r", memory=3 * MIB, shm_root=tmp_path, spill=mount / "spill", spill_limit=4 * MIB)
 
@@ -89,7 +89,7 @@ def test_full_disk_under_run_directory_and_spill_is_busy(mount: Path, tmp_path: 
             await peer.data.put([shard(number, size)], store=STORE, deadline_s=10)
         fill(mount / "junk")
         [log] = (run.path / "logs").glob("batch-store*")
-        fill(log, 1)  # fill the rest of its last page
+        fill(log, 1)  # This fills the rest of the log's last page.
         for _ in range(2):
             with pytest.raises(RpcError) as caught:
                 await peer.data.put([shard(3, size)], store=STORE, deadline_s=1.5)
@@ -127,7 +127,7 @@ def test_clear_of_an_invalid_task_is_refused_and_breaks_no_restart(tmp_path: Pat
 
 @pytest.mark.parametrize("again", [True, False])
 def test_task_cleared_on_a_full_mount_stays_cleared_after_a_kill(mount: Path, tmp_path: Path, again: bool) -> None:
-    """`again`: another task is cleared once there is room; otherwise the store catches up by itself."""
+    """With `again`, another task is cleared once there is room; otherwise the store catches up by itself."""
     tombstones = f"{STORE.replace('/', '-')}/tombstones"
     run = make_run(tmp_path, memory=6 * MIB, shm_root=mount)
 
@@ -161,7 +161,7 @@ def test_task_cleared_on_a_full_mount_stays_cleared_after_a_kill(mount: Path, tm
         with_peer(store, after)
 
 
-def test_first_question_whether_memory_is_shared_waits_for_room_on_a_full_mount(mount: Path, tmp_path: Path) -> None:
+def test_the_first_check_for_shared_memory_waits_for_room_on_a_full_mount(mount: Path, tmp_path: Path) -> None:
     async def body(peer: Peer) -> None:
         fill(mount / "junk")
         with pytest.raises(RpcError) as caught:

@@ -83,10 +83,10 @@ def test_pages_are_reused_and_mapped_data_does_not_change(store: StoreProcess, n
             await clear(peer, f"{name}/0")
             await put(peer, f"{name}/1", np.ones(ELEMENTS, np.float32))
             second = inode(store)
-            assert second != first  # still mapped, so not lent
+            assert second != first  # The first file is still mapped, so its pages are not lent.
             assert not held.any()
             del held
-            # from here on two files are enough; the last puts and fetches use kept mappings
+            # From here on two files are enough; the last puts and fetches use kept mappings.
             for step in range(2, 6):
                 await clear(peer, f"{name}/{step - 1}")
                 values = np.full(ELEMENTS + step % 3, step, np.float32)
@@ -95,7 +95,7 @@ def test_pages_are_reused_and_mapped_data_does_not_change(store: StoreProcess, n
                 found = await fetch(peer, f"{name}/{step}")
                 assert np.array_equal(found, values)
                 other = await fetch(peer, f"{name}/{step}")
-                found[step::100] = -1  # into the kept mapping
+                found[step::100] = -1  # This writes into the kept mapping.
                 assert np.array_equal(other, values)
                 del other
                 assert np.array_equal(await fetch(peer, f"{name}/{step}"), values)
@@ -108,7 +108,7 @@ def test_pages_are_reused_and_mapped_data_does_not_change(store: StoreProcess, n
             now = await stats(peer)
             assert now.bytes == now.spare_bytes > SPARE_BYTES
             large = np.arange(MEMORY // 4 - ELEMENTS, dtype=np.float32)
-            await put(peer, "train/9/0", large)  # fits beside one spare at most
+            await put(peer, "train/9/0", large)  # The put fits beside at most one spare.
             assert (await stats(peer)).bytes <= MEMORY
             assert np.array_equal(await fetch(peer, "train/9/0"), large)
             await clear(peer, "train/9/0")
@@ -116,7 +116,9 @@ def test_pages_are_reused_and_mapped_data_does_not_change(store: StoreProcess, n
     asyncio.run(scenario())
 
 
-def test_client_without_descriptors_releases_its_kept_mappings_and_then_fails_by_name(store: StoreProcess) -> None:
+def test_client_without_descriptors_releases_its_kept_mappings_and_then_fails_with_the_cause(
+    store: StoreProcess,
+) -> None:
     values = np.arange(ELEMENTS, dtype=np.float32)
 
     async def keep_mappings(peer: Peer, step: int) -> None:
@@ -146,7 +148,7 @@ def test_client_without_descriptors_releases_its_kept_mappings_and_then_fails_by
             await new.store.call(Ping(), Pong, deadline_s=CALL_S)
             with descriptors_left(0), pytest.raises(RpcError, match="ulimit -n"):
                 await put(new, "train/1/2", values)
-            await put(new, "train/1/2", values)  # the store was not mistaken for one on another host
+            await put(new, "train/1/2", values)  # The store was not mistaken for one on another host.
 
     asyncio.run(scenario())
 
@@ -177,7 +179,8 @@ def test_a_store_killed_while_a_spare_is_rewritten_never_serves_it(store: StoreP
     async def scenario() -> None:
         async with peer_of(store.run) as peer:
             await put(peer, "train/0/0", kept)
-            for half in (0, 4096, ELEMENTS * 2, ELEMENTS * 4):  # bytes that the producer has written
+            # Each value is the number of bytes that the producer has written.
+            for half in (0, 4096, ELEMENTS * 2, ELEMENTS * 4):
                 name = f"train/1/{half}"
                 await put(peer, name, old)
                 (path,) = {*(store.run.shm / "batch-store-0").glob("*.blk")} - sealed(store, "train/0/0")
@@ -188,14 +191,14 @@ def test_a_store_killed_while_a_spare_is_rewritten_never_serves_it(store: StoreP
                 assert os.stat(grant.path).st_ino == lent
                 locked = lock_named(grant.path, os.O_RDWR)
                 assert locked is not None
-                rest = image[half:]  # the rest still has the previous contents
+                rest = image[half:]  # The rest of the file still has the previous contents.
                 assert os.pread(locked, len(rest), half) == (bytes(64) + rest[64:] if half == 0 else rest)
                 os.pwrite(locked, new.tobytes()[:half], len(image) - new.nbytes)
                 store.kill()
                 store.start()
                 now = await stats(peer)
                 assert (now.files, now.tasks, now.spare_bytes) == (1, 1, 0)
-                assert now.zombie_bytes == held_bytes(len(image))  # the producer has it open
+                assert now.zombie_bytes == held_bytes(len(image))  # The producer has the file open.
                 os.close(locked)
                 now = await stats(peer)
                 assert now.bytes == held_bytes(len(image))

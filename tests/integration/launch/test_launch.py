@@ -1,6 +1,6 @@
 """The launcher with real processes, without torch: start order, kills, restarts and every kind of end.
 
-The services that need torch are replaced by tiny ones; so are scheduler and batch store in tests of the launcher alone.
+Tiny services replace those that need torch and, in tests of the launcher alone, the scheduler and the batch store.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def cluster(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_run_is_done_when_the_driver_is_and_leaves_nothing(tmp_path: Path) -> None:
+def test_run_is_done_when_the_driver_is_done_and_leaves_nothing(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         run = here.run
@@ -90,7 +90,7 @@ def test_light_service_takes_less_than_a_second_of_cpu_to_import(service: str) -
     assert used_s < 1.0
 
 
-def test_every_service_that_is_killed_comes_back(tmp_path: Path) -> None:
+def test_every_killed_service_is_restarted(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         before = here.wait_ready()
         for name, row in before.items():
@@ -98,7 +98,7 @@ def test_every_service_that_is_killed_comes_back(tmp_path: Path) -> None:
             wait_for(f"{name} to be missed", lambda old=row["pid"]: not Path(f"/proc/{old}").exists())
         after = here.wait_ready()
         ranks = [pid for pid in processes_of(here.path) if psutil.Process(pid).cmdline()[-1] == "rank"]
-        # the dead service's ranks ended too
+        # The dead service's ranks ended, too.
         assert [psutil.Process(pid).ppid() for pid in ranks] == [after["rollout/0"]["pid"]]
     assert {name: row["restarts"] for name, row in after.items()} == dict.fromkeys(before, 1)
     assert all(after[name]["incarnation"] != row["incarnation"] for name, row in before.items())
@@ -152,10 +152,11 @@ def test_log_says_that_a_stopped_service_could_not_write_its_stacks(
         assert "stopped (SIGSTOP)" in hang_line(here.path, "rollout")["stacks"]
 
 
-def test_slow_services_and_a_stopped_launcher_are_no_false_alarm(
+def test_slow_services_and_a_stopped_launcher_cause_no_false_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every processor is busy four times over, services stop for less than the limit, and the launcher for longer."""
+    """Every processor has four busy processes, services are stopped for less than the limit, and the launcher is
+    stopped for longer."""
     monkeypatch.setenv("TINY_PING_EVERY_S", "0.2")
     monkeypatch.setenv("TINY_SILENCE_S", "3")
     with launched(tmp_path / "run") as here, contextlib.ExitStack() as load:
@@ -180,11 +181,11 @@ def test_limit_of_silence_grows_with_the_gaps_that_a_service_has_shown(
     with launched(tmp_path / "run") as here:
         rows = here.wait_ready()
         slow, other = rows["rollout/0"]["pid"], rows["reference/0"]["pid"]
-        pause(slow, 2)  # five times as much is 10 s
-        here.wait_ready()  # takes the time in which it answers
+        pause(slow, 2)  # Five times this gap is 10 s.
+        here.wait_ready()  # This includes the time in which the service answers.
         pause(slow, 4.5)
         assert here.wait_ready()["rollout/0"]["restarts"] == 0
-        os.kill(other, signal.SIGSTOP)  # has shown no gap
+        os.kill(other, signal.SIGSTOP)  # This service has shown no gap.
         wait_for("the other to go", lambda: not Path(f"/proc/{other}").exists(), 9)
         assert here.wait_ready()["reference/0"]["restarts"] == 1
 
@@ -205,7 +206,7 @@ def test_stopped_service_is_found_within_25_seconds(tmp_path: Path) -> None:
         assert 15 < time.monotonic() - begun < 25
 
 
-def test_killed_launcher_leaves_no_process_no_shared_memory_no_socket(tmp_path: Path) -> None:
+def test_killed_launcher_leaves_no_process_shared_memory_or_socket(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         run = here.run
@@ -230,7 +231,7 @@ def test_launcher_killed_while_services_start_leaves_nothing(tmp_path: Path) -> 
         assert_nothing_left(run)
 
 
-def test_interrupt_drains_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_interrupt_drains_and_tells_how_to_resume(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         run = here.run
@@ -244,7 +245,7 @@ def test_interrupt_drains_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert all(json.loads(line)["status"] == 0 for line in log.splitlines() if '"exited"' in line)
 
 
-def test_second_interrupt_kills_what_does_not_end(tmp_path: Path) -> None:
+def test_second_interrupt_kills_processes_that_do_not_end(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         rows = here.wait_ready()
         run = here.run
@@ -258,7 +259,7 @@ def test_second_interrupt_kills_what_does_not_end(tmp_path: Path) -> None:
     assert_nothing_left(run)
 
 
-def test_run_of_a_service_that_cannot_start_fails_with_its_cause_and_log(tmp_path: Path) -> None:
+def test_run_fails_with_the_cause_and_log_of_a_service_that_cannot_start(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "fail-rollout").touch()
     with launched(tmp_path / "run") as here:
@@ -285,10 +286,10 @@ def test_service_whose_failure_no_restart_can_fix_fails_the_run_at_once(tmp_path
     assert [line["status"] for line in lines if line["event"] == "exited" and line["name"] == "rollout/0"] == [78]
 
 
-def test_resume_goes_on_in_the_same_directory(tmp_path: Path) -> None:
+def test_resume_continues_in_the_same_directory(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
-        here.process.kill()  # the guard ends the services, and the second launcher waits for it
+        here.process.kill()  # The guard ends the services, and the second launcher waits for it.
         with launched(tmp_path / "run", "--resume") as again:
             wait_for("the second launcher's services", lambda: len(again.status().get("services", [])) == SERVICES)
             again.wait_ready()
@@ -307,7 +308,7 @@ def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     assert "run.seed" in done.stderr
 
 
-def test_directory_of_a_living_run_is_refused(tmp_path: Path) -> None:
+def test_directory_of_a_live_run_is_refused(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         done = cluster(str(QUICKSTART), "--run-dir", str(tmp_path / "run"), "--resume")
@@ -322,7 +323,7 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_shows_the_gpus_of_each_service_and_what_the_machine_lacks() -> None:
+def test_dry_run_shows_the_gpus_of_each_service_and_the_missing_ones() -> None:
     wanted = ("services.policy-trainer.gpus=2", "services.reference.gpus=2", "services.rollout={gpus: 1, instances: 2}")
     colocate = str(QUICKSTART.with_name("colocate.yaml"))
     done = cluster(colocate, "--dry-run", *(each for value in wanted for each in ("--set", value)))
@@ -335,7 +336,7 @@ def test_dry_run_shows_the_gpus_of_each_service_and_what_the_machine_lacks() -> 
     assert "CUDA_VISIBLE_DEVICES names 0" in line
 
 
-def test_every_topology_error_is_a_line_and_exit_status_2(tmp_path: Path) -> None:
+def test_every_topology_error_gives_one_line_and_exit_status_2(tmp_path: Path) -> None:
     done = cluster(str(QUICKSTART), "--set", "run.stepz=3", "--set", "algorithm.group_size=none")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) >= 2
@@ -349,7 +350,7 @@ def test_store_larger_than_shared_memory_is_refused_with_the_number(tmp_path: Pa
     assert "--shm-size" in done.stderr
 
 
-def test_bad_rows_are_a_warning_and_only_bad_rows_an_error(tmp_path: Path) -> None:
+def test_bad_rows_cause_a_warning_and_a_file_without_good_rows_an_error(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n{"no": 1}\nnot json\n')
     arguments = (str(QUICKSTART), "--dry-run", "--set", f"data.train.source=jsonl:{rows}")
@@ -400,7 +401,7 @@ def test_status_works_without_the_scheduler(tmp_path: Path) -> None:
         os.kill(rows["scheduler/0"]["pid"], signal.SIGCONT)
 
 
-def test_restart_starts_one_service_again(tmp_path: Path) -> None:
+def test_restart_stops_and_starts_one_service(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         before = here.wait_ready()
         done = ctl(here.path, "restart", "rollout/0")
@@ -433,7 +434,7 @@ def test_stop_ends_the_run(tmp_path: Path) -> None:
         (["logs", "schedular"], "did you mean 'scheduler'"),
     ],
 )
-def test_unknown_service_is_one_line_and_exit_status_2(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_unknown_service_gives_one_line_and_exit_status_2(tmp_path: Path, arguments: list[str], said: str) -> None:
     with launched(tmp_path / "run") as here:
         wait_for("the topology", lambda: (here.path / "topology.yaml").exists() and (here.path / "run.json").exists())
         done = ctl(here.path, *arguments)
@@ -442,7 +443,7 @@ def test_unknown_service_is_one_line_and_exit_status_2(tmp_path: Path, arguments
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_no_run_there_is_one_line_and_exit_status_2(tmp_path: Path) -> None:
+def test_a_missing_run_gives_one_line_and_exit_status_2(tmp_path: Path) -> None:
     done = ctl(tmp_path, "status")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -463,7 +464,7 @@ def test_logs_are_readable_and_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("service", ["scheduler", "batch-store", "monitor"])
-def test_real_light_service_that_is_killed_comes_back(tmp_path: Path, service: str) -> None:
+def test_a_killed_real_light_service_is_restarted(tmp_path: Path, service: str) -> None:
     with launched(tmp_path / "run", tiny=TINY) as here:
         before = here.wait_ready()
         run = here.run

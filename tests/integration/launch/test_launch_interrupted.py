@@ -1,4 +1,5 @@
-"""The launcher at its very start and end: signals, full disks, and a run directory that disappears. Real processes."""
+"""The launcher at its very start and end: signals, full disks, and a run directory that disappears. All processes are
+real."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ LAUNCHER = "tests.integration.tiny.launcher"
 def start(
     path: Path, temporary: Path, shm: Path, *arguments: str, point: str = "", number: int = 0
 ) -> subprocess.Popen[str]:
-    """Start the launcher, with tiny services, whose shared memory and sockets are in folders of this test. It is sent
-    the signal `number` at `point`."""
+    """Start a launcher with tiny services, whose shared memory and sockets are in folders of this test. The launcher
+    receives the signal `number` at `point`."""
     points = [Point.parse(LAUNCHER, point, number)] if point else []
     return subprocess.Popen(
         [
@@ -91,7 +92,7 @@ POINTS = [
     "tempfile:mkdtemp after 1",
     "tempfile:mkdtemp after 2",
     "os:symlink after",
-    "pathlib:Path.replace after 4",  # three keys and their list; the fifth is run.json
+    "pathlib:Path.replace after 4",  # The first four files are three keys and their list; the fifth is run.json.
     "pathlib:Path.rename before",
     "shared.rundir:RunDir.create after",
     "shared.rundir:RunDir.hold after",
@@ -118,7 +119,7 @@ def test_a_signal_at_any_point_of_the_start_leaves_a_run_or_nothing(
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_launcher_killed_at_any_point_of_its_start_leaves_what_the_next_one_sweeps(
+def test_folders_of_a_launcher_killed_at_any_point_of_its_start_are_swept_by_the_next_one(
     tmp_path: Path, temporary: Path, shm: Path, point: str
 ) -> None:
     path = tmp_path / "runs" / "run"
@@ -147,7 +148,7 @@ def test_a_launcher_killed_while_it_fills_an_existing_directory_can_be_started_t
     assert (path / "notes.txt").read_text() == "kept"
 
 
-def test_the_sweep_leaves_a_start_alone_that_goes_on(tmp_path: Path, temporary: Path, shm: Path) -> None:
+def test_the_sweep_leaves_a_start_in_progress_alone(tmp_path: Path, temporary: Path, shm: Path) -> None:
     """The first launcher is stopped in the middle of its start, for longer than the age at which folders are swept."""
     path = tmp_path / "runs" / "first"
     first = start(path, temporary, shm, point="pathlib:Path.rename before", number=signal.SIGSTOP)
@@ -235,10 +236,10 @@ def use_up_files(mount: Path) -> None:
         ("shm", use_up_files, "and 0 of 1000 files left"),
     ],
 )
-def test_a_full_disk_at_the_start_is_one_line_and_leaves_nothing(
+def test_a_full_disk_at_the_start_gives_one_line_and_leaves_nothing(
     tmp_path: Path, temporary: Path, mount: Path, full: str, use_up: Callable[[Path], None], said: str
 ) -> None:
-    """A full TMPDIR is no error: Python then uses the next of its temporary directories."""
+    """A full TMPDIR causes no error, because Python then uses the next of its temporary directories."""
     places = {"run": tmp_path / "runs", "shm": tmp_path / "shm"} | {full: mount}
     use_up(mount)
     status, _, errors = end(start(places["run"] / "run", temporary, places["shm"]))
@@ -251,7 +252,7 @@ def test_a_full_disk_at_the_start_is_one_line_and_leaves_nothing(
     assert all(each.name.startswith("junk") for each in left), left
 
 
-def test_a_full_disk_at_resume_is_one_line_and_the_run_resumes_when_there_is_room(
+def test_a_full_disk_at_resume_gives_one_line_and_the_run_resumes_when_there_is_room(
     mount: Path, temporary: Path, shm: Path
 ) -> None:
     path = mount / "run"
@@ -275,7 +276,7 @@ def test_a_full_disk_at_resume_is_one_line_and_the_run_resumes_when_there_is_roo
 
 
 @pytest.mark.parametrize("point", ["asyncio.runners:Runner.close after", "launch.cluster:_summarise before"])
-def test_a_signal_after_the_loop_has_closed_changes_nothing_of_the_end(
+def test_a_signal_after_the_loop_has_closed_does_not_change_the_outcome(
     tmp_path: Path, temporary: Path, shm: Path, point: str
 ) -> None:
     path = tmp_path / "run"
@@ -295,9 +296,7 @@ def test_a_deleted_run_directory_ends_the_run_with_one_line(tmp_path: Path) -> N
         shutil.rmtree(run.path)
         status, output, errors = here.end()
     assert status == 1
-    assert errors.splitlines() == [
-        f"run directory {run.path}: was deleted or moved while its run was going on; begin a new run"
-    ]
+    assert errors.splitlines() == [f"run directory {run.path}: was deleted or moved during its run; begin a new run"]
     assert "continue" not in output
     assert not run.path.exists()
     assert_nothing_left(run)

@@ -46,7 +46,7 @@ def plan_of(topology: Path) -> list[str]:
     return [line.split()[0] for line in done.stdout.splitlines() if "services." in line]
 
 
-def test_drained_instance_stays_ended_and_the_others_go_on(tmp_path: Path) -> None:
+def test_drained_instance_stays_ended_and_the_others_continue(tmp_path: Path) -> None:
     with launched(tmp_path / "run", "--set", "services.rollout.instances=2") as here:
         before = here.wait_ready(SERVICES + 1)
         assert ctl(here.path, "drain", "rollout/1").returncode == 0
@@ -62,7 +62,9 @@ def test_drained_instance_stays_ended_and_the_others_go_on(tmp_path: Path) -> No
     assert status == 1, errors
 
 
-def test_scale_starts_instances_and_back_drains_the_highest_and_the_topology_keeps_the_number(tmp_path: Path) -> None:
+def test_scaling_up_starts_instances_scaling_down_drains_the_highest_and_the_topology_keeps_the_number(
+    tmp_path: Path,
+) -> None:
     with launched(tmp_path / "run") as here:
         before = here.wait_ready()
         assert ctl(here.path, "scale", "rollout", "3").returncode == 0
@@ -91,7 +93,9 @@ def test_scale_starts_instances_and_back_drains_the_highest_and_the_topology_kee
         (["restart", "rollout", "--all"], "name a service or give --all"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_exit_status_2(here: Launched, arguments: list[str], said: str) -> None:
+def test_an_impossible_request_gives_one_line_and_exit_status_2(
+    here: Launched, arguments: list[str], said: str
+) -> None:
     before = here.run.topology.read_text()
     done = ctl(here.path, *arguments)
     assert done.returncode == 2
@@ -107,7 +111,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield made
 
 
-def test_restart_of_everything_has_one_process_away_at_a_time(tmp_path: Path) -> None:
+def test_restart_all_restarts_one_process_at_a_time(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as made:
         before = made.wait_ready()
         assert ctl(made.path, "restart", "all").returncode == 0
@@ -124,7 +128,7 @@ def test_restart_of_everything_has_one_process_away_at_a_time(tmp_path: Path) ->
 # -------------------------------------------------------------------------------------------------- detached
 
 
-def test_detached_run_outlives_its_launcher_and_is_attached_and_stopped(tmp_path: Path) -> None:
+def test_detached_run_outlives_its_launcher_and_can_be_attached_and_stopped(tmp_path: Path) -> None:
     with launched(tmp_path / "run", "--detach") as made:
         status, output, errors = made.end()
         assert status == 0, errors
@@ -171,7 +175,7 @@ def test_detached_run_outlives_its_launcher_and_is_attached_and_stopped(tmp_path
     assert len(gone.stderr.splitlines()) == 1
 
 
-def test_detached_start_that_fails_is_told_with_its_cause_and_exit_status(tmp_path: Path) -> None:
+def test_detached_start_that_fails_reports_its_cause_and_exit_status(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "refuse-rollout").touch()
     with launched(tmp_path / "run", "--detach") as made:
@@ -181,7 +185,7 @@ def test_detached_start_that_fails_is_told_with_its_cause_and_exit_status(tmp_pa
     assert "the run failed: rollout/0: model of rollout: cannot be loaded" in output
 
 
-def test_killed_detached_supervisor_leaves_nothing_and_the_run_is_resumed(tmp_path: Path) -> None:
+def test_killed_detached_supervisor_leaves_nothing_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     with launched(tmp_path / "run", "--detach") as made:
         assert made.end()[0] == 0
         run = made.run
@@ -196,7 +200,7 @@ def test_killed_detached_supervisor_leaves_nothing_and_the_run_is_resumed(tmp_pa
     assert status == 0, errors
 
 
-def test_run_that_was_not_detached_is_not_attached(here: Launched) -> None:
+def test_run_that_was_not_detached_cannot_be_attached(here: Launched) -> None:
     done = subprocess.run(
         command("--attach", "--run-dir", str(here.path)),
         capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=60,

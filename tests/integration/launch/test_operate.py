@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 NAMED_S = 10.0
-"""Seconds in which the cause of a stall has to be named."""
+"""Maximum seconds until the cause of a stall is named."""
 REWARDS = """
 import time
 from pathlib import Path
@@ -78,7 +78,8 @@ def doctor(run: Cluster) -> dict[str, Any]:
 
 
 def named(run: Cluster, *words: str, stalls: str = "") -> dict[str, Any]:
-    """Return the finding with these words, on which a wait with `stalls` depends. It has to come within NAMED_S."""
+    """Return the finding that contains these words, on which a wait with `stalls` depends. Fail if it does not appear
+    within NAMED_S."""
     began = time.monotonic()
 
     def found() -> dict[str, Any] | None:
@@ -117,7 +118,7 @@ def test_doctor_names_a_function_that_hangs_with_its_line_and_the_step_that_wait
     goes_on(live)
 
 
-def test_doctor_names_a_judge_that_is_away_and_that_nothing_is_leased(live: Cluster, folder: Path) -> None:
+def test_doctor_names_an_absent_judge_and_says_that_nothing_is_leased(live: Cluster, folder: Path) -> None:
     (folder / "judge").touch()
     try:
         named(live, "the judge of my_steered_rewards:steered does not answer", "is away", stalls="nothing is leased")
@@ -133,14 +134,14 @@ def test_doctor_names_a_full_store_and_its_producers(live: Cluster) -> None:
         held: list[int] = []
         try:
             for nbytes in (64 << 20, 8 << 20, 1 << 20, 64 << 10):
-                with suppress(RpcError):  # BUSY: it no longer fits
+                with suppress(RpcError):  # The store answers BUSY once a put of this size no longer fits.
                     while True:
                         begin = PutBegin(
                             put_id=secrets.token_hex(16), nbytes=nbytes, tasks=[PutTask("train/999999/0", 1)]
                         )
                         grant = await store.call(begin, PutGrant, deadline_s=5)
                         held.append(os.open(grant.path, os.O_RDWR))
-                        fcntl.flock(held[-1], fcntl.LOCK_SH)  # a producer at work
+                        fcntl.flock(held[-1], fcntl.LOCK_SH)  # The lock shows that a producer is at work.
             await asyncio.to_thread(named, live, "batch-store/0 is full", "MiB in use", stalls="PutBegin")
         finally:
             for descriptor in held:
@@ -152,7 +153,7 @@ def test_doctor_names_a_full_store_and_its_producers(live: Cluster) -> None:
     goes_on(live)
 
 
-def test_doctor_names_a_stopped_process_and_trace_tells_what_became_of_its_tasks(live: Cluster) -> None:
+def test_doctor_names_a_stopped_process_and_trace_tells_the_fate_of_its_tasks(live: Cluster) -> None:
     pid = live.wait_for("a rollout", lambda: live.pid("rollout"))
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -168,7 +169,7 @@ def test_doctor_names_a_stopped_process_and_trace_tells_what_became_of_its_tasks
     assert ("supervisor/0", "process died") in [(each["service"], each["what"]) for each in story]
 
 
-def test_trace_tells_a_task_from_admission_to_collection(live: Cluster) -> None:
+def test_trace_tells_the_story_of_a_task_from_admission_to_collection(live: Cluster) -> None:
     trained = [ids for state, ids in live.journaled_steps().values() if state == "TRAINED"]
     task_id = trained[0][0]
     story = json.loads(ctl(live.path, "trace", task_id, "--json").stdout)["story"]
@@ -205,7 +206,7 @@ def test_supervisor_tells_the_same_story_to_other_machines(live: Cluster) -> Non
     assert asyncio.run(told())[:10] == [each["what"] for each in here][:10]
 
 
-def test_trace_of_an_unknown_task_is_one_line_and_exit_status_2(live: Cluster) -> None:
+def test_trace_of_an_unknown_task_gives_one_line_and_exit_status_2(live: Cluster) -> None:
     done = ctl(live.path, "trace", "train/0/12345678")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
@@ -213,7 +214,7 @@ def test_trace_of_an_unknown_task_is_one_line_and_exit_status_2(live: Cluster) -
 
 
 def test_a_task_is_still_traced_after_the_end_of_the_run(live: Cluster) -> None:
-    """The last test: it stops the run."""
+    """This test comes last, because it stops the run."""
     assert ctl(live.path, "stop").returncode == 0
     assert live.end() == 1
     trained = [ids for state, ids in live.journaled_steps().values() if state == "TRAINED"]

@@ -52,7 +52,7 @@ def events(run: Cluster, instance: int) -> list[str]:
 
 
 def holders(run: Cluster) -> set[str]:
-    """Return who sampled the tasks of the newest trained step."""
+    """Return the instances that sampled the tasks of the newest trained step."""
     trained = {step: ids for step, (kind, ids) in run.journaled_steps().items() if kind == "TRAINED"}
     found: set[str] = set()
     for task_id in trained[max(trained)]:
@@ -79,7 +79,7 @@ def test_second_engine_takes_leases_and_a_drained_one_finishes_them(live: Cluste
 READY_DRAINED = ("READY", "DRAINED")
 
 
-def test_restart_of_everything_lets_the_run_go_on(live: Cluster) -> None:
+def test_the_run_continues_while_everything_is_restarted(live: Cluster) -> None:
     before = {name: row for name, row in services(live).items() if row["state"] == "READY"}
     assert ctl(live.path, "restart", "--all").returncode == 0
 

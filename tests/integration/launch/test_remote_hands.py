@@ -42,7 +42,7 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class Away:
-    """Another machine: a working directory with access files and none of the run's files."""
+    """A simulated other machine: a working directory with access files and none of the run's files."""
 
     folder: Path
     here: Launched
@@ -82,7 +82,7 @@ def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
         keys.create(folder / "strange")
         mine = access.read(folder / "operator")
         strange = keys.load(folder / "strange", Role.OPERATOR)
-        # only its key pair is wrong: it knows the run's server key and endpoints
+        # Only its key pair is wrong; it knows the run's server key and endpoints.
         known = {**mine.keys.known, Role.OPERATOR: strange.public}
         ring = keys.Keyring(Role.OPERATOR, strange.public, strange.secret, known)
         access.write(folder / "stranger", Access(mine.name, ring, mine.endpoints))
@@ -110,14 +110,14 @@ def security(away: Away, service: str) -> dict[str, float]:
     raise AssertionError(f"{service} told nothing")
 
 
-def test_an_operator_of_another_machine_sees_what_one_at_home_does(away: Away) -> None:
+def test_an_operator_on_another_machine_sees_the_same_as_a_local_one(away: Away) -> None:
     home = {f"{row['service']}/{row['instance']}": row for row in away.here.status()["services"]}
     found = away.rows()
     assert {name: row["pid"] for name, row in found.items()} == {name: row["pid"] for name, row in home.items()}
     assert len(found) == SERVICES
 
 
-def test_an_operator_of_another_machine_restarts_a_service(away: Away) -> None:
+def test_an_operator_on_another_machine_restarts_a_service(away: Away) -> None:
     before = away.rows()["rollout/0"]
     done = away.ctl("operator", "restart", "rollout/0")
     assert done.returncode == 0, done.stderr
@@ -131,7 +131,7 @@ def test_an_operator_of_another_machine_restarts_a_service(away: Away) -> None:
     assert after["pid"] != before["pid"]
 
 
-def test_an_operator_of_another_machine_reads_the_logs(away: Away) -> None:
+def test_an_operator_on_another_machine_reads_the_logs(away: Away) -> None:
     done = away.ctl("operator", "--json", "logs", "scheduler", "-n", "2")
     assert done.returncode == 0, done.stderr
     found = done.stdout.splitlines()
@@ -141,20 +141,20 @@ def test_an_operator_of_another_machine_reads_the_logs(away: Away) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "..", "", "scheduler-0.jsonl", "supervisor\0"])
-def test_no_name_reads_a_file_other_than_a_log_of_this_run(away: Away, name: str) -> None:
+def test_only_logs_of_this_run_can_be_read_by_name(away: Away, name: str) -> None:
     request = GetLog(service=name, instance=0, lines=1000)
     with pytest.raises(RpcError, match="no service") as refused:
         asyncio.run(with_client(access.read(away.folder / "operator"), SUPERVISOR, request, LogLines))
     assert refused.value.code == ErrorCode.BAD_REQUEST
 
 
-def test_a_wrong_name_is_one_line_from_another_machine_too(away: Away) -> None:
+def test_a_wrong_name_gives_one_line_on_another_machine(away: Away) -> None:
     done = away.ctl("operator", "restart", "rolout")
     assert done.returncode == 2
     assert done.stderr.strip() == "no service 'rolout'; did you mean 'rollout'?"
 
 
-def test_an_observer_watches_and_steers_nothing(away: Away) -> None:
+def test_an_observer_may_watch_but_not_control(away: Away) -> None:
     before = away.rows()
     for arguments in (("restart", "rollout/0"), ("stop",), ("logs", "rollout"), ("status",)):
         done = away.ctl("observer", *arguments)
@@ -177,7 +177,7 @@ def test_a_stranger_is_refused_in_one_line_and_counted(away: Away) -> None:
     assert '"reason": "unknown_key"' in log
 
 
-def test_the_stream_goes_on_after_the_monitor_was_restarted(away: Away) -> None:
+def test_the_stream_continues_after_a_restart_of_the_monitor(away: Away) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "launch.monitor", "--access", str(away.folder / "observer"), "--json"],
         cwd=away.folder,
@@ -192,21 +192,21 @@ def test_the_stream_goes_on_after_the_monitor_was_restarted(away: Away) -> None:
             pid, begun = away.rows()["monitor/0"]["pid"], time.time()
             assert away.ctl("operator", "restart", "monitor").returncode == 0
             rows = (row for line in lines if (row := json.loads(line))["at"] > begun)
-            # the restarted monitor announces its new port itself
+            # The restarted monitor announces its new port itself.
             assert any(row["service"] == "monitor" and row["values"].get("state") == "READY" for row in rows)
             assert away.rows()["monitor/0"]["pid"] != pid
         finally:
             process.kill()
 
 
-def test_access_is_handed_out_at_home_only(away: Away) -> None:
+def test_access_can_only_be_exported_on_the_machine_of_the_run(away: Away) -> None:
     done = away.ctl("service", "export-access", "--role", "operator", "--to", str(away.folder / "more"))
     assert done.returncode == 2
     assert "use --run" in done.stderr
     assert not (away.folder / "more").exists()
 
 
-def test_a_host_joins_with_its_file_and_a_service_started_there_by_hand_works(away: Away) -> None:
+def test_a_host_joins_with_an_access_file_and_a_service_started_there_by_hand_works(away: Away) -> None:
     folder = away.folder / "joined"
     done = away.run("launch.ctl", "join", str(away.folder / "service"), "--run-dir", str(folder))
     assert done.returncode == 0, done.stderr
@@ -224,7 +224,7 @@ def test_a_host_joins_with_its_file_and_a_service_started_there_by_hand_works(aw
     assert store.returncode == 0, errors
 
 
-def test_an_operator_of_another_machine_stops_the_run(away: Away) -> None:
+def test_an_operator_on_another_machine_stops_the_run(away: Away) -> None:
     """This test comes last, because the run is over after it."""
     run = away.here.run
     done = away.ctl("operator", "stop")

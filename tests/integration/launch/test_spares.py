@@ -1,4 +1,4 @@
-"""Spare processes of a run: what starts in them, what replaces them, and what they leave behind."""
+"""Spare processes of a run: their use by services, their replacement, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEAVY = {"policy-trainer-worker", "reference", "rollout"}
 
 
 def warm(here: Launched, kinds: set[str] = HEAVY) -> dict[str, int]:
-    """Return the pids of the spares by service, once those of `kinds` are warm."""
+    """Return the pids of the spares by service, once the spares of `kinds` are warm."""
 
     def answer() -> dict[str, int]:
         spares = here.status().get("spares") or ()
@@ -50,14 +50,14 @@ def priorities(pid: int) -> set[tuple[int, int]]:
     """Return the scheduling policies and nice values of all threads of a process."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # The thread has just ended.
             number = int(task.name)
             found.add((os.sched_getscheduler(number), os.getpriority(os.PRIO_PROCESS, number)))
     return found
 
 
 def identity(pid: int) -> dict[str, Any]:
-    """Return what must not depend on how a process was started."""
+    """Return the properties that must not depend on how a process was started."""
     process = psutil.Process(pid)
     signals = Path(f"/proc/{pid}/status").read_text().splitlines()
     return {
@@ -72,7 +72,7 @@ def identity(pid: int) -> dict[str, Any]:
     }
 
 
-def test_a_killed_service_continues_in_its_spare_as_if_it_had_been_started_and_the_spare_is_replaced(
+def test_a_killed_service_restarts_in_its_spare_like_a_new_process_and_the_spare_is_replaced(
     tmp_path: Path,
 ) -> None:
     with launched(tmp_path / "run", spares=True) as here:
@@ -97,7 +97,7 @@ def test_a_killed_service_continues_in_its_spare_as_if_it_had_been_started_and_t
         assert all(row["rss_bytes"] > 1 << 20 for row in here.status()["spares"])
 
 
-def test_a_planned_restart_uses_the_spare_even_if_somebody_has_stopped_it(tmp_path: Path) -> None:
+def test_a_planned_restart_uses_a_stopped_spare(tmp_path: Path) -> None:
     with launched(tmp_path / "run", spares=True) as here:
         here.wait_ready()
         spare = warm(here)["rollout"]
@@ -117,7 +117,7 @@ def test_a_killed_spare_is_replaced_and_no_service_restarts(tmp_path: Path) -> N
         }
 
 
-def test_spares_whose_imports_fail_are_reported_once_and_services_restart_without(
+def test_spares_whose_imports_fail_are_reported_once_and_services_restart_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINY_IMPORTS", "no_such_module")
@@ -156,7 +156,8 @@ def test_spares_end_with_the_run_and_with_a_killed_launcher(tmp_path: Path) -> N
     with launched(tmp_path / "stopped", spares=True) as here:
         here.wait_ready()
         spares = warm(here)
-        assert set(spares.values()) <= set(processes_of(here.path))  # so that the next lines would see them
+        # Any such process would be visible to the next lines.
+        assert set(spares.values()) <= set(processes_of(here.path))
         run = here.run
         here.process.send_signal(signal.SIGINT)
         here.end()
@@ -172,7 +173,7 @@ def test_spares_end_with_the_run_and_with_a_killed_launcher(tmp_path: Path) -> N
 
 @pytest.mark.timeout(300)
 def test_a_spare_of_the_quickstart_imports_everything_at_low_priority_and_opens_no_device(tmp_path: Path) -> None:
-    """The adopted module prints what a spare must not have done; the test has no launcher."""
+    """The adopted module prints traces of actions that are forbidden to a spare. The test has no launcher."""
     imports = heavy_imports(load(QUICKSTART, []))["policy-trainer-worker"]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**child_environment(2, ""), "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}

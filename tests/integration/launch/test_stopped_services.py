@@ -65,7 +65,7 @@ def _stop(run: Cluster, name: str, seen: Seen) -> None:
             f"another {name}", lambda: again if (again := _ready(run, name)) and again[0] != pid else None
         )
         assert found[1] > restarts
-        # Two more rows, because one step may have been under way without it.
+        # Two more rows are awaited, because one step may have been under way without the service.
         run.wait_for(f"steps after {name}", lambda: len(run.rows()) >= seen.rows_at[name] + 2)
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -92,7 +92,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         yield result
 
 
-def test_the_run_goes_on_without_each_and_ends_well(seen: Seen) -> None:
+def test_the_run_survives_a_stop_of_each_service_and_succeeds(seen: Seen) -> None:
     assert seen.status == 0, seen.run.output()
     assert set(seen.rows_at) == set(STOPPED)
     assert max(seen.rows_at.values()) < STEPS
@@ -108,7 +108,7 @@ def test_every_task_is_trained_once(seen: Seen) -> None:
 
 def test_no_task_is_dropped_and_services_that_wait_for_the_store_keep_their_leases(seen: Seen) -> None:
     assert [row["rollout/tasks_dropped"] for row in seen.run.rows()] == [0] * STEPS
-    # the restarted service may lose leases to a completion that was accepted before the stop and is then retried
+    # The restarted service may lose leases to a completion that was accepted before the stop and is then retried.
     since, until = seen.stopped_at["batch-store/0"], seen.stopped_at["scheduler/0"]
     for waiting in ("rollout", "reference"):
         lines = [line for line in seen.run.log(waiting) if since <= line["timestamp"] < until]
@@ -125,7 +125,7 @@ def _causes(seen: Seen) -> dict[str, list[str]]:
     return causes
 
 
-def test_the_rank_that_did_not_come_to_the_collective_is_named_by_the_other(seen: Seen) -> None:
+def test_a_rank_that_misses_the_collective_is_named_by_the_other(seen: Seen) -> None:
     # The stop is within a collective or before it: the other rank fails long before the launcher notices.
     (cause, *_) = _causes(seen)["policy-trainer-worker/0"]
     missed = ("policy-trainer-worker/1 died or does not answer", "policy-trainer-worker/1 did not come within 5 s")

@@ -60,7 +60,7 @@ def monitor(run: RunDir) -> Iterator[Monitor]:
 
 
 class Sender:
-    """Sends the telemetry of a service."""
+    """A sender of the telemetry of a service."""
 
     def __init__(self, run: RunDir, service: str = "rollout") -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -117,7 +117,7 @@ def test_late_subscriber_gets_the_state_then_every_change_in_order(run: RunDir, 
         sender = Sender(run)
         for value in range(5):
             sender.emit(value)
-        await sender.snapshot()  # handled after the telemetry of the same connection
+        await sender.snapshot()  # The snapshot is handled after the telemetry of the same connection.
         queue: asyncio.Queue[TopicRow] = asyncio.Queue()
         task = asyncio.create_task(pump(run, queue, []))
         first = await take(queue, 4)
@@ -133,7 +133,7 @@ def test_late_subscriber_gets_the_state_then_every_change_in_order(run: RunDir, 
 
 
 BURST = 250
-"""Rows sent before the subscriber of the same event loop reads again: few enough to wait in bounded queues."""
+"""Rows sent before the subscriber of the same event loop reads again, few enough for its bounded queues."""
 
 
 def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: RunDir, monitor: Monitor) -> None:
@@ -181,7 +181,7 @@ def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: 
         stopped.communicate()
 
 
-def test_stream_goes_on_after_the_monitor_was_killed(run: RunDir, monitor: Monitor) -> None:
+def test_stream_continues_after_a_kill_of_the_monitor(run: RunDir, monitor: Monitor) -> None:
     async def scenario() -> None:
         sender = Sender(run)
         sender.emit(1)
@@ -190,7 +190,7 @@ def test_stream_goes_on_after_the_monitor_was_killed(run: RunDir, monitor: Monit
         await take(queue, 1)
         monitor.kill()
         monitor.start()
-        await sender.snapshot()  # waits for the restarted monitor
+        await sender.snapshot()  # This waits for the restarted monitor.
         for value in range(2, 10):
             sender.emit(value)
         await take(queue, 9)
@@ -216,7 +216,7 @@ def test_drops_reported_by_senders_are_counted(run: RunDir, monitor: Monitor) ->
     assert asyncio.run(scenario()) == 7
 
 
-def test_command_filters_by_topic_and_ends_well_at_interrupt(run: RunDir, monitor: Monitor) -> None:
+def test_command_filters_by_topic_and_exits_with_0_at_interrupt(run: RunDir, monitor: Monitor) -> None:
     async def send() -> None:
         sender = Sender(run)
         sender.emit(1, "wanted/a")
@@ -264,7 +264,7 @@ def test_command_shows_the_cluster_and_ends_when_the_run_does(tmp_path: Path) ->
     assert status["tasks/PENDING"] == 3
 
 
-def test_command_ends_quietly_when_its_reader_goes(run: RunDir, monitor: Monitor) -> None:
+def test_command_ends_quietly_when_its_reader_closes_the_pipe(run: RunDir, monitor: Monitor) -> None:
     command = subscriber(run)
     assert command.stdout is not None
     command.stdout.readline()

@@ -1,4 +1,4 @@
-"""A run whose advantage and loss are not finite either stops and says where, or skips the step."""
+"""A run whose advantage or loss is not finite either stops and names the step, or skips it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
         states = running.journaled_steps()
         weights = {step: everything(running.path, step) for step in range(1, STEPS + 1)}
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    # a bad advantage or a step without rewards spoils the step; a bad gradient spoils each of its two updates
+    # A bad advantage or a step without rewards spoils the step; a bad gradient spoils each of its two updates.
     assert [row["policy/updates_skipped"] for row in rows] == [0, 1, 0, 2, 0, 1] + [0] * (STEPS - 6)
     assert [row["rollout/tasks_dropped"] for row in rows] == [0] * 5 + [TASKS] + [0] * (STEPS - 6)
     assert all(row[name] == 0 for row in (rows[1], rows[3], rows[5]) for name in ("policy/grad_norm", "loss/policy"))
@@ -63,10 +63,10 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
     in_loss = [line["tasks"] for line in skipped if line["step"] == LOSS_STEP]
     first = TASKS * (LOSS_STEP - 1)
     assert sorted(in_loss[0] + in_loss[1]) == sorted(f"train/0/{first + index}" for index in range(TASKS))
-    # a skipped step keeps the weights and optimizer state of the previous step to the bit
+    # A skipped step keeps the weights and optimizer state of the previous step to the bit.
     same = [step for step in range(2, STEPS + 1) if weights[step] == weights[step - 1]]
     assert same == [ADVANTAGE_STEP, LOSS_STEP, EMPTY_STEP]
-    # its tasks were consumed like any others
+    # The tasks of a skipped step were consumed like any others.
     assert {step: state for step, (state, _) in states.items()} == dict.fromkeys(range(1, STEPS + 1), "TRAINED")
     assert rows[-1]["gc/tasks"] >= TASKS
 

@@ -59,10 +59,10 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             state = await outside.take_over()
             assert (state.step, state.dirty) == (2, False)
             batches = [await bench.batch(step) for step in (1, 2, 3)]
-            with pytest.raises(RpcError) as caught:  # the dispatch has taken the ranks over from the driver
+            with pytest.raises(RpcError) as caught:  # The dispatch has taken the ranks over from the driver.
                 await direct.forward_backward(batches[0], ROLLOUT_ANCHOR)
             assert caught.value.code == ErrorCode.CONFLICT
-            # all calls are made before the first is awaited, and they are awaited in reverse order
+            # All calls are made before the first is awaited, and they are awaited in reverse order.
             started = outside.init_model()
             sums = await bench.train(outside, 1, PROXIMAL_ANCHOR)
             assert sums["clipped"] == 0
@@ -80,7 +80,7 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             assert all(np.array_equal(found[name], value) for name, value in expected.items())
             moved = await outside.offload(["parameters", "optimizer"])
             assert moved.nbytes > 2.9 * sum(value.nbytes for value in expected.values())
-            # a failed call fails the calls after it until the caller takes over again
+            # A failed call fails the calls after it until the caller takes over again.
             lost = outside.publish_weights(1, 9, store=STORE)
             after = outside.optim_step()
             results = await asyncio.gather(lost, after, return_exceptions=True)

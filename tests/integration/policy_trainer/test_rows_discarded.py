@@ -1,4 +1,5 @@
-"""After any crash, metrics.jsonl is a prefix of the journal's rows, and equals them when nothing is in progress."""
+"""After any crash, metrics.jsonl is a prefix of the journal's rows, and equals all of them when no write is in
+progress."""
 
 from __future__ import annotations
 
@@ -95,11 +96,11 @@ def discarded(run: RunDir) -> list[dict[str, Any]]:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL; the code under test does not catch it."""
+    """An exception that represents SIGKILL. The code under test does not catch it."""
 
 
 class Kills:
-    """Simulates a kill before call number `at` or in the middle of it."""
+    """A simulated kill before call number `at` or in the middle of it."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -156,10 +157,10 @@ def store(data_id: str) -> Register:
     )
 
 
-def test_a_kill_at_any_point_of_going_back_neither_loses_nor_doubles_a_row(
+def test_a_kill_at_any_point_of_a_return_neither_loses_nor_duplicates_a_row(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Going back discards the rows of steps 3 to 5."""
+    """The return discards the rows of steps 3 to 5."""
 
     async def scene() -> int:
         kills = 0
@@ -198,7 +199,7 @@ def test_a_kill_at_any_point_of_going_back_neither_loses_nor_doubles_a_row(
     assert asyncio.run(scene()) >= 6
 
 
-def test_rows_of_commits_that_a_power_cut_took_are_kept_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_commits_lost_in_a_power_cut_are_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal ends with step 3, the file with step 5; the repair is killed at every possible point."""
     rows = [json.dumps({"step": step, "loss": step / 2}) for step in range(1, 6)]
     path = tmp_path / "metrics.jsonl"
@@ -241,7 +242,7 @@ async def _train(life: Life, steps: int) -> None:
 
 
 def _arm(patched: pytest.MonkeyPatch, kills: Kills) -> None:
-    """Let a kill come at every system call of the metrics file, within a write, or at the commit."""
+    """Simulate a kill at every system call of the metrics file, within a write, or at the commit."""
 
     def wrapped(real: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -340,7 +341,7 @@ async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, 
                 done, _ = await asyncio.wait(world.tasks, timeout=0.002, return_when="FIRST_COMPLETED")
                 for task in done:
                     task.result()
-        await asyncio.sleep(chance.uniform(0, 0.05))  # at any point of the following steps
+        await asyncio.sleep(chance.uniform(0, 0.05))  # The kill comes at any point of the following steps.
         scheduler.kill()
     finally:
         await world.close()
@@ -348,7 +349,7 @@ async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, 
 
 @pytest.mark.parametrize("evaluation", ['{held: {source: "builtin:addition?split=test", every: 3, rows: 10}}'])
 @pytest.mark.parametrize("ends", [3, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
-def test_metrics_are_the_first_rows_of_the_journal_after_any_end(run: RunDir, ends: int) -> None:
+def test_metrics_are_the_first_rows_of_the_journal_after_any_crash(run: RunDir, ends: int) -> None:
     """Setting ENDS_SEED to the printed number repeats the moments of a failed run."""
     seed = int(os.environ.get("ENDS_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"ENDS_SEED={seed}")
@@ -363,7 +364,7 @@ def test_metrics_are_the_first_rows_of_the_journal_after_any_end(run: RunDir, en
     written = lines(run.metrics)
     assert written == journal_rows(run)
     assert [row["step"] for row in written] == list(range(len(written)))
-    # a commit that was not acknowledged may be missing; its step was then repeated or never made
+    # A commit that was not acknowledged may be missing; its step was then repeated or never made.
     assert all(row["loss/policy"] <= driving.commits for row in written[1:])
     lost = Counter((row["lineage"], row["step"]) for row in discarded(run))
     assert set(lost.values()) <= {1}

@@ -43,7 +43,7 @@ def save_beside_training(folder: Path, state: SavedState) -> int:
     writer = ThreadPoolExecutor(1, "checkpoint")
     saving = writer.submit(checkpoint.save, folder, state, keep_last=2)
     while not saving.done():
-        sum(range(10_000))  # plain Python, because a forked process has no torch threads
+        sum(range(10_000))  # The loop is plain Python, because a forked process has no torch threads.
     os._exit(1 if saving.exception() else 0)
 
 
@@ -62,7 +62,7 @@ def test_kills_at_random_times_of_a_large_save_keep_the_previous_checkpoint(tmp_
         newest, interrupted = 1, 0
         for kill in range(KILLS):
             child = save_beside_training(tmp_path, snapshot(newest + 1))
-            time.sleep(chance.uniform(0.0, whole_s))  # the kill comes at a random time
+            time.sleep(chance.uniform(0.0, whole_s))  # The kill comes at a random time.
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             found = checkpoint_steps(tmp_path)

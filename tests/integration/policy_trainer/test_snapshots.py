@@ -1,4 +1,4 @@
-"""Killed ranks return to a snapshot in shared memory: one step for all, damage seen, and the same bits."""
+"""Killed ranks return to a snapshot in shared memory: all to the same step, with damage detected and the same bits."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def play_losses(run: RunDir, layout: Layout, *options: str, exact: bool) -> None
         with pytest.raises(RpcError, match="is not what was written") as damaged:
             await load(workers, 3)
         assert damaged.value.code == ErrorCode.CONFLICT
-        await load(workers, 2)  # the step that both have whole
+        await load(workers, 2)  # Both ranks have this step whole.
         assert same(await present(2), found[2])
-        assert await held_by_all(workers) == [2]  # none of a later step
+        assert await held_by_all(workers) == [2]  # No rank holds a later step.
         await train(bench, workers, 3)
         again = await present(3)
         if exact:
@@ -128,5 +128,5 @@ def test_ranks_return_to_the_newest_step_that_all_of_them_hold_whole(run: RunDir
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * RECOVERY_S)
-def test_ranks_of_megatron_do_so_too(run: RunDir) -> None:
+def test_megatron_ranks_return_to_the_newest_step_that_all_of_them_hold_whole(run: RunDir) -> None:
     play_losses(run, Layout(2, tp=2), "backend: megatron", "parallel: {tp: 2}", exact=False)

@@ -1,4 +1,4 @@
-"""The shards of a step in a worker that streams them: later calls reuse what one call fetched."""
+"""The shards of a step in a worker that streams them: later calls reuse the shards that one call fetched."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_shards_of_a_step_are_streamed_once_per_step(tmp_path: Path) -> None:
             assert await fetched(KEYS, 1, 2) == 0
             assert await fetched(KEYS, 3, 2, 1) == 1
             shards.drop()
-            both = await asyncio.gather(fetched(KEYS, 0, 1), fetched(KEYS, 1, 0))  # one call waits for the other
+            both = await asyncio.gather(fetched(KEYS, 0, 1), fetched(KEYS, 1, 0))  # One call waits for the other.
             assert max(both) == 4
             absent = BatchMeta(tasks=[TaskHandle("train/0/9", 1, stores=[0])], parts=meta(0).parts, stores=[STORE])
             with pytest.raises(RpcError) as caught:

@@ -98,10 +98,10 @@ def test_two_ranks_train_as_one_and_a_killed_rank_changes_no_bit(run: RunDir) ->
         again = await weights(bench, workers, 2, fence=2)
         assert all(again[name].tobytes() == value.tobytes() for name, value in found["two"].items())
         sums = await bench.train(workers, 3, PROXIMAL_ANCHOR)
-        assert sums["clipped"] == 0  # each rank put the proximal log-probs of its own tasks
+        assert sums["clipped"] == 0  # Each rank put the proximal log-probs of its own tasks.
         assert group.restarts[0] >= 1
         assert group.restarts[1] >= 1
-        assert set(group.statuses[0]) == {PEER_LOST_STATUS}  # it ended because it lost its peer
+        assert set(group.statuses[0]) == {PEER_LOST_STATUS}  # The rank ended because it lost its peer.
         assert set(group.statuses[1]) <= {-signal.SIGKILL, PEER_LOST_STATUS}
 
     async def one(bench: Bench, _: WorkerGroup) -> None:
@@ -111,7 +111,7 @@ def test_two_ranks_train_as_one_and_a_killed_rank_changes_no_bit(run: RunDir) ->
         await bench.train(workers, 2)
         found["one"] = await weights(bench, workers, 2, fence=3)
         assert_same_training(found["one"], found["two"])
-        # one rank loads what two saved
+        # One rank loads the checkpoint that two ranks saved.
         await workers.load_checkpoint(1)
         await bench.train(workers, 2)
         loaded = await weights(bench, workers, 2, fence=4)
@@ -121,7 +121,7 @@ def test_two_ranks_train_as_one_and_a_killed_rank_changes_no_bit(run: RunDir) ->
     play(one, run, 1)
 
 
-def test_shards_missing_on_one_rank_refuse_the_call_on_all_and_the_group_lives(run: RunDir) -> None:
+def test_shards_missing_on_one_rank_fail_the_call_on_all_ranks_and_the_group_survives(run: RunDir) -> None:
     async def scenario(bench: Bench, group: WorkerGroup) -> None:
         workers = await driver_of(bench, Layout(2), 5)
         await workers.init_model()
@@ -140,7 +140,7 @@ def test_shards_missing_on_one_rank_refuse_the_call_on_all_and_the_group_lives(r
         assert (state.step, state.dirty) == (0, False)
         after = await weights(bench, workers, 0, fence=2)
         assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
-        # a batch that leaves one rank without a task
+        # This batch leaves one rank without a task.
         single = batch.take([0])
         done, update = await asyncio.gather(workers.forward_backward(single, ROLLOUT_ANCHOR), workers.optim_step())
         assert done.imbalance == 2.0
@@ -150,7 +150,7 @@ def test_shards_missing_on_one_rank_refuse_the_call_on_all_and_the_group_lives(r
     play(scenario, run, 2)
 
 
-def test_a_rank_that_hangs_is_named_and_the_others_start_anew(run: RunDir) -> None:
+def test_a_rank_that_hangs_is_named_and_the_others_restart(run: RunDir) -> None:
     async def scenario(bench: Bench, group: WorkerGroup) -> None:
         workers = await driver_of(bench, Layout(2), 5)
         await workers.init_model()

@@ -1,4 +1,5 @@
-"""Two ranks write the metrics of one over thirty steps on the same batches, and a checkpoint serves every layout."""
+"""Two ranks write the same metrics as one rank over thirty steps on the same batches, and a checkpoint serves every
+layout."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ __all__ = ["run"]
 STEPS = 30
 LIMIT = 1e-4
 WEIGHTED = ("policy", "kl", "loss")
-"""Sums that the token weights have already turned into means."""
+"""Names of sums that the token weights have already turned into means."""
 
 
 async def rows(bench: Bench, layout: Layout) -> list[dict[str, float]]:
@@ -44,9 +45,9 @@ ROLLOUT = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout
     ("layout", "options"),
     [pytest.param(Layout(2), (), marks=pytest.mark.long), (Layout(2, cp=2), ("parallel: {cp: 2}",))],
 )
-def test_two_ranks_write_the_metrics_of_one(run: RunDir, layout: Layout, options: tuple[str, ...]) -> None:
-    # The quickstart's learning rate: Adam's first updates have its size however small the gradient is, so with 1e-3
-    # rounding alone would drive two runs apart by more than the limit within ten steps.
+def test_two_ranks_write_the_same_metrics_as_one(run: RunDir, layout: Layout, options: tuple[str, ...]) -> None:
+    # This is the quickstart's learning rate. Adam's first updates have its size however small the gradient is, so with
+    # 1e-3 rounding alone would drive two runs apart by more than the limit within ten steps.
     run.topology.write_text(run.topology.read_text().replace("lr: 1.0e-3", "lr: 3.0e-4"))
 
     async def scene(of: Layout) -> list[dict[str, float]]:
@@ -64,8 +65,9 @@ def test_two_ranks_write_the_metrics_of_one(run: RunDir, layout: Layout, options
             assert row[name] == pytest.approx(value, rel=LIMIT, abs=LIMIT), f"step {step} {name}"
 
 
-def test_a_checkpoint_goes_through_other_backends_and_world_sizes_without_a_bit_lost(run: RunDir) -> None:
-    """Two tensor-parallel megatron ranks load and save again what one torch rank saved, and torch continues from it."""
+def test_a_checkpoint_passes_through_other_backends_and_world_sizes_without_losing_a_bit(run: RunDir) -> None:
+    """Two tensor-parallel megatron ranks load and save the checkpoint of one torch rank, and torch continues from the
+    result."""
     found: dict[str, dict[str, bytes]] = {}
 
     async def weights(bench: Bench, workers: WorkerDispatch, lineage: int, step: int) -> dict[str, bytes]:
@@ -87,7 +89,7 @@ def test_a_checkpoint_goes_through_other_backends_and_world_sizes_without_a_bit_
             workers = await driver_of(bench, of, 5)
             assert (await workers.load_checkpoint(2)).step == 2
             assert await weights(bench, workers, lineage, 2) == found["2"]
-            await workers.save_checkpoint(2, keep_last=1)  # with the optimizer state in this backend's layout
+            await workers.save_checkpoint(2, keep_last=1)  # The optimizer state is in this backend's layout.
             await bench.train(workers, 3)
             mine = await weights(bench, workers, lineage, 3)
             if of.world_size == 1:

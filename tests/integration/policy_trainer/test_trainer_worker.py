@@ -1,4 +1,4 @@
-"""A real worker process and a real store, called as the driver calls them, and killed."""
+"""A real worker process and a real store, which the test calls as the driver does, and kills."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def hurried(fetch_s: float) -> tuple[str, str]:
 
 
 class WorkerProcess:
-    """Starts and kills instance 0 of the worker of `run`."""
+    """Process of instance 0 of the worker of `run`, which a test starts and kills."""
 
     def __init__(self, run: RunDir, start: Sequence[str], words: Sequence[str] = ()) -> None:
         self._command = [sys.executable, *start, "--run", str(run.path), *words]
@@ -124,7 +124,7 @@ def store_and_worker(
 
 
 class Bench:
-    """Drivers' dispatches, and a data client that acts as the rollout."""
+    """Test bench with the dispatches of drivers, and a data client that acts as the rollout."""
 
     def __init__(self, run: RunDir, context: Any) -> None:
         self._run = run
@@ -147,7 +147,7 @@ class Bench:
     async def batch(self, step: int, *, broken_task: int = -1, short_task: int = -1) -> Batch:
         """Put the shards of a synthetic batch and return it with advantages and weights of its samples.
 
-        `broken_task` has a log-prob that is NaN; `short_task` has one version too few.
+        The task `broken_task` has a log-prob that is NaN, and `short_task` lacks one version.
         """
         rng = np.random.default_rng(step)
         handles, tasks = [], []
@@ -237,14 +237,14 @@ def test_a_killed_worker_reloads_and_ends_with_the_same_bits(run: RunDir) -> Non
         asyncio.run(scenario(worker))
 
 
-def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: RunDir, tmp_path: Path) -> None:
+def test_published_weights_match_their_canary_and_a_new_driver_takes_over(run: RunDir, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with bench_of(run) as bench:
             old = await bench.driver(5)
             await old.init_model()
             base = await old.publish_weights(0, 0, store=STORE, fence=1)
             sums = await bench.train(old, 1, PROXIMAL_ANCHOR)
-            assert sums["clipped"] == 0  # at the first update the proximal policy is the current one
+            assert sums["clipped"] == 0  # At the first update the proximal policy is the current one.
             assert sums["tokens"] > 0
             batch = await bench.batch(9)
             first, _ = await old.forward(batch, ["prox_logprobs"])
@@ -252,11 +252,12 @@ def test_published_weights_prove_themselves_and_a_new_driver_takes_over(run: Run
             mine = await bench.data.fetch(first.meta, [key], deadline_s=20)
             ref = await old.publish_weights(0, 1, store=STORE)
             await bench.train(old, 2)
-            again, _ = await old.forward(batch, ["prox_logprobs"])  # other bits under the same fences
+            # The second pass makes other bits under the same fences.
+            again, _ = await old.forward(batch, ["prox_logprobs"])
             (other,) = again.keys
             theirs = await bench.data.fetch(again.meta, [other], deadline_s=20)
             assert all((one[key] != two[other]).any() for one, two in zip(mine, theirs, strict=True))
-            with pytest.raises(RpcError, match="prox_logprobs:5-"):  # earlier values never replace the later ones
+            with pytest.raises(RpcError, match="prox_logprobs:5-"):  # Earlier values never replace later ones.
                 await bench.data.fetch(first.meta, [key], deadline_s=20)
             assert ref.task_id == "weights/0/1"
             assert np.abs(ref.canary.logprobs - base.canary.logprobs).max() > ref.canary.tolerance
@@ -303,7 +304,7 @@ async def _check_canary(bench: Bench, ref: WeightsRef) -> None:
     assert np.abs(logprobs.numpy()[1:] - ref.canary.logprobs).max() <= ref.canary.tolerance
 
 
-def test_missing_shards_lose_the_step_but_not_the_weights(run: RunDir) -> None:
+def test_missing_shards_cost_the_step_but_not_the_weights(run: RunDir) -> None:
     async def scenario() -> None:
         async with bench_of(run) as bench:
             workers = await bench.driver(5)
@@ -326,7 +327,7 @@ def test_missing_shards_lose_the_step_but_not_the_weights(run: RunDir) -> None:
 
 
 @pytest.mark.long
-def test_a_store_that_is_away_is_waited_for_until_it_comes_or_another_driver_or_the_limit(run: RunDir) -> None:
+def test_an_absent_store_is_waited_for_until_it_comes_another_driver_takes_over_or_the_limit(run: RunDir) -> None:
     run.topology.write_text(
         run.topology.read_text().replace(
             "services: {", f"services: {{policy-trainer: {{collective_s: {2 * PATIENCE_S}}}, "
@@ -367,7 +368,7 @@ def test_a_store_that_is_away_is_waited_for_until_it_comes_or_another_driver_or_
         asyncio.run(scenario(store.process.send_signal))
 
 
-def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -> None:
+def test_concurrent_calls_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -> None:
     """The batch is streamed without encryption, as the topology says."""
 
     async def scenario() -> None:
@@ -382,7 +383,7 @@ def test_calls_sent_at_once_run_in_order_and_parts_of_a_loss_add_up(run: RunDir)
             *_, whole = await asyncio.gather(gradient(1.0), workers.optim_step())
             first = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE, fence=1))
             await workers.init_model()
-            # all five are sent before the first is answered
+            # All five calls are sent before the first is answered.
             *_, parts, ref = await asyncio.gather(
                 gradient(0.25),
                 gradient(0.5),
@@ -448,24 +449,24 @@ def test_values_that_are_not_finite_are_refused_by_task_and_leave_the_weights(ru
                 await workers.go_on(step)
                 return errors[0]
 
-            # an engine's log-prob is not finite
+            # In this batch, an engine's log-prob is not finite.
             error = await refused(await bench.batch(1, broken_task=2))
             assert error.names == ["train/1/2"]
             assert "rollout_logprobs holds 1 values that are not finite" in str(error)
-            # a gradient is not finite: every shard is fine, the loss is not
+            # In this batch, every shard is valid, but a gradient is not finite.
             batch = await bench.batch(2)
             huge = np.full(TASKS * GROUP, 3e38, np.float32)
             error = await refused(batch.with_scalars({**batch.scalars, "weights": huge}))
             assert error.names == list(batch.task_ids)
             assert "gradient norm is" in str(error)
-            # shards whose shape differs from their lengths
+            # In this batch, a shard's shape differs from its lengths.
             error = await refused(await bench.batch(3, short_task=1))
             assert error.names == ["train/3/1"]
             assert "versions has shape" in str(error)
-            await workers.skip_update()  # still counts as step 1
+            await workers.skip_update()  # The skipped update still counts as step 1.
             after = await bench.weight_bytes(await workers.publish_weights(0, 1, store=STORE))
             assert after == before
-            workers.begin_step(updates=2)  # the second of two updates is skipped, the first is kept
+            workers.begin_step(updates=2)  # The second of two updates is skipped; the first is kept.
             batch = await bench.batch(4)
             await asyncio.gather(workers.forward_backward(batch, ROLLOUT_ANCHOR), workers.optim_step())
             await refused(await bench.batch(5, broken_task=0), step=1)
@@ -473,7 +474,7 @@ def test_values_that_are_not_finite_are_refused_by_task_and_leave_the_weights(ru
             await workers.skip_update()
             moved = await bench.weight_bytes(await workers.publish_weights(0, 2, store=STORE))
             assert moved != before
-            assert (await bench.train(workers, 6))["tokens"] > 0  # and the next batch is trained on
+            assert (await bench.train(workers, 6))["tokens"] > 0  # The next batch is trained on.
             state = await workers.take_over()
             assert (state.step, state.dirty) == (3, False)
 

@@ -1,5 +1,5 @@
-"""Weight transfers over gloo between real processes that are stopped and killed midway: no process waits for another,
-none receives a partial version, and a restarted one begins a new transfer.
+"""Weight transfers over gloo between real processes that are stopped and killed midway: no process waits for another
+one, none receives a partial version, and a restarted process begins a new transfer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.integration.store_process import REPOSITORY, StoreProcess, make_run
 
 pytestmark = pytest.mark.timeout(240)
 ANSWER_S = 90.0
-"""Enough for a process that imports torch on a busy machine."""
+"""Maximum seconds for a process that imports torch on a busy machine."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class End:
         self.process.stdin.flush()
 
     def hears(self, key: str) -> dict[str, Any]:
-        """Return its next line that has `key`."""
+        """Return the process's next line that has `key`."""
         while True:
             answer = self.said.get(timeout=ANSWER_S)
             if key in answer:
@@ -106,7 +106,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ends]:
         run.remove_volatile()
 
 
-def test_versions_and_the_drill_arrive_whole_over_one_communicator_per_engine(ends: Ends) -> None:
+def test_versions_and_the_drill_arrive_completely_over_one_communicator_per_engine(ends: Ends) -> None:
     first = ends.publish(1)
     got = [engine.receives(1) for engine in ends.engines]
     assert [each["digest"] for each in got] == [first, first]
@@ -118,10 +118,10 @@ def test_versions_and_the_drill_arrive_whole_over_one_communicator_per_engine(en
     again = [engine.receives(2) for engine in ends.engines]
     assert [each["digest"] for each in again] == [second, second]
     assert [each["communicator"] for each in again] == communicators
-    assert ends.engines[1].receives(1)["digest"] == first  # while the store has it
+    assert ends.engines[1].receives(1)["digest"] == first  # The version is served as long as the store has it.
 
 
-def test_a_version_that_was_not_published_is_refused_and_costs_nothing(ends: Ends) -> None:
+def test_a_version_that_was_not_published_is_refused_without_further_effect(ends: Ends) -> None:
     published = ends.publish(3)
     held = ends.engines[0].receives(3)["communicator"]
     refused = ends.engines[0].receives(99)
@@ -141,10 +141,10 @@ def test_an_engine_that_stops_midway_is_given_up_at_the_deadline_and_can_return(
     stopped.tell(hurt="stop", after=3)
     stopped.tell(step=4)
     stopped.hears("hurt")
-    assert other.receives(4)["digest"] == published  # while the trainer waits for the first engine
+    assert other.receives(4)["digest"] == published  # The trainer still waits for the first engine here.
     aborted = ends.trainer.hears("topic")
     assert (aborted["topic"], aborted["engine"]) == ("weights/aborted", 0)
-    for _ in range(2):  # and after it was given up
+    for _ in range(2):  # Here the first engine was given up.
         assert other.receives(4)["digest"] == published
     stopped.process.send_signal(signal.SIGCONT)
     failed = stopped.hears("communicator")
@@ -155,7 +155,7 @@ def test_an_engine_that_stops_midway_is_given_up_at_the_deadline_and_can_return(
     assert again["communicator"] not in (0, held)
 
 
-def test_an_engine_killed_midway_is_noticed_at_once_and_its_next_life_is_served(ends: Ends) -> None:
+def test_an_engine_killed_midway_is_detected_at_once_and_its_next_incarnation_is_served(ends: Ends) -> None:
     published = ends.publish(5)
     killed, other = ends.engines[1], ends.engines[0]
     held = killed.receives(5)["communicator"]
@@ -164,7 +164,8 @@ def test_an_engine_killed_midway_is_noticed_at_once_and_its_next_life_is_served(
     killed.hears("hurt")
     aborted = ends.trainer.hears("topic")
     assert (aborted["topic"], aborted["engine"]) == ("weights/aborted", 1)
-    assert "no end within" not in aborted["why"]  # found by its closed sockets, not at the deadline
+    # The loss was found by the engine's closed sockets, not at the deadline.
+    assert "no end within" not in aborted["why"]
     assert other.receives(5)["digest"] == published
     killed.end()
     killed.start()
@@ -174,7 +175,7 @@ def test_an_engine_killed_midway_is_noticed_at_once_and_its_next_life_is_served(
 
 
 @pytest.mark.long
-def test_samples_go_on_until_weights_are_sent_and_take_the_shards_of_a_trainer_that_is_stopped(ends: Ends) -> None:
+def test_sampling_continues_until_weights_are_sent_and_uses_shards_if_the_trainer_is_stopped(ends: Ends) -> None:
     engine = ends.engines[1]
     ends.publish(8)
     engine.tell(samples_with=8)
@@ -203,7 +204,8 @@ def test_a_trainer_killed_midway_leaves_an_engine_with_its_old_version(ends: End
     failed = engine.hears("communicator")
     assert "failed" in failed
     assert failed["communicator"] == 0
-    assert "Operation timed out" not in failed["failed"]  # found by its closed sockets, not at the deadline
+    # The loss was found by the trainer's closed sockets, not at the deadline.
+    assert "Operation timed out" not in failed["failed"]
     ends.trainer.end()
     ends.trainer.start()
     assert "not published by this life" in engine.receives(6)["failed"]

@@ -1,4 +1,4 @@
-"""Weight transfers with CUDA: NCCL's communicator keeps its deadline, and another process on the same GPU reads memory
+"""Weight transfers with CUDA: NCCL's communicator meets its deadline, and another process on the same GPU reads memory
 that a trainer exports. Only the last test needs more than one GPU.
 """
 
@@ -73,11 +73,11 @@ def test_a_communicator_that_no_peer_joins_is_given_up_at_the_deadline() -> None
     with pytest.raises(TransferLost, match="join: not done within 3 s"):
         group.broadcast(tensors().values())
     assert time.monotonic() - began < 30
-    with pytest.raises(TransferLost):  # a used id is never valid again
+    with pytest.raises(TransferLost):  # A used id is never valid again.
         group.broadcast(tensors().values())
 
 
-def test_a_communicator_of_one_rank_sends_and_is_left() -> None:
+def test_a_communicator_of_one_rank_sends_and_is_closed() -> None:
     group = NcclGroup(new_unique_id(), 1, device=DEVICE, deadline_s=30.0)
     for _ in range(2):
         group.broadcast(tensors().values())
@@ -88,7 +88,7 @@ def test_a_communicator_of_one_rank_sends_and_is_left() -> None:
 @pytest.mark.skipif(
     torch.cuda.device_count() < 2 or importlib.util.find_spec("vllm") is None, reason="needs two GPUs, and vllm"
 )
-def test_vllms_end_receives_what_is_sent() -> None:
+def test_vllm_receives_the_weights_that_are_sent() -> None:
     unique_id = new_unique_id()
     command = [sys.executable, "-c", RECEIVES]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -19,14 +19,14 @@ POLL_S = 0.1
 
 
 class WorkerGroup:
-    """Ranks 0 to n-1 of `run`; `keep_alive` restarts a rank that has ended."""
+    """Processes of the ranks 0 to n-1 of `run`. `keep_alive` restarts a rank that has ended."""
 
     def __init__(self, run: RunDir, ranks: int) -> None:
         self._run = run
         self.processes: list[subprocess.Popen[bytes]] = []
         self.restarts = [0] * ranks
         self.statuses: list[list[int]] = [[] for _ in range(ranks)]
-        """Exit statuses of each rank's lives."""
+        """Exit statuses of the processes of each rank, in order."""
         for rank in range(ranks):
             self.processes.append(self._start(rank))
 
@@ -43,7 +43,7 @@ class WorkerGroup:
                     self.statuses[rank].append(status)
                     self.restarts[rank] += 1
                     self.processes[rank] = self._start(rank)
-            await asyncio.sleep(POLL_S)  # the poll of a supervisor; no test waits for it
+            await asyncio.sleep(POLL_S)  # This is the poll of a supervisor; no test waits for it.
 
     def kill(self, rank: int) -> None:
         self.processes[rank].kill()

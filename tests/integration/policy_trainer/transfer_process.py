@@ -96,7 +96,7 @@ def client_of(run: RunDir, context: zmq.Context[zmq.Socket[bytes]], service: str
 
 
 def reference(step: int, nbytes: int = 0) -> WeightsRef:
-    digests = [0] * len(NAMES)  # the engine here has no parameters to digest
+    digests = [0] * len(NAMES)  # The engine here has no parameters to digest.
     canary = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0, digests=digests)
     return WeightsRef(
         lineage=1,
@@ -140,7 +140,7 @@ async def trainer(run: RunDir) -> None:
 
 
 class Sampler(ToldEngine):
-    """An engine that samples for ever and receives weights between two steps, as vLLM does."""
+    """An engine that samples indefinitely and receives weights between two steps, as vLLM does."""
 
     ranks = 1
 
@@ -148,7 +148,7 @@ class Sampler(ToldEngine):
         super().__init__()
         self._memory = HostMemory()
         self.longest_s = 0.0
-        """Longest time between two steps."""
+        """Longest time between two steps in seconds."""
 
     async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
         await self.set_weights(await self._memory.receive(offer, meeting))
@@ -234,6 +234,6 @@ async def engine(run: RunDir, instance: int) -> None:
 
 if __name__ == "__main__":
     folder, who = sys.argv[1:]
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is reserved for the test
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is reserved for the test.
     opened = RunDir.open(Path(folder))
     asyncio.run(trainer(opened) if who == "trainer" else engine(opened, int(who)))

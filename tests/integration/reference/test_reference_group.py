@@ -21,7 +21,8 @@ from tests.integration.whole_cluster import Cluster, cluster
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
 EVERY, STEPS = 20, 50
-"""A step takes a tenth of a second, and the test needs time to look between two refreshes."""
+"""Interval between refreshes in steps. A step takes a tenth of a second, and the test needs time to look between two
+refreshes."""
 SMALL = (
     f"run.steps={STEPS}",
     "data.eval={}",
@@ -64,7 +65,7 @@ def rank_pid(running: Cluster, instance: int) -> int | None:
         pytest.param(("placement.colocate=[policy-trainer, reference]",), id="colocated", marks=pytest.mark.long),
     ],
 )
-def test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another(
+def test_two_ranks_score_as_one_follow_the_policy_and_survive_the_death_of_one(
     place: tuple[str, ...], tmp_path: Path
 ) -> None:
     with cluster(QUICKSTART, tmp_path, *SMALL, *place, limit_s=260) as running:
@@ -85,5 +86,5 @@ def test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another(
         expected = frozen.logprobs(task["token_ids"], task["lengths"], task["loss_mask"], 1.0, lambda: None)
         assert np.abs(task["ref_logprobs"] - expected).max() <= 1e-5, task_id
     assert_follows(rows, every=EVERY, steps=STEPS, least_kl=1e-5)
-    # after the death both ranks restart, and their leases name the version to load
+    # After the death both ranks restart, and their leases name the version to load.
     assert loads == [{EVERY, 2 * EVERY}] * 2

@@ -26,7 +26,7 @@ SMALL = (
 
 def refreshed(running: Cluster, instance: int = 0) -> list[int]:
     """Return the steps of the versions that one rank of the reference loaded over all its lives."""
-    log = running.path / "logs" / f"reference-{instance}.jsonl"  # the run may not exist yet
+    log = running.path / "logs" / f"reference-{instance}.jsonl"  # The run may not exist yet.
     lines = log.read_text().splitlines() if log.exists() else []
     return [line["step"] for line in map(json.loads, lines) if line["event"] == "reference refreshed"]
 
@@ -45,7 +45,8 @@ def assert_follows(rows: list[dict[str, float]], *, every: int, steps: int, leas
 
 @pytest.mark.timeout(260)
 def test_the_reference_keeps_its_refreshed_version_after_a_restart(tmp_path: Path) -> None:
-    steps = 40  # each takes a quarter of a second: time enough to kill the reference before the last
+    # Each step takes a quarter of a second, which leaves time to kill the reference before the last refresh.
+    steps = 40
     with cluster(QUICKSTART, tmp_path, *SMALL, f"run.steps={steps}", limit_s=240) as running:
         running.wait_for("the first refresh", lambda: EVERY in refreshed(running))
         pid = running.wait_for("the reference", lambda: running.pid("reference"))
@@ -54,7 +55,7 @@ def test_the_reference_keeps_its_refreshed_version_after_a_restart(tmp_path: Pat
         rows = running.rows()
         loads = refreshed(running)
     assert_follows(rows, every=EVERY, steps=steps, least_kl=1e-3)
-    # the second life has no state: its leases name the version to load
+    # The second process has no state; its leases name the version to load.
     assert set(loads) == set(range(EVERY, steps, EVERY))
 
 
@@ -69,7 +70,7 @@ TOGETHER = (
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_refresh_determinism_and_colocation_go_together(tmp_path: Path) -> None:
+def test_refreshes_work_with_determinism_and_colocation(tmp_path: Path) -> None:
     """The reference leaves the devices between its turns and returns with the weights of its last refresh, also in a
     run that is killed, which ends with the same bits."""
     paths = []

@@ -1,4 +1,4 @@
-"""Workflows around unmodified agents that use OpenAI's chat completions. The agents themselves import nothing from this
+"""Workflows around unmodified agents that use OpenAI's chat completions. The agents themselves import no module of this
 repository."""
 
 from __future__ import annotations
@@ -139,5 +139,5 @@ async def goes_away(row: Row, llm: LLM, ctx: Context) -> Trajectory:
         try:
             await llm.chat([{"role": "user", "content": row["prompt"]}])
             return llm.trajectory()
-        except ContextFull:  # the abandoned calls still hold their room
+        except ContextFull:  # The abandoned calls still hold their room.
             await asyncio.sleep(0.02)

@@ -62,7 +62,7 @@ services: {{rollout: {{block_tasks: 4}}, batch-store: {{memory: 64MiB}}}}
 
 @dataclass
 class Processes:
-    """The service processes of one run, all of which are ended at the end."""
+    """Service processes of one run, all of which are ended at the end."""
 
     run: RunDir
     folder: Path
@@ -95,7 +95,7 @@ class Processes:
 
 
 class Driver:
-    """The calls of a driver and its worker, made by the test."""
+    """Calls of a driver and its worker, made by the test."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -180,7 +180,7 @@ class Driver:
 async def cluster(folder: Path, topology: str = TOPOLOGY, *store: str) -> AsyncIterator[tuple[Processes, Driver]]:
     """Create a run directory and start its scheduler and store; the test starts the other services.
 
-    `store`: program and arguments of a store that replaces the usual one.
+    `store` is the program and arguments of a store that replaces the usual one.
     """
     run = RunDir.create(folder / "run")
     run.topology.write_text(topology)

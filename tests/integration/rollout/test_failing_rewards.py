@@ -40,7 +40,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(320)
-def test_rewards_that_hang_are_on_the_console_with_their_line(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_rewards_that_hang_are_reported_on_the_console_with_their_line(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     overrides = (*SMALL, "reward.function=my_failing_rewards:hangs", "reward.timeout_s=2")
     with cluster(QUICKSTART, tmp_path, *overrides, limit_s=280, environment=environment) as running:
         running.wait_for("a notice", lambda: "rollout/0: rewards failing: " in running.output())
@@ -62,7 +64,7 @@ def test_rewards_that_hang_are_on_the_console_with_their_line(tmp_path: Path, en
 
 @pytest.mark.long
 @pytest.mark.timeout(320)
-def test_a_judge_that_never_answers_ends_the_run_in_one_line(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_a_judge_that_never_answers_ends_the_run_with_one_line(tmp_path: Path, environment: dict[str, str]) -> None:
     overrides = (*SMALL, "reward.function=my_failing_rewards:judged", "reward.retry.limit_s=5")
     with cluster(QUICKSTART, tmp_path, *overrides, limit_s=280, environment=environment) as running:
         running.wait_for("a notice", lambda: "a judge does not answer, rewards wait for it" in running.output())

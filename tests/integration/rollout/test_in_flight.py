@@ -27,13 +27,13 @@ LONG = [
     "sampling.temperature=20.0",
 ]
 TRANSFORMERS = ["services.rollout.in_flight=keep"]
-# The highest temperature that vLLM accepts.
+# 2.0 is the highest temperature that vLLM accepts.
 VLLM = ["services.rollout.engine=vllm", "services.rollout.in_flight=recompute", "sampling.temperature=2.0"]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", [TRANSFORMERS, pytest.param(VLLM, marks=pytest.mark.long)], ids=["keep", "vllm"])
-def test_sequences_go_on_under_newer_weights_and_no_token_is_too_old(tmp_path: Path, engine: list[str]) -> None:
+def test_sequences_continue_under_newer_weights_and_no_token_is_too_old(tmp_path: Path, engine: list[str]) -> None:
     model = save_llama(tmp_path / "llama", context_tokens=1024)
     with cluster(QUICKSTART, tmp_path, *LONG, *engine, f"policy.model={model}", limit_s=580) as run:
         versions = TokenVersions(run)

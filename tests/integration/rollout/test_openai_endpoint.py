@@ -1,4 +1,4 @@
-"""Unmodified agents that use OpenAI's chat completions as workflows: everything they sample is captured."""
+"""Unmodified agents that use OpenAI's chat completions as workflows: all sampled tokens are captured."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_tokens_and_logprobs_of_an_unmodified_agent_are_captured_for_each_sample
             mask = sequence.loss_mask == 1
             assert logprob_error(sequence) < 1e-4
             assert set(sequence.versions[mask]) == {VERSION}
-            # Two spans of sampled tokens: the history that came back over HTTP continued the same sequence.
+            # There are two spans of sampled tokens, so the history that came back over HTTP continued the same
+            # sequence.
             assert (np.diff(sequence.loss_mask.astype(int)) == 1).sum() == 2
             assert each.sample.completion == each.sample.state["answers"][1]
 
@@ -70,11 +71,11 @@ def test_each_choice_is_a_sequence_and_any_of_them_may_be_continued() -> None:
     assert made.sample.messages[1]["content"] == texts[1]
 
 
-def test_max_tokens_and_stop_shorten_an_answer_and_sampling_is_the_topologys() -> None:
+def test_max_tokens_and_stop_shorten_an_answer_and_sampling_follows_the_topology() -> None:
     made = only(run(f"{AGENTS}:shortened", tasks=1, samples=1)[0])
     assert made.sample.state == {"overridden": "temperature,top_p,seed", "tokens": made.rolled.sampled}
     assert made.rolled.sampled <= 2
-    assert logprob_error(made.rolled.sequences[0]) < 1e-4  # at the topology's temperature, 1.0
+    assert logprob_error(made.rolled.sequences[0]) < 1e-4  # The tokens were sampled at the topology's temperature, 1.0.
 
 
 def test_an_agent_that_requests_other_sampling_is_reported_once() -> None:
@@ -96,10 +97,10 @@ def test_unsupported_requests_are_refused_by_name_in_openais_format() -> None:
     for (asked, says, code), (message, kind, got) in zip(REFUSED, made.sample.state["errors"], strict=True):
         assert says in message, asked
         assert (kind, got) == ("invalid_request_error", code), asked
-    assert made.sample.turns == 1  # no refused request was sampled
+    assert made.sample.turns == 1  # No refused request was sampled.
 
 
-def test_a_blocking_client_on_a_thread_is_an_agent_too() -> None:
+def test_an_agent_may_use_a_blocking_client_on_a_thread() -> None:
     made, blocks, _ = run(f"{AGENTS}:blocking", tasks=1, samples=4, timeout_s=60)
     assert sum(blocks) == 4
     for each in made[0]:
@@ -107,7 +108,7 @@ def test_a_blocking_client_on_a_thread_is_an_agent_too() -> None:
         assert each.sample.state["answer"] == each.sample.completion
 
 
-def test_a_url_is_useless_to_others_and_after_the_sample() -> None:
+def test_a_url_cannot_be_guessed_and_ends_with_its_sample() -> None:
     async def scenario() -> None:
         async with rig() as made:
             (group,) = await made.make(f"{AGENTS}:notes_url", tasks=1, samples=2)
@@ -148,7 +149,7 @@ async def raw(made: Rig, data: bytes) -> bytes:
         bytes(range(256)) * 100,
     ],
 )
-def test_bytes_that_are_no_request_end_their_connection_only(data: bytes) -> None:
+def test_bytes_that_are_not_a_request_end_only_their_connection(data: bytes) -> None:
     async def scenario() -> None:
         async with rig() as made:
             answer = await raw(made, data)
@@ -158,7 +159,7 @@ def test_bytes_that_are_no_request_end_their_connection_only(data: bytes) -> Non
     asyncio.run(scenario())
 
 
-def test_an_agent_that_goes_away_leaves_nothing_behind() -> None:
+def test_an_agent_that_abandons_its_calls_leaves_nothing_behind() -> None:
     # There is room for one call only: abandoned calls release theirs, and their tokens are not trained on.
     made = only(run(f"{AGENTS}:goes_away", tasks=1, samples=1, max_tokens=40, timeout_s=10)[0])
     assert len(made.rolled.sequences) == 1

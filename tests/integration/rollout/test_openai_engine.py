@@ -99,7 +99,7 @@ def engine(url: str, temperature: float = 1.0, **arguments: str) -> OpenAIEngine
 
 @dataclass
 class Seen:
-    """What one engine did with one server, and the errors it raised."""
+    """Results of one engine with one server, and the errors it raised."""
 
     case: Case
     answer: dict[str, Any]
@@ -234,7 +234,7 @@ def test_samples_of_a_server_with_other_weights_are_refused(seen: Seen) -> None:
     assert "the server no longer holds the weights it was given" in seen.answer["taken"]
 
 
-def test_a_model_that_is_not_served_is_refused_with_those_that_are(seen: Seen) -> None:
+def test_a_model_that_is_not_served_is_refused_with_a_list_of_the_served_ones(seen: Seen) -> None:
     assert "the server lacks model big; set model to one of tiny" in seen.answer["unknown_model"]
 
 
@@ -249,8 +249,8 @@ def test_a_run_trains_with_a_server_as_its_engine(tmp_path: Path) -> None:
     assert 0 < max(row["rollout/logprob_mismatch_max"] for row in rows) <= 1e-3
 
 
-def test_what_a_plain_server_lacks_is_named_at_the_start(tmp_path: Path) -> None:
-    with server(tmp_path) as url:  # with its default options
+def test_features_that_a_plain_server_lacks_are_named_at_the_start(tmp_path: Path) -> None:
+    with server(tmp_path) as url:  # The server runs with its default options.
         untrue = asyncio.run(failure(engine(url, 0.7).start()))
         closed = asyncio.run(failure(engine(url, 1.0).start()))
     assert "lacks log-probs at the sampling temperature 0.7" in untrue

@@ -35,7 +35,7 @@ def noted(processes: Processes, temperature: float) -> dict[str, list[Completion
     return {task_id: answers for task_id, answers in found.items() if answers is not None}
 
 
-# A high temperature, so that few samples stop early; vLLM accepts at most 2.
+# A high temperature lets few samples stop early; vLLM accepts at most 2.
 @pytest.mark.parametrize(
     ("engine", "hot"),
     [
@@ -44,14 +44,14 @@ def noted(processes: Processes, temperature: float) -> dict[str, list[Completion
     ],
 )
 @pytest.mark.timeout(180)
-def test_samples_of_a_killed_engine_go_on_under_newer_weights(engine: str, hot: float, tmp_path: Path) -> None:
+def test_samples_of_a_killed_engine_continue_under_newer_weights(engine: str, hot: float, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path, topology(engine, hot)) as (processes, driver):
             await driver.begin()
             await driver.publish(0, 0)
             processes.start("rollout")
             async with asyncio.timeout(90):
-                while len(noted(processes, hot)) < 2 * TASKS:  # two concurrent leases
+                while len(noted(processes, hot)) < 2 * TASKS:  # Two leases are concurrent.
                     await asyncio.sleep(0.01)
             processes.end("rollout", signal.SIGKILL)
             before = noted(processes, hot)

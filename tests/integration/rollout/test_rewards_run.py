@@ -1,4 +1,4 @@
-"""Rewards and workflows inside the real rollout service, between a real scheduler and a real store."""
+"""Rewards and workflows inside the real rollout service, with a real scheduler and a real store."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def check_killed_with_the_service(processes: Processes) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp_path: Path) -> None:
+def test_rewards_that_hang_crash_raise_or_use_too_much_memory_lose_only_their_samples(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(MIXED)
     lines = (
         f'[{{function: "my_rewards:mixed", weight: 2, params: {{folder: "{tmp_path}"}}}}, '
@@ -114,8 +114,8 @@ def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp
     )
     topology = TOPOLOGY.replace(
         '{function: "builtin:exact_match"}', f"{{functions: {lines}, timeout_s: 4, memory: 64MiB}}"
-    ).replace('"builtin:addition"', '"builtin:addition", shuffle: false')  # the first step has all four kinds
-    topology += "lease: {lease_s: 3}\n"  # a reward may take longer
+    ).replace('"builtin:addition"', '"builtin:addition", shuffle: false')  # The first step has all four kinds.
+    topology += "lease: {lease_s: 3}\n"  # A reward may take longer than a lease.
 
     async def scenario() -> None:
         async with cluster(tmp_path, topology) as (processes, driver):
@@ -146,7 +146,7 @@ def test_hanging_crashing_greedy_and_raising_rewards_cost_their_samples_only(tmp
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
-def test_a_workflow_of_two_turns_goes_through_the_whole_service(engine: str, tmp_path: Path) -> None:
+def test_a_workflow_of_two_turns_passes_through_the_whole_service(engine: str, tmp_path: Path) -> None:
     (tmp_path / "my_flow.py").write_text(TWO_TURNS)
     flow = 'workflow: {function: "my_flow:workflow", params: {hint: "12"}, timeout_s: 2, max_tokens: 100}\n'
 
@@ -195,7 +195,7 @@ def judged(sample, *, url):
 
 
 @pytest.mark.timeout(200)
-def test_an_absent_judge_is_waited_for_and_costs_no_task(tmp_path: Path) -> None:
+def test_an_absent_judge_is_waited_for_and_loses_no_task(tmp_path: Path) -> None:
     (tmp_path / "my_judge.py").write_text(JUDGED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -217,7 +217,7 @@ def test_an_absent_judge_is_waited_for_and_costs_no_task(tmp_path: Path) -> None
             assert "Connection refused" in told.text
             assert "my_judge.py:5" in told.text
             waiting = asyncio.create_task(driver.batch(1, deadline_s=60))
-            done, _ = await asyncio.wait({waiting}, timeout=4)  # longer than a lease and its single attempt
+            done, _ = await asyncio.wait({waiting}, timeout=4)  # This is longer than a lease and its single attempt.
             assert not done
             assert (await driver.status()).tasks["LEASED"] > 0
             with judge(port):
@@ -234,7 +234,7 @@ def test_an_absent_judge_is_waited_for_and_costs_no_task(tmp_path: Path) -> None
     asyncio.run(scenario())
 
 
-def test_a_workflow_that_cannot_be_imported_ends_the_start_in_one_line(tmp_path: Path) -> None:
+def test_a_workflow_that_cannot_be_imported_fails_the_start_with_one_line(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path, TOPOLOGY + 'workflow: {function: "no_such:workflow"}\n') as (processes, _):
             processes.start("rollout")

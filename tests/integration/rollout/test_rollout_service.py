@@ -1,4 +1,4 @@
-"""Rollout and reference as real processes, between a real scheduler and a real store."""
+"""Rollout and reference as real processes, with a real scheduler and a real store."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def log_of(folder: Path, service: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "run" / "logs" / f"{service}-0.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(300)  # imports torch four times, possibly on few cores
-def test_tasks_are_sampled_scored_referenced_and_survive_kills(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)  # The test imports torch four times, possibly on few cores.
+def test_tasks_are_sampled_and_scored_and_survive_kills(tmp_path: Path) -> None:
     """All reads are streamed without encryption, as the topology says."""
 
     def far(module: str) -> tuple[str, str]:
@@ -76,7 +76,7 @@ def test_tasks_are_sampled_scored_referenced_and_survive_kills(tmp_path: Path) -
 
 
 @pytest.mark.timeout(300)
-def test_a_store_that_dies_is_waited_for_longer_than_a_lease_lasts(tmp_path: Path) -> None:
+def test_a_dead_store_is_waited_for_longer_than_a_lease_lasts(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path, TOPOLOGY + f"lease: {{lease_s: {LEASE_S}}}\n") as (processes, driver):
             info = await driver.begin()
@@ -87,7 +87,7 @@ def test_a_store_that_dies_is_waited_for_longer_than_a_lease_lasts(tmp_path: Pat
             async with asyncio.timeout(90):
                 while not (await driver.status()).tasks.get("LEASED"):
                     await asyncio.sleep(0.1)
-            await asyncio.sleep(2.5 * LEASE_S)  # it holds a lease but has no weights
+            await asyncio.sleep(2.5 * LEASE_S)  # The service holds a lease but has no weights.
             assert not [line for line in log_of(tmp_path, "rollout") if line["event"] == "lease lost"]
             processes.start("batch_store")
             await check_batch(driver, 1)
@@ -123,12 +123,13 @@ def test_an_engine_that_hangs_ends_its_process_with_a_message(tmp_path: Path) ->
             ends = b"2 s later (lease.lease_s) its computation has neither stopped nor moved: it hangs"
             lines = process.stderr
             said = await asyncio.to_thread(lambda: next(each for each in lines if each.startswith(b"rollout/0: ")))
-            assert ends in said  # killed below, because it would wait for the hanging thread before it ends
+            # The process is killed below, because it would wait for the hanging thread before it ends.
+            assert ends in said
 
     asyncio.run(scenario())
 
 
-def test_a_reward_that_cannot_be_imported_ends_the_start_in_one_line(tmp_path: Path) -> None:
+def test_a_reward_that_cannot_be_imported_fails_the_start_with_one_line(tmp_path: Path) -> None:
     async def scenario() -> None:
         topology = TOPOLOGY.replace("builtin:exact_match", "no_such_module:reward")
         async with cluster(tmp_path, topology) as (processes, _):

@@ -1,5 +1,5 @@
-"""vLLM in a whole run: it learns, its log-probs match the trainer's, it survives a kill, refuses wrong weights (all are
-sent over gloo), and drops by name a prompt longer than its context.
+"""vLLM in a whole run, with weights sent over gloo: the run learns, log-probs match the trainer's, the engine survives
+a kill, refuses wrong weights, and drops by name a prompt longer than its context.
 
 One run serves all but the last test. This process never imports vLLM.
 """
@@ -37,7 +37,7 @@ EARLY_TOKENS = 2
 
 @dataclass
 class Seen:
-    """A run and what the fixture did to it."""
+    """A run and the disturbances that the fixture caused."""
 
     run: Cluster
     status: int = -1
@@ -55,7 +55,7 @@ def _overrides(engine: str, steps: int) -> list[str]:
         "data.eval={}",
         "algorithm.kl=null",
         "services.reference=null",
-        # The log-probs that are compared then belong to the same version.
+        # With this setting, the compared log-probs belong to the same version.
         "staleness=0",
     ]
 
@@ -75,7 +75,7 @@ def _begun(run: Cluster) -> int:
     """
     begun = []
     for file in (run.path / "partial").glob("train-*.msgpack"):
-        with contextlib.suppress(FileNotFoundError):  # a process stops a moment after the signal
+        with contextlib.suppress(FileNotFoundError):  # A process stops a moment after the signal.
             for ids, _, _, reason in msgspec.msgpack.decode(file.read_bytes())["samples"]:
                 begun += [len(ids) // 4] if ids and not reason else []
     return len(begun) if max(begun, default=0) <= EARLY_TOKENS else 0
@@ -116,7 +116,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("vllm")
     _write_rows(folder / "rows.jsonl")
     rows = [f"data.train.source=jsonl:{folder}/rows.jsonl", "data.train.shuffle=false"]
-    noted = "services.rollout.partial_s=0.001"  # a note after every step
+    noted = "services.rollout.partial_s=0.001"  # A note is written after every step.
     overrides = [*_overrides("vllm", STEPS), *rows, "services.rollout.weights=gloo", noted]
     with cluster(TOPOLOGIES / "quickstart.yaml", folder, *overrides, limit_s=580) as run:
         result = Seen(run)
@@ -131,7 +131,7 @@ def test_an_engine_with_wrong_weights_is_refused_with_its_cause(seen: Seen) -> N
     assert "must not sample" in seen.causes[0]
 
 
-def test_engine_killed_in_the_middle_of_a_group_costs_no_task_and_trains_none_twice(seen: Seen) -> None:
+def test_an_engine_killed_within_a_group_loses_no_task_and_trains_none_twice(seen: Seen) -> None:
     assert seen.leased_at_kill > 0
     assert seen.begun_at_kill > 0
     assert seen.status == 0, seen.run.output()
@@ -143,7 +143,7 @@ def test_engine_killed_in_the_middle_of_a_group_costs_no_task_and_trains_none_tw
     assert len(trained) == len(set(trained)) == STEPS * TASKS
 
 
-def test_a_prompt_longer_than_the_context_is_lost_by_name_and_another_task_takes_its_place(seen: Seen) -> None:
+def test_a_prompt_longer_than_the_context_is_dropped_by_name_and_replaced_by_another_task(seen: Seen) -> None:
     (lost,) = [each for each in seen.run.log("rollout") if each["event"] == "task dropped"]
     assert lost["task_id"] == f"train/0/{LONG_ROW}"
     assert "prompt of 600 tokens: the limit is 504 (the model's context of 512 less 8 new tokens)" in lost["reason"]
@@ -160,7 +160,7 @@ def test_log_probs_of_engine_and_trainer_agree_throughout(seen: Seen) -> None:
     assert 0 < worst < worst_token <= 1e-3
 
 
-def test_every_version_was_sent_and_proved(seen: Seen) -> None:
+def test_every_version_was_sent_and_verified(seen: Seen) -> None:
     assert {row["sync/sent"] for row in seen.run.rows()} == {1.0}
     assert max(row["sync/canary_error"] for row in seen.run.rows()) <= 1e-4
     assert not [each for each in seen.run.log("rollout") if "transfer failed" in each["event"]]

@@ -25,7 +25,7 @@ OVERRIDES = [
     f"run.steps={STEPS}",
     "algorithm.tasks_per_step=16",
     "algorithm.group_size=4",
-    "algorithm.loss.anchor=proximal",  # compares engine and trainer before the first of the two updates
+    "algorithm.loss.anchor=proximal",  # The setting compares engine and trainer before the first of the two updates.
     "services.policy-trainer.workers=2",
     "services.rollout={engine: vllm, parallel: {tp: 2}, block_tasks: 16}",
     "services.batch-store.memory=256MiB",
@@ -50,7 +50,8 @@ def test_an_engine_of_two_ranks_takes_turns_with_two_ranks_of_the_trainer(tmp_pa
         rows, watched = run.rows(), Watched(run)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert {row["rollout/staleness_max"] for row in rows} == {0.0}
-    assert 0 < max(row["rollout/logprob_mismatch_max"] for row in rows) <= 1e-3  # every sync brought the newest weights
+    # Every sync brought the newest weights.
+    assert 0 < max(row["rollout/logprob_mismatch_max"] for row in rows) <= 1e-3
     assert {"eval/heldout/accuracy"} <= set(rows[3]) & set(rows[-1])
     changes = watched.changes()
     for rank in RANKS:

@@ -88,7 +88,7 @@ def test_logprobs_of_another_temperature_differ(case: Case) -> None:
 
 
 def test_a_prompt_cached_before_an_update_is_read_again_after_it(case: Case) -> None:
-    assert len(case.prompts[-1]) > 128  # one block of vLLM's cache on a CPU
+    assert len(case.prompts[-1]) > 128  # This is one block of vLLM's cache on a CPU.
     assert case.error("first_version", 1, 1.0) < TOLERANCE
     assert case.error("warm", 2, 1.0) < TOLERANCE
 
@@ -140,7 +140,7 @@ def test_a_stop_text_ends_a_completion_and_its_tokens_are_kept(case: Case) -> No
 def test_a_block_is_cancelled_between_two_steps_and_in_a_pause(case: Case) -> None:
     assert case.answer["cancelled"].startswith("GenerationCancelled")
     assert case.answer["cancelled_in_pause"].startswith("GenerationCancelled")
-    assert case.answer["last_error"] <= TOLERANCE  # an update goes through afterwards
+    assert case.answer["last_error"] <= TOLERANCE  # An update succeeds afterwards.
 
 
 def test_a_pause_holds_decoding_and_progress_counts_every_step(case: Case) -> None:
@@ -182,14 +182,14 @@ def test_tokens_of_unverified_weights_are_not_noted(case: Case) -> None:
     assert case.answer["given_up_in_pause"].startswith("GenerationCancelled")
     noted = flat(case.answer["noted_in_pause"])
     assert {swaps for each in noted for swaps in each["swaps"]} == {case.answer["pause_began"]}
-    # a sample without EOS by then continues, whatever it sampled during the pause
+    # A sample without EOS by then continues, whatever it sampled during the pause.
     assert all(each["finish"] == ("stop" if each["ids"][-1] == EOS else "") for each in noted)
     assert any(not each["finish"] for each in noted)
-    # as many as at the pause
+    # There are as many tokens as at the pause.
     assert all(len(each["ids"]) <= 3 for each in noted)
 
 
-def test_samples_go_on_under_newer_weights_with_the_keys_and_values_that_they_have(case: Case) -> None:
+def test_samples_continue_under_newer_weights_with_their_keys_and_values(case: Case) -> None:
     assert case.answer["midway_error"] <= TOLERANCE
     assert not case.answer["done_in_pause"]
     old = case.answer["midway_began"]
@@ -206,16 +206,17 @@ def test_a_block_after_an_update_midway_reads_no_prompt_of_the_old_version(case:
     assert case.error("after_midway", 2, 1.0) < TOLERANCE
 
 
-def test_a_sleep_gives_memory_back_and_the_next_version_is_proved_before_it_is_used(case: Case) -> None:
+def test_a_sleep_releases_memory_and_the_next_version_is_verified_before_it_is_used(case: Case) -> None:
     _, _, awake, asleep = case.answer["sleep_rss"]
-    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))  # the cache has 256 MiB
+    # The cache has 256 MiB.
+    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))
     assert "before its weights were set" in case.answer["unset"]
     assert case.answer["sleep_error"] <= TOLERANCE
     assert case.error("slept_2", 2, 1.0) < TOLERANCE
     assert case.error("slept_1", 1, 1.0) < TOLERANCE
 
 
-def test_arguments_that_are_unknown_or_not_the_users_are_refused_in_one_line(case: Case) -> None:
+def test_unknown_and_reserved_arguments_are_refused_in_one_line(case: Case) -> None:
     refused = case.answer["refused"]
     assert (
         "engine_args.max_num_seq: vLLM's EngineArgs has no such field, did you mean max_num_seqs?"
@@ -227,6 +228,6 @@ def test_arguments_that_are_unknown_or_not_the_users_are_refused_in_one_line(cas
     assert not any("\n" in each for each in refused.values())
 
 
-def test_it_is_one_process_that_listens_on_loopback_only(case: Case) -> None:
+def test_the_engine_is_one_process_that_listens_only_on_loopback(case: Case) -> None:
     assert case.answer["children"] == 0
     assert set(case.answer["listening"]) <= {"127.0.0.1", "::1"}

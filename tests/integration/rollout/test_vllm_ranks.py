@@ -34,18 +34,20 @@ def test_sent_weights_reach_both_ranks_and_an_interrupted_transfer_changes_nothi
     assert case.answer["error_after_it"] <= TOLERANCE
 
 
-def test_vllms_nccl_and_ipc_engines_know_what_they_are_offered(case: Case) -> None:
+def test_vllms_nccl_and_ipc_engines_understand_our_offers(case: Case) -> None:
     found = case.answer["understood"]
     assert found["unique_id"] == list(range(128))
     assert (found["world_size"], found["packed"], found["sizes"]) == (3, True, [32, 8])
-    assert found["handle"] == [15, True]  # what torch's rebuild_cuda_tensor takes; vLLM keeps it as a key
+    # torch's rebuild_cuda_tensor takes these values; vLLM keeps the handle as a key.
+    assert found["handle"] == [15, True]
 
 
 def test_logprobs_equal_those_of_transformers(case: Case) -> None:
-    assert case.error("warm", 2, 1.0) < TOLERANCE  # the weights that were loaded, whatever was announced
+    # These are the weights that were loaded, whatever version was announced.
+    assert case.error("warm", 2, 1.0) < TOLERANCE
 
 
-def test_samples_go_on_midway_with_keys_and_values_of_the_newer_weights(case: Case) -> None:
+def test_running_samples_continue_with_keys_and_values_of_the_newer_weights(case: Case) -> None:
     old = case.answer["midway_began"]
     swaps = [each["swaps"] for group in case.answer["midway"] for each in group]
     assert any(old in each and old + 1 in each for each in swaps)
@@ -56,16 +58,17 @@ def test_samples_go_on_midway_with_keys_and_values_of_the_newer_weights(case: Ca
     assert case.error("after_midway", 2, 1.0) < TOLERANCE
 
 
-def test_a_sleep_gives_memory_back_and_the_next_version_is_proved_before_it_is_used(case: Case) -> None:
+def test_a_sleep_releases_memory_and_the_next_version_is_verified_before_it_is_used(case: Case) -> None:
     _, _, awake, asleep = case.answer["sleep_rss"]
-    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))  # the cache has 256 MiB
+    # The cache has 256 MiB.
+    assert all(before - after > 200 << 20 for before, after in zip(awake, asleep, strict=True))
     assert "before its weights were set" in case.answer["unset"]
     assert case.answer["sleep_error"] <= TOLERANCE
     assert case.error("slept_2", 2, 1.0) < TOLERANCE
     assert case.error("slept_1", 1, 1.0) < TOLERANCE
 
 
-def test_ranks_listen_on_loopback_only(case: Case) -> None:
+def test_ranks_listen_only_on_loopback(case: Case) -> None:
     assert case.answer["listening"] == ["127.0.0.1"]
 
 
@@ -74,4 +77,4 @@ def test_a_lost_rank_ends_generation_with_its_cause_and_leaves_no_process(case: 
     assert "rank" in case.answer["lost"]
     assert case.answer["left"] == 0
     assert case.answer["names"]
-    assert all(each.endswith(" (deleted)") for each in case.answer["names"])  # none can be left in /dev/shm
+    assert all(each.endswith(" (deleted)") for each in case.answer["names"])  # No buffer can be left in /dev/shm.

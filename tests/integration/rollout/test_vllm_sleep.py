@@ -22,11 +22,11 @@ pytestmark = [
 ]
 
 
-def test_a_sleep_frees_all_and_the_next_version_is_proved_after_the_cache_is_back(tmp_path: Path) -> None:
+def test_a_sleep_frees_all_memory_and_the_next_version_is_verified_after_the_cache_is_back(tmp_path: Path) -> None:
     case = Case(TINY)
     case.run(tmp_path, "tests.integration.rollout.vllm_sleep_process")
     awake, asleep, with_weights, again = case.answer["free_bytes"]
-    assert asleep - awake > 1 << 30  # mostly keys and values
+    assert asleep - awake > 1 << 30  # Most of this memory is keys and values.
     assert asleep - with_weights < 1 << 30
     assert with_weights - again > 1 << 30
     assert case.answer["canary_error"] <= TOLERANCE

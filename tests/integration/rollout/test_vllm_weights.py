@@ -43,7 +43,7 @@ def answer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-def test_a_version_that_arrived_is_not_refused(answer: dict[str, Any]) -> None:
+def test_a_correct_version_is_not_refused(answer: dict[str, Any]) -> None:
     assert answer["first"] == ""
     assert answer["last"] == ""
 
@@ -62,9 +62,9 @@ def test_every_defect_is_found_and_its_weight_is_named(answer: dict[str, Any]) -
     assert sum(each.startswith("swapped ") for each in refused) >= len(names) - 2
 
 
-def test_weights_that_do_not_reach_their_use_are_found(answer: dict[str, Any]) -> None:
+def test_weights_that_do_not_reach_the_place_of_their_use_are_found(answer: dict[str, Any]) -> None:
     if answer["ranks"] > 1:
-        return  # visible only in the worker's own process
+        return  # These defects are visible only in the worker's own process.
     refused = answer["refused"]
     kinds = {each.partition(" ")[0] for each in refused}
     assert {"handle", "overwritten", "skipped", "crossed"} <= kinds

@@ -1,4 +1,5 @@
-"""What transformers computes for a model and for the answers of a vLLM engine. Never imports vLLM; asserts nothing."""
+"""Computes with transformers what a vLLM engine's answers about a model are compared with. Never imports vLLM; asserts
+nothing."""
 
 from __future__ import annotations
 
@@ -76,8 +77,9 @@ class Case:
     def midway_errors(self, name: str) -> dict[str, float]:
         """Return the largest log-prob differences in answer `name`, whose samples went from version 1 to version 2.
 
-        `before`: tokens of version 1 against version 1. The tokens after: `recomputed` against version 2 alone, `kept`
-        against version 2 with version 1's keys and values for what version 1 had read.
+        `before` compares the tokens of version 1 with version 1. For the later tokens, `recomputed` compares with
+        version 2 alone, and `kept` with version 2 over version 1's keys and values for the tokens that version 1 had
+        read.
         """
         old, new = self.loaded(self.version(1)), self.loaded(self.version(2))
         errors = dict.fromkeys(("before", "recomputed", "kept"), 0.0)

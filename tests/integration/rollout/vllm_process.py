@@ -40,7 +40,7 @@ from shared.weights.drill import perturb
 SEED = 7
 TOLERANCE = 1e-4
 HOT = 2.0
-"""The highest temperature that vLLM accepts; it makes samples long."""
+"""Highest temperature that vLLM accepts, which makes samples long."""
 
 
 class AskedLater(threading.Event):
@@ -66,7 +66,7 @@ class AskedLater(threading.Event):
 
 
 class Shown:
-    """Records each note of an engine."""
+    """A recorder of the notes of an engine."""
 
     def __init__(self) -> None:
         self.taken: list[list[list[dict[str, Any]]]] = []
@@ -159,7 +159,7 @@ class Scenario:
     async def _weights(self) -> None:
         engine, answer = self._engine, self._answer
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
-        # First without the repair: the drill itself must find it.
+        # The first sync runs without the repair, so that the drill itself must find the defect.
         repair = vllm_worker.rebuild_tied_heads
         vllm_worker.rebuild_tied_heads = lambda model: 0
         answer["unrepaired"] = await failure(sync.load(*self._version(1)))
@@ -242,7 +242,8 @@ class Scenario:
         answer["last_error"] = float(np.abs(await engine.score(canary.token_ids) - canary.logprobs).max())
 
     async def _updated_midway(self) -> None:
-        """Run a block that begins under version 1 and continues under version 2, then one independent of version 1."""
+        """Run a block that begins under version 1 and continues under version 2, then a block that does not depend on
+        version 1."""
         engine, answer = self._engine, self._answer
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
         await sync.load(*self._version(1))
@@ -256,7 +257,7 @@ class Scenario:
             reached.clear()
             block = engine.generate(self._prompts, SamplingParams(16, HOT, 48, 0), cancel, notes.watch(every_s))
             task = asyncio.create_task(block)
-            task.add_done_callback(lambda _: reached.set())  # on failure, its error is raised below
+            task.add_done_callback(lambda _: reached.set())  # On failure, the error is raised below.
             await reached.wait()
             assert not task.done(), task.result()
             return task
@@ -270,7 +271,7 @@ class Scenario:
         answer["midway"] = plain(await task)
         answer["midway_noted"] = notes.taken
         await self._generate("after_midway", SamplingParams(4, 1.0, 16, 0))
-        # Given up after steps with other weights that were scored but not yet verified.
+        # The block is given up after steps with other weights that were scored but not yet verified.
         notes, cancel = Shown(), AskedLater(3, hold)
         task = await held(cancel, notes, 1e9)
         answer["pause_began"] = engine.swaps
@@ -282,7 +283,7 @@ class Scenario:
         await engine.resume()
 
     async def _slept(self, computing: list[psutil.Process]) -> None:
-        """Sleep twice, each time followed by another version; `computing`: the processes with the weights."""
+        """Sleep twice, each time followed by another version. `computing` are the processes with the weights."""
         engine, answer = self._engine, self._answer
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
         await sync.load(*self._version(1))

@@ -31,7 +31,7 @@ from shared.weights.table import described
 from tests.integration.rollout.vllm_process import AskedLater, Scenario, failure
 
 LEFT = 3
-"""Tensors after which a sender leaves."""
+"""Number of tensors after which a sender leaves."""
 
 
 def shared_memory(pid: int) -> list[str]:
@@ -86,7 +86,7 @@ class Ranks(Scenario):
         return answer
 
     async def _sent(self) -> None:
-        """Send versions through vLLM's weight-transfer API: two over one group, and one that breaks off."""
+        """Send versions through vLLM's weight-transfer API: two over one group, and one that is interrupted."""
         engine, answer = self._engine, self._answer
         answer["sent_errors"] = []
         with tempfile.TemporaryDirectory() as folder:
@@ -107,7 +107,7 @@ class Ranks(Scenario):
 
 
 def understood() -> dict[str, Any]:
-    """Return what vLLM's own engines read from our offers; they refuse unknown fields."""
+    """Return the values that vLLM's own engines read from our offers. They refuse unknown fields."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 

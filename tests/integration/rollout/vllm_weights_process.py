@@ -47,7 +47,7 @@ class Scenario:
         self._announced = digests_of({name: to_torch(values) for name, values in self._new.items()})
         answer["names"] = list(self._base)
         began = time.perf_counter()
-        answer["first"] = await self._verdict(self._new)  # with all packed weights read back
+        answer["first"] = await self._verdict(self._new)  # All packed weights are read back.
         answer["first_s"] = time.perf_counter() - began
         await self._each(every)
         if self._ranks == 1:
@@ -76,7 +76,7 @@ class Scenario:
                 refused[f"swapped {name}"] = await self._verdict({**new, name: new[other], other: new[name]})
 
     async def _left_in_the_worker(self) -> None:
-        """Give the engine correct weights that do not reach the place where they are used."""
+        """Load correct weights into the engine in ways that do not reach the place where they are used."""
         new, refused = self._new, self._answer["refused"]
         model = self._model()
         module = model.get_submodule(STALE)
@@ -145,7 +145,7 @@ class Scenario:
 
 def main() -> None:
     model, dtype, ranks, every, answer = sys.argv[1:]
-    load_trace.READ_BACK_FLOP = 10**12  # read back all weights
+    load_trace.READ_BACK_FLOP = 10**12  # All weights are read back.
     engine = VllmEngine(
         model=Path(model),
         dtype=dtype,

@@ -45,7 +45,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Recording:
-    """What a later run needs to train the same batches: the journal, and the files of the store's folder."""
+    """Copy of everything that a later run needs to train the same batches: the journal, and the files of the store's
+    folder."""
 
     topology: Path
     journal: Path
@@ -56,7 +57,8 @@ class Recording:
 def record(running: Cluster, steps: int, folder: Path) -> Recording:
     """Copy the journal and shards of a cluster that keeps its tasks, once `steps` steps are committed.
 
-    The journal is copied first: it names only what is already in a store, and a store never changes a sealed file.
+    The journal is copied first: it names only shards that are already in a store, and a store never changes a sealed
+    file.
     """
     rows = running.wait_for(f"step {steps}", lambda: found if len(found := running.rows()) >= steps else None)
     with (
@@ -75,14 +77,15 @@ def _copy(source: Path, target: Path) -> None:
         if file.is_file():
             copied = target / file.relative_to(source)
             copied.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile, so the journal does not name it
+            # The file was deleted meanwhile, so the journal does not name it.
+            with contextlib.suppress(FileNotFoundError):
                 shutil.copy2(file, copied)
-                if not file.exists():  # its pages may have been reused during the copy
+                if not file.exists():  # The file's pages may have been reused during the copy.
                     copied.unlink()
 
 
 class ByHand:
-    """The services of a run without a launcher, each started as `python -m services.<name>`."""
+    """Services of a run without a launcher, each started as `python -m services.<name>`."""
 
     def __init__(self, run: RunDir, until: float) -> None:
         self.run = run
@@ -158,7 +161,7 @@ async def train_again(services: ByHand, steps: int) -> list[dict[str, float]]:
         await workers.init_model()
         await scheduler.reloaded(0)
         standing = ResumePoint(version=0, committed=steps, lineage=0, checkpoint=-1, checkpoint_now=False)
-        publisher = cast(Any, None)  # nothing is published: samples of these versions exist already
+        publisher = cast(Any, None)  # Nothing is published, because samples of these versions exist already.
         export = services.run.export
         driver = Driver(services.topology, scheduler, workers, publisher, standing, lambda _: None, export=export)
         rows = []

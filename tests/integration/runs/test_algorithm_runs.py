@@ -97,14 +97,16 @@ def test_filter_reward_kl_masks_entropy_and_user_functions_act_in_one_run(tmp_pa
     assert len(rows) == 4
     assert 0 < sum(row["rollout/tasks_dropped"] for row in rows) <= 4 * 16
     assert any(row["reward/kl"] != 0 for row in rows)
-    assert 0 < rows[-1]["policy/masked_fraction"] < 1  # sampled one version before it is trained on
-    for row in rows:  # a token counts 3 times a truncated importance weight near 1; a masked token counts 0
+    # Tokens are sampled one version before they are trained on, so the ratio mask removes some.
+    assert 0 < rows[-1]["policy/masked_fraction"] < 1
+    for row in rows:  # A token counts 3 times a truncated importance weight near 1; a masked token counts 0.
         assert row["loss/policy"] == pytest.approx(3.0 * (1 - row["policy/masked_fraction"]), rel=0.3)
     with np.load(tmp_path / "seen.npz") as seen:
         assert len(seen["rewards"]) == len(seen["loss_tokens"]) == 16 * 8
         assert seen["groups"].tolist() == np.repeat(np.arange(16), 8).tolist()
-        assert np.unique(seen["rewards"]).size > 8  # correctness (0 or 1), the answer's length and its KL
+        # A reward consists of correctness (0 or 1), the answer's length and its KL.
+        assert np.unique(seen["rewards"]).size > 8
     assert max(row["rollout/staleness_max"] for row in rows) <= 1
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    # trained groups have variance; dropped groups still count in the reported mean
+    # Trained groups have variance; dropped groups still count in the reported mean.
     assert all(row["reward/std"] > 0 for row in rows)

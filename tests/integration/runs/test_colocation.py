@@ -1,5 +1,5 @@
 """Policy, reference and engine on the same devices: a run in which each is killed during its turn, and one hangs,
-trains exactly what the same run trains with separate devices.
+trains to exactly the same bits as the same run with separate devices.
 
 Residency over time is read from the scheduler's log, which has one line for every change of its ledger.
 """
@@ -38,7 +38,7 @@ CHEAP = [
 ]
 ENGINE, WORKER, SCORER = "rollout/0", "policy-trainer-worker/0", "reference/0"
 Change = tuple[str, frozenset[str], str]
-"""The holder, the parts it has after the change, and the phase."""
+"""Change of the ledger: the holder, the parts it has afterwards, and the phase."""
 IN_STEP = [
     (WORKER, {"policy.gradients", "policy.parameters"}, "train"),
     (WORKER, {"policy.gradients", "policy.optimizer", "policy.parameters"}, "train"),
@@ -80,7 +80,7 @@ class Watched:
                     os.kill(pid, signal.SIGSTOP)
                     if self._holds(f"{service}/0", part):
                         return psutil.Process(pid)
-                    os.kill(pid, signal.SIGCONT)  # it released the part before the stop
+                    os.kill(pid, signal.SIGCONT)  # The process released the part before the stop.
             return None
 
         return self.run.wait_for(f"{service} with {part}", attempt)
@@ -136,7 +136,7 @@ def in_order(changes: list[Change], wanted: list[tuple[str, set[str], str | None
 
 
 @pytest.mark.timeout(400)
-def test_colocated_run_survives_deaths_and_a_hang_in_every_turn(tmp_path: Path) -> None:
+def test_colocated_run_survives_a_death_in_every_turn_and_a_hang(tmp_path: Path) -> None:
     with cluster(COLOCATE, tmp_path / "colocated", *CHEAP, limit_s=380) as run:
         watched = Watched(run)
         wait: Callable[[str, Callable[[], Any]], Any] = run.wait_for
@@ -148,7 +148,7 @@ def test_colocated_run_survives_deaths_and_a_hang_in_every_turn(tmp_path: Path) 
         dead_at = watched.steps()
         wait("a step after the engine's death", lambda: watched.steps() > dead_at)
         scheduler = wait("the scheduler", lambda: run.pid("scheduler"))
-        os.kill(scheduler, signal.SIGKILL)  # the ledger is not journaled: the processes report what they hold
+        os.kill(scheduler, signal.SIGKILL)  # The ledger is not journaled; the processes report which parts they hold.
         dead_at = watched.steps()
         wait("a step after the scheduler's death", lambda: watched.steps() > dead_at)
         watched.stopped_with("policy-trainer-worker", "policy.gradients").kill()
@@ -176,4 +176,5 @@ def test_colocated_run_survives_deaths_and_a_hang_in_every_turn(tmp_path: Path) 
     with cluster(COLOCATE, tmp_path / "apart", *CHEAP, "placement.colocate=[]", limit_s=200) as apart:
         assert apart.end() == 0, apart.output()
     assert not any("holder" in line for line in Watched(apart).lines())
-    assert parity.differences(apart.path, run.path) == []  # rewards, losses, gradient norms, weights: every bit
+    # Rewards, losses, gradient norms and weights are equal to the bit.
+    assert parity.differences(apart.path, run.path) == []

@@ -46,7 +46,7 @@ def row_maker(run: Cluster) -> int | None:
 
 @pytest.mark.long
 @pytest.mark.timeout(200)
-def test_a_run_trains_on_reasoning_gym_and_is_evaluated_on_tables_though_its_row_maker_is_killed(
+def test_a_run_trains_on_reasoning_gym_and_evaluates_on_tables_although_its_row_maker_is_killed(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("reasoning_gym")
@@ -76,7 +76,7 @@ def test_a_run_trains_on_reasoning_gym_and_is_evaluated_on_tables_though_its_row
     trained = [task for _, tasks in steps.values() for task in tasks]
     assert len(trained) == len(set(trained)) == STEPS * TASKS
     assert 0 < max(row["reward/mean"] for row in rows) < 1
-    for line in (lines[0], lines[-1]):  # the same rows, sampled greedily by the same version
+    for line in (lines[0], lines[-1]):  # These are the same rows, sampled greedily by the same version.
         assert line["eval/table/rows_scored"] == line["eval/saved/rows_scored"] == HELD_OUT
         assert line["eval/table/accuracy"] == line["eval/saved/accuracy"]
     assert lines[0]["eval/table/accuracy"] > 0

@@ -57,14 +57,14 @@ def test_an_engine_samples_for_training_throughout_an_evaluation(seen: Seen) -> 
     """Three leases during each evaluation are more than those held when it begins or taken ahead before it ends."""
     evaluated = sorted(seen.of("rollout/", "evaluate"), key=lambda span: span.began)
     assert len(evaluated) == LEASES * 4
-    for first in range(0, LEASES * 3, LEASES):  # after the last one there is nothing left to sample
+    for first in range(0, LEASES * 3, LEASES):  # After the last evaluation there is nothing left to sample.
         one = evaluated[first : first + LEASES]
         begun, ended = one[0].began, max(span.ended for span in one)
         generated = [span for span in seen.of("rollout/", "generate") if begun < span.began and span.ended < ended]
         assert len(generated) > LEASES / 2
 
 
-def test_training_goes_on_while_an_engine_evaluates(seen: Seen) -> None:
+def test_training_continues_while_an_engine_evaluates(seen: Seen) -> None:
     evaluated = merged(seen.of("rollout/", "evaluate"))
     trained = merged(seen.of("policy-trainer-worker/", "ForwardBackward", "OptimStep"))
     assert evaluated
@@ -77,7 +77,7 @@ def test_engines_generate_while_a_checkpoint_is_written(seen: Seen) -> None:
     assert common_s(written, merged(seen.of("rollout/", "generate"))) > 0
 
 
-def test_evaluations_are_at_step_0_at_the_set_interval_and_at_the_end(seen: Seen) -> None:
+def test_evaluations_run_at_step_0_at_the_set_interval_and_at_the_end(seen: Seen) -> None:
     scored = [row["step"] for row in seen.rows if "eval/heldout/accuracy" in row]
     assert scored == [0, EVERY, 2 * EVERY, STEPS]
     for row in seen.rows:

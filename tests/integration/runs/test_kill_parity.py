@@ -32,7 +32,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield run.path
 
 
-def test_what_is_compared_differs_from_step_to_step(undisturbed: Path) -> None:
+def test_the_compared_values_differ_from_step_to_step(undisturbed: Path) -> None:
     rows = parity.trained_rows(undisturbed)
     assert len({row["policy/grad_norm"] for row in rows[1:]}) == parity.STEPS
     assert len(set(parity.bits(undisturbed).values())) > 2
@@ -80,7 +80,7 @@ def test_a_worker_killed_long_after_its_checkpoint_replays_only_the_steps_after_
 
 
 @pytest.mark.timeout(600)
-def test_run_stopped_and_resumed_then_launcher_killed_and_run_resumed_changes_no_bit(
+def test_a_resume_after_a_stop_and_a_resume_after_a_kill_of_the_launcher_change_no_bit(
     undisturbed: Path, tmp_path: Path
 ) -> None:
     """A stop saves an extra checkpoint of its step, and the resumed run continues exactly there. When the launcher is
@@ -119,8 +119,8 @@ def lose_end(run: Cluster, chance: random.Random) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_lost_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """First the scheduler alone is killed, so stores and workers know of steps that its journal no longer has. Then
-    the whole run is killed and resumed."""
+    """First the scheduler alone is killed, so stores and workers have data of steps that its journal no longer has.
+    Then the whole run is killed and resumed."""
     chance = random.Random(1)
     with parity.start(tmp_path) as run:
         run.wait_for("step 5", lambda: parity.committed(run, 5))
@@ -179,7 +179,7 @@ def damage_unread(run: Cluster, key: str, *, restarts_store: bool = False) -> No
 def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path: Path, key: str) -> None:
     """A bit flips in each step, in a shard that some process may be about to read or has read."""
     with parity.start(tmp_path) as run:
-        for step in range(1, parity.STEPS - 3):  # the last tasks are read soon
+        for step in range(1, parity.STEPS - 3):  # The last tasks are read too soon to be damaged.
             run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
             if key == "prox_logprobs":
                 damage_proximal(run)
@@ -191,7 +191,7 @@ def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path
 
 
 def damage_proximal(run: Cluster) -> None:
-    """Flip a bit of log-probs that the worker has put for the open step and not read: the driver, which asks for the
+    """Flip a bit of log-probs that the worker has put for the open step and not read. The driver, which asks for the
     gradient next, is stopped meanwhile."""
 
     def known() -> set[Path]:
@@ -200,7 +200,7 @@ def damage_proximal(run: Cluster) -> None:
     def attempt() -> bool:
         before = known()
         with parity.stopped(run, "policy-trainer"):
-            if known() - before:  # the driver may have asked for the gradient already
+            if known() - before:  # The driver may have asked for the gradient already.
                 return False
             until = time.monotonic() + 1.0
             while time.monotonic() < until:

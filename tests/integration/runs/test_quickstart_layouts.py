@@ -19,9 +19,9 @@ pytestmark = pytest.mark.timeout(600)
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 STEPS = 30
 EPS = 1e-4
-"""Adam's epsilon. Adam divides a gradient that is only rounding error by its own size. With the default of 1e-8, two
-layouts with different rounding move such weights apart by the whole learning rate, and after twenty steps a token at
-the clipping limit falls on the other side: grad_norm then differs by 1e-3."""
+"""Value of Adam's epsilon. Adam divides a gradient that is only rounding error by its own size. With the default of
+1e-8, two layouts with different rounding move such weights apart by the whole learning rate, and after twenty steps a
+token at the clipping limit falls on the other side: grad_norm then differs by 1e-3."""
 LIMIT = 1e-4
 LIMIT_S = 500.0
 LAYOUTS = {
@@ -58,7 +58,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_quickstart_writes_the_rows_of_one_rank_and_goes_on_learning(
+def test_the_quickstart_writes_the_rows_of_one_rank_and_continues_to_learn(
     layout: str, recording: Recording, tmp_path: Path
 ) -> None:
     """Sampling depends on the weights, so two live runs diverge; the journaled batches are trained again instead. Then
@@ -67,7 +67,7 @@ def test_the_quickstart_writes_the_rows_of_one_rank_and_goes_on_learning(
     with again(recording, tmp_path / "run", *LAYOUTS[layout], limit_s=LIMIT_S) as services:
         services.start("scheduler", "batch-store", "policy-trainer-worker", "rollout", "reference", "monitor")
         rows = asyncio.run(train_again(services, STEPS))
-        services.start("policy-trainer")  # continues from the workers' step
+        services.start("policy-trainer")  # The driver continues from the workers' step.
         live = services.wait_for(
             "steps of its own", lambda: found if (found := services.rows()) and found[-1]["step"] >= 2 * STEPS else None
         )

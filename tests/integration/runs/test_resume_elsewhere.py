@@ -21,7 +21,8 @@ LIVES = (
     {"backend": "megatron", "parallel": {"tp": 2}},
     {"backend": "torch", "workers": 2},
 )
-"""The trainer's lives; each trains at least this many steps (the last to the end) before it is killed."""
+"""Configurations of the trainer's successive lives. Each life trains at least EACH steps before it is killed; the last
+one trains to the end."""
 STEPS = EACH * len(LIVES) + 1
 SMALL = (
     f"run.steps={STEPS}",
@@ -44,7 +45,7 @@ def tensors(run: Path, step: int) -> tuple[dict[str, Array], dict[str, Array]]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_training_goes_on_under_the_other_backend_and_back(tmp_path: Path) -> None:
+def test_training_continues_under_the_other_backend_and_back(tmp_path: Path) -> None:
     begun: list[int] = []
     for number, life in enumerate(LIVES):
         overrides = (*SMALL, f"services.policy-trainer={json.dumps(life)}")
@@ -71,6 +72,6 @@ def test_training_goes_on_under_the_other_backend_and_back(tmp_path: Path) -> No
         if step > 1:
             before, _ = tensors(tmp_path / "run", step - 1)
             assert weights.keys() == before.keys()
-            # an AdamW update moves a weight by at most a few times the learning rate, so training did not restart
+            # An AdamW update moves a weight by at most a few times the learning rate, so training did not restart.
             assert max(float(abs(weights[name] - before[name]).max()) for name in weights) <= 4 * LR
             assert any((weights[name] != before[name]).any() for name in weights)

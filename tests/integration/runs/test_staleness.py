@@ -11,7 +11,7 @@ from tests.integration.whole_cluster import cluster
 
 STEPS, FEW = 200, 40
 AFTER = 20
-"""Further steps, whose shards may go before they are read: the store ends with the run."""
+"""Number of further steps, whose shards may be gone before they are read, because the store ends with the run."""
 TASKS = 4
 QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
 CHEAP = [
@@ -32,7 +32,7 @@ CHEAP = [
     ("staleness", "consume", "steps"),
     [
         (0, "order", FEW),
-        (1, "order", FEW),  # the quickstart's setting
+        (1, "order", FEW),  # This is the quickstart's setting.
         (2, "completion", FEW),
         pytest.param(0, "order", STEPS, marks=pytest.mark.long),
         pytest.param(1, "order", STEPS, marks=pytest.mark.long),
@@ -55,7 +55,7 @@ def test_no_token_is_older_than_staleness_allows(staleness: int, consume: str, s
     assert oldest <= staleness
     assert max(row["rollout/staleness_max"] for row in rows) <= staleness
     if staleness:
-        assert oldest > 0  # some rollouts ran ahead
+        assert oldest > 0  # Some rollouts ran ahead.
     if consume == "completion":
         assert sum(row["rollout/tasks_checked"] for row in rows) >= steps * TASKS
         assert sum(row["rollout/tasks_stale"] for row in rows) == sum(row["rollout/tasks_dropped"] for row in rows)

@@ -1,4 +1,5 @@
-"""Garbage collection by task id between a real scheduler and a real store: kills neither lose nor repeat one."""
+"""Garbage collection by task id between a real scheduler and a real store. Kills neither lose nor repeat a
+collection."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ async def granted(actor: Actor) -> LeaseGrant:
     return grant
 
 
-def test_evaluated_dropped_failed_and_trained_tasks_all_go_and_stats_end_exact(tmp_path: Path) -> None:
+def test_evaluated_dropped_failed_and_trained_tasks_are_all_collected_and_counted_exactly(tmp_path: Path) -> None:
     run = make_run(tmp_path, store=STORE_ROOM, steps=2, evaluate=True, gc="commit")
 
     async def main() -> None:
@@ -85,7 +86,7 @@ def test_evaluated_dropped_failed_and_trained_tasks_all_go_and_stats_end_exact(t
             await rollout.complete(evaluation, await rollout.make(evaluation))
             while (grant := await granted(rollout)).split == "held":
                 await rollout.complete(grant, await rollout.make(grant))
-            # one task of this block is dropped after its shards were put, another is retried
+            # One task of this block is dropped after its shards were put, another is retried.
             dropped, failed = grant.batch.tasks
             await rollout.make(grant)
             results = [
@@ -99,7 +100,7 @@ def test_evaluated_dropped_failed_and_trained_tasks_all_go_and_stats_end_exact(t
                 await reference.work()
                 batch = await driver.train(step)
                 assert (failed.task_id, 2) in {(task.task_id, task.fence) for task in batch.batch.tasks} or step == 2
-            await rollout.work()  # the last version's evaluation
+            await rollout.work()  # This is the last version's evaluation.
             await driver.ask(WaitEvals(driver=driver.life, step=2), EvalsDone)
             await driver.ask(FinishRun(driver=driver.life), Ack)
             await until_held(driver, lambda left: not left)
@@ -128,7 +129,7 @@ def test_filtered_tasks_are_collected_at_once_and_their_replacements_when_traine
             results = await rollout.make(grant)
             filtered = {(task.task_id, task.fence) for task in grant.batch.tasks}
             assert await held(driver) == filtered
-            ack = await rollout.complete(grant, results)  # every sample of a group has the same reward
+            ack = await rollout.complete(grant, results)  # Every sample of a group has the same reward.
             assert ack.refused == []
             await until_held(driver, lambda left: not left)
             await until_collected(driver, len(filtered))
@@ -150,7 +151,7 @@ def test_filtered_tasks_are_collected_at_once_and_their_replacements_when_traine
     asyncio.run(main())
 
 
-def test_a_store_that_is_down_is_asked_again_until_it_has_cleared(tmp_path: Path) -> None:
+def test_a_clear_is_repeated_until_a_dead_store_is_back_and_has_cleared(tmp_path: Path) -> None:
     run = make_run(tmp_path, store=STORE_ROOM, steps=2, gc="commit")
 
     async def main() -> None:
@@ -162,7 +163,7 @@ def test_a_store_that_is_down_is_asked_again_until_it_has_cleared(tmp_path: Path
             await rollout.work()
             await reference.work()
             before = await held(driver)
-            # the scheduler dies after the commit and the store before it can clear; both restart
+            # The scheduler dies after the commit and the store before it can clear; both restart.
             batch = await driver.train(1)
             bench.store.kill()
             bench.scheduler.kill()
@@ -180,7 +181,7 @@ def test_a_store_that_is_down_is_asked_again_until_it_has_cleared(tmp_path: Path
                 await rollout.data.put(late, store=STORE, deadline_s=PUT_S)
             assert caught.value.code == ErrorCode.COLLECTED
             assert set(caught.value.names) == {task_id for task_id, _ in trained}
-            # a clear may be repeated any number of times
+            # A clear may be repeated any number of times.
             again = Clear(tasks=[PutTask(*each) for each in trained])
             was = await driver.stats()
             for _ in range(2):
@@ -191,7 +192,7 @@ def test_a_store_that_is_down_is_asked_again_until_it_has_cleared(tmp_path: Path
     asyncio.run(main())
 
 
-def test_a_killed_worker_s_shards_go_and_its_zombie_can_put_no_more(tmp_path: Path) -> None:
+def test_a_killed_workers_shards_are_collected_and_its_late_puts_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, store=STORE_ROOM)
 
     async def main() -> None:
@@ -200,9 +201,9 @@ def test_a_killed_worker_s_shards_go_and_its_zombie_can_put_no_more(tmp_path: Pa
             await driver.publish(0)
             first = await bench.actor("rollout")
             grant = await granted(first)
-            results = await first.make(grant)  # sealed but never completed
+            results = await first.make(grant)  # The put is sealed but never completed.
             assert {name for name, _ in await held(driver)} == names(grant)
-            second = await bench.actor("rollout")  # a new incarnation of the same instance: the lease is lost at once
+            second = await bench.actor("rollout")  # A new incarnation of the same instance loses the lease at once.
             again = await granted(second)
             assert names(again) == names(grant)
             assert {task.fence for task in again.batch.tasks} == {2}
@@ -218,7 +219,7 @@ def test_a_killed_worker_s_shards_go_and_its_zombie_can_put_no_more(tmp_path: Pa
     asyncio.run(main())
 
 
-def test_reconciliation_removes_what_the_scheduler_does_not_know(tmp_path: Path) -> None:
+def test_reconciliation_removes_shards_that_the_scheduler_does_not_know(tmp_path: Path) -> None:
     run = make_run(tmp_path, store=STORE_ROOM)
 
     async def main() -> None:
@@ -232,7 +233,7 @@ def test_reconciliation_removes_what_the_scheduler_does_not_know(tmp_path: Path)
             orphans = [TaskShards(f"train/9/{i}", 1, {"lengths": shard}) for i in range(3)]
             await rollout.data.put(orphans, store=STORE, deadline_s=PUT_S)
             bench.store.kill()
-            bench.store.start()  # registers again and is reconciled at once
+            bench.store.start()  # The store registers again and is reconciled at once.
             left = await until_held(driver, lambda now: len(now) == len(grant.batch.tasks))
             assert {name for name, _ in left} == names(grant)
             with pytest.raises(RpcError) as caught:

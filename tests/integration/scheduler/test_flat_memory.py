@@ -27,11 +27,13 @@ from tests.integration.store_scheduler import GROUP, STORE, TASKS_PER_STEP, Acto
 
 STEPS = 1000
 CALL_S = 1.0
-"""Replies are kept for retries until 5 s after their deadline: with a longer one, none would expire during the run."""
+"""Deadline of a request in seconds. Replies are kept for retries until 5 s after it, so with a longer one none would
+expire during the run."""
 MEASURE_FROM = 600
-"""The step by which allocators and caches have reached their final size."""
+"""Step by which allocators and caches have reached their final size."""
 GROWTH_BYTES = 2 << 20
-"""Growth allowed afterwards, less than 2 kB per task: SQLite's page cache and the tombstones are not yet full."""
+"""Maximum growth afterwards, less than 2 kB per task, because SQLite's page cache and the tombstones are not yet
+full."""
 
 
 def resident_bytes(process: Process) -> int:
@@ -102,7 +104,7 @@ def test_a_thousand_steps_leave_scheduler_and_store_as_large_as_they_were(
                 if step % 50 == 0:
                     held = max(held, (await driver.stats()).bytes)
                     sizes.append((resident_bytes(bench.scheduler), resident_bytes(bench.store)))
-            # the last ten steps and up to two versions wait for a checkpoint
+            # The last ten steps and up to two versions wait for a checkpoint.
             page: Inventory = await driver.ask(GetInventory(), Inventory, service="batch-store")
             assert len(page.tasks) <= 10 * TASKS_PER_STEP + 3
             assert held < 4 << 20

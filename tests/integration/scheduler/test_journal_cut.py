@@ -1,4 +1,4 @@
-"""A scheduler process whose journal lost its end, while the store and the workers of before are still there."""
+"""A scheduler process whose journal lost its end, while the earlier store and workers are still alive."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scheduler(run: RunDir) -> Iterator[Scheduler]:
 
 
 class Puts:
-    """The puts that the store sealed. It refuses other bytes under the same fence, and what it has cleared."""
+    """Puts that the store sealed. It refuses other bytes under the same fence, and late puts of cleared tasks."""
 
     def __init__(self, world: World) -> None:
         self._result = world.result
@@ -71,7 +71,7 @@ async def until(world: World, driving: Driving, commits: int) -> None:
                 task.result()
 
 
-def test_a_run_goes_on_from_its_checkpoint_when_the_end_of_its_journal_is_lost(
+def test_a_run_continues_from_its_checkpoint_when_the_end_of_its_journal_is_lost(
     run: RunDir, scheduler: Scheduler
 ) -> None:
     """Setting CUT_SEED to the printed number repeats the moments and sizes of the cuts of a failed run."""
@@ -92,11 +92,12 @@ def test_a_run_goes_on_from_its_checkpoint_when_the_end_of_its_journal_is_lost(
             world.tasks.append(asyncio.create_task(drive(driving, world)))
             while cuts < CUTS:
                 await until(world, driving, driving.commits + STEPS)
-                await asyncio.sleep(chance.uniform(0, 0.05))  # at any point of the following steps
+                await asyncio.sleep(chance.uniform(0, 0.05))  # The kill comes at any point of the following steps.
                 scheduler.kill()
                 cuts += cut(run.journal, chance)
                 scheduler.start()
-                await client.call(registration, Registered, deadline_s=20)  # as after a heartbeat that is refused
+                # Workers do the same after a heartbeat that is refused.
+                await client.call(registration, Registered, deadline_s=20)
             await until(world, driving, driving.commits + STEPS)
         finally:
             await world.close()

@@ -32,7 +32,7 @@ from tests.integration.store_process import REPOSITORY, fill, small_mount
 
 MOUNT_BYTES = 4 << 20
 MORE_BYTES = 24 << 10
-"""Bytes that a limited journal may still grow by."""
+"""Number of bytes by which a limited journal may still grow."""
 
 
 def make_run(folder: Path, where: Path) -> RunDir:
@@ -100,7 +100,7 @@ def ended(process: subprocess.Popen[bytes]) -> str:
     return errors.decode().splitlines()[-1]
 
 
-def test_full_disk_is_one_line_and_no_lease_is_lost(mount: Path, tmp_path: Path) -> None:
+def test_a_full_disk_gives_one_line_and_loses_no_lease(mount: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, mount)
     process = start(run)
     junk = mount / "junk"
@@ -146,7 +146,7 @@ def test_scheduler_that_fails_while_a_store_hangs_ends(tmp_path: Path) -> None:
             first = await join(world)
             assert len(await lease(world, first, 3)) == 3
             client, second = world.client()
-            await world.join("rollout", 0, client, second)  # the first worker's puts must now be cleared
+            await world.join("rollout", 0, client, second)  # The first worker's puts must now be cleared.
             async with asyncio.timeout(20):
                 while not clears:
                     await asyncio.sleep(0.05)
@@ -164,7 +164,7 @@ def test_scheduler_that_fails_while_a_store_hangs_ends(tmp_path: Path) -> None:
         run.remove_volatile()
 
 
-def test_journal_that_may_not_grow_is_one_line_and_no_lease_is_lost(tmp_path: Path) -> None:
+def test_a_journal_that_may_not_grow_gives_one_line_and_loses_no_lease(tmp_path: Path) -> None:
     run = make_run(tmp_path, tmp_path)
     process = start(run)
 

@@ -108,7 +108,7 @@ def run(tmp_path: Path, steps: int) -> Iterator[RunDir]:
 
 
 class Scheduler:
-    """The process under test."""
+    """Scheduler process under test."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -149,7 +149,7 @@ def ask_again(error: RpcError) -> None:
 
 
 class World:
-    """All actors except the scheduler."""
+    """World of all actors except the scheduler."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -210,7 +210,7 @@ class World:
         )
 
     async def work(self, stage: str, instance: int) -> None:
-        """Lease, put and complete tasks of `stage` for ever; lost tasks are leased again."""
+        """Lease, put and complete tasks of `stage` indefinitely; lost tasks are leased again."""
         client, incarnation = self.client()
         await self.join(stage, instance, client, incarnation)
         while True:
@@ -350,7 +350,7 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
         driver = asyncio.create_task(world.drive())
         until = time.monotonic() + kill_for
         while not driver.done() and time.monotonic() < until:
-            # limited by progress as well as time, so that a fast machine does not finish before the kills
+            # Progress limits the loop as well as time, so that a fast machine does not finish before the kills.
             step, late = len(world.trained) + chance.randint(5, 25), time.monotonic() + chance.uniform(0.5, 1.6)
             while not driver.done() and len(world.trained) < step and time.monotonic() < late:
                 await asyncio.wait({driver, *world.tasks}, timeout=0.005, return_when="FIRST_COMPLETED")
@@ -367,7 +367,7 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
         oldest = [task for step in world.trained[:-2] for task in step]
         await world.until_cleared(oldest)
         status = await client.call(GetStatus(), Status, deadline_s=10)
-        async with asyncio.timeout(20):  # the store must still acknowledge its clears
+        async with asyncio.timeout(20):  # The store must still acknowledge its clears.
             while status.tasks["TRAINED"] != 2 * TASKS_PER_STEP:
                 await asyncio.sleep(0.02)
                 status = await client.call(GetStatus(), Status, deadline_s=10)
@@ -387,11 +387,15 @@ def test_a_run_trains_every_task_once_and_collects_it(run: RunDir, scheduler: Sc
 
 @pytest.mark.parametrize("steps", [KILL_STEPS])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_kills_at_random_moments_lose_and_double_nothing(run: RunDir, scheduler: Scheduler, seed: int) -> None:
+def test_kills_at_random_moments_neither_lose_nor_duplicate_a_task(
+    run: RunDir, scheduler: Scheduler, seed: int
+) -> None:
     assert asyncio.run(play(run, scheduler, kill_for=12.0, seed=seed)) >= 3
 
 
-def test_a_heartbeat_tells_lost_leases_and_a_new_life_frees_the_old_ones(run: RunDir, scheduler: Scheduler) -> None:
+def test_a_heartbeat_reports_lost_leases_and_a_new_incarnation_frees_the_old_ones(
+    run: RunDir, scheduler: Scheduler
+) -> None:
     async def scene() -> None:
         async with world_of(run) as world:
             driving, driver = world.client()
@@ -402,11 +406,11 @@ def test_a_heartbeat_tells_lost_leases_and_a_new_life_frees_the_old_ones(run: Ru
                 client, life = world.client()
                 await world.join("rollout", 0, client, life)
                 request = LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=life, max_tasks=64)
-                # alternately of the evaluation of version 0 and of training
+                # Leases are alternately for the evaluation of version 0 and for training.
                 while (grant := await client.call(request, LeaseGrant, deadline_s=10)).split != "held":
                     pass
                 grants.append(grant)
-            # the second life gets the same tasks under a higher fence
+            # The second life gets the same tasks under a higher fence.
             first, second = grants
             assert [task.task_id for task in first.batch.tasks] == [task.task_id for task in second.batch.tasks]
             assert {task.fence for task in second.batch.tasks} == {2}
@@ -425,7 +429,7 @@ def test_a_heartbeat_tells_lost_leases_and_a_new_life_frees_the_old_ones(run: Ru
     asyncio.run(scene())
 
 
-def test_a_torn_metrics_line_is_mended_and_a_damaged_journal_refused(run: RunDir, scheduler: Scheduler) -> None:
+def test_a_torn_metrics_line_is_repaired_and_a_damaged_journal_is_refused(run: RunDir, scheduler: Scheduler) -> None:
     asyncio.run(play(run, scheduler, kill_for=0.0, seed=0))
     scheduler.kill()
     whole = run.metrics.read_bytes()

@@ -69,14 +69,14 @@ def in_time(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(main())
 
 
-def test_weights_that_come_slower_than_their_lease_lasts_arrive_and_in_one_go(
+def test_weights_that_take_longer_than_a_lease_arrive_in_one_transfer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights_source, "FETCH_S", LEASE_S)
     weights = {"w": np.random.default_rng(0).standard_normal(2_000_000)}
     ref = ref_of(7)
     store = TcpStoreProcess(make_run(tmp_path, memory=64 << 20))
-    line = TcpLine(store.port, 6e6)  # 2.7 s
+    line = TcpLine(store.port, 6e6)  # The transfer takes 2.7 s.
     store.advertised = f"tcp://127.0.0.1:{line.port}"
 
     async def scenario() -> None:
@@ -105,7 +105,7 @@ def test_weights_that_come_slower_than_their_lease_lasts_arrive_and_in_one_go(
 
 
 @pytest.mark.long
-def test_a_store_that_is_away_for_several_terms_costs_its_waiters_no_lease(tmp_path: Path) -> None:
+def test_an_absence_of_the_store_for_several_lease_terms_loses_no_lease(tmp_path: Path) -> None:
     store = StoreProcess(make_run(tmp_path, memory=64 << 20))
     shards = [TaskShards("train/0/0", 1, {"a": np.arange(1000, dtype=np.int32)})]
 

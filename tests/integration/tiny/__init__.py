@@ -1,1 +1,1 @@
-"""Small real services that stand in for the ones that need torch, and a launcher that starts them."""
+"""Small real services that replace those that need torch, and a launcher that starts them."""

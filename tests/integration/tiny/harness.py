@@ -1,4 +1,4 @@
-"""Starts the tiny launcher in a test and looks at what it leaves behind. Every wait has a limit."""
+"""Starts the tiny launcher in a test and checks what it leaves behind. Every wait has a limit."""
 
 from __future__ import annotations
 

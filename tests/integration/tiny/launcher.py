@@ -1,4 +1,4 @@
-"""`launch.cluster` with tiny services in the place of those named in TINY (comma-separated); the rest are real."""
+"""`launch.cluster` with tiny services instead of those named in TINY (comma-separated); all others are real."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _module_of(service: str) -> str:
 
 
 def _imports(topology: Topology) -> dict[str, tuple[str, ...]]:
-    """Return what spares of the tiny services import: TINY_IMPORTS, or modules as small as they are."""
+    """Return the modules that spares of the tiny services import: TINY_IMPORTS, or small default ones."""
     imports = os.environ.get("TINY_IMPORTS", "numpy,tests.integration.tiny.service").split(",")
     return {service: (*imports,) for service in _heavy_imports(topology)}
 

@@ -1,8 +1,8 @@
-"""A real service of any name that does nothing but live, steered by files in the run directory; never imports torch.
+"""A real service of any name that does no work and never imports torch. Files in the run directory control it.
 
 `fail-<service>`: the service fails while it starts. `refuse-<service>`: the service refuses to start, with one line.
-`hang-<service>`: the service hangs in C, holding the interpreter's lock. `finish`: the driver is done. `scheduler`
-answers registrations and status.
+`hang-<service>`: the service hangs in C, holding the interpreter's lock. `finish`: the driver is done. The service
+`scheduler` answers registrations and status.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TinyService(Service):
             raise RuntimeError(f"{self.NAME} was told to fail")
         if (self.run.path / f"refuse-{self.NAME}").exists():
             raise RpcError(ErrorCode.BAD_REQUEST, f"model of {self.NAME}: cannot be loaded")
-        if self.NAME == "rollout":  # as an engine with ranks of its own
+        if self.NAME == "rollout":  # Like an engine, this service has ranks of its own.
             sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)", str(self.run.path), "rank"]
             subprocess.Popen(sleep, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with (self.run.path / "starts").open("a") as file:
@@ -64,7 +64,8 @@ class TinyDriver(TinyService):
 
 
 class TinyScheduler(TinyService):
-    """Keeps the registered services, and a run of one step that is done when the file `finish` exists."""
+    """A scheduler that keeps the registered services, and a run of one step that is done when the file `finish`
+    exists."""
 
     NAME = "scheduler"
     HEARTBEATS = False

@@ -1,1 +1,2 @@
-"""Recorders of what other libraries compute. They run in the environments of those libraries, and no test runs them."""
+"""Scripts that record the results of other libraries. They run in the environments of those libraries, and no test runs
+them."""

@@ -1,4 +1,4 @@
-"""The random batch on which every peer is recorded. It needs numpy only, so that it runs in any environment."""
+"""Random batch on which every peer is recorded. The module needs only numpy, so that it runs in any environment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ GROUPS, GROUP_SIZE, LONGEST = 4, 4, 12
 CLIP_LOW, CLIP_HIGH, DUAL_CLIP = 0.2, 0.28, 3.0
 GSPO_CLIP = 0.05
 CISPO_UPPER = 1.6
-"""TRL's epsilon_high: the greatest ratio itself, which is 1 + our clip[1]."""
+"""Value of TRL's epsilon_high, which is the largest ratio itself, 1 + our clip[1]."""
 SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05
 KL_COEF, ENTROPY_COEF = 0.04, 0.02
 TIS_CAP, MASK_LOW, MASK_HIGH = 1.5, 0.6, 1.8
 GEOMETRIC_LOW, GEOMETRIC_HIGH = 0.9, 1.1
-"""Bounds of the geometric mean, which varies less than a token's ratio: they are narrow enough to mask something."""
+"""Bounds of the geometric mean, which varies less than a token's ratio: they are narrow enough to mask some
+sequences."""
 MAX_NEW_TOKENS = 16
 
 

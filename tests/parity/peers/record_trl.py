@@ -27,7 +27,8 @@ SAME: dict[str, Any] = {"reduce": lambda x, reduction: x, "gather": lambda x: x,
 
 
 def trainer(loss_type: str, **options: Any) -> Any:
-    """The attributes of a trainer that `GRPOTrainer._compute_loss` reads, for one process without accumulation."""
+    """Return an object with the attributes of a trainer that `GRPOTrainer._compute_loss` reads, for one process without
+    accumulation."""
     fields: dict[str, Any] = {
         "loss_type": loss_type,
         "model": SimpleNamespace(training=True),

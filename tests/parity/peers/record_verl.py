@@ -104,7 +104,7 @@ def main() -> None:
         "icepop/token_mean": loss(batch, "vanilla", "token_mean", weights=icepop),
     }
     arrays: dict[str, Any] = {f"input/{name}": value for name, value in batch.items()} | advantages(batch) | kl(batch)
-    # verl's k1 is log(rollout / prox): it bounds the inverse of our ratio
+    # verl's k1 is log(rollout / prox), so it bounds the inverse of our ratio.
     wide = f"{1 / inputs.MASK_HIGH}_{1 / inputs.MASK_LOW}"
     tight = f"{1 / inputs.GEOMETRIC_HIGH}_{1 / inputs.GEOMETRIC_LOW}"
     for name, option, limits in (("sequence", "seq_sum_k1", wide), ("geometric", "seq_mean_k1", tight)):

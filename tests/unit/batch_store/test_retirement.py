@@ -1,5 +1,5 @@
-"""Deletion of files when no descriptor is free or the file system refuses a rename: no file is leaked, and its bytes
-count until it is deleted.
+"""Deletion of files when no descriptor is free or the file system refuses a rename: no file is leaked, and the bytes of
+each file count until it is deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def put(index: StoreState, files: StoreFiles, task_id: str, nbytes: int = 32) ->
     return put_id
 
 
-def test_files_that_find_no_descriptor_stay_due_and_are_deleted_later(tmp_path: Path) -> None:
+def test_files_stay_due_while_no_descriptor_is_free_and_are_deleted_later(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -50,7 +50,7 @@ def test_files_that_find_no_descriptor_stay_due_and_are_deleted_later(tmp_path: 
         assert ended.is_due(f"{put_ids[0]}.blk")
         ended.settle()
         assert index.stats().zombie_bytes == index.stats().bytes == 4096 * len(names)
-    with descriptors_left(3):  # enough to delete one file at a time
+    with descriptors_left(3):  # Three descriptors suffice to delete one file at a time.
         ended.settle()
     assert index.stats().bytes == 0
     assert not ended.is_due(f"{put_ids[0]}.blk")
@@ -58,7 +58,7 @@ def test_files_that_find_no_descriptor_stay_due_and_are_deleted_later(tmp_path: 
     files.close()
 
 
-def test_spares_that_find_no_descriptor_are_deleted_later(tmp_path: Path) -> None:
+def test_spares_are_deleted_later_if_no_descriptor_is_free(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 28, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -90,7 +90,7 @@ def test_a_file_with_a_mapping_kept_for_streams_is_deleted_without_another_descr
     files.close()
 
 
-def test_a_producer_counts_as_alive_while_no_descriptor_is_left_to_find_out(tmp_path: Path) -> None:
+def test_a_producer_counts_as_alive_while_no_descriptor_is_free_to_check_it(tmp_path: Path) -> None:
     files = StoreFiles("store", tmp_path / "store")
     files.create("p", 100)
     with descriptors_left(0):
@@ -101,10 +101,10 @@ def test_a_producer_counts_as_alive_while_no_descriptor_is_left_to_find_out(tmp_
     files.close()
 
 
-def test_mapped_zombies_use_only_their_share_of_descriptors_and_delay_no_others(
+def test_mapped_zombies_use_only_their_share_of_descriptors_and_delay_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retirement, "ZOMBIE_SHARE", raise_descriptor_limit() // 3)  # three descriptors
+    monkeypatch.setattr(retirement, "ZOMBIE_SHARE", raise_descriptor_limit() // 3)  # The share is three descriptors.
     monkeypatch.setattr(retirement, "AT_ONCE", 2)
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
@@ -116,7 +116,7 @@ def test_mapped_zombies_use_only_their_share_of_descriptors_and_delay_no_others(
     for _ in range(12):
         ended.settle()
         assert descriptors() <= before + 3
-    # all of them were renamed, so no lookup finds them
+    # All files were renamed, so no lookup finds them.
     assert not any(ended.is_due(f"{put_id}.blk") for put_id in put_ids)
     left = 12
     for number in (11, 5, 0, 6):
@@ -146,7 +146,7 @@ def test_streams_map_a_share_of_the_descriptors(tmp_path: Path) -> None:
     assert first.covered == 4
     cache.most_files = 6
     for at in (4, 5, 6):
-        cache.get(kept[at].path)  # an entry that no stream is sending is evicted
+        cache.get(kept[at].path)  # An entry that no stream is sending is evicted.
     cache.most_files = 4
     with pytest.raises(OSError, match="mapped for streams") as caught:
         cache.get(kept[7].path)

@@ -1,4 +1,4 @@
-"""Spares: pages of collected files are lent to the next put of similar size. They are counted, can be given up, and
+"""Spares: pages of collected files are lent to the next put of similar size. Spares are counted, can be given up, and
 cannot be read.
 """
 
@@ -100,7 +100,7 @@ def test_collected_weights_lend_their_pages_to_the_next_version(tmp_path: Path) 
     used = store.index.room.used[Tier.MEMORY]
     store.clear("weights/0/0")
     assert not os.path.exists(path)
-    assert store.index.room.used[Tier.MEMORY] == used  # the spare is kept and counted
+    assert store.index.room.used[Tier.MEMORY] == used  # The spare is kept and counted.
     again = store.put("weights/0/1", VALUES * 2)
     assert os.stat(again).st_ino == inode
     assert again != path
@@ -134,7 +134,7 @@ def test_a_lent_file_is_not_a_block_file_until_it_is_written(tmp_path: Path) -> 
         parse(data, len(data))
 
 
-def test_only_as_many_spares_as_needed_are_given_up_longest_idle_first(tmp_path: Path) -> None:
+def test_only_as_many_spares_as_needed_are_given_up_the_longest_idle_first(tmp_path: Path) -> None:
     nbytes = held_bytes(BlockLayout([("train/0/0", 1, {"w": VALUES})]).file_bytes)
     store = Store(tmp_path / "s", limit=6 * nbytes)
     for number in range(3):
@@ -144,7 +144,8 @@ def test_only_as_many_spares_as_needed_are_given_up_longest_idle_first(tmp_path:
     stats = store.index.stats()
     assert (stats.bytes, stats.spare_bytes, stats.files, stats.lent) == (3 * nbytes, 3 * nbytes, 0, 0)
     larger = BlockLayout([("train/0/3", 1, {"w": np.resize(VALUES, 4 * len(VALUES))})])
-    store.begin(larger, "train/0/3")  # four times as large: no spare fits, and one of three has to make room
+    # The put is four times as large, so no spare fits, and one of three has to make room.
+    store.begin(larger, "train/0/3")
     stats = store.index.stats()
     assert stats.spare_bytes == 2 * nbytes
     assert stats.bytes == 2 * nbytes + held_bytes(larger.file_bytes)
@@ -164,7 +165,8 @@ def test_a_file_collected_during_its_copy_to_disk_is_copied_completely(
 
     def collected_first(target: int, source: int, at: int, count: int) -> int:
         store.clear("train/0/0")
-        assert store.index.stats().zombie_bytes > VALUES.nbytes  # in use, so it is neither truncated nor lent
+        # The file is in use, so it is neither truncated nor lent.
+        assert store.index.stats().zombie_bytes > VALUES.nbytes
         return send(target, source, at, count)
 
     monkeypatch.setattr(os, "sendfile", collected_first)
@@ -175,7 +177,7 @@ def test_a_file_collected_during_its_copy_to_disk_is_copied_completely(
     assert store.index.stats().zombie_bytes == 0
 
 
-def test_a_put_that_takes_a_spare_needs_room_for_the_difference_only(tmp_path: Path) -> None:
+def test_a_put_that_takes_a_spare_needs_room_only_for_the_difference(tmp_path: Path) -> None:
     layout = BlockLayout([("train/0/0", 1, {"w": VALUES})])
     more = np.resize(VALUES, len(VALUES) + 1024)
     store = Store(tmp_path / "s", limit=held_bytes(layout.file_bytes) + 4096)
@@ -204,7 +206,7 @@ def test_a_spare_is_resized_to_the_put_that_takes_it(tmp_path: Path) -> None:
     assert len(inodes) == 1
 
 
-def test_a_put_takes_the_spare_nearest_in_size_and_none_of_another_magnitude() -> None:
+def test_a_put_takes_the_spare_nearest_in_size_and_none_of_a_very_different_size() -> None:
     spares = Spares(1 << 40)
     for name, nbytes in (("a", 100), ("b", 130), ("c", 130), ("d", 400)):
         spares.add(name, nbytes, 0.0)
@@ -222,7 +224,7 @@ def test_idle_and_surplus_spares_are_deleted(tmp_path: Path) -> None:
         store.now = float(number)
         store.clear(f"train/0/{number}")
     store.delete(store.index.room.surplus(store.now))
-    assert store.index.stats().spare_bytes == 3 * nbytes  # half of the limit
+    assert store.index.stats().spare_bytes == 3 * nbytes  # Spares take half of the limit.
     store.delete(store.index.room.surplus(2.5 + IDLE_S))
     assert store.index.stats().spare_bytes == nbytes
     store.delete(store.index.room.surplus(4.0 + IDLE_S))
@@ -236,7 +238,7 @@ def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(memory: 
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
     os.ftruncate(descriptor, layout.file_bytes)
     landings = WriteMappingPool()
-    # the file is sparse: on a full mount a write would raise SIGBUS
+    # The file is sparse; on a full mount a write would raise SIGBUS.
     assert landings.of(descriptor, layout.file_bytes) is None
     sums = write_block(descriptor, layout)
     written = path.read_bytes()
@@ -272,7 +274,7 @@ def test_other_threads_run_while_a_large_file_is_made_writable(memory: Path, mon
     landings = WriteMappingPool()
     locked = lock_named(str(path), os.O_RDWR)
     assert locked is not None
-    for _ in range(2):  # in the second round all pages are allocated
+    for _ in range(2):  # In the second round all pages are allocated.
         assert landings.of(locked, nbytes) is not None
     assert done == [(0, POPULATE_BYTES), (POPULATE_BYTES, POPULATE_BYTES), (2 * POPULATE_BYTES, 1234)]
     os.close(locked)
@@ -285,7 +287,7 @@ def test_a_file_on_a_disk_is_written_without_a_mapping(tmp_path: Path, memory: P
     for folder in (tmp_path, memory):
         (folder / "block").write_bytes(bytes(1 << 16))
         with (folder / "block").open("r+b") as file:
-            os.fsync(file.fileno())  # allocates all blocks
+            os.fsync(file.fileno())  # This allocates all blocks.
             mapped.append(landings.of(file.fileno(), 1 << 16) is not None)
     landings.close()
     kinds = subprocess.check_output(["stat", "-f", "-c", "%T", tmp_path, memory], text=True).split()
@@ -305,12 +307,12 @@ def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(mem
     del target
     watch = os.open(path, os.O_RDONLY)
     store.clear("weights/0/0")
-    assert store.index.room.used[Tier.MEMORY]  # the producer's own lock still counts as a reader's
+    assert store.index.room.used[Tier.MEMORY]  # The producer's own lock still counts as a reader's.
     os.close(locked)
     store.reap()
     store.delete(store.index.room.surplus(IDLE_S + 1))
     assert store.index.room.used[Tier.MEMORY] == 0
-    assert os.fstat(watch).st_blocks == 0  # freed, although `landings` maps the file
+    assert os.fstat(watch).st_blocks == 0  # The blocks are freed although `landings` maps the file.
     os.close(watch)
     landings.close()
 
@@ -340,10 +342,10 @@ def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: P
         places.add(address(found))
         store.clear(f"weights/0/{step}")
         held = store.index.room.used[Tier.MEMORY]
-        assert np.array_equal(found, VALUES * step)  # in use: retired and counted, but not lent
+        assert np.array_equal(found, VALUES * step)  # The file is in use, so it is retired and counted, but not lent.
         del found
         store.reap()
-        assert store.index.room.used[Tier.MEMORY] == held  # a spare that is not lent
+        assert store.index.room.used[Tier.MEMORY] == held  # This spare is not lent.
     assert len(places) == 1
 
 
@@ -388,7 +390,8 @@ def test_a_reader_without_free_descriptors_gives_up_its_kept_mappings(tmp_path: 
     lowest = os.open(os.devnull, os.O_RDONLY)
     os.close(lowest)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, before[1]))  # two more; a kept mapping needs three
+    # This leaves two more descriptors; a kept mapping needs three.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, before[1]))
     try:
         found = read(paths[5], kept)
     finally:

@@ -36,7 +36,7 @@ def test_tombstones_are_bounded_and_those_that_files_need_are_kept() -> None:
     for first in range(0, 2 * MAX_TOMBSTONES, 8192):
         state.clear([PutTask(f"old/0/{first + i}", 1) for i in range(8192)])
     assert len(state.tombstones) <= MAX_TOMBSTONES
-    assert state.tombstones["t/0/0"] == 1  # after a restart it would still be in the file with t/0/1
+    assert state.tombstones["t/0/0"] == 1  # After a restart the task would still be in the file with t/0/1.
     assert f"old/0/{2 * MAX_TOMBSTONES - 1}" in state.tombstones
     assert "old/0/0" not in state.tombstones
 
@@ -45,7 +45,7 @@ def test_recovery_of_a_file_skips_the_tasks_that_were_cleared() -> None:
     before = StoreState("store", 1 << 30, 1)
     partly, wholly = "0" * 32, "1" * 32
     sealed(before, partly, ["t/0/0", "t/0/1"])
-    sealed(before, wholly, ["t/0/2"])  # its file was still there when the store died
+    sealed(before, wholly, ["t/0/2"])  # This task's file was still there when the store died.
     tables = {put_id: before.sealed(put_id).table for put_id in (partly, wholly)}
     cleared = [PutTask("t/0/0", 1), PutTask("t/0/2", 1)]
     before.clear(cleared)
@@ -152,7 +152,7 @@ def test_a_new_revision_replaces_only_the_previous_one() -> None:
         gone = [effect.source for effect in state.supersede(put_id)]
         for name in gone:
             del files[name]
-        again = StoreState("store", 1 << 30, 2)  # a restart finds the same in the remaining files
+        again = StoreState("store", 1 << 30, 2)  # A restart finds the same shards in the remaining files.
         for name, table in files.items():
             assert again.recover(name.removesuffix(".blk"), table.file_bytes, table) == []
         assert again.stats().shards == state.stats().shards
@@ -160,8 +160,8 @@ def test_a_new_revision_replaces_only_the_previous_one() -> None:
 
     both = ["train/0/0", "train/0/1"]
     assert put(1, both, ["a", "p:1"]) == []
-    assert put(2, both, ["p:2"]) == []  # the first file still has a current revision
-    assert put(3, both[:1], ["p:3"]) == []  # the second file still has the other task's revision
+    assert put(2, both, ["p:2"]) == []  # The first file still has a current revision.
+    assert put(3, both[:1], ["p:3"]) == []  # The second file still has the other task's revision.
     assert put(4, both[1:], ["q:3"]) == []
     assert state.stats().shards == 4 + 1 + 1 + 1
     assert put(5, both[1:], ["p:3"]) == [f"{2:032x}.blk"]
@@ -273,7 +273,7 @@ def test_unreadable_file_is_left_alone_and_the_others_are_found(
     assert bad.table is None
     assert all(each.table is not None for each in found.values())
     assert len(found) == 2
-    assert all(each.table is not None for each in files.scan())  # the next process can read it
+    assert all(each.table is not None for each in files.scan())  # The next process can read the file.
     files.close()
 
 

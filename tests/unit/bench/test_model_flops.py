@@ -18,7 +18,7 @@ def test_the_formula_counts_every_matrix_product(tied: bool) -> None:
     with FlopCounterMode(display=False) as counter:
         model(ids).logits.sum().backward()
     found = training_flops(model, model.config, [24, 24])
-    # torch also counts the rotary angles, and the embedding lookup has no gradient product
+    # torch also counts the rotary angles, and the embedding lookup has no gradient product.
     assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 

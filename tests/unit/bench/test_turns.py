@@ -1,4 +1,4 @@
-"""Benchmark order, summaries of several runs, and the choice among recorded settings of a peer."""
+"""Order of benchmarks, summaries of several runs, and the choice among recorded settings of a peer."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_growth_is_reported_per_process_and_no_process_may_be_replaced() -> None
     watch = Watch()
     watch.names = {1: "launch.cluster", 2: "services.rollout/0", 3: "services.rollout/0"}
     watch.looks = looks(late=103 * MIB)
-    watch.looks[105] = (105, {1: 500 * MIB, 2: 900 * MIB})  # a single outlier does not change the figure
+    watch.looks[105] = (105, {1: 500 * MIB, 2: 900 * MIB})  # A single outlier does not change the figure.
     growth: dict[str, Any] = watch.growth(100, 300)
     assert {name: each.share for name, each in growth.items()} == pytest.approx(
         {"launch.cluster": 0.0, "services.rollout/0": 0.03}

@@ -25,7 +25,7 @@ SIGKILL = -9
 
 
 class World:
-    """Carries out effects on a machine where every start succeeds, and records them."""
+    """A simulated machine that carries out and records effects. Every start succeeds."""
 
     def __init__(self, plan: list[Key] = PLAN, save_limit_s: float = 0.0) -> None:
         self.state = RunLifecycle(plan, save_limit_s)

@@ -1,4 +1,5 @@
-"""The doctor's diagnosis of given answers: what is wrong, what merely waits, and what depends on the cause."""
+"""The doctor's diagnosis of given answers: causes, waits that are not wrong by themselves, and the stalls that depend
+on a cause."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_nothing_is_wrong_with_a_step_whose_tasks_are_being_sampled() -> None:
     assert any("nothing is wrong" in line for line in as_lines(run, diagnose(run)))
 
 
-def test_code_that_holds_up_the_step_is_wrong_long_before_its_limit() -> None:
+def test_code_that_delays_the_step_is_wrong_long_before_its_limit() -> None:
     code = WaitRow(WaitKind.CODE, "process 7 works on 1 reward calls, at my.py:3", LONG, 600.0)
     held_up = examined(scheduler=answer(step("rollout/0")), driver=answer(batch()), rollout=answer(code))
     [finding] = wrong(held_up)
@@ -53,7 +54,7 @@ def test_code_in_the_second_half_of_its_time_is_wrong_by_itself() -> None:
     assert [each.limit_s for each in wrong(examined(rollout=answer(code)))] == [10.0]
 
 
-def test_process_without_an_answer_is_wrong_and_a_stopped_one_is_named_once() -> None:
+def test_process_that_does_not_answer_is_wrong_and_a_stopped_one_is_named_once() -> None:
     silent = examined(scheduler=answer(step("rollout/0")), rollout=None)
     assert [each.text.partition(" in ")[0] for each in wrong(silent)] == ["rollout/0 does not answer its mailbox"]
     stopped = WaitRow(WaitKind.STOPPED, "rollout/0 (process 7) is stopped by a signal", 0.0, 0.0, "rollout/0")
@@ -82,7 +83,7 @@ def test_full_store_is_named_with_its_room_and_its_producers() -> None:
     assert wrong(examined(store=answer(room), rollout=answer())) == []
 
 
-def test_judge_outage_names_what_is_not_leased() -> None:
+def test_judge_outage_names_the_tasks_that_are_not_leased() -> None:
     outage = WaitRow(WaitKind.OUTAGE, "the judge of my:fn does not answer", 2.0, 600.0)
     paused = WaitRow(WaitKind.OUTAGE, "nothing is leased", 0.0, 0.0, "rollout/0")
     [finding] = wrong(examined(scheduler=answer(paused), rollout=answer(outage)))
@@ -90,7 +91,7 @@ def test_judge_outage_names_what_is_not_leased() -> None:
     assert finding.stalls == ("scheduler/0: nothing is leased",)
 
 
-def test_computation_is_wrong_without_progress_only() -> None:
+def test_computation_is_wrong_only_without_progress() -> None:
     row = WaitRow(WaitKind.COMPUTE, "computes ForwardBackward", 60.0)
     call = WaitRow(WaitKind.CALL, "ForwardBackward", 60.0, 3600.0, "policy-trainer-worker/0")
     moving = examined(driver=answer(call), worker=answer(row, progress_s=0.5))

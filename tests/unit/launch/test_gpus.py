@@ -1,4 +1,4 @@
-"""The GPUs that a process sees: its own, or those it shares with the processes it takes turns with."""
+"""GPUs that a process sees: its own, or those that it shares with the processes with which it takes turns."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_large_example_is_planned_on_two_hosts_of_eight(folder: Path) -> Non
     seen = visible_gpus(made)
     assert [seen["policy-trainer-worker", rank] for rank in range(8)] == list("01234567")
     assert [seen["reference", i] for i in range(8)] == list("01234567")
-    assert [seen["rollout", i] for i in range(4)] == ["0,1", "2,3", "4,5", "6,7"]  # GPUs of the second host
+    assert [seen["rollout", i] for i in range(4)] == ["0,1", "2,3", "4,5", "6,7"]  # These are GPUs of the second host.
     assert wanted(made) == 8
 
 
@@ -93,7 +93,7 @@ def test_no_gpu_belongs_to_two_processes_that_do_not_take_turns(
     folder: Path, trainer: int, reference: int, rollout: tuple[int, int], colocate: set[str]
 ) -> None:
     gpus, instances = rollout
-    if len({trainer, reference, gpus * instances}) > 1:  # services that share GPUs use the same number of them
+    if len({trainer, reference, gpus * instances}) > 1:  # Services that share GPUs use the same number of them.
         colocate = set()
     made = _placed(folder, trainer, reference, rollout, colocate)
     seen = {key: text.split(",") for key, text in visible_gpus(made, list("abcdefghijklmnopq")).items() if text}
@@ -128,11 +128,11 @@ def _placed(folder: Path, trainer: int, reference: int, rollout: tuple[int, int]
     ("visible", "names"),
     [("", []), ("-1", []), ("1,0", ["1", "0"]), ("0,-1,1", ["0"]), ("GPU-8a, MIG-b", ["GPU-8a", "MIG-b"])],
 )
-def test_gpus_are_those_that_cuda_shows(visible: str, names: list[str], tmp_path: Path) -> None:
+def test_gpus_are_those_that_cuda_makes_visible(visible: str, names: list[str], tmp_path: Path) -> None:
     assert gpu_names(visible, tmp_path) == names
 
 
-def test_without_a_selection_gpus_are_those_of_the_driver(tmp_path: Path) -> None:
+def test_without_a_selection_all_gpus_of_the_driver_are_visible(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia3", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert gpu_names(None, tmp_path) == ["0", "1"]

@@ -1,4 +1,5 @@
-"""Which host runs what: the first placement, lost hosts, returning hosts, GPUs, and agents that are refused."""
+"""Placement of processes on hosts: the first placement, lost hosts, returning hosts, GPUs, and agents that are
+refused."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_processes_of_a_lost_host_move_as_far_as_others_have_gpus(folder: Path) 
     assert rows["rollout", 2] == "WAITING"
 
 
-def test_without_gpus_the_least_loaded_host_takes_what_was_lost(folder: Path) -> None:
+def test_without_gpus_the_least_loaded_host_takes_the_lost_processes(folder: Path) -> None:
     made = book(folder, "services.rollout={host: [b, c], instances: 4}")
     joined(made, "b", "c", "spare")
     made.lose("c", "gone", 1.0)
@@ -90,7 +91,7 @@ def test_without_gpus_the_least_loaded_host_takes_what_was_lost(folder: Path) ->
     assert {key for key in placed["b"] if key[0] == "rollout"} == {("rollout", 0), ("rollout", 2)}
 
 
-def test_a_host_that_returns_runs_what_found_no_other_place(folder: Path) -> None:
+def test_a_host_that_returns_runs_processes_that_found_no_other_place(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")
     made.lose("b", "gone", 1.0)
@@ -161,7 +162,7 @@ def test_an_agent_of_no_host_or_of_one_that_has_an_agent_is_refused(folder: Path
     assert made.hosts["b"].state == HostState.JOINED
 
 
-def test_a_host_that_cannot_go_on_ends_the_run_and_an_ended_one_no_longer_runs(folder: Path) -> None:
+def test_a_host_that_cannot_continue_ends_the_run_and_an_ended_host_runs_nothing(folder: Path) -> None:
     made = book(folder)
     joined(made, "b")
     assert made.report(report("b", failed="rollout/0: no model"), 1)[1] == [Unable("host b: rollout/0: no model")]

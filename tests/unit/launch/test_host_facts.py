@@ -1,4 +1,4 @@
-"""Whether a host can take part in a run: versions, clocks, and what it lacks."""
+"""Requirements for a host that takes part in a run: versions, clocks, and resources."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_host_that_differs_is_refused_in_one_line(key: str, value: object, lin
     ("there_at", "problem"),
     [
         (100.0 - CLOCK_LIMIT_S, ""),
-        (105.0 + CLOCK_LIMIT_S, ""),  # the round trip took 5 s, so it may be right
+        (105.0 + CLOCK_LIMIT_S, ""),  # The round trip took 5 s, so the clock may be right.
         (97.0, "its clock is 3.0 s behind this machine's, at most 2; synchronise them (chrony, ntp)"),
         (109.5, "its clock is 4.5 s ahead of this machine's, at most 2; synchronise them (chrony, ntp)"),
     ],
@@ -49,7 +49,7 @@ def test_a_clock_counts_as_wrong_only_beyond_what_the_round_trip_explains(there_
 
 
 @pytest.mark.slow
-def test_a_host_checks_itself_for_a_resolved_topology_and_names_what_it_lacks(tmp_path: Path) -> None:
+def test_a_host_checks_itself_for_a_resolved_topology_and_names_missing_resources(tmp_path: Path) -> None:
     topology = load(write(make(tmp_path)))
     text = topology.to_yaml()
     there = _checked(text)

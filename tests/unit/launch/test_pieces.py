@@ -34,7 +34,7 @@ def write_row(path: Path, **row: float) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def test_progress_is_read_as_rows_are_written(tmp_path: Path) -> None:
+def test_progress_follows_the_rows_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path, steps=10)
     assert not metrics.poll(0.0)
@@ -46,7 +46,7 @@ def test_progress_is_read_as_rows_are_written(tmp_path: Path) -> None:
     write_row(path, **{"step": 3, "reward/mean": 0.75, "throughput/tokens_per_s": 1234.0})
     metrics.poll(5.0)
     assert metrics.text() == "step 3/10  ETA 14s  reward 0.750  heldout 0.250 (0)  1,234 tok/s"
-    assert metrics.eta_s() == pytest.approx(14.0)  # 2 s per step
+    assert metrics.eta_s() == pytest.approx(14.0)  # A step takes 2 s.
 
 
 def test_a_partial_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_progress_follows_a_run_that_was_rewound(tmp_path: Path) -> None:
         (20, 48, True, "back to step 20 of 48: steps 21-48 will be trained again, with the same bits"),
     ],
 )
-def test_a_rewound_run_reports_what_was_lost(step: int, committed: int, text: str, *, deterministic: bool) -> None:
+def test_a_rewound_run_reports_the_lost_steps(step: int, committed: int, text: str, *, deterministic: bool) -> None:
     assert rewind_text(step, committed, deterministic=deterministic) == text
 
 
@@ -110,7 +110,7 @@ def test_the_guard_gives_each_process_its_own_limit() -> None:
     }
     for process in processes.values():
         assert process.stdout is not None
-        process.stdout.readline()  # the shell has set its trap
+        process.stdout.readline()  # The shell has set its trap.
     guard.end(guard.watch(f"+{process.pid} {limit_s}\n" for limit_s, process in processes.items()))
     assert [process.wait(10) for process in processes.values()] == [-signal.SIGKILL, 7]
 
@@ -140,7 +140,7 @@ def test_log_lines_become_readable_with_their_trace() -> None:
     assert readable("not json") == "not json"
 
 
-def test_last_lines_show_what_a_failed_import_printed(tmp_path: Path) -> None:
+def test_last_lines_show_the_output_of_a_failed_import(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
     (run.logs / "rollout-0.out").write_text("Traceback\nImportError: no torch\n")
     assert last_lines(run, ("rollout", 0), 10)[-1] == "ImportError: no torch"
@@ -148,8 +148,8 @@ def test_last_lines_show_what_a_failed_import_printed(tmp_path: Path) -> None:
     run.remove_volatile()
 
 
-def test_sweep_removes_only_what_killed_runs_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = tempfile.mkdtemp()  # ipc paths end at 107 bytes
+def test_sweep_removes_only_files_that_killed_runs_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tempfile.mkdtemp()  # ipc paths have at most 107 bytes.
     monkeypatch.setattr(tempfile, "tempdir", short)
     shm = tmp_path / "shm"
     dead, young, living = (RunDir.create(tmp_path / name, shm_root=shm) for name in ("dead", "young", "living"))
@@ -165,7 +165,7 @@ def test_sweep_removes_only_what_killed_runs_left_behind(tmp_path: Path, monkeyp
     shutil.rmtree(short)
 
 
-def test_status_joins_what_supervisor_and_scheduler_know() -> None:
+def test_status_merges_the_views_of_supervisor_and_scheduler() -> None:
     registered = [
         ServiceRow("rollout", 0, "READY", 11, "host-a", 5, 0.5, 100),
         ServiceRow("reference", 0, "READY", 12, "host-b", 6, 0.25, 200),
@@ -204,7 +204,7 @@ def test_a_missing_user_module_is_reported_before_anything_starts(
     assert not [line for line in preflight.check(topology, "t.yaml").errors if "no module" in line]
 
 
-def test_a_closed_output_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_output_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
@@ -241,7 +241,7 @@ def status(*troubles: TroubleRow, dropped: dict[str, int] | None = None, lost: d
     )
 
 
-def test_a_trouble_gives_a_notice_at_its_start_and_end_and_is_on_the_status_line_between() -> None:
+def test_a_trouble_causes_a_notice_at_its_start_and_end_and_is_on_the_status_line_meanwhile() -> None:
     troubles = Troubles()
     assert (troubles.take(status()), troubles.text()) == ([], "")
     failing = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 1 of 4, x: late (at my_rewards.py:12)")

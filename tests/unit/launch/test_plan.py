@@ -1,4 +1,4 @@
-"""Names of processes: which processes they select, and which modules they run."""
+"""Names of processes: the processes that they select, and the modules that these run."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_an_unknown_builtin_is_named_with_the_nearest_match(key: str) -> None:
     found = [line for line in errors(*overrides) if "macth" in line]
     assert found == [
         f"{key}: reward function 'builtin:exact_macth': names no builtin; use builtin:exact_match; "
-        f"mend {key} or its params"
+        f"correct {key} or its params"
     ]
 
 
@@ -103,7 +103,7 @@ def test_user_functions_are_tried_in_a_separate_process(tmp_path: Path, monkeypa
     assert [line.partition(": ")[0] for line in found] == list(expected)
     for line, why in zip(found, expected.values(), strict=True):
         assert why in line
-        assert "; mend " in line
+        assert "; correct " in line
     assert "my_functions" not in sys.modules
     assert int((tmp_path / "pid").read_text()) != os.getpid()
 
@@ -125,7 +125,7 @@ def test_a_module_that_hangs_or_dies_is_named_and_ended(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(functions, "LIMIT_S", 3.0 if "sleep" in body else 60.0)
     found = errors("workflow={function: my_good:flow}", "reward.function=my_bad:score")
-    assert found == [f"reward.function: 'my_bad:score': {why}; mend reward.function or its params"]
+    assert found == [f"reward.function: 'my_bad:score': {why}; correct reward.function or its params"]
     for pid in pids.read_text().split():
         assert not Path(f"/proc/{pid}").exists()
 
@@ -250,7 +250,7 @@ def test_a_dry_run_and_a_start_give_the_same_one_line_error_and_leave_nothing(mo
     assert [line.split(": ")[1] for line in said[0]] == ["reward.function", "policy.model"]
 
 
-def test_snapshots_that_do_not_fit_are_off_and_one_line_says_so() -> None:
+def test_snapshots_that_do_not_fit_are_turned_off_and_one_line_reports_it() -> None:
     topology = load(QUICKSTART)
     needed = snapshot_bytes(topology)
     assert 4 << 20 < needed < topology.checkpoint.memory

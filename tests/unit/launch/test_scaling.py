@@ -1,4 +1,4 @@
-"""Which numbers of instances a run can have, what they need, and what is written. Starts nothing."""
+"""Numbers of instances that a run can have, their resources, and the number that is written. Starts nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_references_on_cpus_are_scaled_without_a_key(make: Make) -> None:
         ([], "rollout", -1, "use 1 or more"),
     ],
 )
-def test_refusal_is_one_line_and_writes_nothing(
+def test_a_refusal_gives_one_line_and_writes_nothing(
     make: Make, overrides: list[str], service: str, instances: int, why: str
 ) -> None:
     run = make(*overrides)
@@ -78,7 +78,7 @@ def test_refusal_is_one_line_and_writes_nothing(
     assert run.topology.read_text() == before
 
 
-def test_more_gpus_than_there_are_are_refused_with_both_numbers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_gpus_are_refused_with_both_numbers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpu_names", lambda visible: ["0", "1", "2"])
     run = make("services.rollout.gpus=1")
     assert dict(resize(run, "rollout", 3).gpus) == {("rollout", 0): "0", ("rollout", 1): "1", ("rollout", 2): "2"}

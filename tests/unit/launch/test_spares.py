@@ -1,4 +1,4 @@
-"""Rules of spare processes, without a process: when one is started, used, replaced and given up."""
+"""Rules for the start, use, replacement and giving up of spare processes, tested without a process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_spare_is_used_once_and_then_replaced(rules: SpareRules) -> None:
     assert rules.due(calm=True) == ROLLOUT
 
 
-def test_a_spare_that_still_imports_is_not_waited_for(rules: SpareRules) -> None:
+def test_a_start_does_not_wait_for_a_spare_that_still_imports(rules: SpareRules) -> None:
     rules.started(ROLLOUT, 7)
     assert not rules.take(ROLLOUT)
     rules.warmed(ROLLOUT)

@@ -80,7 +80,7 @@ def step(recording: Recording, number: int) -> None:
     recording.bench.ask(CommitStep(driver=1, step=number, metrics={"time/step": 0.25}))
 
 
-def test_story_of_an_undisturbed_task(recording: Recording) -> None:
+def test_story_of_an_undisturbed_task_has_every_event(recording: Recording) -> None:
     step(recording, 1)
     recording.bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     recording.acknowledge_clears()
@@ -116,7 +116,7 @@ def test_story_tells_why_a_task_was_sampled_again(recording: Recording) -> None:
     assert [each.facts["fence"] for each in story if each.what == "leased for rollout"] == [1, 2, 3]
 
 
-def test_story_tells_a_refused_completion(recording: Recording) -> None:
+def test_story_includes_a_refused_completion(recording: Recording) -> None:
     late = recording.bench.granted()
     recording.bench.event(Tick(), after_s=LEASE_S + 1)
     recording.bench.complete(recording.bench.granted())
@@ -158,14 +158,14 @@ def test_steps_of_a_task_that_was_collected_before_the_compaction_are_remembered
         assert recorded.steps_of("rain/0/0") == []
 
 
-def test_reading_leaves_a_live_journal_alone_and_names_one_that_is_no_journal(
+def test_reading_leaves_a_live_journal_alone_and_an_invalid_journal_is_named(
     recording: Recording, tmp_path: Path
 ) -> None:
     recording.write()
     with reading(recording.path) as recorded:
         before = len(list(recorded.events()))
         recording.bench.complete(recording.bench.granted())
-        recording.write()  # the reader does not block the writer, and sees one state
+        recording.write()  # The reader does not block the writer, and sees one state.
         assert len(list(recorded.events())) == before
     (tmp_path / "other").write_text("not a database" * 100)
     with pytest.raises(RpcError, match="other: cannot be read"), reading(tmp_path / "other"):

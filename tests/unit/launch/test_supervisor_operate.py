@@ -60,7 +60,7 @@ def test_process_that_does_not_finish_its_leases_is_told_to_end_and_then_killed(
 
 def test_process_that_is_not_ready_is_drained_without_waiting_for_leases() -> None:
     world = World().run()
-    world.exit(ROLLOUT, 1)  # BACKOFF
+    world.exit(ROLLOUT, 1)  # The process is in BACKOFF.
     world.feed(e.DrainAsked([ROLLOUT]))
     assert world.state.processes[ROLLOUT].state == ProcessState.DRAINED
     world.wait(60)
@@ -68,7 +68,7 @@ def test_process_that_is_not_ready_is_drained_without_waiting_for_leases() -> No
 
 
 @pytest.mark.parametrize("event", [e.StartAsked, e.RestartAsked])
-def test_drained_process_comes_back_when_it_is_asked_for(event: type[e.StartAsked | e.RestartAsked]) -> None:
+def test_drained_process_starts_again_on_request(event: type[e.StartAsked | e.RestartAsked]) -> None:
     world = World().run()
     world.feed(e.DrainAsked([ROLLOUT]))
     world.exit(ROLLOUT, 0)
@@ -76,7 +76,7 @@ def test_drained_process_comes_back_when_it_is_asked_for(event: type[e.StartAske
     assert world.spawned == [ROLLOUT]
 
 
-def test_process_asked_for_while_it_drains_starts_again_without_counting_as_failed() -> None:
+def test_process_requested_while_it_drains_starts_again_without_counting_as_failed() -> None:
     world = World().run()
     world.feed(e.DrainAsked([ROLLOUT]))
     world.feed(e.StartAsked([ROLLOUT]))
@@ -123,7 +123,7 @@ def test_rolling_restart_stops_each_group_once_the_one_before_is_ready() -> None
     assert [process.restarts for process in world.state.processes.values()] == [1] * len(PLAN)
 
 
-def test_rolling_restart_waits_for_another_process_that_is_away() -> None:
+def test_rolling_restart_waits_while_another_process_is_away() -> None:
     world = World().run()
     world.feed(e.RollingRestartAsked([[MONITOR], [ROLLOUT]]))
     world.exit(MONITOR, 0)

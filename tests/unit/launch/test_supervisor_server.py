@@ -59,13 +59,13 @@ def supervised(
 def test_a_service_whose_log_file_cannot_be_opened_fails_the_run_with_its_cause(run: RunDir) -> None:
     async def scene(made: Supervisor) -> None:
         await asyncio.sleep(0.2)
-        shutil.rmtree(run.logs)  # simulates a disk that became read-only or ran out of inodes
+        shutil.rmtree(run.logs)  # This simulates a disk that became read-only or ran out of inodes.
 
     ended = supervised(run, [SCHEDULER], "sleep 0.5; kill -9 $$", scene, 60)
     assert ended.outcome == RunOutcome.FAILED
 
 
-def test_a_driver_that_was_told_to_end_has_not_finished_its_run_though_the_scheduler_is_silent(
+def test_a_driver_that_ends_on_a_signal_has_not_finished_its_run_even_if_the_scheduler_is_silent(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "COMPLETE_CALL_S", 0.5)
@@ -75,12 +75,12 @@ def test_a_driver_that_was_told_to_end_has_not_finished_its_run_though_the_sched
         await asyncio.sleep(0.3)
         made._feed(Reported(SCHEDULER, made.state.processes[SCHEDULER].pid, 1, "READY"))
         async with asyncio.timeout(20):
-            while len(lives) < 2:  # until the process is restarted
+            while len(lives) < 2:  # The loop ends once the process is restarted.
                 pid = made.state.processes[TRAINER].pid
                 if pid and pid not in lives:
                     lives.append(pid)
                     if len(lives) == 1:
-                        await asyncio.sleep(0.3)  # the shell needs time to set its trap
+                        await asyncio.sleep(0.3)  # The shell needs time to set its trap.
                         os.kill(pid, signal.SIGTERM)
                 await asyncio.sleep(0.05)
         made.stop("the test is over")
@@ -90,7 +90,7 @@ def test_a_driver_that_was_told_to_end_has_not_finished_its_run_though_the_sched
     assert ended.outcome != RunOutcome.DONE
 
 
-def test_only_the_death_of_an_own_process_is_confirmed(run: RunDir) -> None:
+def test_only_the_death_of_the_supervisors_own_process_is_confirmed(run: RunDir) -> None:
     answers: list[object] = []
 
     async def scene(made: Supervisor) -> None:
@@ -107,7 +107,8 @@ def test_only_the_death_of_an_own_process_is_confirmed(run: RunDir) -> None:
                     answers.append(await client.call(ordered, Ack, deadline_s=10))
                 except RpcError as error:
                     answers.append(error.code)
-            answers.append(await client.call(ordered, Ack, deadline_s=10))  # asked again: that life has ended
+            # The request is repeated; that life has ended.
+            answers.append(await client.call(ordered, Ack, deadline_s=10))
         finally:
             client.close()
             await asyncio.to_thread(context.term)

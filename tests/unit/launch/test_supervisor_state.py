@@ -183,14 +183,14 @@ def test_impossible_work_after_a_restart_fails_the_run_but_a_refused_start_does_
     assert world.state.phase == RunPhase.DRAINING
 
 
-def test_driver_failure_restarts_the_driver() -> None:
+def test_driver_that_fails_is_restarted() -> None:
     world = World().run()
     world.exit(DRIVER, 1)
     world.wait(1.0)
     assert world.spawned == [DRIVER]
 
 
-def test_driver_exit_with_work_left_restarts_the_driver() -> None:
+def test_driver_that_exits_with_work_left_is_restarted() -> None:
     world = World().run()
     world.exit(DRIVER, 0, run_complete=False)
     world.wait(1.0)
@@ -230,7 +230,7 @@ def test_process_that_dies_while_draining_stays_down() -> None:
     assert world.spawned == []
 
 
-def test_process_that_does_not_drain_is_killed_after_the_limit_only() -> None:
+def test_process_that_does_not_drain_is_killed_only_after_the_limit() -> None:
     world = World().run()
     world.feed(e.StopAsked("interrupted"))
     assert world.terminated == [DRIVER]
@@ -362,7 +362,7 @@ def test_silence_of_an_earlier_incarnation_is_ignored() -> None:
     assert world.killed == []
 
 
-def test_process_that_the_scheduler_wants_dead_is_killed_and_counts_as_failed() -> None:
+def test_process_is_killed_on_order_of_the_scheduler_and_counts_as_failed() -> None:
     world = World().run()
     world.feed(e.KillOrdered(ROLLOUT, world.pids[ROLLOUT], "hung on shared devices"))
     assert world.killed == [ROLLOUT]

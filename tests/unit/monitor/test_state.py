@@ -52,7 +52,7 @@ def test_drops_are_the_sum_of_the_senders_counts() -> None:
     state = MonitorState()
     state.take(telemetry("a", 1, incarnation=1, dropped=2))
     state.take(telemetry("a", 1, incarnation=1, dropped=5))
-    state.take(telemetry("a", 1, incarnation=1, dropped=4))  # arrives late, after a newer message
+    state.take(telemetry("a", 1, incarnation=1, dropped=4))  # This row arrives late, after a newer message.
     state.take(telemetry("a", 1, incarnation=2, dropped=1))
     assert state.snapshot().dropped == 6
 

@@ -61,7 +61,7 @@ def test_reinforce_pp_whitens_over_all_tokens_of_the_step() -> None:
     np.testing.assert_allclose(estimated("reinforce_pp"), expected, rtol=1e-6)
 
 
-def test_reinforce_pp_with_baseline_whitens_what_is_left_of_the_group_mean() -> None:
+def test_reinforce_pp_with_baseline_whitens_rewards_minus_their_group_mean() -> None:
     left = REWARDS - np.repeat([REWARDS[:3].mean(), 6.0], [3, 2])
     tokens = np.repeat(left, TOKENS)
     expected = (left - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)

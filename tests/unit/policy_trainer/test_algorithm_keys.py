@@ -1,4 +1,4 @@
-"""Changing any single key of the section `algorithm`, under many settings, is refused at loading or changes training.
+"""Every key of the section `algorithm`: under many settings, changing it is refused at loading or changes training.
 
 Training runs the driver's own step and the workers' own loss over a policy that is a table of logits, so a key that
 has no effect anywhere on the way is found. A new key of the schema must be entered here.
@@ -53,7 +53,7 @@ def loss(cur, anchor, tokens, *, factor=1.0):
 """
 
 SUPERVISED = "cross_entropy"
-"""Not reached by one key alone: it needs a group of one, which no default advantage can have."""
+"""Loss that one key alone cannot select, because it needs a group of one, which no default advantage can have."""
 CHANGES: dict[str, tuple[str, ...]] = {
     "tasks_per_step": ("8",),
     "group_size": ("3",),
@@ -138,7 +138,8 @@ def leaves(section: type[Section], above: str = "") -> set[str]:
 
 
 class Table:
-    """Stands in for the workers: a policy with one row of logits per token. `optim_step` is gradient descent."""
+    """A policy with one row of logits per token, which takes the place of the workers. `optim_step` is gradient
+    descent."""
 
     def __init__(self, topology: Topology) -> None:
         algorithm = topology.algorithm
@@ -149,7 +150,7 @@ class Table:
         tokens = int(self.lengths.sum())
         self.logits = torch.from_numpy(rng.normal(scale=0.5, size=(tokens, VOCABULARY))).requires_grad_()
         self.shift = torch.zeros(VOCABULARY, dtype=torch.float64, requires_grad=True)
-        """What all tokens have in common: a ratio may rise where the advantage is negative."""
+        """Parameter that all tokens share, so that a ratio may rise where the advantage is negative."""
         self.rollout, self.ref = (
             self.scores()[0].detach() + 0.4 * torch.randn(tokens, generator=_seeded(i)) for i in (1, 2)
         )
@@ -230,7 +231,8 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 def trained(topology: Topology, folder: Path) -> list[Any]:
-    """Return what a step derives from the topology: the scheduler's plan, each update's sums, the final policy."""
+    """Return the values that a step derives from the topology: the scheduler's plan, the sums of each update, and the
+    final policy."""
     table: Any = Table(topology)
     nothing: Any = None
     driver = Driver(topology, nothing, table, nothing, ResumePoint(0, 0, 0, -1, False), nothing, export=nothing)
@@ -252,7 +254,7 @@ def another_name(first: Topology, second: Topology) -> bool:
     """Return whether the two topologies are known to be equivalent."""
     one, other = first.algorithm, second.algorithm
     undivided = all(each.advantage.name == "dr_grpo" or each.advantage.scale == "none" for each in (one, other))
-    # at a ratio of 1 every loss has the plain policy gradient
+    # At a ratio of 1 every loss has the plain policy gradient.
     gradient = one.ratio_is_one and other.ratio_is_one and one.loss.name != other.loss.name
     return undivided or gradient
 
@@ -266,14 +268,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: with tensors of a hundred numbers, threads would only wait for one another."""
+    """Limit torch to one thread: with tensors of a hundred numbers, several threads would only wait for one another."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def test_every_key_of_the_schema_is_entered() -> None:
+def test_every_key_of_the_schema_is_listed() -> None:
     assert leaves(Algorithm) == CHANGES.keys()
 
 

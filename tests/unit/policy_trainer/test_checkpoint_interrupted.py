@@ -60,7 +60,7 @@ def save_up_to(folder: Path, name: str, size: int, monkeypatch: pytest.MonkeyPat
     def limit(at: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (at, hard))
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores SIGXFSZ by default
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores SIGXFSZ by default.
 
     def save_file(tensors: dict[str, torch.Tensor], path: Path, **options: dict[str, str]) -> None:
         if path.name != name:
@@ -72,7 +72,7 @@ def save_up_to(folder: Path, name: str, size: int, monkeypatch: pytest.MonkeyPat
 
     def sync(path: Path) -> None:
         real_sync(path)
-        if (path.name, name) == (OPTIMIZER, STATE):  # the manifest is written next
+        if (path.name, name) == (OPTIMIZER, STATE):  # The manifest is written next.
             limit(size)
 
     with monkeypatch.context() as patch:
@@ -105,7 +105,8 @@ def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint_whole(
 
 
 def kill_before(call: int, step: int, folder: Path, keep_last: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Save `step` in a process that is killed before its `call`-th folder change; return whether it was."""
+    """Save `step` in a process that is killed before its `call`-th folder change; return whether the process was
+    killed."""
     calls = [0]
 
     def counted(real: Callable[..., object]) -> Callable[..., object]:
@@ -134,7 +135,7 @@ def void(_: object) -> None:
 def test_a_save_killed_between_any_two_changes_leaves_a_whole_checkpoint(
     replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `replaced`, the only checkpoint is saved again; a whole one exists at every moment."""
+    """With `replaced`, the only checkpoint is saved again; a whole checkpoint exists at every moment."""
     kills = 0
     for call in range(1, 100):
         folder = tmp_path / f"c{call}"
@@ -145,6 +146,6 @@ def test_a_save_killed_between_any_two_changes_leaves_a_whole_checkpoint(
         found = checkpoint_steps(folder)
         assert found
         assert all(is_whole(folder, step) for step in found)
-        _save(folder)  # the next save removes the leftovers
+        _save(folder)  # The next save removes the leftovers.
         assert sorted(path.name for path in folder.iterdir()) == ["step-2"]
     assert kills >= 3

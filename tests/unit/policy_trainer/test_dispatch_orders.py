@@ -1,4 +1,4 @@
-"""Order numbers of calls: each is used once per driver incarnation, whatever happens to the ranks meanwhile."""
+"""Order numbers of calls: each is used once per driver incarnation, regardless of the state of the ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DRIVER = 7
 
 
 class Rank:
-    """A worker's client that carries out what its real lane lets through. `calls` has every call that reached it."""
+    """A worker's client that executes the calls that its real lane admits. `calls` has every call that reached it."""
 
     def __init__(self, held: Sequence[int] = ()) -> None:
-        """`held` are the steps of its snapshots."""
+        """Hold snapshots of the steps `held`."""
         self.lane = CallQueue()
         self.held = [HeldSnapshot(lineage=1, step=step) for step in held]
         self.calls: list[WorkerRequest] = []

@@ -74,7 +74,7 @@ def step_batch(step: int) -> StepBatch:
 
 
 class Recorder:
-    """Plays both scheduler and worker for a driver. `calls` records each call and each answer."""
+    """A recorder that acts as both scheduler and worker for a driver. `calls` records each call and each answer."""
 
     def __init__(self, on_call: Callable[[Request], None] = lambda request: None) -> None:
         self.calls: list[tuple[str, Request]] = []
@@ -279,7 +279,7 @@ def test_bad_data_ends_the_driver_with_the_status_that_prevents_a_restart(
 
 
 def test_a_snapshot_is_kept_every_few_steps_under_the_lineage(topology: Topology, tmp_path: Path) -> None:
-    """A replayed step keeps one, too. Only the last update of a step does."""
+    """A replayed step also keeps a snapshot. Only the last update of a step keeps one."""
     other = tmp_path / "other"
     other.mkdir()
     path = edited(make(other), "  kl:\n    coef: 0.001\n", "")

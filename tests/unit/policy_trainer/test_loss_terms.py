@@ -76,13 +76,13 @@ def test_importance_weight_of_the_proximal_anchor_carries_no_gradient() -> None:
     total, _ = token_loss(spec("proximal", tis_cap=2.0, kl_estimator="", kl_coef=0.0), cur, data, ones)
     total.backward()  # type: ignore[no-untyped-call]
     assert cur.grad is not None
-    assert cur.grad.tolist() == [-2.0, -2.0, -2.0]  # exp(prox - rollout) = e, truncated at 2
+    assert cur.grad.tolist() == [-2.0, -2.0, -2.0]  # exp(prox - rollout) is e, which is truncated at 2.
 
 
 def test_a_clipped_token_is_counted_and_has_no_policy_gradient() -> None:
     cur = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     ones = torch.ones(2, dtype=torch.float64)
-    rollout = torch.tensor([-1.0, 0.0], dtype=torch.float64)  # ratios e and 1
+    rollout = torch.tensor([-1.0, 0.0], dtype=torch.float64)  # The ratios are e and 1.
     data = TokenData(rollout=rollout, advantages=ones, weights=ones, versions=ones, prox=None, ref=None, **alone(2))
     total, sums = token_loss(spec("rollout", kl_estimator="", kl_coef=0.0), cur, data, ones)
     total.backward()  # type: ignore[no-untyped-call]
@@ -163,7 +163,7 @@ def test_the_current_policy_as_anchor_gives_the_gradient_of_a_separate_forward_p
     if dtype == "float32":
         assert torch.equal(gradient(made), wanted)
         assert sums == before
-    else:  # shards keep log-probs as float32
+    else:  # Shards keep log-probs as float32.
         assert float((gradient(made) - wanted).norm() / wanted.norm()) <= 1e-6
     if mask:
         assert 0 < sums["masked"] < sums["tokens"]
@@ -182,7 +182,7 @@ def test_two_halves_of_a_batch_add_up_to_the_whole(tmp_path: Path) -> None:
     assert float((gradient(made) - wanted).norm() / wanted.norm()) <= 1e-12
 
 
-def test_gradient_is_that_of_a_plain_formula(tmp_path: Path) -> None:
+def test_the_gradient_equals_that_of_a_plain_formula(tmp_path: Path) -> None:
     flat, advantages, weights = batch()
     made = backend(tmp_path, 64, "float64")
     loss = spec("proximal", tis_cap=2.0)

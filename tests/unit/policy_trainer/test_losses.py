@@ -103,7 +103,7 @@ def by_hand(loss: LossSpec, cur: float, anchor: float, advantage: float) -> tupl
         ("cross_entropy", {}),
     ],
 )
-def test_value_and_gradient_are_those_of_the_formula(name: str, options: dict[str, Any]) -> None:
+def test_value_and_gradient_agree_with_the_formula(name: str, options: dict[str, Any]) -> None:
     loss = spec(name, **options)
     cur, tokens = data()
     total, _ = token_loss(loss, cur, tokens, torch.zeros(M))
@@ -165,7 +165,7 @@ def test_gspo_of_a_multi_sequence_sample_is_the_token_weighted_mean_of_their_los
         s, advantage = part.mean().exp(), float(advantages[which])
         share = len(part) / int(counts[which])
         objective = objective - share * torch.minimum(s * advantage, s.clamp(0.95, 1.1) * advantage) / 3
-    assert total.item() == pytest.approx(objective.item(), rel=1e-6)  # the driver's weights are float32
+    assert total.item() == pytest.approx(objective.item(), rel=1e-6)  # The driver's weights are float32.
     torch.testing.assert_close(gradient(total, cur), gradient(objective, cur), rtol=1e-6, atol=1e-9)
 
 

@@ -1,4 +1,5 @@
-"""The residency of the training state after any sequence of moves. test_residency_memory.py tests what calls need."""
+"""The residency of the training state after any sequence of moves. test_residency_memory.py tests the needs of
+calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Offloaded state leaves device memory and comes back bit for bit, and each call has what it uses on the device."""
+"""Offloaded state leaves device memory and comes back bit for bit, and each call has all parts that it uses on the
+device."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ CALLS: dict[type[WorkerRequest], Callable[[TorchBackend, Path], dict[str, Tensor
     messages.SaveCheckpoint: lambda made, _: everything(made),
     messages.SaveModel: exported,
 }
-"""What a rank's backend does in each call. The two calls that load all of the state bring all of it back themselves."""
+"""Actions of a rank's backend in each call. The two calls that load the whole state bring all of it back themselves."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -115,7 +116,7 @@ def test_memory_falls_by_the_offloaded_bytes_and_the_next_update_is_the_same(tmp
         made = one_rank(tmp_path / "model", dtype, Optimizer(lr=1e-2), max_tokens=4096)
         gradient(made)
         made.step(1)
-        # publishing shares weights with numpy in the same way
+        # Publishing shares weights with numpy in the same way.
         lent = made.weights()["model.norm.weight"].float().numpy()
         gradient(made)
         if moves:

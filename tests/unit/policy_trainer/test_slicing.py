@@ -36,7 +36,7 @@ def test_every_task_is_assigned_once_in_order_and_no_rank_exceeds_grahams_bound(
     loads = [sum(sizes[index] for index in part) for part in chosen]
     fullest = max(loads)
     assert fullest - min(loads) <= max(sizes, default=0)
-    # the last task put on the fullest rank came when that rank was the emptiest (and is no longer than the longest)
+    # When the fullest rank got its last task, that rank was the emptiest, and the task is at most the longest one.
     assert fullest * parts <= sum(sizes) + (parts - 1) * max(sizes, default=0)
 
 
@@ -51,7 +51,7 @@ def test_samples_follow_their_tasks(sizes: list[int], parts: int) -> None:
     first = np.cumsum([0] + [task.samples for task in whole.tasks])
     for each in whole.chunk(parts):
         wanted = [place for task in each.tasks for place in _places(whole, task, first)]
-        # unchanged: the weights were computed over the whole batch
+        # The weights are unchanged, because they were computed over the whole batch.
         assert each.scalars["weights"].tolist() == whole.scalars["weights"][wanted].tolist()
         assert each.tokens == sum(task.tokens for task in each.tasks)
 
@@ -71,7 +71,7 @@ def test_ten_thousand_samples_are_sliced_within_fifty_milliseconds() -> None:
     whole = batch(rng.integers(100, 8000, size=10_000).tolist(), samples=1)
     spent: list[float] = []
     for _ in range(5):
-        began = time.process_time()  # CPU time: the machine may be busy with other work
+        began = time.process_time()  # CPU time is measured, because the machine may be busy with other work.
         chunks = whole.chunk(8)
         spent.append(time.process_time() - began)
     assert imbalance(chunks) < 1.001

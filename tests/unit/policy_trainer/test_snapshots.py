@@ -1,4 +1,5 @@
-"""Snapshots of a rank in shared memory: the same bits, sealed or not there, damage found, never more than two."""
+"""Snapshots of a rank in shared memory: they restore the same bits, are sealed or absent, show damage, and are never
+more than two."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_training_from_a_snapshot_ends_with_the_same_bits(folder: Path, tmp_path
         train(straight, step)
     Snapshots(tmp_path / "s", PLACE).take(0, 3, straight.own_state())
     resumed = backend(folder, dtype)
-    train(resumed, 1)  # whatever it holds is replaced
+    train(resumed, 1)  # Any earlier state is replaced.
     resumed.load_own_state(Snapshots(tmp_path / "s", PLACE).read(0, 3))
     for step in (4, 5, 6):
         train(straight, step)
@@ -63,7 +64,7 @@ def test_a_snapshot_leaves_memory_that_can_be_freed_and_is_loaded_while_parts_ar
     assert same_bits(made.weights(), before)
 
 
-def test_the_two_newest_are_kept_and_found_by_a_later_life(tmp_path: Path) -> None:
+def test_the_two_newest_are_kept_and_found_by_a_later_incarnation(tmp_path: Path) -> None:
     made = Snapshots(tmp_path, PLACE)
     assert held(made) == set()
     for step in (1, 2, 3):
@@ -112,7 +113,7 @@ def test_an_interrupted_write_leaves_the_other_snapshot(tmp_path: Path, monkeypa
     assert held(Snapshots(tmp_path, PLACE)) == {(0, 2)}
 
 
-def test_every_flipped_byte_is_seen(tmp_path: Path) -> None:
+def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     Snapshots(tmp_path, PLACE).take(0, 1, {"a": torch.arange(40.0), "b": torch.arange(5, dtype=torch.uint8)})
     (file,) = tmp_path.iterdir()
     data = bytearray(file.read_bytes())
@@ -124,7 +125,7 @@ def test_every_flipped_byte_is_seen(tmp_path: Path) -> None:
         data[index] ^= 0x10
     assert outcomes["conflict"] == 40 * 4 + 5
     assert outcomes["wrong"] == 0
-    assert 0 < outcomes["whole"] < 2 * 64  # padding before each tensor is not read
+    assert 0 < outcomes["whole"] < 2 * 64  # Padding before each tensor is not read.
 
 
 def outcome(found: Snapshots) -> str:
@@ -145,7 +146,7 @@ def test_ranks_of_another_layout_do_not_see_it(tmp_path: Path) -> None:
     assert held(Snapshots(tmp_path, Layout(2).place(1))) == {(0, 1)}
 
 
-def test_random_numbers_continue() -> None:
+def test_random_numbers_continue_after_states_are_restored() -> None:
     torch.manual_seed(5)
     torch.rand(3)
     kept = random_states()
@@ -154,7 +155,7 @@ def test_random_numbers_continue() -> None:
     assert torch.equal(torch.rand(9), first)
 
 
-def test_snapshots_take_at_most_a_hundredth_of_the_time_in_the_long_run() -> None:
+def test_snapshots_take_at_most_one_percent_of_the_time_in_the_long_run() -> None:
     taken = [step for step in range(1, 7) if SnapshotPace(2).due(step, 0.0)]
     assert taken == [2, 4, 6]
     assert not any(SnapshotPace(None).due(step, 0.0) for step in range(1, 7))
@@ -179,7 +180,7 @@ def test_a_slow_snapshot_does_not_delay_the_next() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_files_are_not_larger_than_the_topology_says(folder: Path, tmp_path: Path, dtype: str) -> None:
+def test_files_are_not_larger_than_the_topology_assumes(folder: Path, tmp_path: Path, dtype: str) -> None:
     (tmp_path / "t").mkdir()
     path = edited(make(tmp_path / "t"), "model: ./model", f"model: {folder}")
     topology = load(path, [f"policy.dtype={dtype}", "services.batch-store.memory=1GiB"])

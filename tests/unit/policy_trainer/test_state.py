@@ -99,7 +99,7 @@ def test_training_from_a_checkpoint_ends_with_the_same_bits(folder: Path, tmp_pa
     assert same_bits(straight.state().optimizer, resumed.state().optimizer)
 
 
-def test_restart_is_the_model_directory_with_fresh_optimizer_state(folder: Path) -> None:
+def test_a_restart_loads_the_model_directory_with_fresh_optimizer_state(folder: Path) -> None:
     made, fresh = backend(folder), backend(folder)
     train(made, 1)
     assert not same_bits(made.weights(), fresh.weights())
@@ -130,7 +130,7 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint_whole(
 
         return sync
 
-    for calls in range(1, 5):  # both weight files, the manifest and the folder: all precede the rename
+    for calls in range(1, 5):  # The two weight files, the manifest and the folder all precede the rename.
         monkeypatch.setattr(checkpoint, "_sync", interrupted_after(calls))
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(tmp_path, state(made, 2), keep_last=1)
@@ -161,7 +161,7 @@ def test_a_missing_checkpoint_is_reported_as_missing(tmp_path: Path) -> None:
     assert caught.value.code == ErrorCode.MISSING
 
 
-def test_the_newest_and_the_multiples_are_kept(folder: Path, tmp_path: Path) -> None:
+def test_the_newest_checkpoints_and_the_multiples_are_kept(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     for step in range(1, 8):
         checkpoint.save(tmp_path, state(made, step), keep_last=2, keep_every=3)
@@ -178,14 +178,14 @@ def test_a_checkpoint_made_at_a_stop_replaces_no_other(folder: Path, tmp_path: P
     assert found == [[2], [2, 4], [2, 4, 5], [4, 6], [4, 6, 7], [4, 6, 7], [4, 6, 8], [6, 10]]
     (tmp_path / "step-10" / "state.json").write_text("not JSON")
     checkpoint.save(tmp_path, state(made, 12), keep_last=2)
-    assert checkpoint_steps(tmp_path) == [10, 12]  # a damaged one is counted like any other
+    assert checkpoint_steps(tmp_path) == [10, 12]  # A damaged checkpoint is counted like any other.
 
 
 def test_a_checkpoint_removes_those_of_later_steps(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     for step in (1, 2, 4, 6):
         checkpoint.save(tmp_path, state(made, step), keep_last=4)
-    checkpoint.save(tmp_path, state(made, 3), keep_last=2)  # the run returned to step 2 because 4 and 6 were damaged
+    checkpoint.save(tmp_path, state(made, 3), keep_last=2)  # The run returned to step 2 because 4 and 6 were damaged.
     assert checkpoint_steps(tmp_path) == [2, 3]
 
 
@@ -243,8 +243,8 @@ def test_an_export_loads_with_equal_logits_and_replaces_an_earlier_one(folder: P
 
 
 class Workers:
-    """A worker group at `step`. It holds the snapshots `held` (lineage, step); states in `damaged` do not load, a
-    checkpoint named by its step and a snapshot by both."""
+    """A worker group at `step`. It holds the snapshots `held` (lineage, step); states in `damaged` do not load, where a
+    checkpoint is named by its step and a snapshot by lineage and step."""
 
     def __init__(
         self, step: int, *, damaged: Sequence[int | tuple[int, int]] = (), held: Sequence[tuple[int, int]] = ()
@@ -322,7 +322,7 @@ def test_steps_that_cannot_be_replayed_are_retrained_from_the_checkpoint_that_lo
     assert (standing.version, standing.committed, standing.lineage) == (back_at, back_at, 1)
     assert standing.checkpoint <= back_at
     bench.publish_again(back_at)
-    bench.step(back_at + 1)  # was refused while the scheduler was at another step
+    bench.step(back_at + 1)  # The step was refused while the scheduler was at another step.
 
 
 def three_steps(*, collect_at_commit: bool) -> Bench:
@@ -335,7 +335,7 @@ def three_steps(*, collect_at_commit: bool) -> Bench:
 
 @pytest.mark.parametrize("collect_at_commit", [False, True])
 def test_a_snapshot_of_the_committed_step_continues_its_lineage(collect_at_commit: bool) -> None:
-    """Even tasks that can no longer be replayed are not lost."""
+    """No task is lost, not even tasks that can no longer be replayed."""
     bench, workers = three_steps(collect_at_commit=collect_at_commit), Workers(-1, held=[(0, 3), (0, 2)])
     standing = resumed(bench, workers, [1])
     assert workers.calls == ["load 0/3"]
@@ -345,14 +345,14 @@ def test_a_snapshot_of_the_committed_step_continues_its_lineage(collect_at_commi
 @pytest.mark.parametrize(
     ("held", "damaged", "calls"),
     [
-        ([(0, 2), (0, 3)], [(0, 3)], ["load 0/2"]),  # an earlier step is loaded, the later ones are replayed
-        ([(0, 4), (0, 2)], [], ["load 0/2"]),  # step 4 was trained but never committed
+        ([(0, 2), (0, 3)], [(0, 3)], ["load 0/2"]),  # An earlier step is loaded, and the later ones are replayed.
+        ([(0, 4), (0, 2)], [], ["load 0/2"]),  # Step 4 was trained but never committed.
         ([(0, 2), (0, 3)], [(0, 2), (0, 3)], ["load 1"]),
-        ([(1, 3), (1, 2)], [], ["load 1"]),  # of another lineage
+        ([(1, 3), (1, 2)], [], ["load 1"]),  # These snapshots are of another lineage.
         ([], [], ["load 1"]),
     ],
 )
-def test_otherwise_an_earlier_state_is_loaded_under_a_new_lineage(
+def test_without_such_a_snapshot_an_earlier_state_is_loaded_under_a_new_lineage(
     held: list[tuple[int, int]], damaged: list[tuple[int, int]], calls: list[str]
 ) -> None:
     bench, workers = three_steps(collect_at_commit=False), Workers(-1, held=held, damaged=damaged)
@@ -367,7 +367,7 @@ def test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_take
     bench.publish_again(1)
     for step in (2, 3):
         bench.step(step)
-    workers = Workers(-1, held=[(0, 3), (0, 2)])  # of the first life of these steps
+    workers = Workers(-1, held=[(0, 3), (0, 2)])  # These snapshots are of the first life of the steps.
     assert resumed(bench, workers, [1]).committed == 1
     assert workers.calls == ["load 1"]
 
@@ -411,7 +411,7 @@ def test_each_forward_has_its_own_key_and_the_newest_is_read() -> None:
 
 
 class FakeCall:
-    """Records its answer. The lane uses nothing else of a call."""
+    """A call that records its answer. The lane uses no other part of a call."""
 
     def __init__(self) -> None:
         self.error: RpcError | None = None
@@ -456,7 +456,7 @@ def test_a_worker_refuses_an_older_driver_and_an_unknown_one() -> None:
         lane.take_over(7)
 
 
-def test_a_take_over_that_comes_late_does_not_displace_the_newer_driver() -> None:
+def test_a_late_take_over_does_not_displace_the_newer_driver() -> None:
     lane = CallQueue()
     lane.take_over(8, turn=2)
     with pytest.raises(RpcError, match="driver 7 was replaced by 8"):

@@ -1,6 +1,7 @@
-"""The start-up drill that a trainer makes for engines, once, however long it takes and whatever is published meanwhile.
+"""The start-up drill that a trainer makes for engines, once, however long it takes and whichever versions are published
+meanwhile.
 
-tests/integration/policy_trainer/test_transfer.py and tests/property/test_transfer_state.py test what is sent over which
+tests/integration/policy_trainer/test_transfer.py and tests/property/test_transfer_state.py test the transfers over each
 communicator.
 """
 
@@ -45,7 +46,7 @@ class Trainer:
         self.may_end = threading.Event()
         self.sender = WeightsSender(
             run,
-            cast(DataClient, None),  # a drill reads nothing from a store
+            cast(DataClient, None),  # A drill reads nothing from a store.
             route="gloo",
             device="cpu",
             deadline_s=0.2,
@@ -81,10 +82,10 @@ def test_a_drill_that_outlasts_an_engines_wait_is_ready_when_it_asks_again(tmp_p
         try:
             await trainer.asked(0, within_s=0.1)
         except TimeoutError:
-            trainer.sender.published(LATER)  # while the drill is being made
+            trainer.sender.published(LATER)  # The drill is still being made here.
         trainer.may_end.set()
         await asyncio.sleep(0.1)
-        trainer.sender.published(LATER)  # before an engine has taken the drill
+        trainer.sender.published(LATER)  # No engine has taken the drill yet.
         assert [each.name for each in (await trainer.asked(0, within_s=5)).parameters] == ["w"]
         assert trainer.made == 1
         trainer.sender.close()

@@ -1,4 +1,4 @@
-"""A torch backend on one rank, and one mini-batch run through it as by the worker's calls."""
+"""A torch backend on one rank, and a function that runs one mini-batch through it as the worker's calls do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Messages that the codec refuses, each case by name, and the encodings that a second implementation must know."""
+"""Messages that the codec refuses, one case for each reason, and the encodings that a second implementation must
+know."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def refuse(frames: list[Any], match: str, limits: Limits = CONTROL) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_well_formed_handmade_header_is_accepted() -> None:
+def test_well_formed_header_built_by_hand_is_accepted() -> None:
     assert codec.decode([header(), b"\x80"]).body == Ack()
 
 
@@ -179,7 +180,7 @@ def test_oversize_is_refused_at_the_sender() -> None:
         codec.encode(RestartService(service="x" * (5 << 20)), request_id=1, incarnation=2, arrays=almost)
 
 
-def test_control_tensor_over_64_kib_is_refused_by_the_receiver_too() -> None:
+def test_control_tensor_over_64_kib_is_also_refused_by_the_receiver() -> None:
     loose = Limits(body_bytes=1 << 20, frames=64, frame_bytes=64 << 10, total_bytes=8 << 20)
     frames = codec.encode(Ack(), request_id=1, incarnation=2, arrays=[np.zeros((64 << 10) + 1, np.uint8)], limits=loose)
     assert len(codec.decode(frames, loose).tensors) == 1
@@ -246,7 +247,7 @@ def decode_inline(packed: bytes) -> Any:
     return decoded.batch.scalars["advantages"]
 
 
-def test_inline_array_of_msgpack_numpy_itself_is_read_and_ours_is_read_by_it() -> None:
+def test_inline_arrays_are_exchanged_with_msgpack_numpy_in_both_directions() -> None:
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
     np.testing.assert_array_equal(decode_inline(msgpack.packb(msgpack_numpy.encode(array))), array)
     ours = msgspec.msgpack.encode(inline.to_map(array))
@@ -254,7 +255,7 @@ def test_inline_array_of_msgpack_numpy_itself_is_read_and_ours_is_read_by_it() -
 
 
 class Bomb:
-    """Pickles to a call that fails the test when it is unpickled."""
+    """An object that pickles to a call that fails the test when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return (pytest.fail, ("something was unpickled",))

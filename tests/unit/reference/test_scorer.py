@@ -59,7 +59,7 @@ def scorer_of(folder: Path, max_tokens: int, temperature: float = 1.0) -> Frozen
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_reference_values_are_those_of_each_sequence_alone(temperature: float, tmp_path: Path) -> None:
+def test_reference_values_equal_those_of_each_sequence_alone(temperature: float, tmp_path: Path) -> None:
     scorer = scorer_of(tmp_path, 4096, temperature)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     shards = tasks()
@@ -127,7 +127,7 @@ def test_a_scorer_that_was_offloaded_and_restored_gives_the_same_bits(tmp_path: 
             await scorer.come_back()
             after = await scorer.score(shards, threading.Event())
             assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-        # the same holds for weights that it received since it was last offloaded
+        # The same holds for weights that the scorer received since it was last offloaded.
         model = load_model(MODEL, "float32")
         with torch.no_grad():
             for tensor in named_weights(model).values():
@@ -161,7 +161,7 @@ def test_a_scorer_that_was_offloaded_and_restored_gives_the_same_bits(tmp_path: 
     asyncio.run(run())
 
 
-def test_a_lease_stays_alive_while_its_rank_waits_for_one_that_still_fetches() -> None:
+def test_a_lease_stays_alive_while_its_rank_waits_for_another_rank_that_still_fetches() -> None:
     lease = Lease(grant(), lambda: 0)
     book = book_of(lease)
 
@@ -181,7 +181,7 @@ def test_a_lease_stays_alive_while_its_rank_waits_for_one_that_still_fetches() -
             version = BEGINNING
 
             async def come_back(self) -> None:
-                assert not gets_on(book)  # no rank is waiting now
+                assert not gets_on(book)  # No rank is waiting now.
 
             async def score(self, shards: Any, cancel: Any) -> list[Any]:
                 return []

@@ -29,7 +29,7 @@ def task(index: int, *prompt: int) -> ReadyTask:
     return ReadyTask(TaskHandle(f"train/0/{index}", 4), {"prompt": "p"}, list(prompt))
 
 
-def test_shards_are_ragged_and_mark_what_the_policy_sampled() -> None:
+def test_shards_are_ragged_and_mark_the_sampled_tokens() -> None:
     shards = task_shards([answer(5, 2, prompt=(7, 8)), answer(6, prompt=(7, 8))])
     assert tuple(shards) == ROLLOUT.makes
     assert shards["token_ids"].tolist() == [7, 8, 5, 2, 7, 8, 6]
@@ -131,6 +131,6 @@ def test_named_values_of_samples_follow_the_order_of_survivors_and_are_bounded()
     assert columns["workflow/turns"].tolist() == [0.0, 2.0]
     assert np.isnan(columns["reward/part/sum"]).tolist() == [True, False]
     later = names.columns([{"workflow/turns": 1e300}, *({f"workflow/{at}": 1.0} for at in range(100))])
-    assert list(later)[:3] == list(columns)  # the same columns for every lease
+    assert list(later)[:3] == list(columns)  # Every lease has the same columns.
     assert len(later) == MOST_NAMES
     assert np.isnan(later["workflow/turns"]).all()

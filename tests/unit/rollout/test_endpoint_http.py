@@ -16,7 +16,7 @@ CHAT = b'{"messages": [{"role": "user", "content": "1"}]}'
 
 
 class _Fails:
-    """The calls of a sample whose engine has failed."""
+    """Calls of a sample whose engine has failed."""
 
     temperature = 1.0
 
@@ -25,7 +25,7 @@ class _Fails:
 
 
 class _Waits:
-    """The calls of a sample whose engine never finishes."""
+    """Calls of a sample whose engine never finishes."""
 
     temperature = 1.0
 

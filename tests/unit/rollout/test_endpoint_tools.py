@@ -44,7 +44,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:
 
 
 class _Says:
-    """Stands in for the engine: returns the given texts in order, each followed by EOS."""
+    """A simulated engine that returns the given texts in order, each followed by EOS."""
 
     def __init__(self, prompts: PromptBuilder, said: list[str] = SAID) -> None:
         self._tokenizer = prompts._tokenizer
@@ -112,7 +112,7 @@ def test_a_call_is_parsed_and_its_answer_continues_the_sampled_tokens(prompts: P
             await endpoint.stop()
         return calls.conversation.sequences()
 
-    (sequence,) = asyncio.run(scenario())  # the returned call was recognised as the sampled one
+    (sequence,) = asyncio.run(scenario())  # The returned call was recognised as the sampled one.
     assert says.prompts[1][: len(says.prompts[0])] == says.prompts[0]
     assert sequence.token_ids[: len(says.prompts[1])] == says.prompts[1]
     text = prompts._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
@@ -195,7 +195,7 @@ def test_tool_calls_of_an_unknown_shape_are_refused(prompts: PromptBuilder, call
     asyncio.run(scenario())
 
 
-def test_parsed_calls_equal_to_those_in_the_text_change_nothing_and_others_do() -> None:
+def test_parsed_calls_change_a_message_only_if_they_differ_from_those_in_its_text() -> None:
     text = {"role": "assistant", "content": TWICE}
     calls = [{"id": "a", "function": {"name": "add", "arguments": {"a": 1, "b": number}}} for number in (2, 1)]
     assert same(text, {**text, "tool_calls": calls, "refusal": None})

@@ -58,7 +58,7 @@ def test_logprobs_equal_those_of_a_forward_pass_over_the_whole_sequence(
         assert (shards["rollout_logprobs"][shards["loss_mask"] == 1] < 0).all()
 
 
-def test_greedy_equals_generate_of_transformers(tiny: TransformersEngine, prompts: list[Prompt]) -> None:
+def test_greedy_sampling_equals_transformers_generate(tiny: TransformersEngine, prompts: list[Prompt]) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     groups = generate(tiny, prompts, sampling(samples=1, temperature=0.0))
     for prompt, (ours,) in zip(prompts, groups, strict=True):
@@ -81,10 +81,10 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_other_tokens(
     assert tokens[0] != tokens[1]
 
 
-def test_a_task_samples_the_same_tokens_whatever_is_beside_it_in_the_block(
+def test_a_task_samples_the_same_tokens_whatever_else_is_in_the_block(
     tiny: TransformersEngine, prompts: list[Prompt]
 ) -> None:
-    wanted = prompts[3]  # the longest, so that the padded length stays the same
+    wanted = prompts[3]  # This prompt is the longest, so that the padded length stays the same.
     alone = generate(tiny, [wanted, *prompts[:2]], sampling(samples=8, block_rows=40))[0]
     last = generate(tiny, [prompts[4], prompts[2], wanted], sampling(samples=8, block_rows=40))[2]
     for a, b in zip(alone, last, strict=True):

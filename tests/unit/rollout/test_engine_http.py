@@ -14,7 +14,7 @@ from shared.rpc.errors import RpcError
 
 
 def ask(pieces: Sequence[bytes], path: str = "/x", *, stream: bool, silence_s: float = 20.0) -> tuple[Any, bytes]:
-    """Return what the client makes of an answer sent in `pieces`, and the request that it sent."""
+    """Return the client's result for an answer sent in `pieces`, and the request that the client sent."""
     asked = b""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -28,7 +28,7 @@ def ask(pieces: Sequence[bytes], path: str = "/x", *, stream: bool, silence_s: f
         if silence_s >= 1:
             writer.close()
         else:
-            await reader.read()  # until the client gives up
+            await reader.read()  # This waits until the client gives up.
             writer.close()
 
     async def run() -> Any:
@@ -71,10 +71,10 @@ def test_a_stream_that_ends_early_is_not_a_complete_answer() -> None:
     with pytest.raises(RpcError, match="the stream ended early"):
         ask([*chunked(b'data: {"at": 0}\n\n'), b"0\r\n\r\n"], stream=True)
     with pytest.raises(RpcError, match=r"engine: POST http://127.0.0.1:\d+/base/x: "):
-        ask(chunked(b'data: {"at": 0}\n\n'), stream=True)  # the connection breaks
+        ask(chunked(b'data: {"at": 0}\n\n'), stream=True)  # The connection breaks here.
 
 
-def test_a_refusal_is_one_line_with_its_status() -> None:
+def test_a_refusal_gives_one_line_with_its_status() -> None:
     with pytest.raises(Refused, match=r"HTTP 404: no such route$") as caught:
         ask([whole(b"no such\n route", "404 Not Found")], stream=False)
     assert caught.value.status == 404

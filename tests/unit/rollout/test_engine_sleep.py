@@ -50,7 +50,7 @@ async def weigh(folder: Path) -> None:
     for _ in range(2):
         awake = psutil.Process().memory_info().rss
         await engine.sleep()
-        await engine.sleep()  # a second sleep changes nothing
+        await engine.sleep()  # A second sleep changes nothing.
         given_back = awake - psutil.Process().memory_info().rss
         assert given_back > 0.8 * nbytes, f"{given_back} of {nbytes} bytes"
         await engine.wake(frozenset({WEIGHTS}))
@@ -62,7 +62,8 @@ async def weigh(folder: Path) -> None:
 
 
 def test_memory_falls_by_the_weights_and_comes_back_with_the_next_version(tmp_path: Path) -> None:
-    # a separate process, like a rollout service: this one's heap has garbage of other tests between the weights
+    # A separate process is used, like a rollout service: this one's heap has garbage of other tests between the
+    # weights.
     code = "import asyncio, pathlib, sys; from tests.unit.rollout.test_engine_sleep import weigh; "
     code += "asyncio.run(weigh(pathlib.Path(sys.argv[1])))"
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
@@ -112,7 +113,7 @@ def test_a_sync_that_a_sleep_interrupts_sets_the_weights_again_and_verifies_them
             await engine.sleep()
             await engine.wake(ENGINE)
 
-        await sleep()  # before the drill, which reads the base weights from the folder
+        await sleep()  # The sleep comes before the drill, which reads the base weights from the folder.
         await sync.place(ref, base)
         await sleep()
         await sync.prove()

@@ -70,7 +70,7 @@ def kill(source: str) -> None:
 def command_of(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.cmdline()
-    return []  # it has ended, whichever test started it
+    return []  # The process has ended, whichever test started it.
 
 
 def test_a_process_that_is_killed_is_started_again_and_makes_the_same_rows(library: Path) -> None:
@@ -94,20 +94,20 @@ def test_a_row_without_an_answer_is_a_bad_row(library: Path, monkeypatch: pytest
     monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
     with pytest.raises(DataError, match=r"row 4: its process gave no answer within 0.5 s") as caught:
-        maker.entry(4)  # the probe of the next row raises, which counts as an answer
+        maker.entry(4)  # The probe of the next row raises, which counts as an answer.
     assert not isinstance(caught.value, SourceLost)
     process = maker._process
     with pytest.raises(DataError, match="row 4: its process gave no answer"):
         maker.entry(4)
-    assert maker._process is process  # the row is known to be bad: asking the process would have ended it
+    assert maker._process is process  # The row is known to be bad; asking the process would have ended it.
     assert not process.ended
 
 
-def test_a_source_whose_process_makes_no_row_is_lost(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_whose_process_cannot_make_rows_is_lost(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
     with pytest.raises(SourceLost, match=r"died of SIGKILL over row 3, and gave no answer within 0\.5 s over row 4"):
-        maker.entry(3)  # and row 4 gets no answer
+        maker.entry(3)  # Row 4 gets no answer either.
 
 
 def test_a_lost_source_drops_no_task(library: Path, tmp_path: Path) -> None:

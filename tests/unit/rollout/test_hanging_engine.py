@@ -49,7 +49,7 @@ def lease_of(computing: Callable[[], int], number: int = 1) -> Lease:
 
 
 class ImpatientPool:
-    """Samples of one call each, which all time out once the engine works on them."""
+    """A pool of samples with one call each, which all time out once the engine works on them."""
 
     lost = 0
 
@@ -122,9 +122,9 @@ def test_samples_that_wait_for_a_hanging_engine_have_not_failed_and_renew_no_lea
         made = await over_a_hanging_engine()
         before = made.lease.progress
         assert await stands(made.running)
-        assert made.lease.progress == before  # so its lease expires
+        assert made.lease.progress == before  # The lease therefore expires.
         made.lease.give_up()
-        assert await stands(made.running)  # the engine is still busy
+        assert await stands(made.running)  # The engine is still busy.
         made.go_on.set()
         with pytest.raises(LeaseLost):
             await made.running
@@ -139,7 +139,7 @@ def test_samples_that_wait_for_a_slow_engine_have_failed() -> None:
         made.go_on.set()
         (group,) = await made.running
         assert [each.score is not None and each.score.value is None for each in group] == [True] * SAMPLES
-        assert made.engine.progress == 1  # abandoned calls are not sampled to their end
+        assert made.engine.progress == 1  # Abandoned calls are not sampled to their end.
 
     asyncio.run(scenario())
 
@@ -231,7 +231,7 @@ def test_a_computation_that_outlives_its_lost_lease_for_a_reason_is_waited_for(w
             for _ in range(8):
                 made.progress += why == "moves"
                 made.book.blocked_on_devices = lambda: why != "moves"
-                await asyncio.sleep(LEASE_S / 2)  # the elapsed time is what the test is about
+                await asyncio.sleep(LEASE_S / 2)  # The elapsed time is the subject of the test.
             raise LeaseLost("given up at last")
 
         made = Pipeline(slow)

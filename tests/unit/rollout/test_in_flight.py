@@ -1,4 +1,4 @@
-"""Weights that are replaced during a block: which version samples each token, and what the block keeps."""
+"""Weights that are replaced during a block: the version that samples each token, and the state that the block keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.rollout.rollout_engine import MODEL, engine, sampling
 
 pytestmark = pytest.mark.slow
 
-TEMPERATURE = 8.0  # nearly uniform, so that EOS is rare and the block is long
+TEMPERATURE = 8.0  # The distribution is nearly uniform, so EOS is rare and the block is long.
 NEW_TOKENS = 96
 
 

@@ -1,4 +1,4 @@
-"""Processes that user code started end with it, however they were detached, and with a service that is killed."""
+"""Processes started by user code end with it, however they were detached, and end with a service that is killed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def score_one(completion: str, timeout_s: float) -> str:
     await pool.start()
     try:
         (((score,),),) = (await pool.score([[Sample("train/0/0", {}, [], completion, [1], "stop")]], lambda: None),)
-        if score.kind:  # the pool is still open
+        if score.kind:  # The pool is still open.
             check_gone()
         return score.kind
     finally:

@@ -1,4 +1,4 @@
-"""A trace of a model whose loaders slice and fuse weights: where each weight is, and which ones are wrong."""
+"""A trace of a model whose loaders slice and fuse weights: it finds the place of each weight, and the wrong ones."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class Half(nn.Module):
             self.embed_tokens.weight[: len(mine)].data.copy_(mine)
             self.embed_tokens.weight[len(mine) :].data.fill_(0)
         elif name == "norm.weight":
-            staged = torch.empty_like(self.norm.weight)  # as in vLLM: loaded into a buffer, then copied into place
+            staged = torch.empty_like(self.norm.weight)  # Like vLLM, this loads into a buffer, then copies into place.
             staged.copy_(tensor)
             self.norm.weight.data.copy_(staged)
-            self.norm.weight.data.copy_(self.norm.weight)  # as vLLM does with biases
+            self.norm.weight.data.copy_(self.norm.weight)  # vLLM does this with biases.
         elif name == "attention.o_proj.weight":
             columns = INNER // 2
             self.attention.o_proj.weight.data.copy_(tensor.narrow(1, rank * columns, columns))
@@ -103,14 +103,14 @@ def test_digests_of_sliced_fused_replicated_and_padded_weights_add_up_over_ranks
     check(proofs, weights)
     parts = {part for proof in proofs for part, _ in proof.parts}
     assert Part("attention.o_proj.weight", 0, INNER // 2, HIDDEN, INNER // 2) in parts
-    assert Part("embed_tokens.weight", 8, 0, 2, HIDDEN) in parts  # 2 of its 8 rows are not padding
+    assert Part("embed_tokens.weight", 8, 0, 2, HIDDEN) in parts  # Two of the 8 rows are not padding.
     with pytest.raises(WeightsMismatch, match="have other bits"):
         check(proofs[:1], weights)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", sorted(made(1, torch.float32)))
-def test_each_weight_that_is_left_out_stale_or_off_by_a_bit_is_named(name: str, dtype: torch.dtype) -> None:
+def test_each_weight_that_is_missing_stale_or_off_by_a_bit_is_named(name: str, dtype: torch.dtype) -> None:
     old, new = made(1, dtype), made(2, dtype)
     models = [Half(rank, dtype) for rank in (0, 1)]
     for model in models:

@@ -80,12 +80,12 @@ def test_a_silent_client_is_closed_wherever_it_stopped_except_while_it_waits() -
                     assert await reader.read() == b""
             gone.set()
             assert (await answer_of(waiting)).startswith(b"HTTP/1.1 200")
-            assert await waiting.read() == b""  # the client was silent after its answer
+            assert await waiting.read() == b""  # The client was silent after its answer.
 
     asyncio.run(scenario())
 
 
-def test_one_connection_serves_requests_in_order_also_when_they_are_pipelined() -> None:
+def test_one_connection_serves_pipelined_requests_in_order() -> None:
     async def scenario() -> None:
         async with asyncio.timeout(10), serving(application(at_once)) as connect:
             reader, writer = await connect(HEAD)
@@ -135,7 +135,7 @@ def test_signal_handlers_of_the_process_are_left_alone() -> None:
     async def scenario() -> list[Any]:
         async with serving(application(at_once)) as connect:
             reader, _ = await connect(REQUEST)
-            await answer_of(reader)  # the server is up
+            await answer_of(reader)  # The server is up.
             return [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
 
     before = [signal.SIG_IGN, signal.SIG_DFL]
@@ -152,7 +152,7 @@ def test_an_answer_in_two_pieces_does_not_wait_for_an_acknowledgement() -> None:
         took = []
         async with serving(application(at_once)) as connect:
             reader, writer = await connect(b"")
-            for _ in range(60):  # at first Linux acknowledges at once, later after 40 ms
+            for _ in range(60):  # At first Linux acknowledges at once, later after 40 ms.
                 began = time.perf_counter()
                 writer.write(REQUEST)
                 await answer_of(reader)

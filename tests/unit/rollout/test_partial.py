@@ -48,7 +48,8 @@ class Rollout:
     def sample(
         self, *, version: int = 4, oldest: int = 0, lineage: int = 0, stop_after: int = 0, exact: bool = False
     ) -> dict[str, list[Completion]]:
-        """Return the completions by task. The lease is lost after `stop_after` decode steps, if it is not 0."""
+        """Return the completions by task. If `stop_after` is not 0, the lease is lost after that number of decode
+        steps."""
         handles = [TaskHandle(task_id, 1) for task_id in PROMPTS]
         grant = LeaseGrant(
             lease_id=1,
@@ -96,7 +97,7 @@ def cut_off(tiny: TransformersEngine, folder: Path, steps: int = 25) -> dict[str
         first.sample(stop_after=steps)
     noted = first.noted()
     lengths = [len(each.token_ids) for group in noted.values() for each in group]
-    assert max(lengths) == steps  # the last step is noted when the lease is lost
+    assert max(lengths) == steps  # The last step is noted when the lease is lost.
     assert any(not each.finish_reason for group in noted.values() for each in group)
     return noted
 
@@ -152,7 +153,7 @@ def test_tokens_that_the_lease_may_not_hold_are_sampled_again(
 
 
 class StuckDisk:
-    """Blocks the journal's writer until `go_on` is set, and records the files written afterwards."""
+    """A disk that blocks the journal's writer until `go_on` is set, and records the files written afterwards."""
 
     def __init__(self, journal: PartialJournal, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
@@ -206,7 +207,7 @@ def test_a_stale_note_of_a_completed_task_is_deleted(tmp_path: Path) -> None:
         journal.note({task_id: numbered(2)}, 0, HOT)
     journal.close()
     for name, age_s in (("train-0-0", 2 * partial.STALE_S), ("train-0-1", partial.STALE_S / 2), ("train-0-2", 0.0)):
-        at = time.time() - 1e6 - age_s  # time during which the run was stopped does not age notes
+        at = time.time() - 1e6 - age_s  # Time during which the run was stopped does not age notes.
         os.utime(tmp_path / f"{name}.msgpack", (at, at))
     PartialJournal(tmp_path, 0.0).close()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["train-0-1.msgpack", "train-0-2.msgpack"]

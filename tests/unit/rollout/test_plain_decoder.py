@@ -42,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def model_of(kind: str, **settings: Any) -> Any:
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **settings), dtype=torch.float32)
-    for parameter in model.parameters():  # so that norms and biases differ from those of a fresh model
+    for parameter in model.parameters():  # Norms and biases then differ from those of a fresh model.
         parameter.data += 0.2 * torch.randn_like(parameter)
     return model.eval().requires_grad_(False)
 
@@ -72,7 +72,7 @@ def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, length
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(("product", "tokens"), [(None, 30), (few_rows.linear, MAX_ROWS + 1)])
 @torch.inference_mode()
-def test_logprobs_of_a_text_are_those_of_the_models_own_modules(
+def test_logprobs_of_a_text_equal_those_of_the_models_own_modules(
     kind: str, product: Product | None, tokens: int
 ) -> None:
     model = model_of(kind, **MODELS[kind])

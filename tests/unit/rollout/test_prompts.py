@@ -1,4 +1,4 @@
-"""From text to tokens: where a continuation is cut, and that a text without room is not fully tokenised."""
+"""Tokenization of prompts: the place where a continuation is cut, and texts that are too long to tokenize."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prompts() -> PromptBuilder:
 
 
 class _Counting:
-    """Wraps the tokenizer and counts the characters that it is given."""
+    """A wrapper of the tokenizer that counts the characters that it is given."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -87,12 +87,12 @@ def test_a_prompt_without_room_is_refused_before_it_is_tokenised(how: str) -> No
 
 
 def test_a_prompt_of_few_tokens_is_not_refused_for_its_characters(prompts: PromptBuilder) -> None:
-    text = "<eos>" * 3000  # five characters per token
+    text = "<eos>" * 3000  # A token has five characters.
     assert len(prompts.token_ids({"prompt": text}, 3000)) == 3000
     assert prompts.token_ids({"prompt": text}, 3000) == prompts.token_ids({"prompt": text})
 
 
-def test_a_missing_or_too_large_tokenizer_is_one_refusal(tmp_path: Path) -> None:
+def test_a_missing_or_too_large_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(RpcError, match=f"model {tmp_path}: no tokenizer: ") as caught:
         PromptBuilder(tmp_path, add_generation_prompt=True)
     assert caught.value.code == ErrorCode.BAD_REQUEST

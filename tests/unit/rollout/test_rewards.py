@@ -63,12 +63,12 @@ def test_a_reward_that_cannot_be_loaded_is_a_one_line_error(folder: Path, path: 
     assert path in str(caught.value)
 
 
-def test_unknown_params_of_a_function_are_refused_at_the_start(folder: Path) -> None:
+def test_unknown_parameters_of_a_function_are_refused_at_the_start(folder: Path) -> None:
     with pytest.raises(RpcError, match="bogus"):
         score([], Line("my_rewards:plain", params={"bogus": 1}))
 
 
-def test_a_raise_and_a_nan_cost_only_their_samples(folder: Path) -> None:
+def test_an_exception_or_a_nan_loses_only_its_sample(folder: Path) -> None:
     group = [sample("", reward=1.0), sample("", reward="raise"), sample("", reward=math.nan), sample("", reward="x")]
     ((good, raised, nan, text),) = score([group], Line("my_rewards:by_row"))
     assert good.value == 1.0
@@ -127,7 +127,7 @@ def test_a_plain_function_may_run_its_own_event_loop(folder: Path) -> None:
     assert values(scores) == [[2.0, 6.0]]
 
 
-def test_threads_left_behind_by_late_coroutines_cost_no_other_sample(folder: Path) -> None:
+def test_threads_left_behind_by_late_coroutines_affect_no_other_sample(folder: Path) -> None:
     async def scenario() -> list[float | None]:
         async with pool(Line("my_rewards:in_a_thread"), processes=1, timeout_s=0.7) as made:
             pids: list[float | None] = []
@@ -154,7 +154,7 @@ def test_slow_plain_functions_run_in_all_processes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("function", ["my_rewards:slow", "my_rewards:later"])
-def test_a_hanging_call_costs_its_sample_after_the_timeout(folder: Path, function: str) -> None:
+def test_a_hanging_call_loses_its_sample_after_the_timeout(folder: Path, function: str) -> None:
     started = time.monotonic()
     group = [sample("a"), sample("hang"), sample("b")]
     ((first, hung, last),) = score([group], Line(function), timeout_s=0.3)

@@ -1,4 +1,4 @@
-"""Bad reward functions cost only their own samples and leave no process behind."""
+"""Bad reward functions lose only their own samples and leave no process behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("function", "what", "kind", "says"), BAD)
-def test_a_bad_call_costs_its_sample_only(folder: Path, function: str, what: str, kind: str, says: str) -> None:
+def test_a_bad_call_loses_only_its_sample(folder: Path, function: str, what: str, kind: str, says: str) -> None:
     told: list[Any] = []
     groups = [[sample("fine"), sample(what, 1), sample("fine")], [sample("fine") for _ in range(24)]]
     (first, rest) = score(groups, Line(f"my_rewards:{function}"), timeout_s=1, told=told)
@@ -55,7 +55,7 @@ def test_a_bad_call_costs_its_sample_only(folder: Path, function: str, what: str
     assert f"my_rewards:{function}: {says}" in reported["last_failure"]
 
 
-def test_processes_that_a_killed_function_started_are_killed_too(folder: Path) -> None:
+def test_processes_that_a_killed_function_started_are_also_killed(folder: Path) -> None:
     ((only,),) = score([[sample("orphan", pids=str(folder / "pid"))]], Line("my_rewards:bad"), timeout_s=0.5)
     assert only.kind == "timeout"
     pid = int((folder / "pid").read_text())
@@ -81,8 +81,8 @@ def test_a_sample_that_cannot_be_handed_over_is_named(folder: Path) -> None:
     assert "the sample cannot be handed to a process" in bad.failure
 
 
-def test_output_that_cannot_be_printed_costs_no_sample(folder: Path) -> None:
-    """Standard error is on a full disk, as a service's log file may be."""
+def test_output_that_cannot_be_printed_loses_no_sample(folder: Path) -> None:
+    """Standard error goes to a full disk, as a service's log file may."""
     kept, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
     try:
         os.dup2(full, 2)
@@ -103,7 +103,7 @@ def test_calls_that_fit_alone_but_not_together_are_handed_over_one_by_one(
     assert [each.value for each in scores] == [float(at) for at in range(16)]
 
 
-def test_a_timeout_error_of_the_function_is_not_reported_as_ours(folder: Path) -> None:
+def test_a_timeout_error_raised_by_the_function_is_not_reported_as_ours(folder: Path) -> None:
     ((bad, good),) = score([[sample("own"), sample("x")]], Line("my_rewards:gives_up"))
     assert (bad.kind, good.value) == ("raised", 1.0)
     assert "TimeoutError: the judge is away" in bad.failure

@@ -1,4 +1,4 @@
-"""The rewards that come with the package, and what they say when they cannot score."""
+"""Rewards that come with the package, and their errors when they cannot score."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_regex_checks_the_form_or_compares_the_captured_answer(pattern: str, com
     assert values(score([[sample(completion, answer=7)]], line)) == [[value]]
 
 
-def test_a_regex_that_never_ends_costs_its_sample() -> None:
+def test_a_regex_that_never_ends_loses_its_sample() -> None:
     line = Line("builtin:regex", params={"pattern": "(a+)+$"})
     ((hung, good),) = score([[sample("a" * 64 + "!"), sample("aa")]], line, timeout_s=0.5)
     assert (hung.kind, good.value) == ("timeout", 1.0)
@@ -87,7 +87,7 @@ def test_an_extra_that_is_not_installed_is_named_at_the_start(monkeypatch: pytes
         score([], Line("builtin:math_verify"))
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "ransom_note"])  # the second data set depends on the hash seed
+@pytest.mark.parametrize("dataset", ["chain_sum", "ransom_note"])  # The second data set depends on the hash seed.
 def test_reasoning_gym_scores_with_the_data_set_of_the_row(dataset: str) -> None:
     pytest.importorskip("reasoning_gym")
     source = open_source(f"reasoning-gym:{dataset}?size=8&seed=5", where="test")

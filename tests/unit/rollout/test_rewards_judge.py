@@ -69,7 +69,7 @@ class Refused:
 
 
 class Server:
-    """A judge that answers 1.0, with the status and the seconds for Retry-After that `answer` returns."""
+    """A judge that answers 1.0. `answer` returns the status and the seconds for Retry-After."""
 
     def __init__(self, port: int) -> None:
         self.asked: list[tuple[float, str]] = []
@@ -223,7 +223,7 @@ def test_a_sample_that_always_fails_the_judge_is_lost_once_others_were_answered(
     asyncio.run(scenario())
 
 
-def test_waiting_beyond_its_limit_asks_for_the_end_of_the_run(port: int) -> None:
+def test_waiting_beyond_the_limit_requests_the_end_of_the_run(port: int) -> None:
     async def scenario() -> Trouble:
         async with pool(line(port), retry=RewardRetry(limit_s=0.5, backoff_s=0.05, max_backoff_s=0.2)) as made:
             scoring = asyncio.create_task(made.score([[sample("a")]], lambda: None))
@@ -324,7 +324,7 @@ def http_error(status: int, **headers: str) -> urllib.error.HTTPError:
 
 
 def of_library(module: str, name: str, **attributes: object) -> Exception:
-    """Return an exception like that of a library which need not be installed."""
+    """Return an exception like that of a library that need not be installed."""
     return type(name, (Exception,), {"__module__": module, **attributes})("no")  # type: ignore[no-any-return]
 
 
@@ -381,7 +381,7 @@ def test_errors_of_the_function_itself(error: BaseException) -> None:
     assert unavailable(error) is None
 
 
-def test_a_socket_timeout_means_the_judge_and_one_of_asyncio_the_function() -> None:
+def test_a_socket_timeout_is_attributed_to_the_judge_and_an_asyncio_timeout_to_the_function() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(0.01)

@@ -1,4 +1,4 @@
-"""Reward calls that survive disturbances by earlier and concurrent calls in the same process."""
+"""Reward calls that survive disturbances caused by earlier and concurrent calls in the same process."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("function", "completions"), [("hoards", ["hoard", "a", "b", "c"]), ("leaks", ["a", "b", "c", "d", "e"])]
 )
-def test_a_call_that_exceeds_the_limit_because_of_others_memory_is_not_lost(
+def test_a_call_that_exceeds_the_limit_because_of_other_calls_memory_is_not_lost(
     folder: Path, function: str, completions: list[str]
 ) -> None:
     async def scored() -> list[list[Score]]:
@@ -85,7 +85,7 @@ def test_a_stopped_process_that_reads_nothing_is_replaced(folder: Path) -> None:
                     each.status() == psutil.STATUS_STOPPED for each in psutil.Process().children(recursive=True)
                 ):
                     await asyncio.sleep(0.02)
-                # More than the socket buffers without a reader.
+                # This is more than the socket buffers hold without a reader.
                 assert values(await made.score([[sample("a" * (4 * MIB))]], lambda: None)) == [[1.0]]
 
     asyncio.run(scenario())

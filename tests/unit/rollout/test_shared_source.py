@@ -23,7 +23,7 @@ from tests.unit.rollout.versions_rig import FIRST, FRESH, lease_of, rig, tasks, 
 
 
 class Store:
-    """Records what is fetched. The first `failing` fetches fail."""
+    """A store that records the fetched versions. The first `failing` fetches fail."""
 
     def __init__(self, failing: int = 0) -> None:
         self.fetched: list[int] = []
@@ -42,7 +42,7 @@ def shared(store: Any) -> SharedSource:
     return SharedSource(store)
 
 
-def test_a_prepared_lease_gets_what_a_waiting_lease_has_fetched() -> None:
+def test_a_prepared_lease_gets_the_weights_that_a_waiting_lease_has_fetched() -> None:
     async def at_once(work: Callable[[], PreparedTasks]) -> PreparedTasks:
         return work()
 
@@ -52,7 +52,7 @@ def test_a_prepared_lease_gets_what_a_waiting_lease_has_fetched() -> None:
             worker = worker_of(made, source=shared(store))
             worker._on_text = at_once  # type: ignore[assignment]
             worker._tasks = SimpleNamespace(prepare=lambda _: tasks([FRESH]))  # type: ignore[assignment]
-            other = made.in_flight.begin(FIRST, exact=True)  # both leases wait for its end
+            other = made.in_flight.begin(FIRST, exact=True)  # Both leases wait for the end of this one.
             first, second = lease_of(FIRST + 1), lease_of(FIRST + 1)
             one = await worker._prepare(first)
             sampling = asyncio.create_task(worker._sample(first, one))
@@ -76,7 +76,7 @@ def test_concurrent_fetches_of_a_version_share_one_and_keep_it_only_while_in_use
         assert sorted(store.fetched) == [5, 6]
         gone = weakref.ref(one)
         del one, two
-        await asyncio.sleep(0)  # lets the loop drop the result of the previous step
+        await asyncio.sleep(0)  # This lets the loop drop the result of the previous step.
         gc.collect()
         assert gone() is None
         await source.fetch(ref_of(5))
@@ -103,6 +103,7 @@ def test_progress_of_a_fetch_is_reported_to_all_waiters() -> None:
         source = shared(Store())
         came: list[str] = []
         await asyncio.gather(*(source.fetch(ref_of(5), partial(came.append, name)) for name in ("one", "two")))
-        assert came == ["one", "one", "two", "two"]  # its turn, then progress for both, then the turn of the second
+        # The first waiter's turn is reported, then progress to both, then the second waiter's turn.
+        assert came == ["one", "one", "two", "two"]
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Calls decoded side by side in one table: none waits for the longest, and no sampled token changes."""
+"""Calls decoded side by side in one table: no call waits for the longest one, and no sampled token changes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.slow
 
 EOS = 2
 HOT = 3.0
-"""Lengths are spread widely."""
+"""Temperature at which lengths are spread widely."""
 PROMPTS = [Prompt(f"train/0/{i}", [3 + i, 4, 5, 6 + i, 7][: 3 + i % 3]) for i in range(9)]
 
 
 class Watched:
-    """A table over the tiny model that counts its steps and runs the callbacks of `at` at theirs."""
+    """A table over the tiny model that counts its steps and runs each callback of `at` at its step."""
 
     def __init__(self, slots: int, *, steady: bool = False) -> None:
         self.model = load_model(MODEL, "float32").eval().requires_grad_(False)
@@ -118,11 +118,11 @@ def check_logprobs(prompts: list[Prompt], groups: list[list[Generation]], temper
             assert np.abs(again.numpy()[mask == 1] - each.logprobs).max() < 1e-4
 
 
-def test_finished_rows_are_reused_and_every_sample_is_as_if_alone(table: Watched) -> None:
+def test_finished_rows_are_reused_and_every_sample_is_the_same_as_alone(table: Watched) -> None:
     chosen = sampling(samples=4, temperature=HOT, max_new_tokens=48)
     groups = asyncio.run(table.generate(PROMPTS, chosen))
     expected = alone(table, PROMPTS, chosen)
-    assert table.table._passes is None  # without a call, no keys and values are kept
+    assert table.table._passes is None  # Without a call, no keys and values are kept.
     assert ids(groups) == ids(expected)
     assert [[each.finish_reason for each in group] for group in groups] == [
         [each.finish_reason for each in group] for group in expected
@@ -131,7 +131,7 @@ def test_finished_rows_are_reused_and_every_sample_is_as_if_alone(table: Watched
     lengths = [max(len(each.token_ids) for each in group) for group in groups]
     assert max(lengths) > 3 * min(lengths)
     if table.table._joins:
-        # 12 rows hold 3 groups: this takes fewer passes than three waves that each wait for their longest group
+        # 12 rows hold 3 groups. This takes fewer passes than three waves that each wait for their longest group.
         waves = sum(max(lengths[first : first + 3]) for first in range(0, 9, 3))
         assert table.steps < waves
 
@@ -169,7 +169,7 @@ def test_a_cancelled_call_shows_its_tokens_and_leaves_the_others_unchanged() -> 
     async def scenario() -> list[list[Generation]]:
         watch = GenerationWatch(1e9, lambda groups: shown.append(groups))
         given_up = asyncio.create_task(made.calls.generate(PROMPTS[:2], chosen, cancel, watch))
-        await asyncio.sleep(0)  # the call has been made
+        await asyncio.sleep(0)  # The call has been made.
         kept = await made.generate(PROMPTS[2:6], chosen)
         with pytest.raises(GenerationCancelled):
             await given_up
@@ -189,7 +189,7 @@ def test_a_cancelled_call_shows_its_tokens_and_leaves_the_others_unchanged() -> 
 
 
 def test_every_token_has_the_number_of_weight_swaps_before_it() -> None:
-    made = Watched(slots=4)  # its swap count is the number of its step
+    made = Watched(slots=4)  # The swap count of a token is the number of its step.
     groups = asyncio.run(made.generate(PROMPTS[:3], sampling(4, HOT, 48)))
     asyncio.run(made.compute.stop(lambda: None, 5))
     for group in groups:

@@ -1,4 +1,4 @@
-"""From a lease to prompts and sampling: templates, limits, and rows that cannot be sampled."""
+"""Prompts and sampling settings of a lease: templates, limits, and rows that cannot be sampled."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def grant(split: str, *indices: int, group_size: int = 4, epoch: int = 0) -> Lea
     )
 
 
-def test_train_tasks_are_sampled_as_the_topology_says(sets: TaskSets) -> None:
+def test_train_tasks_are_sampled_with_the_settings_of_the_topology(sets: TaskSets) -> None:
     prepared = sets.prepare(grant("train", 0, 1))
     sampling = prepared.sampling
     assert (sampling.samples, sampling.temperature, sampling.max_new_tokens) == (4, 0.9, 8)
@@ -74,7 +74,7 @@ def test_train_tasks_are_sampled_as_the_topology_says(sets: TaskSets) -> None:
     assert [task.prompt().name for task in prepared.ready] == ["train/0/0", "train/0/1"]
 
 
-def test_raw_text_is_tokenised_as_it_is_and_messages_by_the_template(sets: TaskSets) -> None:
+def test_raw_text_is_tokenised_unchanged_and_messages_through_the_template(sets: TaskSets) -> None:
     raw, chat = sets.prepare(grant("train", 0, 1)).ready
     assert len(raw.prompt_ids) == 4
     assert len(chat.prompt_ids) > 4
@@ -118,7 +118,8 @@ def test_in_supervised_fine_tuning_rewards_see_the_whole_trained_answer(prompts:
     assert task.answer_ids is not None
     assert supervised.texts([task.answer_ids], trained.sampling) == ["3 1 4"]
     evaluated = supervised.prepare(grant("same", 0, group_size=1))
-    assert supervised.texts([task.answer_ids], evaluated.sampling) == ["3 "]  # sampled text still ends at the stop text
+    # Sampled text still ends at the stop text.
+    assert supervised.texts([task.answer_ids], evaluated.sampling) == ["3 "]
 
 
 def test_an_evaluation_uses_its_own_sampling(sets: TaskSets) -> None:

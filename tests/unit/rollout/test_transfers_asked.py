@@ -1,4 +1,5 @@
-"""An engine's end of a transfer that is requested first and taken later: interruptions in between, and their reports.
+"""An engine's end of a transfer that is requested first and taken later: interruptions between the two, and their
+reports.
 
 The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py has real ones.
 """
@@ -22,7 +23,7 @@ from tests.unit.rollout.told_engine import ref_of
 
 
 class Trainer:
-    """Offers a new communicator for each request, once `answers` is set."""
+    """A trainer that offers a new communicator for each request, once `answers` is set."""
 
     def __init__(self) -> None:
         self.asked: list[AskTransfer] = []
@@ -127,13 +128,13 @@ def test_a_load_waits_for_the_answer_to_an_earlier_request_and_takes_it() -> Non
         asking = asyncio.create_task(delivery.begin())
         await trainer.until(asked=1)
         loading = asyncio.create_task(delivery.load(cast(Engine, None)))
-        await asyncio.sleep(0)  # runs the load until it has to wait
+        await asyncio.sleep(0)  # This runs the load until it has to wait.
         assert not loading.done()
         trainer.answers.set()
         assert (await loading).route == "nccl"
         await asking
         assert len(trainer.asked) == 1
-        delivery.decline()  # too late: the trainer hears of no decline
+        delivery.decline()  # It is too late, so the trainer receives no decline.
         await transfers.bring(ref_of(2), receiver, drill=False)
         assert receiver.received == [1, 2]
         assert [(each.number, each.failure) for each in trainer.ended] == [(1, ""), (2, "")]

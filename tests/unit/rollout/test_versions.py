@@ -46,7 +46,8 @@ def test_tokens_of_both_parts_of_a_lease_carry_their_version_when_weights_change
             journal = PartialJournal(tmp_path, 1e9)
 
             async def before_step(number: int) -> None:
-                if number in (3, NEW_TOKENS + 3):  # one step of the tasks without notes, then one of those with
+                # A step of the tasks without notes is followed by a step of those with notes.
+                if number in (3, NEW_TOKENS + 3):
                     await made.swapped(made.sync.holds.step + 1)
 
             made.engine.before_step = before_step
@@ -185,7 +186,7 @@ def test_leases_sampled_side_by_side_both_continue_under_newer_weights(tmp_path:
             journal, both, swapped = PartialJournal(tmp_path, 1e9), asyncio.Barrier(2), asyncio.Event()
 
             async def before_step(number: int) -> None:
-                if number <= 4:  # until each lease has a token
+                if number <= 4:  # Each lease gets a token.
                     await both.wait()
                 elif number == 5:
                     await made.swapped(made.sync.holds.step + 1)

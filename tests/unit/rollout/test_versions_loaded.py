@@ -1,4 +1,4 @@
-"""Where newer weights come from, and what leases do while they wait for them."""
+"""Sources of newer weights, and the leases that wait for them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_update_by_an_undrilled_entry_leaves_a_running_lease_unchanged(tmp_pa
             swaps = made.engine.swaps
             answers = await announced_at_step_3(made, tmp_path)
             assert made.sync.holds.step == FIRST
-            assert made.engine.swaps == swaps  # no drill of that entry was begun during sampling
+            assert made.engine.swaps == swaps  # No drill of that entry was begun during sampling.
             return answers
 
     assert versions_of(asyncio.run(scenario())) == {FRESH: [FIRST] * NEW_TOKENS}
@@ -173,7 +173,7 @@ def test_a_lease_that_waits_for_others_shares_their_progress_and_can_be_given_up
             worker.leases.progress()
             before = waits.progress
             worker.leases.progress()
-            assert waits.progress == before  # neither lease makes progress
+            assert waits.progress == before  # Neither lease makes progress.
             under_way.advance()
             worker.leases.progress()
             assert waits.progress > before

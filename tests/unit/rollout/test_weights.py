@@ -57,7 +57,7 @@ class DeafEngine(TransformersEngine):
 
 @functools.cache
 def trainer() -> torch.nn.Module:
-    """Return the model that plays the trainer's; every canary overwrites its weights."""
+    """Return the model that represents the trainer's; every canary overwrites its weights."""
     return load_model(MODEL, "float32")
 
 
@@ -192,7 +192,7 @@ def test_a_parameter_of_another_shape_is_named() -> None:
         (HeldVersion(2, 2), (1, 4), False, False),
     ],
 )
-def test_an_engine_loads_what_is_newer_or_exactly_asked_for(
+def test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested(
     held: HeldVersion, wanted: tuple[int, int], exact: bool, needed: bool
 ) -> None:
     empty = Canary(token_ids=np.zeros(1, np.int32), logprobs=np.zeros(0, np.float32), tolerance=TOLERANCE)
@@ -232,7 +232,7 @@ def test_weights_in_host_memory_are_adopted_without_a_copy_and_tied_ones_stay_ti
         return await engine.base_weights()
 
     held = asyncio.run(scenario())
-    assert held.keys() == weights.keys()  # untied weights would add a name
+    assert held.keys() == weights.keys()  # Untied weights would add a name.
     assert all(np.shares_memory(held[name], weights[name]) for name in weights)
     asyncio.run(engine.stop())
 
@@ -400,7 +400,8 @@ def test_an_entry_counts_as_drilled_only_once_the_drills_canary_was_matched() ->
 
 
 def test_the_tolerance_of_16_bit_weights_is_calibrated_between_its_floor_and_its_limit() -> None:
-    """It is four times the larger median error of drill and first version, unmoved by outliers and later errors."""
+    """The tolerance is four times the larger median error of drill and first version. Outliers and later errors do not
+    change it."""
     ref, weights = version(1)
     floor, limit = 0.01, 0.5
     ref = structs.replace(
@@ -431,7 +432,7 @@ def test_the_tolerance_of_16_bit_weights_is_calibrated_between_its_floor_and_its
     asyncio.run(engine.stop())
 
 
-def test_the_production_tolerances() -> None:
+def test_production_tolerances_have_fixed_values() -> None:
     """A looser tolerance would miss defects without failing any other test."""
     assert TRAINERS_TOLERANCE == 1e-4
     assert FLOOR == {"bfloat16": 0.02, "float16": 0.003}

@@ -35,7 +35,7 @@ from tests.unit.rollout.test_weights import SEED, base, version
 
 
 class InPlace(TransformersEngine):
-    """Receives weights in place, as vLLM does. Transfers never update the parameter `deaf`."""
+    """An engine that receives weights in place, as vLLM does. Transfers never update the parameter `deaf`."""
 
     ranks = 1
     deaf = ""
@@ -54,11 +54,11 @@ class InPlace(TransformersEngine):
 
 
 SENT: dict[int, Mapping[str, Array]] = {}
-"""Weights by the step of their version; -1 stands for the drill's."""
+"""Weights by the step of their version; -1 is the step of the drill's weights."""
 
 
 class Trainer:
-    """Sends the weights in SENT, unless it is `away`."""
+    """A trainer that sends the weights in SENT, unless it is `away`."""
 
     def __init__(self) -> None:
         self.away = False
@@ -136,7 +136,7 @@ def test_transfers_are_drilled_once_and_the_store_only_when_it_is_needed() -> No
     asyncio.run(engine.stop())
 
 
-def test_a_trainer_that_is_away_at_the_start_costs_the_drill_of_both_routes() -> None:
+def test_a_trainer_that_is_absent_at_the_start_causes_drills_of_both_routes() -> None:
     engine = started()
     trainer, source, sync, told = scene(engine)
     trainer.away = True
@@ -156,7 +156,7 @@ def test_every_failed_transfer_is_reported_although_the_trainer_answers_slowly(t
         async def call(self, request: Message, *_: object, **__: object) -> Message:
             if isinstance(request, AskTransfer):
                 return TransferOffer(communicator=1, number=1, deadline_s=1.0, parameters=[])
-            never = asyncio.Event()  # only its waiter references it
+            never = asyncio.Event()  # Only its waiter references the event.
             self.telling.add(never)
             await never.wait()
             return Ack()
@@ -230,6 +230,6 @@ def test_a_route_that_misses_a_parameter_is_found_by_its_own_drill() -> None:
     with pytest.raises(RpcError, match=r"start-up drill \(seed 7, by nccl\) .* holds: 1 of 46 .*k_norm"):
         asyncio.run(sync.load(ref, delivery))
     assert sync.holds == HeldVersion()
-    trainer.away = True  # the route through the store reaches every parameter
+    trainer.away = True  # The route through the store reaches every parameter.
     assert asyncio.run(loaded(sync, source, ref)) == "shards"
     asyncio.run(engine.stop())

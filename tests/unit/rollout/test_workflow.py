@@ -36,7 +36,7 @@ def prompts() -> PromptBuilder:
 
 
 class Bench:
-    """One engine for all tests of this file."""
+    """Bench with one engine for all tests of this file."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -112,7 +112,7 @@ def test_a_history_that_is_not_a_prefix_opens_a_new_sequence(bench: Bench) -> No
     one, other = made.rolled.sequences
     assert logprob_error(one) < 1e-4
     assert logprob_error(other) < 1e-4
-    # The first and the third call share a sequence: two stretches of sampled tokens, against one.
+    # The first and the third call share a sequence, which has two stretches of sampled tokens; the other has one.
     stretches = [int((np.diff(each.loss_mask.astype(int)) == 1).sum()) for each in (one, other)]
     assert stretches == [2, 1]
 
@@ -121,7 +121,7 @@ def test_concurrent_calls_each_get_a_sequence(bench: Bench) -> None:
     assert len(only(bench.run("three_at_once", tasks=1, samples=1)).rolled.sequences) == 3
 
 
-def test_raw_text_is_completed_as_it_is(bench: Bench, prompts: PromptBuilder) -> None:
+def test_raw_text_is_completed_unchanged(bench: Bench, prompts: PromptBuilder) -> None:
     made = only(bench.run("raw_text", tasks=1, samples=1))
     (sequence,) = made.rolled.sequences
     assert shown(prompts, sequence).startswith(made.sample.row["prompt"])
@@ -149,7 +149,7 @@ def test_the_calculator_computes(expression: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("expression", ["__import__('os')", "2**9", "a+1", "'a'*3", "9" * 101, "True+1"])
-def test_the_calculator_runs_nothing_else(expression: str) -> None:
+def test_the_calculator_refuses_anything_but_arithmetic(expression: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # the message is for the policy
         compute(expression)
 
@@ -189,7 +189,7 @@ DEATHS = {
 
 
 def check_lost_alone(made: list[list[Made]], says: dict[str, str]) -> None:
-    """Assert that only sample 1 of every task is lost, for its own reason."""
+    """Assert that only sample 1 of every task is lost, for its expected reason."""
     for group, (kind, why) in zip(made, says.items(), strict=True):
         good = [each for each in group if each.score is None]
         lost = [each.score.failure for each in group if each.score is not None]
@@ -199,7 +199,7 @@ def check_lost_alone(made: list[list[Made]], says: dict[str, str]) -> None:
         assert all(logprob_error(sequence) < 1e-4 for each in good for sequence in each.rolled.sequences)
 
 
-def test_a_sample_of_nonsense_is_lost_alone(bench: Bench) -> None:
+def test_an_invalid_sample_is_lost_alone(bench: Bench) -> None:
     made = bench.run("bad", params={"kinds": list(NONSENSE)}, tasks=len(NONSENSE), samples=3)
     check_lost_alone(made, NONSENSE)
     assert bench.rig.lost_processes == 0
@@ -213,11 +213,12 @@ def test_a_sample_that_hangs_is_lost_alone(bench: Bench) -> None:
     assert bench.rig.lease.progress > before
 
 
-def test_a_sample_that_takes_its_process_down_is_lost_alone(bench: Bench) -> None:
+def test_a_sample_that_kills_its_process_is_lost_alone(bench: Bench) -> None:
     options = {"tasks": len(DEATHS), "samples": 3, "memory_bytes": 256 << 20, "processes": 2}
     made = bench.run("bad", params={"kinds": list(DEATHS)}, **options)
     check_lost_alone(made, DEATHS)
-    assert bench.rig.lost_processes >= len(DEATHS) + 1  # each died alone, after at least one death among other samples
+    # Each bad sample killed its process alone, after at least one death among other samples.
+    assert bench.rig.lost_processes >= len(DEATHS) + 1
 
 
 def test_samples_that_shared_a_process_with_a_bad_one_are_repeated_until_they_succeed(
@@ -227,7 +228,7 @@ def test_samples_that_shared_a_process_with_a_bad_one_are_repeated_until_they_su
     assert not failures(made)
     assert len(list(tmp_path.iterdir())) == 3
     assert bench.rig.lost_processes >= 1
-    # A broken attempt is not trained on: one call, one sequence.
+    # A broken attempt is not trained on, so there is one call and one sequence.
     assert all(len(each.rolled.sequences) == 1 for each in made[0])
 
 
@@ -309,13 +310,13 @@ def test_a_continuation_begins_after_the_sampled_end_of_turn(prompts: PromptBuil
     history = [{"role": "user", "content": "1+1="}]
     held = [*builder.token_ids({"prompt": history}), *tokenizer("<think>hm</think>2")["input_ids"], end]
     new = [{"role": "user", "content": "and 2?"}]
-    # The template would drop the reasoning of an earlier answer: the sampled tokens stay.
+    # The template would drop the reasoning of an earlier answer, but the sampled tokens stay.
     whole = held + builder.continuation(new, None, held)
     assert tokenizer.decode(whole) == (
         "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>hm</think>2<|im_end|>\n"
         "<|im_start|>user\nand 2?<|im_end|>\n<|im_start|>assistant\n"
     )
-    cut = held[:-1]  # a truncated answer gets the end of turn, which was not sampled
+    cut = held[:-1]  # A truncated answer gets the end of turn, which was not sampled.
     assert cut + builder.continuation(new, None, cut) == whole
 
 

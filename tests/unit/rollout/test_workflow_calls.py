@@ -31,7 +31,7 @@ class _Answers:
 
 
 class _Thread:
-    """The text thread, which begins the `stop_at`-th piece of work and stops before it is done."""
+    """A text thread that begins the `stop_at`-th piece of work and stops before it is done."""
 
     def __init__(self, stop_at: int) -> None:
         self._left = stop_at
@@ -63,7 +63,7 @@ async def until_there_is_room(calls: SampleCalls) -> Turn:
 def test_an_abandoned_call_frees_its_room(stop_at: int) -> None:
     async def scenario() -> None:
         thread = _Thread(stop_at)
-        # room for one call only
+        # There is room for only one call.
         prompts = PromptBuilder(MODEL, add_generation_prompt=True)
         conversation = Conversation(prompts, context_tokens=512, max_tokens=40, max_new_tokens=8)
         calls = SampleCalls(

@@ -61,11 +61,11 @@ class ToldWeights:
 
 
 class ToldEngine:
-    """Implements `services.rollout.engine.Engine` within one event loop."""
+    """An implementation of `services.rollout.engine.Engine` within one event loop."""
 
     def __init__(self) -> None:
         self.before_step: Callable[[int], Awaitable[None]] = _nothing
-        """Called before each step with its number, from 1 on, counted over all blocks."""
+        """Function that is called before each step with the number of the step, counted from 1 over all blocks."""
         self.progress = 0
         self.swaps = 0
         self.steps = 0
@@ -88,7 +88,7 @@ class ToldEngine:
         cancel: threading.Event,
         watch: GenerationWatch | None = None,
     ) -> list[list[Generation]]:
-        """Return samples of `max_new_tokens` tokens, and show each step to `watch`."""
+        """Return samples of `max_new_tokens` tokens, and report each step to `watch`."""
         told: list[tuple[int, int]] = []
         longest = max(sampling.max_new_tokens - len(each.resumed_ids) for each in prompts)
         while len(told) < longest:

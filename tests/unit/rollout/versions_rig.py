@@ -112,7 +112,7 @@ def note(folder: Path, task_id: str, versions: list[int]) -> None:
 
 
 def versions_of(answers: dict[str, list[Completion]]) -> dict[str, list[int]]:
-    """Return the token versions by task, after a check that each equals the version that the token itself tells."""
+    """Return the token versions by task, after a check that each equals the version encoded in the token."""
     for group in answers.values():
         for each in group:
             assert each.versions.tolist() == each.token_ids.tolist()

@@ -202,7 +202,7 @@ class Bench:
         return list(reply.refused)
 
     def step(self, step: int, store: str = STORE) -> StepBatch:
-        """Roll out what the step needs into `store`, batch and commit it, publish its version."""
+        """Roll out the tasks of a step into `store`, batch and commit the step, and publish its version."""
         batch = self.ask(NextBatch(driver=1, step=step))
         ref = self.calls
         while batch is None:
@@ -218,7 +218,7 @@ class Bench:
         return dict(self.ask(GetStatus()).tasks)
 
     def acknowledge(self) -> set[tuple[str, int]]:
-        """Have the store acknowledge everything it was told to clear, and return that."""
+        """Have the store acknowledge every clear that it was sent, and return the cleared tasks."""
         done: set[tuple[str, int]] = set()
         seen = 0
         while seen < len(self.effects):

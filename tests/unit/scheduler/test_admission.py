@@ -1,4 +1,4 @@
-"""Which tasks are admitted, in which order, and which version they are sampled with."""
+"""Admission: the admitted tasks, their order, and the versions with which they are sampled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_lease_names_the_oldest_version_its_step_may_be_sampled_with() -> None
     bench.complete(second)
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
     bench.ask(CommitStep(driver=1, step=1, metrics={}))
-    assert bench.lease() is None  # step 3 must be sampled with version 1 or later, which is not published
+    assert bench.lease() is None  # Step 3 must be sampled with version 1 or later, which is not published.
     held = bench.calls
     bench.publish(1)
     third = bench.answer(bench.effects, held)
@@ -61,7 +61,7 @@ def test_staleness_zero_continues_after_a_drop() -> None:
     assert bench.granted(most=4).min_step == 0
 
 
-def test_deterministic_mode_asks_for_exactly_the_version_and_keeps_fixed_blocks() -> None:
+def test_deterministic_mode_requires_the_exact_version_and_keeps_fixed_blocks() -> None:
     bench = Bench(plan(deterministic=True, block_tasks=2)).start()
     for step in (1, 2):
         bench.step(step)
@@ -86,7 +86,7 @@ def test_a_step_consumes_in_admission_order_and_waits_for_the_oldest() -> None:
 
 def test_lack_of_room_delays_admission_but_never_the_next_step() -> None:
     bench = Bench(plan(staleness=3, task_bytes=100, weight_bytes=100)).start(limit_bytes=900)
-    assert bench.machine.run.window.live == 6  # 900 - 3 versions of 100 bytes
+    assert bench.machine.run.window.live == 6  # There are 900 bytes minus 3 versions of 100 bytes.
     small = Bench(plan(staleness=3, task_bytes=100, weight_bytes=100)).start(limit_bytes=100)
     assert small.machine.run.window.live == 4
 
@@ -99,7 +99,7 @@ def test_trained_bytes_that_fill_the_store_order_a_checkpoint() -> None:
 
 def test_every_epoch_has_its_own_order_of_all_usable_rows() -> None:
     order = EpochOrder(plan(rows=[0, 2, 3, 5], shuffle=True))
-    epochs = [order.some(start, 9) for start in (0, 4, 8)]  # never rows of two epochs at once
+    epochs = [order.some(start, 9) for start in (0, 4, 8)]  # A block never has rows of two epochs.
     assert all(sorted(rows) == [0, 2, 3, 5] for _, rows in epochs)
     assert [epoch for epoch, _ in epochs] == [0, 1, 2]
     assert len({tuple(rows) for _, rows in epochs}) > 1

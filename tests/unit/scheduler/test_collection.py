@@ -1,4 +1,4 @@
-"""When tasks and weights are cleared from the stores."""
+"""Collection: the time at which tasks and weights are cleared from the stores."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_reconciliation_clears_only_shards_that_no_peer_may_read() -> None:
         PutTask(ids(lost)[0], 1),
         PutTask("train/0/77", 1),
         PutTask("weights/0/0", 1),
-        PutTask("weights/0/1", 1),  # put and about to be published
+        PutTask("weights/0/1", 1),  # This version is put and about to be published.
     ]
     cleared = [
         effect for effect in bench.event(Listed(STORE, held)) if isinstance(effect, SendClear) and not effect.tracked
@@ -80,4 +80,4 @@ def test_slow_leases_keep_no_more_versions_alive_than_the_staleness_allows() -> 
     assert len(bench.machine.run.versions) == live_versions(4) == 5
     bench.complete(slow[0])
     bench.ask(CommitStep(driver=1, step=5, metrics={}))
-    assert len(bench.machine.run.versions) + 1 == 5  # version 5 is being written
+    assert len(bench.machine.run.versions) + 1 == 5  # Version 5 is being written.

@@ -1,4 +1,5 @@
-"""`consume: completion` on the state machine: steps take the tasks that finish first and drop those too old."""
+"""`consume: completion` on the state machine: steps take the tasks that finish first and drop those that are too
+old."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def trained(bench: Bench, step: int) -> None:
 
 
 def overtaken(bench: Bench) -> LeaseGrant:
-    """Return a lease of version 0 that is still held after the first step, which other tasks made up."""
+    """Return a lease of version 0 that is still held after the first step, which consists of other tasks."""
     slow, fast = bench.granted(), bench.granted()
     complete(bench, fast, (0, 0))
     assert batched(bench, 1) == ids(fast)
@@ -51,10 +52,10 @@ def test_a_step_takes_the_tasks_that_finished_first() -> None:
     bench = begun()
     slow = overtaken(bench)
     complete(bench, slow, (0, 0))
-    assert batched(bench, 2) == ids(slow)  # one version behind, as staleness allows
+    assert batched(bench, 2) == ids(slow)  # The tasks are one version behind, as staleness allows.
 
 
-def test_in_admission_order_the_same_step_waits() -> None:
+def test_with_admission_order_the_same_step_waits() -> None:
     bench = Bench(plan()).start()
     slow, fast = bench.granted(), bench.granted()
     complete(bench, fast, (0, 0))
@@ -69,7 +70,7 @@ def test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_co
     complete(bench, newer, (1, 1))
     assert batched(bench, 2) == ids(newer)
     trained(bench, 2)
-    complete(bench, slow, (2, 0))  # one sample began with version 0, which is 2 behind for step 3
+    complete(bench, slow, (2, 0))  # One sample began with version 0, which is 2 behind for step 3.
     refill = bench.granted(most=8)
     assert not set(ids(refill)) & set(ids(slow))
     complete(bench, refill, (2, 2))
@@ -87,7 +88,7 @@ def test_a_version_is_collected_once_no_result_of_its_leases_can_be_trained_on()
     bench = begun()
     slow = overtaken(bench)
     newer = bench.granted()
-    assert bench.machine.run.versions.get((0, 0)) is not None  # step 2 may still take tasks of the slow lease
+    assert bench.machine.run.versions.get((0, 0)) is not None  # Step 2 may still take tasks of the slow lease.
     complete(bench, newer, (1, 1))
     assert batched(bench, 2) == ids(newer)
     assert bench.machine.run.leases.get(slow.lease_id) is not None
@@ -99,7 +100,7 @@ def test_a_task_that_becomes_too_old_while_it_waits_is_dropped_before_the_next_s
     slow = overtaken(bench)
     newer = bench.granted()
     complete(bench, newer, (1, 1))
-    complete(bench, slow, (0, 0))  # fresh enough for step 2, which has enough tasks already
+    complete(bench, slow, (0, 0))  # The tasks are fresh enough for step 2, which has enough tasks already.
     assert batched(bench, 2) == ids(newer)
     assert bench.counts().get("READY", 0) == 0
     assert set(ids(slow)) <= {task for task, _ in bench.acknowledge()}
@@ -113,7 +114,7 @@ def test_a_result_without_its_versions_is_not_trusted() -> None:
     assert set(ids(grant)) <= {task for task, _ in bench.acknowledge()}
 
 
-def test_journal_and_snapshot_give_the_same_state_again() -> None:
+def test_journal_and_snapshot_restore_the_same_state() -> None:
     bench = begun()
     slow, fast = bench.granted(), bench.granted()
     complete(bench, slow, (0, 0), slice(0, 1))

@@ -53,7 +53,7 @@ def test_rows_are_written_in_step_order_and_wait_for_their_evaluation() -> None:
     assert rows == []
     bench.complete(held, samples=1)
     rows = [effect for effect in bench.effects if isinstance(effect, WriteRow)]
-    assert [row.step for row in rows] == [0, 1]  # row 2 waits for version 2's evaluation
+    assert [row.step for row in rows] == [0, 1]  # Row 2 waits for version 2's evaluation.
     assert rows[0].row["eval/held/accuracy"] == 1.0
 
 
@@ -73,7 +73,7 @@ def test_the_driver_waits_for_earlier_evaluations_too_because_rows_are_written_i
     assert [row.step for row in bench.effects if isinstance(row, WriteRow)] == [0, 1, 2]
 
 
-def test_several_samples_a_row_give_their_mean_and_the_best_of_them() -> None:
+def test_several_samples_per_row_give_their_mean_and_the_best_of_them() -> None:
     """Rows [1, 0, 0, 0], [0, 0, 0, 0] and [1, 1, 0, 0] have a mean of 0.25, and two of three rows are solved."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()
     grant = bench.granted(most=8)
@@ -84,8 +84,8 @@ def test_several_samples_a_row_give_their_mean_and_the_best_of_them() -> None:
     assert [row[f"eval/held/{name}"] for name in ("rows_scored", "rows_dropped", "samples_failed")] == [3, 0, 0]
 
 
-def test_samples_of_an_evaluation_that_failed_are_wrong_answers_and_counted() -> None:
-    """Rows of four samples: one solved and three failed, all failed, and a row that could not be asked at all."""
+def test_failed_samples_of_an_evaluation_are_counted_as_wrong_answers() -> None:
+    """Rows of four samples: one solved and three failed, all failed, and a row that could not be evaluated at all."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()
     grant = bench.granted(most=8)
     first, second, third = grant.batch.tasks

@@ -29,7 +29,7 @@ def rewards(*pairs: tuple[float, float]) -> dict[str, Array]:
 
 
 def roll_out(bench: Bench, *pairs: tuple[float, float]) -> list[str]:
-    """Lease as many tasks as there are pairs of rewards and complete them; returns their ids."""
+    """Lease as many tasks as there are pairs of rewards, complete them, and return their ids."""
     done: list[str] = []
     while len(done) < len(pairs):
         grant = bench.granted(most=len(pairs) - len(done))
@@ -78,7 +78,7 @@ def test_refill_is_bounded_per_step() -> None:
 
 
 def test_tasks_put_together_are_dropped_together_or_not_at_all() -> None:
-    """They share one file, and a store frees none of it while one of its tasks is live."""
+    """The tasks share one file, and a store frees none of it while one of them is live."""
     bench = Bench(plan(filter_limit=3)).start()
     first = roll_out(bench, (1, 1), (1, 0), (0, 0))
     second = roll_out(bench, (1, 1), (0, 0), (0, 1))

@@ -40,8 +40,9 @@ def test_steps_after_the_checkpoint_are_trained_again_on_the_same_tasks() -> Non
     bench.publish(1)
     again = [trained(bench, step) for step in (2, 3, 4, 5)]
     history = first + [name for step in again for name in step]
-    assert len(history) == len(set(history)) == 5 * 4  # each task went into the weights once
-    assert again[0] + again[1] == undone  # although they were collected, because their weights are lost
+    assert len(history) == len(set(history)) == 5 * 4  # Each task is in the weights once.
+    # The tasks are trained again although they were collected, because their weights are lost.
+    assert again[0] + again[1] == undone
     saved = [effect for effect in bench.effects if isinstance(effect, SaveStep) and effect.state == "BATCHED"]
     assert {effect.step: effect.task_ids for effect in saved} == dict(enumerate([first, *again], 1))
 
@@ -81,12 +82,12 @@ def test_the_run_returns_to_the_loaded_checkpoint_rather_than_the_newest_announc
     for step in (1, 2, 3):
         trained(bench, step)
         bench.ask(CheckpointSaved(driver=1, step=step, kept=[max(step - 1, 1), step]))
-    info = reload(bench, 2)  # the checkpoint of step 3 was refused
+    info = reload(bench, 2)  # The checkpoint of step 3 was refused.
     assert (info.committed_step, info.checkpoint_step) == (2, 2)
     bench.publish(2)
     trained(bench, 3)
     trained(bench, 4)
-    info = reload(bench, 4)  # saved, but the driver died before it could announce it
+    info = reload(bench, 4)  # The checkpoint was saved, but the driver died before it could announce it.
     assert (info.committed_step, info.checkpoint_step) == (4, 2)
     info = reload(bench, 0)
     assert (info.committed_step, info.checkpoint_step) == (0, -1)
@@ -104,7 +105,8 @@ def test_waiting_tasks_with_tokens_of_an_undone_version_are_sampled_again() -> N
     bench.complete(newer)
     assert bench.counts()["READY"] == 8
     reload(bench, 1)
-    assert bench.counts().get("READY", 0) == 0  # older tasks too, because reopened tasks precede them
+    # Older tasks are sampled again, too, because reopened tasks precede them.
+    assert bench.counts().get("READY", 0) == 0
     bench.publish(1)
     assert trained(bench, 2) == ids(undone)
     for former in (older, newer):
@@ -131,7 +133,7 @@ def test_an_engine_with_an_undone_version_gets_exactly_the_one_of_its_lease() ->
     held: list[LeaseGrant] = []
     for step in (1, 2):
         while (grant := bench.granted()).split != "train":
-            held.append(grant)  # never completed, which keeps versions 0 and 1
+            held.append(grant)  # The lease is never completed, which keeps versions 0 and 1.
         bench.complete(grant)
         assert isinstance(bench.ask(NextBatch(driver=1, step=step)), StepBatch)
         bench.ask(CommitStep(driver=1, step=step, metrics={}))
@@ -153,7 +155,7 @@ def test_a_checkpoint_of_undone_steps_collects_nothing() -> None:
     for step in (1, 2, 3):
         trained(bench, step)
     bench.ask(CheckpointSaved(driver=1, step=2, kept=[1, 2]))
-    assert reload(bench, 0).committed_step == 0  # step 1 was collected
+    assert reload(bench, 0).committed_step == 0  # Step 1 was collected.
     bench.publish(0)
     trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1, 2]))
@@ -188,14 +190,14 @@ def test_nothing_is_counted_as_uncovered_after_a_rewind() -> None:
     assert bench.machine.run.uncovered_bytes == 0
 
 
-def test_uncovered_bytes_are_those_of_trained_tasks_that_wait_for_a_checkpoint() -> None:
+def test_uncovered_bytes_count_the_trained_tasks_that_wait_for_a_checkpoint() -> None:
     bench = Bench().start()
     trained(bench, 1)
     trained(bench, 2)
     run = bench.machine.run
     tasks = [task for step in (1, 2) for task in run.batches[step]]
     assert run.uncovered_bytes == held_in(run, tasks).total() > 0
-    rewind(run, 1)  # as after the loss of a store, which undoes step 2
+    rewind(run, 1)  # The loss of a store does the same and undoes step 2.
     assert run.uncovered_bytes == held_in(run, run.batches[1]).total()
 
 
@@ -234,7 +236,8 @@ def test_the_row_of_an_undone_step_that_waits_for_an_evaluation_is_never_written
 
 
 def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_scores() -> None:
-    """The evaluation of version 2 is partly scored and that of version 4 done when both versions are undone."""
+    """The evaluation of version 2 is partly scored, and the evaluation of version 4 is complete, when both versions are
+    undone."""
     made = plan(evals=(EvalPlan("held", rows=range(6), samples=1, every=2),))
     bench = Bench(made, Configure(5, 3, 2, True)).start()
 
@@ -254,7 +257,7 @@ def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_scores()
         return grant
 
     held: list[LeaseGrant] = []
-    bench.complete(evaluation(8), samples=1)  # of version 0, which is not undone
+    bench.complete(evaluation(8), samples=1)  # This evaluation is of version 0, which is not undone.
     train(1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     train(2)
@@ -280,7 +283,7 @@ def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_scores()
             assert [task.task_id for task in again.batch.tasks] == [f"held/{step}/{row}" for row in range(6)]
             assert again.weights is not None
             assert (again.weights.lineage, again.weights.step) == (1, step)
-            # the fences are above the cleared ones, so no store refuses these puts as late ones
+            # The fences are above the cleared ones, so no store refuses these puts as late ones.
             cleared = dict(bench.acknowledge())
             assert all(task.fence > cleared.get(task.task_id, 0) for task in again.batch.tasks)
             bench.complete(again, samples=1, reward=0.0)

@@ -40,7 +40,7 @@ def test_a_kill_between_any_two_parts_of_a_snapshot_leaves_the_old_or_the_new_st
     more, number = True, 0
     seen: set[bytes] = set()
     while more:
-        journal.append(events[40 + number], 0.0)  # events continue between the parts
+        journal.append(events[40 + number], 0.0)  # Events continue between the parts.
         journal.commit()
         more = journal.write_part()
         number += 1
@@ -63,7 +63,7 @@ def test_a_kill_between_any_two_parts_of_a_snapshot_leaves_the_old_or_the_new_st
     again.close()
 
 
-def test_a_part_is_bounded_and_old_events_are_deleted_in_parts_too(
+def test_a_part_is_bounded_and_old_events_are_also_deleted_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "PART_EVENTS", 7)

@@ -43,7 +43,8 @@ class History:
     states: dict[int, list[bytes]]
     tables: dict[int, list[Any]]
     where: str = ""
-    """Where SQLite keeps it. What the log and the file both have ("copied") is read from the log."""
+    """Place where SQLite keeps the history. Data that the log and the file both have ("copied") is read from the
+    log."""
 
     @property
     def last(self) -> int:
@@ -61,7 +62,7 @@ def contents(path: Path) -> list[Any]:
 
 
 class Recorder:
-    """Drives a state machine with a real journal, which commits after every event."""
+    """A recorder that drives a state machine with a real journal, which commits after every event."""
 
     def __init__(self, folder: Path) -> None:
         self.history = History(folder, {}, {})
@@ -101,7 +102,7 @@ class Recorder:
             self.bench.acknowledge()
 
     def killed(self, folder: Path) -> History:
-        """Return what a kill at this moment leaves."""
+        """Return the files that a kill at this moment leaves."""
         copy_files(self.history.folder, folder)
         self.journal.close()
         return History(folder, self.history.states, self.history.tables)
@@ -127,7 +128,8 @@ def copy_log(path: Path, mode: str) -> None:
 
 @pytest.fixture(scope="module", params=["in the log", "in both", "copied", "in the file"])
 def history(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> History:
-    """A run of several steps with evaluations and checkpoints, which goes back once, and where SQLite keeps it."""
+    """Return the history of a run of several steps with evaluations and checkpoints, which goes back once, for each
+    place where SQLite keeps it."""
     folder = tmp_path_factory.mktemp("run")
     made = Recorder(folder)
     bench = made.bench
@@ -163,7 +165,7 @@ def opened(folder: Path) -> tuple[Journal, Scheduler]:
 
 
 def found(history: History, folder: Path) -> str:
-    """Open the journal in `folder` and return what came of it. Fails if its history is another one."""
+    """Open the journal in `folder` and return the outcome. Fail if its history is a different one."""
     path = folder / FILES[0]
     try:
         journal, state = opened(folder)
@@ -182,13 +184,13 @@ def found(history: History, folder: Path) -> str:
     return "short" if lost else "same"
 
 
-def test_undamaged_files_are_the_same_history(history: History, tmp_path: Path) -> None:
+def test_undamaged_files_give_the_same_history(history: History, tmp_path: Path) -> None:
     copy_files(history.folder, tmp_path / "copy")
     assert found(history, tmp_path / "copy") == "same"
 
 
 def outcomes(history: History, folder: Path, name: str, damages: Iterable[Callable[[bytes], bytes]]) -> Counter[str]:
-    """Damage the file `name` in each of these ways and count what came of it."""
+    """Damage the file `name` in each of these ways and count the outcomes."""
     counts: Counter[str] = Counter()
     for damage in damages:
         copy_files(history.folder, folder)
@@ -213,7 +215,7 @@ def some(few: int, many: int) -> pytest.MarkDecorator:
 
 
 @some(30, 3000)
-def test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_one(
+def test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_incomplete(
     history: History, tmp_path: Path, count: int
 ) -> None:
     chance = random.Random(count)
@@ -226,7 +228,7 @@ def test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_one(
 
 @some(40, 20000)
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_named_or_without_effect(history: History, tmp_path: Path, name: str, count: int) -> None:
+def test_a_flipped_bit_is_named_or_has_no_effect(history: History, tmp_path: Path, name: str, count: int) -> None:
     chance = random.Random(count)
     size = (history.folder / name).stat().st_size
     bits = [(chance.randrange(size), chance.randrange(8)) for _ in range(count)]
@@ -234,7 +236,7 @@ def test_a_flipped_bit_is_named_or_without_effect(history: History, tmp_path: Pa
     counts = outcomes(history, tmp_path / "copy", name, damages)
     assert counts.keys() <= {"same", "short", "named"}
     if name == MARK:
-        assert counts.keys() == {"same"}  # the other slot is read
+        assert counts.keys() == {"same"}  # The other slot is read.
     elif name == LOG:
         assert counts["short"] > 0
     else:
@@ -283,7 +285,7 @@ def test_a_missing_row_is_named(history: History, tmp_path: Path, table: str) ->
     assert found(history, tmp_path / "copy") == "named"
 
 
-def test_another_history_of_the_same_length_is_not_taken_for_the_marked_one(tmp_path: Path) -> None:
+def test_another_history_of_the_same_length_is_not_mistaken_for_the_marked_one(tmp_path: Path) -> None:
     marks = []
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -347,7 +349,7 @@ def test_a_torn_mark_leaves_the_one_before_it(tmp_path: Path) -> None:
     [(bytes(600), "its mark cannot be read", False), (None, "", True)],
     ids=["zeros", "none"],
 )
-def test_a_mark_that_cannot_be_read_is_a_lost_end_and_a_missing_one_is_none(
+def test_an_unreadable_mark_means_a_lost_end_and_a_missing_mark_does_not(
     tmp_path: Path, mark: bytes | None, lost: str, *, unmarked: bool
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -374,7 +376,7 @@ def test_the_journal_is_synced_after_a_checkpoint_of_the_run(tmp_path: Path) -> 
         before = path.stat().st_size
         journal.append(event, 0.0)
         journal.commit()
-        journal._wal.close()  # it waits for a pass in progress
+        journal._wal.close()  # This waits for a pass in progress.
         sizes.append(path.stat().st_size > before)
         journal._db.close()
     assert sizes == [False, True]

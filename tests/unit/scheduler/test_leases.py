@@ -30,7 +30,7 @@ from shared.stages import train_graph
 from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, ids, plan
 
 
-def test_a_repeated_result_is_a_no_op_and_other_content_a_conflict() -> None:
+def test_a_repeated_result_is_a_no_op_and_a_different_one_a_conflict() -> None:
     bench = Bench().start()
     grant = bench.granted()
     assert bench.complete(grant, content=5) == []

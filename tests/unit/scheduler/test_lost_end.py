@@ -1,4 +1,4 @@
-"""A run whose journal lost its end: whatever was lost, none of it is mistaken for current state."""
+"""A run whose journal lost its end: nothing from the lost part is mistaken for current state."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def whole(made: Plan) -> tuple[Bench, list[list[str]]]:
 
 
 def shortened(bench: Bench, events: int, agreed: int = LAST) -> Bench:
-    """Return the run as found by a scheduler whose journal ends after `events` events."""
+    """Return the run of a scheduler whose journal ends after `events` events."""
     run = bench.machine.run
     again = Bench(bench.plan, CONFIG)
     again.effects, again.journal, again.calls = [], bench.journal[:events], bench.calls
@@ -75,7 +75,7 @@ def shortened(bench: Bench, events: int, agreed: int = LAST) -> Bench:
 
 
 def resume(bench: Bench, saved: tuple[int, ...] = SAVED) -> RunInfo:
-    """Do what a driver that finds these checkpoints does."""
+    """Act as a driver that finds these checkpoints."""
     bench.register("batch-store", 0, 1, limit_bytes=1 << 30)
     bench.register("rollout", 0, 7)
     info: RunInfo = bench.ask(GetRunInfo(driver=1))
@@ -89,7 +89,7 @@ def resume(bench: Bench, saved: tuple[int, ...] = SAVED) -> RunInfo:
 
 
 @pytest.mark.parametrize("made", PLANS.values(), ids=PLANS)
-def test_a_journal_that_ends_anywhere_is_continued_without_anything_that_happened_later(made: Plan) -> None:
+def test_a_journal_that_ends_anywhere_continues_without_the_effects_of_later_events(made: Plan) -> None:
     bench, steps = whole(made)
     sampled: dict[str, int] = {}
     for grant in grants(bench):
@@ -117,7 +117,7 @@ def test_a_journal_that_ends_anywhere_is_continued_without_anything_that_happene
         assert snapshot.dump(snapshot.load(made, packed)) == packed
 
 
-def test_the_return_is_told_with_its_cause_even_if_the_journal_knows_of_no_later_step() -> None:
+def test_the_return_is_reported_with_its_cause_even_if_the_journal_has_no_later_step() -> None:
     bench, _ = whole(PLANS["in order"])
     at = next(i for i, event in enumerate(bench.journal) if isinstance(event, CheckpointSaved))
     short = shortened(bench, at + 1)
@@ -125,7 +125,7 @@ def test_the_return_is_told_with_its_cause_even_if_the_journal_knows_of_no_later
     assert told == [Rewound(0, 2, LAST, TAIL_LOST), DiscardRows(0, 2, {})]
 
 
-def test_steps_whose_rows_are_of_another_history_are_taken_back_too() -> None:
+def test_steps_whose_rows_are_of_another_history_are_also_taken_back() -> None:
     bench, _ = whole(PLANS["in order"])
     short = shortened(bench, len(bench.journal) - 1, agreed=3)
     run = short.machine.run

@@ -49,16 +49,16 @@ def test_a_task_of_the_step_after_a_refresh_waits_for_its_version_and_a_block_ne
     roll_out(made)
     score(made)
     train(made, 1)
-    roll_out(made)  # step 2
-    roll_out(made)  # step 3, one version ahead
+    roll_out(made)  # These tasks are of step 2.
+    roll_out(made)  # These tasks are of step 3, one version ahead.
     grant = made.granted("reference", most=100)
-    assert len(ids(grant)) == 4  # only tasks of step 2
+    assert len(ids(grant)) == 4  # The block has only tasks of step 2.
     assert grant.weights is None
     made.complete(grant)
     assert made.lease("reference", most=100) is None
     held = made.calls
     train(made, 2)
-    answer = made.answer(made.effects, held)  # as soon as the version is published
+    answer = made.answer(made.effects, held)  # The answer comes as soon as the version is published.
     assert answer.weights.step == EVERY
     assert len(ids(answer)) == 4
 
@@ -72,7 +72,7 @@ def test_the_version_of_the_reference_is_kept_while_those_of_the_policy_are_coll
     run = made.machine.run
     assert run.versions.at_step(4) is not None
     assert run.versions.at_step(3) is None
-    # until a checkpoint covers the steps, a return to the first step may need the older refresh again
+    # Until a checkpoint covers the steps, a return to the first step may need the older refresh again.
     assert run.versions.at_step(2) is not None
     made.ask(CheckpointSaved(driver=1, step=5, kept=[5]))
     roll_out(made)
@@ -82,10 +82,10 @@ def test_the_version_of_the_reference_is_kept_while_those_of_the_policy_are_coll
     assert run.versions.at_step(4) is not None
 
 
-def test_after_a_return_to_before_the_refresh_the_first_model_scores_again() -> None:
+def test_after_a_return_to_a_step_before_the_refresh_the_first_model_scores_again() -> None:
     made = Bench(
         plan(stages=train_graph(with_reference=True), reference_every=EVERY), Configure(9, 3, 2, True)
-    ).start()  # collection at each commit: no step can be replayed
+    ).start()  # With collection at each commit, no step can be replayed.
     for step in (1, 2):
         roll_out(made)
         score(made)
@@ -96,7 +96,7 @@ def test_after_a_return_to_before_the_refresh_the_first_model_scores_again() -> 
     info = made.ask(GetRunInfo(driver=1, reload=True, loaded_step=1))
     assert info.committed_step == 1
     made.publish_again(1)
-    roll_out(made)  # under a new fence: the scores of the later version were collected with their shards
+    roll_out(made)  # The fence is new, because the scores of the later version were collected with their shards.
     assert score(made) == 0
     train(made, 2)
     roll_out(made)

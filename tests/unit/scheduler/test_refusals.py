@@ -37,7 +37,7 @@ from tests.unit.shared.rpc.rpc_actors import serving, short_directory
 
 
 def refused(bench: Bench, request: Any, code: str = ErrorCode.BAD_REQUEST) -> str:
-    """Return why `request` is refused, after a check that the journal has not grown."""
+    """Return the reason for which `request` is refused, after a check that the journal has not grown."""
     before = len(bench.journal)
     answer = bench.ask(request)
     assert isinstance(answer, Fail), answer
@@ -82,7 +82,7 @@ def test_service_that_cannot_be_named_is_not_registered(wrong: dict[str, Any]) -
     assert isinstance(bench.ask(Register(**right)), Registered)
 
 
-def test_one_set_of_scalars_too_many_is_refused_and_its_lease_stays_open() -> None:
+def test_a_surplus_set_of_scalars_is_refused_and_its_lease_stays_open() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     granted = bench.granted()

@@ -1,4 +1,4 @@
-"""Replay of the journal gives the state back."""
+"""Replay of the journal restores the state."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def played() -> Bench:
     return bench
 
 
-def test_replay_gives_the_same_state() -> None:
+def test_replay_restores_the_same_state() -> None:
     bench = played()
     replayed = Scheduler(bench.plan, lease_s=LEASE_S, incarnation=100)
     for event in bench.journal:

@@ -1,4 +1,4 @@
-"""Rewinds of a run: the tasks of undone steps come first, and other decisions are kept."""
+"""Rewinds of a run: the tasks of undone steps come before all others, and other decisions are kept."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_made_at_a_stop_leaves_earlier_ones_to_fall_back_to() -> No
     saved(bench, 3, 1, at_stop=True)
     resumed(bench)
     assert bench.machine.run.committed_step == 3
-    resumed(bench, loaded=1)  # the checkpoint of step 3 is damaged
+    resumed(bench, loaded=1)  # The checkpoint of step 3 is damaged.
     assert [names(bench.step(step)) for step in (2, 3)] == lost
 
 
@@ -141,7 +141,8 @@ def test_a_checkpoint_made_at_a_stop_leaves_earlier_ones_to_fall_back_to() -> No
 def test_reopened_tasks_never_exceed_a_store_of_the_smallest_accepted_size(
     config: Configure, steps: int, *, by_completion: bool
 ) -> None:
-    """The store fits what `worst_case_bytes` asks for: tasks of two steps, and of one that waits for its checkpoint."""
+    """The store has exactly the room that `worst_case_bytes` requires: for tasks of two steps, and of one that waits
+    for its checkpoint."""
     limit_bytes = 3 * WEIGHT_BYTES + steps * 4 * TASK_BYTES
     made = plan(task_bytes=TASK_BYTES, weight_bytes=WEIGHT_BYTES, by_completion=by_completion)
     bench = begun(made, config, limit_bytes)

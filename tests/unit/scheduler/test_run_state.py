@@ -28,7 +28,7 @@ def test_a_task_moves_only_along_the_table_of_transitions(before: TaskState, aft
         assert task.state == before
 
 
-def test_story_tells_every_change_of_a_task_with_its_cause() -> None:
+def test_story_includes_every_change_of_a_task_with_its_cause() -> None:
     bench = Bench().start()
     first = bench.granted(most=2)
     bench.complete(first, outcome=Outcome.RETRY)

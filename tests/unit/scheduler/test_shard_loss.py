@@ -1,4 +1,5 @@
-"""Shards that a store has lost: they are confirmed by the store, and their tasks are made again at no cost."""
+"""Shards that a store has lost: the store confirms the loss, and the tasks are made again without counting as
+attempts."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ def ordered(effects: Sequence[Effect]) -> list[CheckShards]:
 
 
 def intact(order: CheckShards, *lost: str) -> dict[tuple[str, int], list[int]]:
-    """Return the answer of a store that has all claimed shards but those of the tasks `lost`."""
+    """Return the answer of a store that has all claimed shards except those of the tasks `lost`."""
     claims = [claim for claim in order.claims if claim.task.task_id not in lost]
     return {(claim.task.task_id, claim.task.fence): list(claim.hashes) for claim in claims}
 
 
 def report(bench: Bench, tasks: Sequence[PutTask], *lost: str) -> Any:
-    """Report tasks to a scheduler whose store has lost those in `lost`. Return the answer."""
+    """Report tasks to a scheduler whose store has lost the tasks in `lost`. Return the answer."""
     answer = bench.ask(ReportShards(store=STORE, tasks=list(tasks)))
     call = bench.calls
     if answer is not None:
@@ -68,12 +69,12 @@ def fences(batch: StepBatch | LeaseGrant) -> dict[str, int]:
     return {task.task_id: task.fence for task in batch.batch.tasks}
 
 
-def test_a_ready_task_whose_shards_are_lost_is_sampled_again_at_no_cost() -> None:
+def test_a_ready_task_whose_shards_are_lost_is_sampled_again_without_counting_an_attempt() -> None:
     bench = Bench().start()
     grant = bench.granted()
     bench.complete(grant)
     lost = ids(grant)[1]
-    for fence in range(1, 8):  # more often than attempts may fail
+    for fence in range(1, 8):  # This is more often than attempts may fail.
         assert isinstance(report(bench, [PutTask(lost, fence)], lost), Ack)
         again = bench.granted()
         assert fences(again) == {lost: fence + 1}
@@ -92,7 +93,7 @@ def test_a_report_that_the_store_does_not_confirm_changes_nothing() -> None:
     assert snapshot.dump(bench.machine.run) == before
 
 
-def test_a_report_is_not_answered_before_the_store_has_looked_and_fails_if_it_is_away() -> None:
+def test_a_report_is_answered_once_the_store_has_checked_and_fails_if_the_store_is_away() -> None:
     bench = Bench().start()
     bench.complete(grant := bench.granted())
     assert bench.ask(ReportShards(store=STORE, tasks=named(grant.batch.tasks))) is None
@@ -104,7 +105,7 @@ def test_a_report_is_not_answered_before_the_store_has_looked_and_fails_if_it_is
 
 
 @pytest.mark.parametrize("entry", [PutTask("train/9/9", 1), PutTask("train/0/0", 9), PutTask("weights/7/7", 1)])
-def test_a_report_of_what_is_not_current_is_answered_at_once(entry: PutTask) -> None:
+def test_a_report_of_outdated_shards_is_answered_at_once(entry: PutTask) -> None:
     bench = Bench().start()
     bench.complete(bench.granted())
     assert isinstance(bench.ask(ReportShards(store=STORE, tasks=[entry])), Ack)
@@ -130,7 +131,7 @@ def test_a_task_under_a_live_lease_is_not_touched_by_a_loss() -> None:
     assert bench.complete(grant) == []
 
 
-def test_a_lost_result_of_the_reference_makes_the_whole_task_again() -> None:
+def test_a_task_whose_reference_result_is_lost_is_made_again_completely() -> None:
     bench = Bench(plan(stages=train_graph(with_reference=True))).start()
     bench.complete(bench.granted())
     scored = bench.granted("reference")
@@ -141,7 +142,7 @@ def test_a_lost_result_of_the_reference_makes_the_whole_task_again() -> None:
     assert replays_alike(bench)
 
 
-def test_a_lease_of_the_reference_loses_the_task_whose_rollout_is_lost() -> None:
+def test_a_reference_lease_loses_the_task_whose_rollout_is_lost() -> None:
     bench = Bench(plan(stages=train_graph(with_reference=True))).start()
     bench.complete(bench.granted())
     reading = bench.granted("reference")
@@ -194,7 +195,7 @@ def test_one_report_finds_all_the_damage_of_its_step() -> None:
     assert ids(bench.granted()) == ids(first)[:3]
 
 
-def test_a_reopened_step_takes_the_next_task_in_place_of_one_that_is_dropped_now() -> None:
+def test_a_reopened_step_takes_the_next_task_for_one_that_was_dropped_meanwhile() -> None:
     bench = Bench(plan(staleness=1)).start()
     bench.complete(bench.granted())
     bench.complete(bench.granted())
@@ -307,24 +308,24 @@ def inventory(bench: Bench, *entries: tuple[str, int, int]) -> list[Effect]:
     return effects
 
 
-def test_an_inventory_tells_what_is_missing_and_the_store_is_asked_again_about_it() -> None:
+def test_an_inventory_reveals_missing_shards_and_the_store_is_asked_about_them_again() -> None:
     bench = Bench().start()
     bench.complete(grant := bench.granted())
     one, two, three, four = ids(grant)
     [order] = ordered(inventory(bench, (one, 1, CONTENT), (three, 1, CONTENT), (four, 1, CONTENT + 1)))
     assert [(claim.task.task_id, claim.hashes) for claim in order.claims] == [(two, (CONTENT,)), (four, (CONTENT,))]
-    effects = bench.event(Checked(order, intact(order, two)))  # the other one arrived during the inventory
+    effects = bench.event(Checked(order, intact(order, two)))  # The other task's shards arrived during the inventory.
     assert RequestInventory(STORE) in effects
     assert fences(bench.granted()) == {two: 2}
 
 
-def test_a_complete_inventory_asks_nothing() -> None:
+def test_a_complete_inventory_causes_no_request() -> None:
     bench = Bench().start()
     bench.complete(grant := bench.granted())
     assert ordered(inventory(bench, *((name, 1, CONTENT) for name in ids(grant)))) == []
 
 
-def test_an_inventory_without_the_newest_version_tells_that_it_is_missing() -> None:
+def test_an_inventory_without_the_newest_version_reveals_that_it_is_missing() -> None:
     bench = Bench().start()
     [order] = ordered(bench.event(Listed(STORE, [], first=True, last=True)))
     assert [claim.task for claim in order.claims] == [PutTask("weights/0/0", 1)]

@@ -16,7 +16,7 @@ from services.scheduler.events import (
 from tests.unit.scheduler.bench import Bench
 
 
-def test_asking_for_a_batch_again_gives_the_same_and_out_of_order_is_a_conflict() -> None:
+def test_a_repeated_request_for_a_batch_gets_the_same_one_and_a_step_out_of_order_is_a_conflict() -> None:
     bench = Bench().start()
     bench.complete(bench.granted())
     first = bench.ask(NextBatch(driver=1, step=1))
@@ -56,4 +56,4 @@ def test_a_reload_begins_a_lineage_and_replays_the_journaled_batches() -> None:
     bench.lineage = 1
     assert [bench.ask(NextBatch(driver=1, step=step)).batch for step in (1, 2, 3)] == batches
     bench.publish(0)
-    assert bench.lease() is None  # tasks of step 5 wait for the first version of the new lineage
+    assert bench.lease() is None  # Tasks of step 5 wait for the first version of the new lineage.

@@ -52,7 +52,7 @@ def test_a_restart_with_the_same_data_loses_nothing() -> None:
     assert bench.counts()["READY"] == 4
 
 
-def test_lost_data_makes_unfinished_tasks_sampled_again_under_a_higher_fence() -> None:
+def test_unfinished_tasks_whose_data_is_lost_are_sampled_again_under_a_higher_fence() -> None:
     bench = started()
     grant = bench.granted()
     bench.complete(grant)
@@ -107,7 +107,7 @@ def test_lost_data_replays_to_the_same_state() -> None:
     assert snapshot.dump(copy) == snapshot.dump(bench.machine.run)
 
 
-def test_a_driver_that_does_not_resume_is_refused_after_the_loss() -> None:
+def test_a_driver_that_does_not_resume_after_the_loss_is_refused() -> None:
     bench = started()
     bench.step(1)
     register(bench, "b", 2)
@@ -121,7 +121,7 @@ def test_an_evaluation_that_can_no_longer_be_scored_has_no_result_and_delays_no_
     bench.ask(GetRunInfo(driver=1))
     bench.publish(0)
     bench.ask(Heartbeat(service="rollout", instance=0, incarnation=7, state="READY"))
-    while (grant := bench.granted()).split != "train":  # the evaluation is leased and never completed
+    while (grant := bench.granted()).split != "train":  # The evaluation is leased and never completed.
         pass
     bench.complete(grant)
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)

@@ -35,13 +35,14 @@ AT_COMMIT = Configure(9, 3, 2, True)
 
 @dataclass
 class TwoHosts(Bench):
-    """The trainer and `rollout/0` are at home; `rollout/1` is on a joined host with its own store."""
+    """A run with two hosts. The trainer and `rollout/0` are on the home host; `rollout/1` is on a joined host with its
+    own store."""
 
     def begin(self, home_bytes: int = 1 << 30, away_bytes: int = 1 << 30) -> TwoHosts:
         self.register("rollout", 0, 7, host_id="home")
         self.register("rollout", 1, 8, host_id="away")
         stores = [(home_bytes, "batch-store", 0, 1, "home"), (away_bytes, "batch-store", 1, 5, "away")]
-        for limit, *instance, host in sorted(stores):  # the first registration admits tasks
+        for limit, *instance, host in sorted(stores):  # The first registration admits tasks.
             self.register(*instance, limit_bytes=limit, host_id=host, data_id=f"data of {host}")
         self.ask(GetRunInfo(driver=1))
         self.publish(0)
@@ -54,7 +55,7 @@ class TwoHosts(Bench):
         return lost
 
     def acknowledges(self, store: str) -> None:
-        """Acknowledge every clear that `store` was told so far."""
+        """Acknowledge every clear that `store` was sent so far."""
         while told := self.machine.run.clears.head(store):
             self.event(ClearDone(store, len(told)))
 
@@ -74,11 +75,11 @@ def steps(bench: TwoHosts, store: str) -> list[bool]:
 # ------------------------------------------------------------------------------------------------ room
 
 
-def test_one_full_store_orders_a_checkpoint_however_empty_the_other_is() -> None:
-    """A step puts 200 bytes; 400 bytes are reserved for live tasks, and 300 at home for weights."""
+def test_a_full_store_orders_a_checkpoint_even_if_the_other_is_empty() -> None:
+    """A step puts 200 bytes; 400 bytes are reserved for live tasks, and 300 on the home host for weights."""
     made = plan(task_bytes=50, weight_bytes=100)
     away = steps(TwoHosts(made, NINE).begin(1 << 20, 400 + 1000), AWAY)
-    assert away == [False] * 4 + [True] * 5  # after five steps 1000 of 1000 bytes are in use, which is over 0.8
+    assert away == [False] * 4 + [True] * 5  # After five steps 1000 of 1000 bytes are in use, which is over 0.8.
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), AWAY) == [False] * 9
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), STORE) == [False] * 2 + [True] * 7
 
@@ -109,7 +110,7 @@ def test_results_of_each_stage_count_in_the_store_where_they_were_put() -> None:
     assert snapshot.dump(snapshot.load(bench.plan, snapshot.dump(run))) == snapshot.dump(run)
 
 
-def test_a_task_is_admitted_when_every_store_could_hold_it() -> None:
+def test_a_task_is_admitted_only_if_every_store_could_hold_it() -> None:
     made = plan(staleness=3, task_bytes=100, weight_bytes=100)
     assert TwoHosts(made).begin(900, 1 << 20).machine.run.window.live == 6
     assert TwoHosts(made).begin(1 << 20, 500).machine.run.window.live == 5
@@ -125,21 +126,22 @@ def test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_only_for_them()
     assert {store: set(tasks) for store, tasks in bench.sent().items()} == {STORE: home}
     bench.acknowledges(STORE)
     assert bench.counts()["COLLECTED"] == 4
-    bench.step(2, AWAY)  # the trainer's log-probs may be in the store at home
+    bench.step(2, AWAY)  # The trainer's log-probs may be in the home store.
     bench.acknowledges(AWAY)
     assert bench.counts()["COLLECTED"] == 4
     bench.acknowledges(STORE)
     assert (bench.counts()["COLLECTED"], bench.counts()["TRAINED"]) == (8, 0)
 
 
-def test_a_lost_attempt_is_cleared_where_its_holder_puts() -> None:
+def test_a_lost_attempt_is_cleared_in_the_store_of_its_holder() -> None:
     bench = TwoHosts().begin()
     here, there = bench.granted(most=2), bench.granted(most=2, instance=1, life=8)
     bench.event(Tick(), after_s=LEASE_S + 1)
     told = bench.sent()
     assert told[AWAY] == ids(there)
-    assert sorted(told[STORE]) == sorted(ids(here) + ids(there))  # the trainer's store is always asked
-    late = PutTask(ids(here)[0], 1)  # a restarted instance had put it into the store that was not told to clear it
+    assert sorted(told[STORE]) == sorted(ids(here) + ids(there))  # The trainer's store is always asked.
+    # A restarted instance had put the shards into the store that was not told to clear them.
+    late = PutTask(ids(here)[0], 1)
     [sent] = [
         effect for effect in bench.event(Listed(AWAY, [late])) if isinstance(effect, SendClear) and not effect.tracked
     ]
@@ -192,7 +194,7 @@ def test_a_joined_store_that_is_silent_for_long_loses_its_queue_and_its_limit() 
     assert bench.machine.run.limit_bytes == 1 << 30
     assert bench.machine.run.clears.stores == [STORE]
     assert [effect.store for effect in bench.effects if isinstance(effect, StopClear)] == [AWAY]
-    assert bench.event(ClearDone(AWAY, 4)) == []  # acknowledges the message that was on its way
+    assert bench.event(ClearDone(AWAY, 4)) == []  # This acknowledges the message that was on its way.
     assert [row.service for row in bench.ask(GetStatus()).services].count("batch-store") == 1
     bench.step(2, STORE)
     assert replays_alike(bench)
@@ -224,7 +226,7 @@ def test_unfinished_tasks_of_a_gone_store_are_sampled_again_and_others_stay() ->
     there = bench.granted(most=2, instance=1, life=8)
     bench.complete(there, store=AWAY, life=8)
     reading = bench.granted("reference", most=1)
-    bench.complete(reading, store=AWAY)  # of a task whose rollout is at home
+    bench.complete(reading, store=AWAY)  # The task's rollout is in the home store.
     quiet(bench)
     again = bench.granted(most=4)
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [
@@ -239,7 +241,7 @@ def test_leases_on_the_host_of_a_gone_store_are_reassigned_although_their_holder
     bench = TwoHosts().begin()
     here = bench.granted(most=2)
     there = bench.granted(most=2, instance=1, life=8)
-    for progress in range(1, 10):  # its put never succeeds, and each attempt counts as progress
+    for progress in range(1, 10):  # The worker's put never succeeds, and each attempt counts as progress.
         bench.now += GONE_S / 8
         bench.beat("batch-store", 0, 1)
         bench.beat("rollout", 0, 7, LeaseProgress(here.lease_id, progress))
@@ -286,7 +288,7 @@ def test_trained_tasks_of_a_gone_store_order_a_checkpoint_and_the_run_continues(
     bench.ask(CheckpointSaved(driver=1, step=2, kept=[2]))
     assert not bench.step(3).checkpoint_now
     info = bench.ask(GetRunInfo(driver=1, reload=True, loaded_step=2))
-    assert (info.committed_step, info.lineage) == (3, 1)  # step 3 can be replayed
+    assert (info.committed_step, info.lineage) == (3, 1)  # Step 3 can be replayed.
     assert replays_alike(bench)
 
 
@@ -347,7 +349,7 @@ def test_an_unused_store_that_comes_back_empty_undoes_no_step() -> None:
     waits = bench.granted()
     bench.complete(waits)
     come_back_empty(bench)
-    assert ids(waits) == [task.task_id for task in bench.step(2).batch.tasks]  # the driver continues too
+    assert ids(waits) == [task.task_id for task in bench.step(2).batch.tasks]  # The driver continues, too.
     assert bench.machine.run.lineage == 0
     assert replays_alike(bench)
 
@@ -359,7 +361,7 @@ def test_unfinished_tasks_of_a_store_that_comes_back_empty_are_sampled_again_wit
     bench.complete(finished, store=AWAY)
     there, here = bench.granted(most=1, instance=1, life=8), bench.granted(most=1)
     come_back_empty(bench)
-    # it was put before the loss
+    # The task was put before the loss.
     assert [refusal.code for refusal in bench.complete(there, store=AWAY, life=8)] == ["collected"]
     assert bench.complete(here) == []
     again = bench.granted(most=4)
@@ -384,7 +386,7 @@ def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
     there = bench.granted(most=2, instance=1, life=8)
     here = bench.granted(most=2)
     bench.granted(most=4)
-    assert bench.lease(instance=1, life=8) is None  # held back: no task is left
+    assert bench.lease(instance=1, life=8) is None  # The call is held back, because no task is left.
     waiting = bench.calls
     effects = bench.event(Asked(99, HostGone(host="b", incarnations=[5, 8], cause="test"), bench.now + 5))
     assert isinstance(bench.answer(effects, 99), Ack)
@@ -408,7 +410,7 @@ def test_the_leases_of_a_lost_process_are_given_up_although_a_store_of_its_host_
     assert replays_alike(bench)
 
 
-def test_the_loss_of_a_host_twice_or_of_an_unknown_one_changes_nothing_more() -> None:
+def test_a_repeated_loss_of_a_host_or_the_loss_of_an_unknown_one_changes_nothing() -> None:
     bench = TwoHosts().begin()
     for lives in ([5, 8], [5, 8], [99]):
         before = len(bench.journal)
@@ -416,7 +418,7 @@ def test_the_loss_of_a_host_twice_or_of_an_unknown_one_changes_nothing_more() ->
     assert len(bench.journal) == before
 
 
-def test_a_process_that_nobody_saw_end_is_over_after_another_registration_or_a_long_silence() -> None:
+def test_a_process_whose_end_was_not_observed_counts_as_ended_after_another_registration_or_a_long_silence() -> None:
     bench = TwoHosts().begin()
     bench.now += GONE_S
     assert not bench.machine.is_over("rollout", 1, 8, bench.now)

@@ -1,4 +1,4 @@
-"""What the scheduler says that a run waits for."""
+"""Waits of a run, as the scheduler reports them."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_unacknowledged_clears_and_troubles_are_waits() -> None:
     assert (outage.what, outage.of) == ("nothing is leased: it is away", "rollout/0")
 
 
-def test_low_room_is_told_with_the_tasks_that_fit() -> None:
+def test_low_room_is_reported_with_the_tasks_that_fit() -> None:
     bench = Bench(plan=plan(task_bytes=1000, weight_bytes=10, staleness=1)).start(limit_bytes=5200)
-    [row] = waits(bench, WaitKind.ROOM)  # three versions of 100 bytes are set aside
+    [row] = waits(bench, WaitKind.ROOM)  # Three versions of 100 bytes are set aside.
     assert row.what.startswith("the stores have room for 4 of the 8 tasks that may be live")
     assert waits(Bench(plan=plan(task_bytes=10)).start(), WaitKind.ROOM) == []

@@ -66,7 +66,7 @@ def test_a_file_that_others_could_read_is_replaced_by_a_private_one(home: RunDir
         (lambda file: file.write_text(file.read_text().replace('role": "operator"', 'role": "service"')), "of service"),
     ],
 )  # fmt: skip
-def test_a_bad_access_file_is_one_line_that_names_it_and_no_secret(
+def test_the_error_of_a_bad_access_file_is_one_line_that_names_it_and_no_secret(
     home: RunDir, tmp_path: Path, damage: Callable[[Path], object], says: str
 ) -> None:
     file = tmp_path / "file"
@@ -84,7 +84,7 @@ def test_a_bad_access_file_is_one_line_that_names_it_and_no_secret(
 def test_a_run_that_listens_only_locally_writes_no_access_file(tmp_path: Path) -> None:
     run = make_run(tmp_path, memory=64 << 20, shm_root=tmp_path / "shm")
     try:
-        with pytest.raises(RpcError, match=r"answers this machine only; set transport\.listen"):
+        with pytest.raises(RpcError, match=r"answers only this machine; set transport\.listen"):
             launch_access.export(run, Role.OPERATOR, tmp_path / "file")
         assert not (tmp_path / "file").exists()
     finally:
@@ -148,7 +148,7 @@ def test_only_the_role_service_joins(home: RunDir, tmp_path: Path) -> None:
     assert not (tmp_path / "away").exists()
 
 
-def test_the_secret_of_another_run_fits_no_access_file(home: RunDir, tmp_path: Path) -> None:
+def test_the_secret_of_another_run_is_refused_in_an_access_file(home: RunDir, tmp_path: Path) -> None:
     create(tmp_path / "other")
     file = tmp_path / "file"
     launch_access.export(home, Role.OPERATOR, file)

@@ -1,4 +1,4 @@
-"""Batch: splitting and joining keep every task once, and only `fetch` moves data."""
+"""Batches: splitting and joining keep every task once, and only `fetch` moves data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def local(tokens: Sequence[int], keys: Sequence[str] = ("a", "b"), first: int = 
     return Batch(meta(tokens, keys, first=first), None, data)
 
 
-def test_status_tells_where_the_data_is() -> None:
+def test_status_names_the_place_of_the_data() -> None:
     assert Batch(meta([1])).status is BatchStatus.REMOTE
     assert local([1]).status is BatchStatus.LOCAL
     assert Batch(meta([])).status is BatchStatus.EMPTY

@@ -1,4 +1,4 @@
-"""Sockets of bulk connections."""
+"""Sockets of bulk connections: their endpoints and socket files."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_addition_answers_are_the_sums_of_two_digit_numbers() -> None:
             assert row["answer"] == str(a + b)
 
 
-def test_addition_splits_are_disjoint_and_together_complete() -> None:
+def test_addition_splits_are_disjoint_and_complete() -> None:
     train = open_source("builtin:addition?split=train", where=WHERE)
     test = open_source("builtin:addition?split=test", where=WHERE)
     train_prompts = {train.row(index)["prompt"] for index in range(len(train))}
@@ -63,7 +63,7 @@ def test_addition_splits_are_disjoint_and_together_complete() -> None:
 
 
 def test_addition_order_never_changes() -> None:
-    # A task id names its row by index: another order would make a resumed run train on other rows.
+    # A task id names its row by index, so another order would make a resumed run train on other rows.
     train = open_source("builtin:addition", where=WHERE)
     test = open_source("builtin:addition?split=test", where=WHERE)
     assert [train.row(index)["prompt"] for index in (0, 1, 7843)] == ["37+66=", "45+43=", "71+72="]
@@ -232,7 +232,7 @@ def test_file_changed_while_open_is_refused(write_jsonl: WriteJsonl, change: str
         ("jsonl:/", "cannot be read: Is a directory"),
     ],
 )
-def test_source_that_cannot_be_opened_says_where_it_was_named(source: str, problem: str) -> None:
+def test_source_that_cannot_be_opened_names_its_place_in_the_topology(source: str, problem: str) -> None:
     with pytest.raises(DataError) as caught:
         open_source(source, where=WHERE)
     message = str(caught.value)

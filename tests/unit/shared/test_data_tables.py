@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 WHERE = "t.yaml:7: data.train.source"
 SAVED = Path(__file__).parent / "saved_dataset"
-"""Written by datasets 5.2.0 itself: `make.py` in it."""
+"""Folder written by datasets 5.2.0 itself, with its `make.py`."""
 
 
 def parquet(path: Path, rows: list[dict[str, object]], rows_a_group: int = 2) -> str:
@@ -87,7 +87,7 @@ def test_a_saved_data_set_is_read_without_the_library_that_wrote_it() -> None:
     assert [source.row(index)["prompt"] for index in range(3)] == ["3+3=", "1+1=", "2+2="]
     assert source.row(0) == {"prompt": "3+3=", "answer": "6", "id": 3}
     assert source.place(1).endswith("splits/train row 1")
-    chat = open_source(f"datasets:{SAVED / 'chat'}", where=WHERE)  # stored in two files
+    chat = open_source(f"datasets:{SAVED / 'chat'}", where=WHERE)  # The data set is stored in two files.
     assert chat.row(0) == {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}
     assert chat.row(1)["prompt"][1] == {"role": "assistant", "content": "x", "name": "bob"}
     assert chat.validate() == []

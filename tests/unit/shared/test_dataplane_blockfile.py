@@ -1,4 +1,5 @@
-"""The block file: written shards read back, and anything that is not exactly a block file is refused with WireError."""
+"""The block file: written shards are read back, and anything that is not exactly a block file is refused with
+WireError."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def image(tasks: list[tuple[str, int, dict[str, Array]]], tmp_path: Path) -> byt
     path = tmp_path / "block"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
     layout = BlockLayout(tasks)
-    os.ftruncate(descriptor, layout.file_bytes)  # as the store does, since an empty last shard may follow padding
+    # The store does the same, since an empty last shard may follow padding.
+    os.ftruncate(descriptor, layout.file_bytes)
     write_block(descriptor, layout)
     os.close(descriptor)
     return path.read_bytes()
@@ -111,7 +113,8 @@ def test_content_hash_is_over_the_checksums_in_put_order() -> None:
 
 
 def test_shards_that_no_reader_accepts_are_not_put() -> None:
-    with pytest.raises(WireError, match="dimensions"):  # no bytes, and yet more dimensions than a file may have
+    # The shard has no bytes, but more dimensions than a file may have.
+    with pytest.raises(WireError, match="dimensions"):
         BlockLayout([("train/0/1", 1, {"a": np.empty((0, 1 << 60), np.int8)})])
     with pytest.raises(WireError, match="train/0/1#deep: tensor of 9 dimensions"):
         client._plan([client.TaskShards("train/0/1", 1, {"a": np.zeros(1), "deep": np.zeros((1,) * 9, np.int32)})])
@@ -126,7 +129,7 @@ def test_shards_that_no_reader_accepts_are_not_put() -> None:
         (ROW_AT + 6, b"\x01"),  # reserved
         (ROW_AT + 8, struct.pack("<Q", 1 << 63)),  # offset
         (ROW_AT + 16, struct.pack("<Q", (1 << 64) - 1)),  # nbytes
-        (ROW_AT + 32, struct.pack("<I", 0)),  # key of the next row: twice in one task
+        (ROW_AT + 32, struct.pack("<I", 0)),  # key of the next row, which then occurs twice in the task
         (64 + 16, struct.pack("<Q", (1 << 62) + 5)),  # a dimension whose product wraps around to the right size
         (64, struct.pack("<Q", 1 << 63)),  # fence
         (64 + 16 + 24 + 96, struct.pack("<I", 0)),  # rows of a task

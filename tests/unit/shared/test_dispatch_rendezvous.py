@@ -10,7 +10,7 @@ GENERATION = 77
 
 
 class Ranks:
-    """Records the answers to every rank."""
+    """A recorder of the answers to every rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -84,7 +84,7 @@ def test_a_second_incarnation_of_a_rank_ends_the_group_and_is_not_admitted() -> 
     ranks.come(0, END)
     ranks.come(1, JOIN)
     assert "policy-trainer-worker/1 was restarted" in str(ranks.answers[0, END][0])
-    assert len(ranks.answers[1, JOIN]) == 1  # only that of its first incarnation
+    assert len(ranks.answers[1, JOIN]) == 1  # The only answer is to the first incarnation.
 
 
 def test_a_rank_of_an_earlier_group_is_told_that_it_has_ended() -> None:

@@ -1,4 +1,4 @@
-"""The drill's noise: reproducible, on every parameter, and different for each."""
+"""The drill's noise: reproducible, on every parameter, and different for each parameter."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_noise_depends_on_name_and_seed() -> None:
     assert not np.array_equal(one, perturb("a", values, 1))
 
 
-def test_a_parameter_of_zeros_changes_too() -> None:
+def test_a_parameter_of_zeros_also_changes() -> None:
     moved = perturb("bias", np.zeros(5000, np.float32), 0)
     assert moved.std() == pytest.approx(ZERO_SCALE, rel=0.1)
 
@@ -67,20 +67,21 @@ def test_only_canaries_of_large_float32_weights_are_short() -> None:
     large = SHORT_CANARY_BYTES // 4
     assert canary_length(large, "float32") == SHORT_CANARY_TOKENS
     assert canary_length(large - 1, "float32") == CANARY_TOKENS
-    assert canary_length(100 * large, "bfloat16") == LONG_CANARY_TOKENS  # a median needs many tokens
+    assert canary_length(100 * large, "bfloat16") == LONG_CANARY_TOKENS  # A median needs many tokens.
 
 
 def test_the_noise_of_each_parameter_grows_by_its_factor() -> None:
     values = np.full(60000, -2.0, np.float32)
     one, three = perturb("w", values, 0) - values, perturb("w", values, 0, 3.0) - values
     assert np.allclose(three, 3 * one, atol=1e-5)
-    assert noise_factors(["b", "a"], [1.0, 3.0]) == {"a": 1.0, "b": 3.0}  # in the order of the sorted names
+    # Factors are in the order of the sorted names.
+    assert noise_factors(["b", "a"], [1.0, 3.0]) == {"a": 1.0, "b": 3.0}
     assert noise_factors(["b", "a"], []) == {"a": 1.0, "b": 1.0}
     with pytest.raises(ValueError, match="3 noise factors for 2 parameters"):
         noise_factors(["b", "a"], [1.0, 3.0, 1.0])
 
 
-def test_the_canarys_error_is_a_quantile_and_nan_is_a_mismatch() -> None:
+def test_the_error_of_a_canary_is_a_quantile_and_nan_is_a_mismatch() -> None:
     expected, scores = np.zeros(5, np.float32), np.array([0.1, -0.3, 0.0, 0.2, 9.0], np.float32)
     assert canary_error(expected, scores, 1.0) == 9.0
     assert canary_error(expected, scores, 0.5) == pytest.approx(0.2)

@@ -1,4 +1,5 @@
-"""Linear layers for a few rows: equal up to rounding, with the plain implementation where bits or gradients matter."""
+"""Linear layers for a few rows: results are equal up to rounding, and the plain implementation is used where bits or
+gradients matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lease's progress: that of the compute thread until the lease is computed, then only its own."""
+"""Progress of a lease: the progress of the compute thread until the lease is computed, then only its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_waiting_lease_is_renewed_by_the_block_before_it_and_a_computed_one_is
     counter[0] = 15
     assert lease.progress == 15
     lease.computed()
-    counter[0] = 99  # the next block computes, which does not renew a lease stuck in its rewards
+    counter[0] = 99  # The next block computes, which does not renew a lease stuck in its rewards.
     assert lease.progress == 15
     lease.advance()
     assert lease.progress == 16
@@ -73,7 +73,7 @@ def test_waiting_renews_a_lease_within_the_limit_of_the_call_and_not_beyond(
         await begun.wait()
         now = 19.0
         assert gets_on(book)
-        now = 21.0  # the call is over its own limit, so it hangs
+        now = 21.0  # The call is over its own limit, so it hangs.
         assert not gets_on(book)
         calls[0]()
         assert gets_on(book)
@@ -84,7 +84,7 @@ def test_waiting_renews_a_lease_within_the_limit_of_the_call_and_not_beyond(
     asyncio.run(scenario())
 
 
-def test_a_call_for_a_lease_that_is_lost_ends_at_once() -> None:
+def test_a_call_for_a_lost_lease_ends_at_once() -> None:
     lease = Lease(grant(), lambda: 0)
     book = book_of(lease)
     ended: list[str] = []

@@ -1,4 +1,4 @@
-"""The converter between Hugging Face and megatron-core is exact both ways, for every family and split."""
+"""The converter between Hugging Face and megatron-core is exact in both directions, for every family and split."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def weight_named(converter: Converter, end: str) -> Weight:
 
 
 def test_a_rank_holds_whole_groups_of_queries_beside_their_key_and_value() -> None:
-    converter = Converter(architecture.read(config("llama")), 2, 1)  # 4 heads, 2 key-value heads, 12 elements each
+    # There are 4 heads and 2 key-value heads, with 12 elements each.
+    converter = Converter(architecture.read(config("llama")), 2, 1)
     weight = weight_named(converter, "linear_qkv.weight")
     q, k, v = (torch.arange(rows * 48.0).view(rows, 48) + start for rows, start in ((48, 0), (24, 1e5), (24, 2e5)))
     first, second = converter.split(weight, [q, k, v])
@@ -110,7 +111,7 @@ def test_a_model_that_cannot_be_reproduced_is_refused(kind: str, options: dict[s
         architecture.read(config(kind, **options))
 
 
-def test_rotations_are_those_of_the_hugging_face_model() -> None:
+def test_rotations_equal_those_of_the_hugging_face_model() -> None:
     scaled: dict[str, Any] = {
         "rope_type": "llama3",
         "rope_theta": 5e5,

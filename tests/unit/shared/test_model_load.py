@@ -1,4 +1,4 @@
-"""Loading a model folder: the same bits each time, tied weights once, one-line errors."""
+"""Loading a model folder: the same bits each time, tied weights named once, one-line errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_two_loads_have_the_same_bits(folder: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_the_dtype_is_the_one_asked_for(folder: Path) -> None:
+def test_the_model_has_the_requested_dtype(folder: Path) -> None:
     assert {each.dtype for each in load_model(folder, "bfloat16").parameters()} == {torch.bfloat16}
 
 
@@ -70,12 +70,12 @@ def test_an_unknown_dtype_is_refused(folder: Path) -> None:
 
 
 def test_a_padding_token_that_was_sampled_has_a_gradient_like_any_other(folder: Path) -> None:
-    """transformers' embedding gives its row no gradient, and backends would disagree about such a sample."""
+    """transformers' embedding gives the token's row no gradient, so backends would disagree about such a sample."""
     model = load_model(folder, "float32")
     pad = int(model.config.pad_token_id)  # type: ignore[arg-type, union-attr]
     logits = model(input_ids=torch.tensor([[5, pad, 7, 9]])).logits
     logits[0, 3, 11].backward()
     weight = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     head = torch.autograd.grad(model(input_ids=torch.tensor([[5, 6, 7, 9]])).logits[0, 3, 11], weight)[0]
-    assert float(head[pad].abs().max()) == 0  # the gradient of that row from the tied output layer
+    assert float(head[pad].abs().max()) == 0  # This is the gradient of that row from the tied output layer.
     assert float(weight.grad[pad].abs().max()) > 1e-4

@@ -1,4 +1,4 @@
-"""Log-probs of ragged sequences equal those of every sequence alone, values and gradients, in several models."""
+"""Log-probs of ragged sequences equal those of every sequence alone, in values and gradients, for several models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_values_and_gradients_equal_those_of_single_sequences(name: str) -> None
             assert error < (1e-4 if kind == "mamba" else 1e-9), key
 
 
-def test_a_vocabulary_scored_in_blocks_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_scored_in_blocks_gives_the_same_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("qwen3", dtype=torch.float64, head_dim=12)
     ids, lengths, mask = ragged()
     whole, whole_entropy = token_logprobs(model, ids, lengths, mask, 1.0, 4096, with_entropy=True)

@@ -1,4 +1,4 @@
-"""Trees of shared prefixes: every token finds its node, every node sees exactly its own prefix."""
+"""Trees of shared prefixes: every token has a node, and every node attends to exactly its own prefix."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def visible(batch: MicroBatch) -> list[list[int]]:
             for slot in range(block.longest):
                 node = int(gather[row, slot])
                 if batch.scatter[node] != slot_of_block + row * block.longest + slot:
-                    continue  # padding
+                    continue  # This is padding.
                 seen = [
                     int(gather[row, other])
                     for other in range(slot + 1)

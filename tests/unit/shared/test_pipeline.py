@@ -1,4 +1,4 @@
-"""Leases in a pipeline around a compute thread: how many are computed at a time, and how many are held ahead."""
+"""Leases in a pipeline around a compute thread: the number computed at a time, and the number held ahead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rig:
         self.may_finish = asyncio.Event()
         self.may_finish.set()
         self.handed_back: dict[int, bool] = {}
-        """Lease -> whether it was handed back untouched."""
+        """Leases that were handed back, with whether they were untouched."""
         quiet = SimpleNamespace(warning=lambda *_, **__: None, info=lambda *_, **__: None)
         service = SimpleNamespace(log=quiet, incarnation=7, scheduler=SimpleNamespace(call=self._call))
         self.book = LeaseBook(service, "rollout", lambda: 0)  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ class Rig:
         )
 
     async def _acquire(self) -> Lease:
-        if self.book.retired.is_set():  # as `LeaseBook.acquire`
+        if self.book.retired.is_set():  # `LeaseBook.acquire` does the same.
             raise Retired
         self.leased += 1
         grant = LeaseGrant(
@@ -98,7 +98,7 @@ def test_leases_are_computed_side_by_side_and_one_is_held_ahead(side_by_side: in
         await settle()
         assert sorted(made.computing) == list(range(1, side_by_side + 1))
         assert made.leased == side_by_side + 1
-        made.computing[side_by_side].set()  # the last lease ends first
+        made.computing[side_by_side].set()  # The last lease ends first.
         await settle()
         assert made.finished == [side_by_side]
         assert side_by_side + 1 in made.computing
@@ -152,7 +152,7 @@ def test_leases_behind_slow_ones_share_their_progress() -> None:
         assert made.untouched() == {4}
         made.progress()
         before = made.progress()
-        assert made.progress() == before  # no lease makes progress, so none is renewed
+        assert made.progress() == before  # No lease makes progress, so none is renewed.
         made.finishing[1].advance()
         after = made.progress()
         assert {number: after[number] - before[number] for number in after} == {1: 1, 2: 0, 3: 1, 4: 1}
@@ -164,7 +164,7 @@ def test_leases_behind_slow_ones_share_their_progress() -> None:
         made.progress()
         before = made.progress()
         made.book._held[2].advance()
-        assert made.progress()[4] == before[4]  # lease 4 is itself being computed now
+        assert made.progress()[4] == before[4]  # Lease 4 is itself being computed now.
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -175,7 +175,7 @@ def test_leases_that_are_lost_while_they_wait_are_neither_computed_nor_finished(
     async def scenario() -> None:
         made = Rig(1)
         running = await full(made)
-        made.book.lost([3, 4])  # one is computed, the other prepared
+        made.book.lost([3, 4])  # One lease is computed, the other is prepared.
         made.may_finish.set()
         await settle()
         assert sorted(made.finishing) == made.finished == [1, 2]
@@ -186,7 +186,7 @@ def test_leases_that_are_lost_while_they_wait_are_neither_computed_nor_finished(
     asyncio.run(scenario())
 
 
-def test_a_drain_is_not_an_attempt_for_tasks_that_were_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_does_not_count_as_an_attempt_for_tasks_that_were_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.pipeline.DRAIN_FINISH_S", 0.0)
 
     async def scenario() -> dict[int, bool]:
@@ -240,11 +240,11 @@ def test_leasing_can_be_paused_and_a_grant_during_the_pause_is_handed_back() -> 
         made.may_lease.clear()
         made.computing[1].set()
         await settle()
-        assert (made.leased, sorted(made.computing)) == (2, [2])  # the lease that was held ahead continues
+        assert (made.leased, sorted(made.computing)) == (2, [2])  # The lease that was held ahead continues.
         acquire = made.pipeline._acquire
 
         async def late() -> Lease:
-            made.may_lease.clear()  # while the scheduler held the request back
+            made.may_lease.clear()  # The scheduler holds the request back at this moment.
             return await acquire()
 
         made.pipeline._acquire = late
@@ -262,7 +262,9 @@ def test_leasing_can_be_paused_and_a_grant_during_the_pause_is_handed_back() -> 
     asyncio.run(scenario())
 
 
-def test_draining_hands_a_lease_back_untouched_when_its_tasks_are_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draining_hands_a_lease_back_as_untouched_if_its_tasks_are_not_to_blame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scenario() -> None:
         made = Rig(1)
         running = await full(made)
@@ -285,7 +287,7 @@ def test_a_retired_pipeline_finishes_the_leases_it_holds_and_ends_by_itself() ->
         made.book.retired.set()
         made.computing[1].set()
         await settle()
-        made.computing[2].set()  # it was held ahead
+        made.computing[2].set()  # This lease was held ahead.
         await settle()
         assert not running.done()
         assert made.finished == []

@@ -34,7 +34,7 @@ def run(tmp_path: Path, shm_root: Path):
     made.remove_volatile()
 
 
-def test_opened_run_is_the_created_one(run: RunDir) -> None:
+def test_opened_run_equals_the_created_one(run: RunDir) -> None:
     opened = RunDir.open(run.path)
     assert opened == run
     assert opened.name == "first"
@@ -155,7 +155,7 @@ def test_sweep_leaves_a_young_run_alone(run: RunDir, shm_root: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_lock_of_a_holder_ends_with_its_process(run: RunDir, shm_root: Path) -> None:
+def test_the_lock_of_a_process_ends_with_it(run: RunDir, shm_root: Path) -> None:
     child = os.fork()
     if child == 0:
         run.hold()
@@ -165,7 +165,7 @@ def test_lock_of_a_holder_ends_with_its_process(run: RunDir, shm_root: Path) -> 
     assert sweep_abandoned(shm_root) == [run.shm]
 
 
-def test_newest_run_is_the_one_begun_last(run: RunDir, tmp_path: Path, shm_root: Path) -> None:
+def test_newest_run_is_the_one_that_began_last(run: RunDir, tmp_path: Path, shm_root: Path) -> None:
     with pytest.raises(RpcError, match="no run there"):
         newest_run(tmp_path / "elsewhere")
     later = RunDir.create(tmp_path / "runs" / "a-later", shm_root=shm_root)

@@ -131,7 +131,9 @@ def test_a_run_directory_comes_with_its_keys_and_keeps_them(tmp_path: Path) -> N
         ),
     ],
 )  # fmt: skip
-def test_bad_key_file_is_one_line_that_names_it_and_no_secret(tmp_path: Path, damage: Any, says: str) -> None:
+def test_the_error_of_a_bad_key_file_is_one_line_that_names_it_and_no_secret(
+    tmp_path: Path, damage: Any, says: str
+) -> None:
     folder = tmp_path / "keys"
     create(folder)
     secret = load(folder, Role.SERVICE).secret.decode()
@@ -205,7 +207,7 @@ def test_a_role_reaches_the_handlers_of_its_messages_and_no_others(role: Role) -
     assert all(text.endswith(f"you are {role.label}") for text in refusals)
 
 
-def test_everyone_on_ipc_is_a_service() -> None:
+def test_every_peer_on_ipc_is_a_service() -> None:
     async def main() -> None:
         with short_directory() as folder:
             async with serving(f"ipc://{folder}/echo", (GetInventory, double)) as (_, bound), asking(bound) as client:
@@ -239,7 +241,7 @@ def test_strangers_and_lesser_roles_never_get_past_the_handshake_and_are_counted
         gate = Gate(context, keyring())
         mailbox = Mailbox("echo/0", 1)
         mailbox.handle(Ping, lambda body, call: seen.append(call.role) or pong(body, call))
-        bound = mailbox.bind(context, TCP, gate=gate)  # operators and services
+        bound = mailbox.bind(context, TCP, gate=gate)  # The gate admits operators and services.
         ping = codec.encode(Ping(), request_id=1, incarnation=7, remaining_s=9.0)
         peers = zmq.Context()
         refused = [dealer(peers, bound, each) for each in (stranger(), keyring(Role.OBSERVER), None)]
@@ -247,12 +249,12 @@ def test_strangers_and_lesser_roles_never_get_past_the_handshake_and_are_counted
             **keyring().known, Role.SERVICE: zmq.curve_keypair()[0]})  # fmt: skip
         refused.append(dealer(peers, bound, wrong_server))
         for socket in refused:
-            with contextlib.suppress(zmq.Again):  # refused before it could send
+            with contextlib.suppress(zmq.Again):  # The peer is refused before it can send.
                 socket.send_multipart(ping, zmq.DONTWAIT)
         async with asking(bound) as client, asking(bound, role=Role.OPERATOR) as operator:
             await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
             await operator.call(Ping(), Pong, deadline_s=DEADLINE_S)
-            await eventually(lambda: gate.refused == {"unknown_key": 1, "role": 1})  # libzmq does not reconnect
+            await eventually(lambda: gate.refused == {"unknown_key": 1, "role": 1})  # libzmq does not reconnect.
             await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
         assert not any(socket.poll(0) for socket in refused)
         assert gate.admitted == {Role.SERVICE: 1, Role.OPERATOR: 1}
@@ -281,7 +283,7 @@ def test_a_locked_endpoint_admits_no_peer_while_no_gate_answers() -> None:
 
 
 def test_a_peer_cannot_name_its_own_role() -> None:
-    """Metadata in a client's handshake, including a User-Id, does not replace that of the gate."""
+    """Metadata in a client's handshake, including a User-Id, does not replace the metadata of the gate."""
     roles: list[Role] = []
 
     async def main() -> None:
@@ -308,7 +310,7 @@ def test_a_peer_cannot_name_its_own_role() -> None:
     asyncio.run(main())
 
 
-def test_one_mailbox_answers_ipc_and_tcp_and_a_client_can_move_between_them() -> None:
+def test_a_mailbox_answers_on_ipc_and_tcp_and_a_client_can_move_between_them() -> None:
     async def main() -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         gate = Gate(context, keyring())
@@ -338,7 +340,7 @@ def test_one_mailbox_answers_ipc_and_tcp_and_a_client_can_move_between_them() ->
 
 
 def test_the_largest_body_goes_through_encrypted() -> None:
-    """libzmq counts the bytes that encryption adds to a frame; over its limit the peers would reconnect for ever."""
+    """libzmq counts the bytes that encryption adds to a frame; over its limit the peers would reconnect forever."""
 
     async def main() -> None:
         room = CONTROL.body_bytes - len(codec.encode_body(LogLines(lines=[""], position=0))) - 4
@@ -397,10 +399,10 @@ def test_an_answer_is_never_given_to_another_role_under_the_same_id() -> None:
 
     answers: list[int] = []
     asyncio.run(main())
-    assert answers == [1, 2, 3, 2]  # the second observer is the first one's retry
+    assert answers == [1, 2, 3, 2]  # The second observer's request is the first one's retry.
 
 
-def test_a_replayed_id_with_another_request_is_a_conflict_while_running_and_afterwards() -> None:
+def test_another_request_under_a_used_id_is_a_conflict_during_and_after_the_first() -> None:
     async def main() -> None:
         release = asyncio.Event()
         handled: list[int] = []
@@ -437,6 +439,6 @@ def test_a_replayed_id_with_another_request_is_a_conflict_while_running_and_afte
     asyncio.run(main())
 
 
-def test_key_files_belong_to_the_user_who_made_them(tmp_path: Path) -> None:
+def test_key_files_belong_to_the_user_that_made_them(tmp_path: Path) -> None:
     create(tmp_path / "keys")
     assert {path.stat().st_uid for path in (tmp_path / "keys").iterdir()} == {os.geteuid()}

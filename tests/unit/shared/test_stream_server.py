@@ -51,7 +51,7 @@ def test_ranges_are_sent_exactly_as_asked_for(server: StreamServer, source: Stre
     reader.ask(other, 0)
     assert reader.receive()[0].stream == other
     reader.ask(stream, 0)
-    assert ended(reader.socket)  # requests for a closed stream have no meaning
+    assert ended(reader.socket)  # Requests for a closed stream have no meaning.
     until(lambda: server.stats().streams == 0)
 
 
@@ -71,7 +71,7 @@ def test_readers_share_the_server_fairly_however_many_streams_each_has(
 ) -> None:
     """When the first reader has its ranges, every other reader has at least half as many.
 
-    Reading the files is the bottleneck here, so that the server's turns decide. On a real line, TCP decides.
+    Reading the files is the bottleneck here, so the server's turns determine the shares. On a real line, TCP does.
     """
     read = source.pieces
 
@@ -84,7 +84,7 @@ def test_readers_share_the_server_fairly_however_many_streams_each_has(
     wanted = 120
     nexts: dict[tuple[Reader, int], int] = {}
     for number, reader in enumerate(readers):
-        for _ in range(4 if number == 0 else 1):  # the first reader is greedy
+        for _ in range(4 if number == 0 else 1):  # The first reader is greedy.
             nexts[reader, reader.take(source)] = 16
     for reader, stream in nexts:
         reader.ask(stream, *(at * CHUNK for at in range(16)))
@@ -108,7 +108,7 @@ def test_stalled_reader_holds_no_more_than_its_share_and_delays_no_other(
     stalled, reader = Reader(server, stalls=True), Reader(server)
     stream, mine = stalled.take(source), reader.take(source)
     stalled.socket.settimeout(0.2)
-    with contextlib.suppress(TimeoutError):  # requests everything repeatedly and reads nothing
+    with contextlib.suppress(TimeoutError):  # The reader requests everything repeatedly and reads nothing.
         while True:
             stalled.socket.sendall(stalled.message(Head(Kind.READ, stream, bulk.MAX_RANGE_BYTES, 0)))
     asked, peak, chunks = 8, 0, source.total_bytes // CHUNK
@@ -120,9 +120,9 @@ def test_stalled_reader_holds_no_more_than_its_share_and_delays_no_other(
             reader.ask(mine, asked * CHUNK)
             asked += 1
     assert 0 < max(each.asked_bytes for each in server._readers.values()) <= READER_BYTES
-    # received requests that were not yet processed
+    # The inbox holds received requests that were not yet processed.
     assert max(len(each.inbox) for each in server._readers.values()) <= stream_server._RECEIVE_BYTES + 64
-    # one message for each reader
+    # The queue holds at most one message for each reader.
     assert 0 < peak <= bulk.MAX_RANGE_BYTES + CHUNK + 2 * (bulk.HEAD_BYTES + bulk.TAG_BYTES), peak
     stalled.socket.close()
     until(lambda: server.stats().queued_bytes == 0)
@@ -137,7 +137,7 @@ def test_copies_for_stalled_readers_are_one_range_each(source: StreamSource) -> 
         buffer = bulk.MAX_RANGE_BYTES + bulk.TAG_BYTES
         until(lambda: server.stats().sent_bytes > 4 << 20)
         sent = -1
-        while sent != server.stats().sent_bytes:  # until the kernel buffers no more
+        while sent != server.stats().sent_bytes:  # The server sends until the kernel buffers no more.
             sent = server.stats().sent_bytes
             assert server.stats().buffer_bytes <= len(readers) * buffer
             time.sleep(0.05)
@@ -173,7 +173,7 @@ def test_hostile_messages_are_counted_and_end_only_their_connection(server: Stre
     for message in (
         b"GET / HTTP/1.1\r\nHost: store.example\r\nUser-Agent: nobody\r\n\r\n",
         good.hello[1:] + good.hello,
-        bulk.pack_head(Head(Kind.READ, 1, 1, 0)) + bytes(bulk.TAG_BYTES),  # a request before the hello
+        bulk.pack_head(Head(Kind.READ, 1, 1, 0)) + bytes(bulk.TAG_BYTES),  # This request precedes the hello.
         bulk.pack_head(Head(Kind.DATA, 1, CHUNK, 0)) + bytes(CHUNK),
         bytes(1 << 20),
     ):
@@ -213,7 +213,7 @@ def test_line_accepts_one_connection_and_a_replayed_hello_gets_nothing(
     reader.ask(stream, CHUNK)
     assert reader.receive()[0].offset == CHUNK
     reader.socket.close()
-    until(lambda: server.stats().streams == 0)  # the stream ends with its line
+    until(lambda: server.stats().streams == 0)  # The stream ends with its line.
     late = connected(reader.opened.endpoint)
     late.sendall(reader.hello)
     assert ended(late)
@@ -238,9 +238,9 @@ def test_forged_repeated_and_misdirected_requests_end_their_line(source: StreamS
         asked = first.message(Head(Kind.READ, stream, CHUNK, 0))
         first.socket.sendall(asked)
         first.receive()
-        first.socket.sendall(asked)  # a repeated request
+        first.socket.sendall(asked)  # This request is repeated.
         assert ended(first.socket)
-        second.socket.sendall(asked)  # a request of another line
+        second.socket.sendall(asked)  # This request is of another line.
         assert ended(second.socket)
         third = Reader(server)
         third.take(source)
@@ -258,7 +258,7 @@ def test_connections_are_limited_and_silent_ones_end(
     for reader in readers:
         reader.ask(reader.take(source), 0)
         reader.receive()
-    assert ended(connected(readers[0].opened.endpoint))  # all places are held by proven readers
+    assert ended(connected(readers[0].opened.endpoint))  # Proven readers hold all places.
     assert server.stats().turned_away == 1
     monkeypatch.setattr(stream_places, "IDLE_S", 0.1)
     assert readers[0].raw() == readers[1].raw() == (b"", b"")
@@ -279,7 +279,7 @@ def test_strangers_cannot_take_every_place_from_readers(
     for number in range(60):
         reader.ask(stream, number * CHUNK)
         assert reader.receive()[1] == b"".join(source.pieces(number * CHUNK, CHUNK))
-        if number < 20:  # more strangers arrive; the reader pushed out the first one
+        if number < 20:  # More strangers arrive; the reader evicted the first one.
             strangers.append(connected(endpoint))
             until(lambda expected=number + 2: server.stats().evicted == expected)  # type: ignore[misc]
     assert ended(strangers[0])
@@ -297,7 +297,7 @@ def test_stranger_that_sends_its_hello_too_slowly_is_evicted(
     while not over:
         assert time.monotonic() < end
         try:
-            if at < bulk.HEAD_BYTES + bulk.LINE_ID_BYTES - 1:  # never the complete message
+            if at < bulk.HEAD_BYTES + bulk.LINE_ID_BYTES - 1:  # The message is never completed.
                 stranger.sendall(message[at : at + 1])
                 at += 1
             over = not stranger.recv(1)
@@ -368,7 +368,7 @@ def test_sealed_bytes_are_not_sent_in_plaintext(source: StreamSource) -> None:
         messages = [reader.raw() for _ in range(2)]
         plain = b"".join(source.pieces(2 * CHUNK, CHUNK))
         assert all(plain[at : at + 32] not in payload for _, payload in messages for at in (0, 5000, 60_000))
-        assert messages[0][1] != messages[1][1]  # the same bytes have another nonce
+        assert messages[0][1] != messages[1][1]  # The same bytes have another nonce.
         opener = Seal(bytes(32), reader.line_id, TO_READER)
         with pytest.raises(WireError):
             opener.open(*messages[0], memoryview(bytearray(CHUNK)))

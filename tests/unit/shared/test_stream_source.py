@@ -1,4 +1,4 @@
-"""Files that streams are read from: checked, mapped once and dropped in time."""
+"""Files from which streams are read: they are checked, mapped once and dropped in time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_kept_mapping_is_dropped_with_its_file_and_not_before_its_streams(tmp_pa
     stream = cache.get(files.path("p.blk"))
     assert cache.get(files.path("p.blk")) is stream
     files.retire(Retire("p.blk", "p.zombie"))
-    assert files.unmapped() == []  # the stream is still sending it
+    assert files.unmapped() == []  # The stream is still sending the file.
     with pytest.raises(FileNotFoundError):
         cache.get(files.path("p.blk"))
     del stream
@@ -83,4 +83,4 @@ def test_file_retired_while_it_was_being_mapped_is_not_kept(tmp_path: Path, monk
     with pytest.raises(FileNotFoundError):
         cache.get(str(path))
     with (tmp_path / "file.zombie").open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no lock is left
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # No lock is left.

@@ -51,7 +51,7 @@ def assembled(tables: list[Table], files: list[bytes], picks: Picks, keys: list[
 
 
 def picked(wanted: Iterable[tuple[str, int, list[tuple[int, int]]]]) -> Picks:
-    """Return the picks of (task, fence, [(file, number of the task in it), ...])."""
+    """Return the picks for entries of the form (task, fence, [(file, number of the task in it), ...])."""
     tasks = list(wanted)
     places = [(file, number, at) for at, (_, _, each) in enumerate(tasks) for file, number in each]
     files, numbers, owners = ([place[column] for place in places] for column in range(3))
@@ -70,7 +70,7 @@ def tasks_of(count: int, seed: int = 0) -> Tasks:
             raw = rng.integers(0, 2, int(np.prod(shape)) * kind.itemsize, np.uint8)
             shards[key] = raw.view(kind).reshape(shape)
             if j == i % 3:
-                break  # some tasks have fewer keys
+                break  # Some tasks have fewer keys.
         made.append((f"train/0/{i}", i, shards))
     return made
 
@@ -286,7 +286,7 @@ def test_stream_of_other_shards_than_requested_is_refused() -> None:
     ):
         arrival = Arrival(announced(data, table), tasks, keys, MIB, Regions())
         receive(arrival, data)
-        for _ in range(2):  # also on the second request
+        for _ in range(2):  # The second request is refused, too.
             with pytest.raises(WireError):
                 arrival.check(arrival.received)
         with pytest.raises(WireError):
@@ -327,7 +327,7 @@ def test_idle_memory_makes_room_for_new_memory_and_can_be_returned() -> None:
         array[0] = 1
     del array
     assert regions.idle_bytes == 20 * MIB
-    large = regions.take(10 * MIB)  # none of those is large enough: three of them are freed
+    large = regions.take(10 * MIB)  # None of the regions is large enough, so three of them are freed.
     assert regions.idle_bytes == 8 * MIB
     regions.close()
     del large
@@ -341,7 +341,7 @@ def test_memory_idle_for_long_is_returned_and_memory_in_use_is_tracked() -> None
     gc.collect()
     assert regions.trim(time.monotonic() - 60)
     assert regions.idle_bytes == 4 * MIB
-    assert regions.trim(time.monotonic())  # the other one is in use
+    assert regions.trim(time.monotonic())  # The other region is in use.
     assert regions.idle_bytes == 0
     del used
     gc.collect()

@@ -56,7 +56,7 @@ class Desk:
         return await self.orders.get()
 
 
-def test_a_wait_for_a_turn_continues_whatever_else_has_ended() -> None:
+def test_a_wait_for_a_turn_survives_the_end_of_other_calls() -> None:
     async def scene() -> None:
         desk = Desk()
         turns = SharedDevices(cast(Any, desk), _nothing)
@@ -65,7 +65,7 @@ def test_a_wait_for_a_turn_continues_whatever_else_has_ended() -> None:
         async with asyncio.timeout(LIMIT_S):
             while not (await desk.reports.get()).wants:
                 pass
-            turns.done()  # for example, a driver asked the worker for its state
+            turns.done()  # For example, a driver asked the worker for its state.
             desk.orders.put_nowait(DeviceOrder(parts=[PARAMETERS], granted=True))
             await waiting
         running.cancel()

@@ -23,7 +23,7 @@ def test_a_half_that_fails_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) 
             assert begun.wait(30)
             raise OSError(28, "No space left on device")
         begun.set()
-        ended.wait(0.5)  # still writing when the other half fails
+        ended.wait(0.5)  # This half is still writing when the other one fails.
         ended.set()
         return [0] * (end - begin)
 

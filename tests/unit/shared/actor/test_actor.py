@@ -115,13 +115,13 @@ def test_stop_during_start_ends_with_success(run: RunDir) -> None:
         service.start = asyncio.Event().wait  # type: ignore[assignment,method-assign]
         async with living(service, ProcessState.STARTING) as task, asking(run.endpoint("quiet", 0)) as client:
             pong = await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
-            assert pong.state == "STARTING"  # it answers while it starts
+            assert pong.state == "STARTING"  # The service answers while it starts.
         assert task.result() == 0
 
     asyncio.run(main())
 
 
-def test_missing_supervisor_and_unclosed_socket_do_not_delay_the_end(run: RunDir) -> None:
+def test_neither_a_missing_supervisor_nor_an_unclosed_socket_delays_the_end(run: RunDir) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         service = Quiet(run, 0, run.endpoint("supervisor", 0))
@@ -235,12 +235,12 @@ def test_telemetry_that_is_larger_than_a_message_is_dropped_and_counted(run: Run
     asyncio.run(main())
 
 
-def test_telemetry_counts_what_it_drops_and_arrives_in_order(run: RunDir) -> None:
+def test_telemetry_counts_its_drops_and_arrives_in_order(run: RunDir) -> None:
     async def main() -> None:
         seen: list[Telemetry] = []
         sender = TelemetrySender("quiet", 0, 7)
         sender.emit("service", {"state": "STARTING"})
-        assert sender.dropped == 1  # not connected to any monitor
+        assert sender.dropped == 1  # The service is not connected to any monitor.
         endpoint = run.endpoint("monitor", 0)
         async with asking(endpoint) as client:
             sender.connect(client)
@@ -331,7 +331,7 @@ def test_supervised_process_ends_when_its_supervisor_is_killed(run: RunDir) -> N
     assert not run.socket_file("echo", 0).exists()
 
 
-def test_service_on_a_thread_answers_like_one_in_a_process(run: RunDir) -> None:
+def test_service_on_a_thread_answers_like_one_in_a_separate_process(run: RunDir) -> None:
     async def main() -> None:
         other: list[Service] = []
 

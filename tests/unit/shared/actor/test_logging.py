@@ -26,7 +26,7 @@ def undone() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-def test_lines_that_find_no_room_are_lost_and_counted(mount: Path) -> None:
+def test_lines_without_room_on_the_disk_are_lost_and_counted(mount: Path) -> None:
     path = mount / "logs" / "a.jsonl"
     logging.configure(path, service="a")
     log = structlog.get_logger("a")
@@ -41,7 +41,7 @@ def test_lines_that_find_no_room_are_lost_and_counted(mount: Path) -> None:
     lines = path.read_text().split("\n")
     events = []
     for line in lines:
-        with contextlib.suppress(ValueError):  # the torn line, and the text after the last one
+        with contextlib.suppress(ValueError):  # The torn line and the text after the last line are not JSON.
             events.append(json.loads(line))
     assert [events[0]["event"], events[0]["value"], events[0]["service"]] == ["first", 1, "a"]
     written = [each["number"] for each in events if "number" in each]
@@ -52,7 +52,7 @@ def test_lines_that_find_no_room_are_lost_and_counted(mount: Path) -> None:
     assert "lost_lines" not in events[-1]
 
 
-def test_closed_console_ends_no_process(tmp_path: Path) -> None:
+def test_a_closed_console_does_not_end_the_process(tmp_path: Path) -> None:
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""A service of a joined host, which needs the store of that host for as long as it puts shards."""
+"""A service of a joined host, which needs the store of that host as long as it puts shards."""
 
 from __future__ import annotations
 

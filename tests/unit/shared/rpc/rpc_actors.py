@@ -1,7 +1,7 @@
-"""The peers of the rpc and actor tests: a small mailbox and a small service, as objects or as processes.
+"""Peers of the rpc and actor tests: a small mailbox and a small service, as objects or as processes.
 
 Run as a script: `rpc_actors.py mailbox ENDPOINT` or `rpc_actors.py service --run DIR [--instance N] [...]`.
-It does not stand in for real services of the product.
+They do not replace real services of the product.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ async def asking(
 
 @contextmanager
 def raw_dealer(endpoint: str, role: Role = Role.SERVICE, **options: int) -> Iterator[zmq.Socket[bytes]]:
-    """Yield a DEALER that sends whatever the test makes it send; over tcp it has the key of `role`."""
+    """Yield a DEALER that sends any frames of the test. Over tcp it has the key of `role`."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     if is_tcp(endpoint):
@@ -136,7 +136,7 @@ async def receive(socket: zmq.Socket[bytes], within_s: float = DEADLINE_S) -> li
 async def eventually(condition: Any, within_s: float = DEADLINE_S) -> None:
     """Wait until `condition()` holds; fail after `within_s`."""
     async with asyncio.timeout(within_s):
-        while not condition():  # the condition may depend on another process
+        while not condition():  # The condition may depend on another process.
             await asyncio.sleep(0.005)
 
 
@@ -160,7 +160,7 @@ def process(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def line_of(child: subprocess.Popen[str], within_s: float = 20.0) -> str:
-    """Return the next line of its output."""
+    """Return the next line of the process's output."""
     assert child.stdout is not None
     ready, _, _ = select.select([child.stdout], [], [], within_s)
     assert ready, f"no output in {within_s} s"
@@ -168,7 +168,8 @@ def line_of(child: subprocess.Popen[str], within_s: float = 20.0) -> str:
 
 
 class Echo(Service):
-    """Prints READY and doubles numbers. `ECHO_FAIL` makes its start fail, and `ECHO_SPAWNER` is its parent."""
+    """A service that prints READY and doubles numbers. `ECHO_FAIL` makes its start fail, and `ECHO_SPAWNER` is its
+    parent."""
 
     NAME = "echo"
     HEARTBEATS = False

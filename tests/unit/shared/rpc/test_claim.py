@@ -1,4 +1,4 @@
-"""An endpoint has one owner at a time."""
+"""Ownership of endpoints: each has one owner at a time."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def ipc():
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
-def test_request_and_reply(ipc: str, transport: str) -> None:
+def test_a_request_gets_its_reply(ipc: str, transport: str) -> None:
     async def main() -> None:
         wanted = ipc if transport == "ipc" else "tcp://127.0.0.1:*"
         async with serving(wanted, (GetInventory, double)) as (_, bound), asking(bound) as client:
@@ -86,7 +86,7 @@ def test_slow_answer_is_computed_once_although_the_client_asks_again(ipc: str) -
         async def slow(body: GetInventory, _: Call) -> Inventory:
             nonlocal handled
             handled += 1
-            await asyncio.sleep(1.0)  # long enough for several resends
+            await asyncio.sleep(1.0)  # This is long enough for several resends.
             return Inventory(tasks=[], cursor=body.cursor)
 
         async with serving(ipc, (GetInventory, slow)) as (mailbox, bound), asking(bound) as client:
@@ -152,12 +152,12 @@ def test_request_survives_kill_9_and_restart_of_the_server(
                 assert line_of(server) == "bound"
                 first = await ours.call(Ping(), Pong, deadline_s=DEADLINE_S)
                 assert first.incarnation == server.pid
-                server.send_signal(signal.SIGSTOP)  # the server has our request and dies with it
+                server.send_signal(signal.SIGSTOP)  # The server has our request and dies with it.
                 asked = asyncio.create_task(ours.call(Ping(), Pong, deadline_s=30.0))
                 await eventually(lambda: any(pending.sent for pending in ours._pending.values()))
                 server.kill()
                 server.wait(10)
-            assert os.path.exists(stale)  # it is in the way of the next owner
+            assert os.path.exists(stale)  # The path is in the way of the next owner.
             with process("mailbox", ipc) as server:
                 assert (await asked).incarnation == server.pid
 
@@ -210,7 +210,7 @@ def test_deadline_names_the_request_and_the_peer(ipc: str, deadline_s: float) ->
     asyncio.run(main())
 
 
-def test_no_time_left_and_closed_client_fail_at_once(ipc: str) -> None:
+def test_a_call_without_time_or_on_a_closed_client_fails_at_once(ipc: str) -> None:
     async def main() -> None:
         async with asking(ipc) as client:
             with pytest.raises(DeadlineExceeded, match="echo/0"):
@@ -303,7 +303,7 @@ def test_deferred_answer_is_sent_once_when_it_is_given(ipc: str) -> None:
 
         async with serving(ipc, (GetInventory, hold)) as (mailbox, _):
             with raw_dealer(ipc) as socket:
-                for number in (1, 1, 2):  # the first request is resent before it is answered
+                for number in (1, 1, 2):  # The first request is resent before it is answered.
                     socket.send_multipart(request(number))
                 await eventually(lambda: len(held) == 2)
                 for number, call in enumerate(held):
@@ -361,7 +361,7 @@ def test_one_way_messages_are_handled_and_not_answered(ipc: str) -> None:
         async with serving(ipc, (Telemetry, lambda body, _: seen.append(body.topic) or Ack())) as (mailbox, bound):
             async with asking(bound) as client:
                 for _ in range(3):
-                    assert client.tell(message)  # the first messages precede the connection
+                    assert client.tell(message)  # The first messages precede the connection.
                 await eventually(lambda: len(seen) == 3)
             assert not mailbox._running
             assert not mailbox._replies[Role.SERVICE]
@@ -406,7 +406,7 @@ def test_finished_calls_are_not_kept_alive(ipc: str) -> None:
     asyncio.run(main())
 
 
-def test_client_tells_what_is_unanswered_and_what_keeps_being_refused(ipc: str) -> None:
+def test_client_reports_unanswered_requests_and_repeated_refusals(ipc: str) -> None:
     async def main() -> None:
         full = True
         held: list[Call] = []
@@ -435,7 +435,7 @@ def test_client_tells_what_is_unanswered_and_what_keeps_being_refused(ipc: str) 
                     await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
                 [row] = client.waits()
                 since.append(row.since_s)
-                await asyncio.sleep(0.05)  # the time that is measured
+                await asyncio.sleep(0.05)  # The test measures this time.
             assert (row.kind, row.what) == (WaitKind.REFUSED, "Ping: no room")
             assert since[1] >= since[0] + 0.05
             full = False

@@ -99,10 +99,10 @@ def test_peers_that_send_garbage_or_nothing_do_not_disturb_others() -> None:
                     socket.send_multipart([random.bytes(int(random.integers(0, 200))) for _ in range(i % 5 + 1)])
                 for i in range(40):
                     assert (await client.call(GetInventory(cursor=i), Inventory, deadline_s=2.0)).cursor == 2 * i
-                # messages of a quarantined peer are dropped unread
+                # Messages of a quarantined peer are dropped unread.
                 await eventually(lambda: mailbox.offenders.malformed + mailbox.offenders.unread == sent)
                 assert mailbox.offenders.malformed == STRIKES
-                assert not socket.poll(0)  # no message could be identified as a request, so there is no answer
+                assert not socket.poll(0)  # No message could be identified as a request, so there is no answer.
             assert not mailbox._running
             silent[1].close()
             shouting[1].close()
@@ -110,7 +110,7 @@ def test_peers_that_send_garbage_or_nothing_do_not_disturb_others() -> None:
     asyncio.run(main())
 
 
-def test_two_hundred_thousand_empty_frames_are_one_refusal_and_little_memory(ipc: str) -> None:
+def test_two_hundred_thousand_empty_frames_cause_one_refusal_and_take_little_memory(ipc: str) -> None:
     async def main() -> None:
         async with serving(ipc, (GetInventory, double)) as (mailbox, bound), asking(bound) as client:
             await client.call(GetInventory(cursor=0), Inventory, deadline_s=DEADLINE_S)
@@ -118,7 +118,7 @@ def test_two_hundred_thousand_empty_frames_are_one_refusal_and_little_memory(ipc
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 socket.send_multipart([b""] * 200_000)
                 await eventually(lambda: mailbox.offenders.malformed == 1)
-                # libzmq keeps 64 bytes per frame in each of two queues of this process
+                # libzmq keeps 64 bytes per frame in each of two queues of this process.
                 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
             assert (await client.call(GetInventory(cursor=5), Inventory, deadline_s=DEADLINE_S)).cursor == 10
 
@@ -139,7 +139,7 @@ def test_client_that_never_reads_loses_its_replies_and_blocks_no_other(ipc: str)
     asyncio.run(main())
 
 
-def test_vanished_client_costs_one_lost_reply(ipc: str) -> None:
+def test_a_vanished_client_loses_one_reply(ipc: str) -> None:
     async def main() -> None:
         held: list[Call] = []
 
@@ -165,7 +165,8 @@ def test_vanished_client_costs_one_lost_reply(ipc: str) -> None:
 
 def test_reply_memory_is_bounded(ipc: str) -> None:
     async def main() -> None:
-        big = Inventory(tasks=[PutTask("train/0/" + "1" * 200, i) for i in range(20_000)], cursor=0)  # 4.2 MB
+        # The reply has 4.2 MB.
+        big = Inventory(tasks=[PutTask("train/0/" + "1" * 200, i) for i in range(20_000)], cursor=0)
         async with serving(ipc, (GetInventory, lambda _, __: big)) as (mailbox, bound), asking(bound) as client:
             for _ in range(12):
                 await client.call(GetInventory(), Inventory, deadline_s=DEADLINE_S)
@@ -177,8 +178,8 @@ def test_reply_memory_is_bounded(ipc: str) -> None:
     asyncio.run(main())
 
 
-def test_request_that_wants_no_answer_is_refused(ipc: str) -> None:
-    """Their number would be unbounded, because their sender does not wait and they have no deadline."""
+def test_a_request_sent_as_a_one_way_message_is_refused(ipc: str) -> None:
+    """The number of such requests would be unbounded, because their sender does not wait and they have no deadline."""
 
     async def main() -> None:
         seen: list[int] = []

@@ -1,4 +1,4 @@
-"""Defaults of the section `algorithm`, and its options that are refused because they would have no effect."""
+"""Defaults of the section `algorithm`, and options that are refused because they would have no effect."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_only_a_step_of_several_updates_needs_a_forward_pass_before_them(folder:
     )
     rollout = loaded(folder, "algorithm.loss.anchor=rollout", TWO_UPDATES)
     assert [loss_spec(each).anchor for each in (one, two, rollout)] == ["present", "proximal", "rollout"]
-    # room is kept exactly for the passes that run
+    # Room is kept exactly for the passes that run.
     assert [each.needs_proximal for each in (one, two, rollout)] == [False, True, False]
 
 
@@ -130,7 +130,7 @@ def test_option_without_effect_is_refused(folder: Path, overrides: list[str], me
     assert message in lines[0]
 
 
-def test_rewards_may_be_normalised_where_it_has_an_effect(folder: Path) -> None:
+def test_rewards_may_be_normalised_where_this_has_an_effect(folder: Path) -> None:
     loaded(folder, "algorithm.normalise_rewards=batch", "algorithm.overlong_penalty={tokens: 4}")
     loaded(folder, "algorithm.normalise_rewards=batch", "algorithm.advantage={name: dr_grpo}")
 

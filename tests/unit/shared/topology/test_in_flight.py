@@ -17,7 +17,7 @@ def folder(tmp_path: Path) -> Path:
     return make(tmp_path)
 
 
-def test_blocks_wait_unless_the_topology_says_keep(folder: Path) -> None:
+def test_blocks_wait_unless_the_topology_sets_keep(folder: Path) -> None:
     assert load(write(folder)).services.rollout.in_flight == "wait"
     assert load(write(folder), [KEEP]).services.rollout.in_flight == "keep"
 

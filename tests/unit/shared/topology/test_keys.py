@@ -1,6 +1,6 @@
-"""Every key of the topology has an effect or is refused. Changing one key changes what the launcher starts, what the
-scheduler is told or how a task is sampled; or a named test shows its effect, and the product reads it where this file
-says. A new key of the schema must be entered here.
+"""Every key of the topology has an effect or is refused. Changing one key changes the launcher's processes, the
+scheduler's plan or the sampling of a task; or a named test shows its effect, and the product reads it at the place
+named here. A new key of the schema must be entered here.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ NUMERIC = {
     "reward.params": "{function: builtin:numeric}",
     "reward.functions.*.params": "{functions: [{function: builtin:numeric}]}",
 }
-"""Settings that they are compared with, where these are not BASE's exact_match."""
+"""Settings to compare with, by the key that is changed, where these are not BASE's exact_match."""
 
 TRAINER, ROLLOUT = "services/policy_trainer", "services/rollout/service.py"
 ELSEWHERE: dict[str, tuple[str, str, str]] = {
@@ -174,12 +174,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "reward.timeout_s": (
         ROLLOUT,
         "topology.reward.timeout_s",
-        "unit/rollout/test_rewards.py::test_a_hanging_call_costs_its_sample_after_the_timeout",
+        "unit/rollout/test_rewards.py::test_a_hanging_call_loses_its_sample_after_the_timeout",
     ),
     "reward.memory": (
         ROLLOUT,
         "topology.reward.memory",
-        "unit/rollout/test_rewards_bad.py::test_a_bad_call_costs_its_sample_only",
+        "unit/rollout/test_rewards_bad.py::test_a_bad_call_loses_only_its_sample",
     ),
     "reward.processes": (
         ROLLOUT,
@@ -224,7 +224,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "workflow.memory": (
         ROLLOUT,
         "chosen.memory",
-        "unit/rollout/test_workflow.py::test_a_sample_that_takes_its_process_down_is_lost_alone",
+        "unit/rollout/test_workflow.py::test_a_sample_that_kills_its_process_is_lost_alone",
     ),
     "workflow.processes": (
         ROLLOUT,
@@ -234,7 +234,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.policy-trainer.backend": (
         f"{TRAINER}/worker/start.py",
         "options.backend",
-        "integration/runs/test_quickstart_layouts.py::test_the_quickstart_writes_the_rows_of_one_rank_and_goes_on_learning",
+        "integration/runs/test_quickstart_layouts.py::test_the_quickstart_writes_the_rows_of_one_rank_and_continues_to_learn",
     ),
     "services.policy-trainer.max_tokens_per_micro_batch": (
         f"{TRAINER}/worker/start.py",
@@ -244,7 +244,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.policy-trainer.collective_s": (
         f"{TRAINER}/worker/service.py",
         "options.collective_s",
-        "integration/policy_trainer/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_start_anew",
+        "integration/policy_trainer/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_restart",
     ),
     "services.policy-trainer.recompute": (
         f"{TRAINER}/worker/start.py",
@@ -254,7 +254,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.reference.backend": (
         "services/reference/service.py",
         "settings.backend",
-        "integration/reference/test_reference_group.py::test_two_ranks_score_as_one_follow_the_policy_and_survive_one_another",
+        "integration/reference/test_reference_group.py::test_two_ranks_score_as_one_follow_the_policy_and_survive_the_death_of_one",
     ),
     "services.reference.max_tokens_per_micro_batch": (
         "services/reference/service.py",
@@ -264,7 +264,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.reference.collective_s": (
         "services/reference/service.py",
         "settings.collective_s",
-        "integration/policy_trainer/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_start_anew",
+        "integration/policy_trainer/test_trainer_group.py::test_a_rank_that_hangs_is_named_and_the_others_restart",
     ),
     "services.rollout.parallel.tp": (
         "services/rollout/engines/__init__.py",
@@ -279,17 +279,17 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.rollout.in_flight": (
         ROLLOUT,
         "settings.in_flight",
-        "integration/rollout/test_in_flight.py::test_sequences_go_on_under_newer_weights_and_no_token_is_too_old",
+        "integration/rollout/test_in_flight.py::test_sequences_continue_under_newer_weights_and_no_token_is_too_old",
     ),
     "services.rollout.partial_s": (
         ROLLOUT,
         "settings.partial_s",
-        "integration/rollout/test_partial_rollouts.py::test_samples_of_a_killed_engine_go_on_under_newer_weights",
+        "integration/rollout/test_partial_rollouts.py::test_samples_of_a_killed_engine_continue_under_newer_weights",
     ),
     "services.rollout.weights": (
         ROLLOUT,
         "settings.weights",
-        "integration/rollout/test_vllm_cluster.py::test_every_version_was_sent_and_proved",
+        "integration/rollout/test_vllm_cluster.py::test_every_version_was_sent_and_verified",
     ),
     "services.rollout.transfer_s": (
         ROLLOUT,
@@ -299,30 +299,30 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.rollout.engine_args": (
         "services/rollout/engines/__init__.py",
         "settings.engine_args",
-        "integration/rollout/test_vllm_engine.py::test_arguments_that_are_unknown_or_not_the_users_are_refused_in_one_line",
+        "integration/rollout/test_vllm_engine.py::test_unknown_and_reserved_arguments_are_refused_in_one_line",
     ),
     "services.batch-store.memory": (
         "services/batch_store/server.py",
         "settings.memory",
         "integration/batch_store/test_bounded.py::"
-        "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
+        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
     ),
     "services.batch-store.spill": (
         "services/batch_store/server.py",
         "settings.spill",
         "integration/batch_store/test_bounded.py::"
-        "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
+        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
     ),
     "services.batch-store.spill_limit": (
         "services/batch_store/server.py",
         "settings.spill_limit",
         "integration/batch_store/test_bounded.py::"
-        "test_past_memory_the_oldest_spill_and_past_the_spill_puts_are_busy_until_room_is_made",
+        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
     ),
     "services.batch-store.directory": (
         "launch/preflight.py",
         "topology.services.batch_store.directory",
-        "integration/batch_store/test_spill_disk.py::test_a_directory_serves_instead_of_shared_memory",
+        "integration/batch_store/test_spill_disk.py::test_a_directory_can_replace_shared_memory",
     ),
     "checkpoint.every": (
         f"{TRAINER}/publisher.py",
@@ -332,7 +332,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "checkpoint.keep_every": (
         f"{TRAINER}/worker/calls.py",
         "topology.checkpoint.keep_every",
-        "unit/policy_trainer/test_state.py::test_the_newest_and_the_multiples_are_kept",
+        "unit/policy_trainer/test_state.py::test_the_newest_checkpoints_and_the_multiples_are_kept",
     ),
     "checkpoint.memory_every": (
         f"{TRAINER}/driver.py",
@@ -342,7 +342,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "checkpoint.memory": (
         "launch/preflight.py",
         "topology.checkpoint.memory",
-        "unit/launch/test_preflight.py::test_snapshots_that_do_not_fit_are_off_and_one_line_says_so",
+        "unit/launch/test_preflight.py::test_snapshots_that_do_not_fit_are_turned_off_and_one_line_reports_it",
     ),
     "lease.lease_s": (
         "services/scheduler/server.py",
@@ -392,7 +392,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_key_is_entered_once() -> None:
+def test_every_key_is_listed_once() -> None:
     entered = [
         *OBSERVED,
         *REFUSED,
@@ -405,7 +405,7 @@ def test_every_key_is_entered_once() -> None:
 
 
 def derived(topology: Topology) -> list[Any]:
-    """Return what follows from a topology: processes and their arguments, the scheduler's plan, sampling."""
+    """Return the values that follow from a topology: processes and their arguments, the scheduler's plan, sampling."""
     plan = [(spec.service, spec.instance) for spec in topology.services_plan()]
     sets = TaskSets(topology, PromptBuilder.__new__(PromptBuilder), context_tokens=64)
     splits = [TRAIN, *topology.data.eval]
@@ -425,7 +425,7 @@ def derived(topology: Topology) -> list[Any]:
 
 
 @pytest.mark.parametrize("key", OBSERVED)
-def test_changing_a_key_changes_what_follows(key: str, folder: Path) -> None:
+def test_changing_a_key_changes_the_derived_values(key: str, folder: Path) -> None:
     path = folder / "t.yaml"
     before = derived(load(path, BESIDE.get(key, ())))
     assert before == derived(load(path, BESIDE.get(key, ())))
@@ -438,7 +438,7 @@ def test_a_key_without_effect_is_refused_by_name(key: str, folder: Path) -> None
         load(folder / "t.yaml", [REFUSED[key]])
 
 
-def test_the_refused_keys_of_this_build_are_those_tried_here() -> None:
+def test_the_refused_keys_of_this_build_are_those_tested_here() -> None:
     patterns = [f"{option.path}*" for option in UNSUPPORTED]
     assert all(any(fnmatch(key, pattern) for key in REFUSED) for pattern in patterns)
     assert all(any(fnmatch(key, pattern) for pattern in patterns) for key in REFUSED)
@@ -501,7 +501,7 @@ def test_a_prompt_ends_with_the_assistants_opening_only_if_asked_for() -> None:
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_keys_tested_elsewhere_are_read_where_this_file_says_and_have_their_test(key: str) -> None:
+def test_keys_tested_elsewhere_are_read_at_the_place_named_here_and_have_their_test(key: str) -> None:
     file, read, test = ELSEWHERE[key]
     assert read in (ROOT / file).read_text()
     where, _, name = test.partition("::")

@@ -285,7 +285,7 @@ def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: s
         ),
     ],
 )
-def test_contradiction_is_one_line_with_its_place(folder: Path, old: str, new: str, line: str) -> None:
+def test_a_contradiction_is_one_line_with_its_place(folder: Path, old: str, new: str, line: str) -> None:
     assert problems(edited(folder, old, new), check_supported=False) == [line]
 
 
@@ -440,18 +440,19 @@ def test_hub_name_resolves_to_its_local_snapshot(
 
 def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     topology = load(write(folder), ["algorithm.num_iterations=2"])
-    per_token = 4 + 1 + 4 + 4 + 4 + 4  # with reference and proximal log-probs
+    per_token = 4 + 1 + 4 + 4 + 4 + 4  # The terms include reference and proximal log-probs.
     data = 4 * (40 * per_token + 6 * 8)
-    # rollout, reference and proximal log-probs are separate puts of whole pages, with 8 shards in all
+    # Rollout, reference and proximal log-probs are separate puts of whole pages, with 8 shards in all.
     assert data + 3 * 4096 < task_bytes(topology, 32) < data + 3 * 4500 + 8 * 200
-    # staleness 1: two steps are live, and a trained one waits for its checkpoint; a lease block for each of 2 engines
+    # At staleness 1, two steps are live, a trained one waits for its checkpoint, and each of 2 engines has a lease
+    # block.
     block = topology.services.rollout.block_tasks
     held = 3 * 6 + 2 * block
-    # a replayed step puts its proximal log-probs again before the former ones are collected
+    # A replayed step puts its proximal log-probs again before the former ones are collected.
     again = 6 * 4 * 40 * 4
     rest = worst_case_bytes(topology, 32, 2 * WEIGHTS) - held * task_bytes(topology, 32) - 4 * 2 * WEIGHTS
     assert again + 6 * 4096 < rest < again + 6 * 4700
-    # a step of one update takes its log-probs from the pass it trains on, and puts none
+    # A step of one update takes its log-probs from the pass it trains on, and puts none.
     once = load(write(folder))
     per_token -= 4
     data = 4 * (40 * per_token + 5 * 8)
@@ -470,7 +471,7 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
         (3, ["staleness=0", "services.rollout.instances=1"]),
         (3, ["staleness=1", "services.rollout.instances=1"]),
         (6, ["staleness=4", "services.rollout.instances=1"]),
-        # these engines compute with weights that they have mapped
+        # These engines compute with weights that they have mapped.
         (9, ["staleness=4", "services.rollout.instances=4"]),
         (6, ["staleness=4", "services.rollout.instances=4", "services.rollout.gpus=1"]),
         (7, ["staleness=4", "run.deterministic=true"]),
@@ -517,5 +518,5 @@ def test_memory_too_small_names_the_sufficient_number(folder: Path) -> None:
         ),
     ],
 )
-def test_hosts_that_could_not_do_their_part_are_refused(folder: Path, overrides: list[str], line: str) -> None:
+def test_hosts_that_cannot_do_their_part_are_refused(folder: Path, overrides: list[str], line: str) -> None:
     assert any(line in each for each in problems(write(folder), *overrides))

@@ -56,7 +56,7 @@ def test_defaults_follow_from_the_given_keys(folder: Path) -> None:
         (["staleness=0", "algorithm.loss.anchor=proximal"], "proximal"),
     ],
 )
-def test_anchor_is_the_rollout_only_when_one_update_follows_fresh_samples(
+def test_the_anchor_is_the_rollout_only_if_one_update_follows_fresh_samples(
     folder: Path, overrides: list[str], anchor: str
 ) -> None:
     assert load(write(folder), overrides).algorithm.loss.anchor == anchor
@@ -172,13 +172,13 @@ def test_all_problems_are_reported_at_once(folder: Path) -> None:
     assert sorted(line.split(": ")[:2] for line in lines) == [
         ["--set run.stps=4", "run.stps"],
         ["t.yaml:21", "optimizer.epss"],
-        ["t.yaml:24", "services.policy-trainer.host"],  # placement.hosts has no such host
+        ["t.yaml:24", "services.policy-trainer.host"],  # placement.hosts has no such host.
         ["t.yaml:4", "policy.dtyp"],
         ["t.yaml:6", "data.train.source"],
     ]
 
 
-def test_checks_say_nothing_about_the_default_behind_a_broken_value(folder: Path) -> None:
+def test_no_error_is_reported_about_the_default_behind_a_broken_value(folder: Path) -> None:
     [line] = problems(edited(folder, "aggregation: token_mean", "anchor: roll_out, tis_cap: 3.0"))
     assert line.startswith("t.yaml:16: algorithm.loss.anchor: 'roll_out' is not one of proximal, rollout, nearest")
 
@@ -249,7 +249,7 @@ def test_override_that_is_not_yaml_is_refused(folder: Path) -> None:
     assert line.startswith("--set run.name=[1: value is not YAML (")
 
 
-# ------------------------------------------------------------------------------ what this build can do
+# ------------------------------------------------------------------------------ options of this build
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_qwen7b_lacks_only_its_files(
 
 
 def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
-    # The positions are those of the real model; the test's tiny one has 64.
+    # The positions are those of the real model; the test's tiny model has 64.
     (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
     files = [
         "data.train.source=builtin:x",
@@ -314,7 +314,7 @@ def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
     assert topology.algorithm.updates_per_step == 2
     plan = topology.services_plan()
     assert [spec.host for spec in plan if spec.service == "batch-store"] == ["a", "b"]
-    # a put goes into one store, so each store has to hold everything that may be live
+    # A put goes into one store, so each store must be able to hold everything that may be live.
     weights = weight_bytes(topology.policy.model, topology.policy.dtype)
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
     small = [*files, f"services.batch-store.memory={needed // 2 + 1}", "services.batch-store.spill_limit=1"]
@@ -341,7 +341,7 @@ def test_the_trainers_host_has_the_store_into_which_the_trainer_puts(folder: Pat
 # ------------------------------------------------------------------------------ the cost of importing
 
 
-def test_import_brings_no_torch_and_is_quick() -> None:
+def test_import_is_quick_and_does_not_import_torch() -> None:
     code = "import sys, shared.topology; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     seconds = []
     for _ in range(3):
@@ -356,5 +356,5 @@ def test_import_brings_no_torch_and_is_quick() -> None:
         )
         seconds.append(time.perf_counter() - started)
         assert done.stdout.strip() == "[]"
-    # 0.2 s on an idle core; the bound is far above it, and far below the seconds torch takes.
+    # The import takes 0.2 s on an idle core. The limit is far above it, and far below the seconds that torch takes.
     assert min(seconds) < 1.0

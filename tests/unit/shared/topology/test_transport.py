@@ -1,4 +1,4 @@
-"""The section `transport`: its keys, none of which is silently ignored or unsafe by accident."""
+"""The section `transport`: no key is silently ignored, and none is unsafe by default."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_only_services_that_others_contact_first_have_fixed_ports(folder: Path) 
 
 
 def test_address_of_another_machine_and_port_in_use_are_found_before_the_start(folder: Path) -> None:
-    away = load(with_transport(folder, "{listen: 192.0.2.1}"))  # an address reserved for documentation
+    away = load(with_transport(folder, "{listen: 192.0.2.1}"))  # This address is reserved for documentation.
     [line] = preflight.check(away, "t.yaml").errors
     assert line.startswith("t.yaml: transport.listen: 192.0.2.1 cannot be used (Cannot assign requested address)")
     with socket.create_server(("127.0.0.1", 0)) as taken:
