@@ -105,7 +105,7 @@ class Table:
 
     @cached_property
     def index(self) -> dict[tuple[str, int], int]:
-        """`(task_id, fence)` -> task index."""
+        """Task index by `(task_id, fence)`."""
         return {pair: i for i, pair in enumerate(zip(self.task_ids, self.fences, strict=True))}
 
     @cached_property
@@ -205,7 +205,7 @@ class BlockLayout:
         # Only the dimensions of an empty array can exceed its bytes.
         sizes, dims = rows["nbytes"], np.array(list(chain.from_iterable(shapes)), _U64)
         if float(sizes.sum(dtype=np.float64)) > MAX_FILE_BYTES or (not sizes.all() and not _dims_ok(rows, dims)):
-            raise WireError(f"block file over {MAX_FILE_BYTES} bytes, or a shard's dimensions are: put in parts")
+            raise WireError(f"block file, or the dimensions of a shard, over {MAX_FILE_BYTES} bytes: put in parts")
         self._counts = np.array([len(shards) for _, _, shards in tasks], _U32)
         self._head = FileHead(
             [each[0] for each in tasks], [each[1] for each in tasks], self._counts, list(keys), rows, dims

@@ -1,6 +1,6 @@
 """Limits of messages. Receivers check them before they allocate, and senders check the same limits.
 
-Senders check because an oversize frame makes a ZeroMQ peer reconnect for ever (SPEC section 7).
+Senders check because an oversize frame makes a ZeroMQ peer reconnect forever (SPEC section 7).
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Lease:
             self.advance()
 
     def give_up(self) -> None:
-        """Tell the work to stop. Loop thread only."""
+        """Tell the work to stop. Call it on the loop's thread."""
         self.cancel.set()
         self.given_up.set()
 
@@ -116,7 +116,7 @@ class Retired(Exception):
 
 
 class LeaseBook:
-    """The leases that a service holds for one stage. Belongs to the service's loop."""
+    """The leases that a service holds for one stage. It belongs to the service's loop."""
 
     def __init__(self, service: Service, stage: str, computing: Callable[[], int]) -> None:
         """`computing` returns the progress counter of the compute thread, which only that thread advances."""
@@ -235,7 +235,7 @@ class LeaseBook:
         """End the lease with `results`. Its other tasks go back to the scheduler. Raises LeaseLost."""
         request = self._request(lease, results, scalars or {})
         try:
-            # The call goes on if the lease is given up: a heartbeat may find the lease ended before the answer arrives.
+            # The call continues if the lease is given up: a heartbeat may find it ended before the answer arrives.
             call = partial(self._service.scheduler.call, request, CompleteAck, deadline_s=CALL_S)
             ack = await lease.within(CALL_S, self._repeat(lease, "complete", lambda _: call(), CALL_S))
         except RpcError as error:

@@ -98,7 +98,7 @@ class Context(Protocol):
     task_id: str
     sample: int
     state: dict[str, Any]
-    """Values of the workflow, which reward functions receive as `sample.state`. JSON values only."""
+    """Values of the workflow, which reward functions receive as `sample.state`. They must be JSON values."""
 
     @property
     def base_url(self) -> str: ...

@@ -95,7 +95,7 @@ def _resume_point(version: int, info: RunInfo) -> ResumePoint:
 async def _load_snapshot(workers: WorkerDispatch, info: RunInfo, held: Sequence[HeldSnapshot]) -> int | None:
     """Load the newest intact snapshot of a committed step and return its step, or None if there is none.
 
-    None is loaded if the reference's version has to be published again, because that would discard the snapshot.
+    No snapshot is loaded if the reference's version has to be published again, because that would discard it.
     """
     usable = [each.step for each in held if each.lineage == info.lineage and each.step <= info.committed_step]
     if info.reference_step:

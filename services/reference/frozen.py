@@ -17,10 +17,10 @@ from shared.tensors_torch import to_numpy, to_torch
 
 
 class Frozen(Protocol):
-    """A model that only scores. Lives on a compute thread; over several ranks every method is a collective."""
+    """A model that only scores. It lives on a compute thread; over several ranks every method is a collective."""
 
     def load(self) -> None:
-        """Load the weights of the model directory. Raises RpcError(bad_request) if it has no usable ones."""
+        """Load the weights of the model directory. Raises RpcError(bad_request) if it has no usable weights."""
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:

@@ -13,7 +13,7 @@ NEEDS = ("rollout_logprobs", "sample_index")
 def kl_sums(estimator: str, shards: dict[str, Array], ref: Array, samples: int) -> Array:
     """Return float32 [samples]: per sample, the sum over its sampled tokens of an estimate of KL(sampler || reference).
 
-    `shards` are those of one task, `ref` (float32 [T]) are its reference log-probs. With d = rollout - ref, the
+    `shards` holds the shards of one task, and `ref` (float32 [T]) its reference log-probs. With d = rollout - ref, the
     estimator k1 is d, k2 is d^2 / 2 and k3 is exp(-d) + d - 1. Source: Schulman, "Approximating KL divergence", 2020.
     Raises ValueError for another estimator.
     """

@@ -53,7 +53,7 @@ class SamplingParams:
 
 
 class FinishReason(StrEnum):
-    """Reasons for which a completion ends: an EOS or a stop text, or its limit of tokens."""
+    """Reasons for which a completion ends: an EOS token or a stop text, or its token limit."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -155,7 +155,7 @@ class Engine(Protocol):
         """Release all memory of weights, keys and values. Call only between blocks; nothing works until `wake`."""
 
     async def wake(self, parts: Parts) -> None:
-        """Allocate the memory of `engine.weights`, `engine.kv_cache` or both. Parts that are there already stay.
+        """Allocate the memory of `engine.weights`, `engine.kv_cache` or both. Parts that are already allocated stay.
 
         Sleep loses the weights: generating and scoring require a new `set_weights`. Wake the keys and values after the
         weights were set; scoring may need both.

@@ -50,9 +50,9 @@ class _Prepared:
 
 
 class RolloutWorker:
-    """Works through the leases of one engine. Belongs to the service's loop, which it never blocks.
+    """Works through the leases of one engine. It belongs to the service's loop, which it never blocks.
 
-    Its parts: `VersionLoader` holds the version that a lease needs in the engine, `report_lease` reports what was made.
+    `VersionLoader` holds the version that a lease needs in the engine, and `report_lease` reports the samples.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RolloutWorker:
         filters: bool,
         on_text: OnText,
     ) -> None:
-        """Without a `workflow`, a sample is one answer to its prompt. `turns` are those on the engine's devices.
+        """Without a `workflow`, a sample is one answer to its prompt. `turns` are turns on the engine's devices.
         `store` is where shards go (`batch-store/0`); `block_tasks` is the maximum number of tasks in a lease. `filters`
         says whether the scheduler drops tasks whose rewards are all equal."""
         self._service = service

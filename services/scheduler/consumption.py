@@ -1,4 +1,4 @@
-"""The order in which steps consume tasks: the strategy, chosen once from the plan, and its default. Pure.
+"""The order in which steps consume tasks: the strategy, chosen once from the plan, and its default. The module is pure.
 
 In admission order (the default), a step takes the oldest tasks, and the version of a lease follows from the step that
 will consume its tasks. `staleness.py` has the strategy of `consume: completion`, `deterministic.py` that of
@@ -45,7 +45,7 @@ class Consumption:
     version: Callable[[RunState, int, Version | None], Version | None]
     """Return the version for a training lease, or None if it is not published yet.
 
-    The arguments are the oldest step it may have, and the version that the engine should keep if it may.
+    The arguments are the oldest step that the version may have, and the version that the engine should keep if allowed.
     """
     versions_needed: Callable[[RunState], tuple[int, int | None]]
     """Return the oldest step that a lease may still need, and the step from which all versions are kept, or None."""
@@ -58,7 +58,7 @@ class Consumption:
     drop_stale: Callable[[RunState], None]
     """Drop all finished tasks that are too old for the next step. Called after each batch."""
     metrics: Callable[[RunState], dict[str, float]]
-    """Return what the metrics row of a step says about the order, and begin to count anew."""
+    """Return the values that the order adds to the metrics row of a step, and reset their counters."""
 
 
 def _step_of(run: RunState, admission: int) -> int:

@@ -1,4 +1,4 @@
-"""Checks of the numbers and texts that a peer reports about itself, before they enter the status of the run. Pure."""
+"""Checks of what a peer reports about itself, before it enters the status of the run. The module is pure."""
 
 from __future__ import annotations
 

@@ -344,7 +344,7 @@ class Scheduler:
             self._out.append(StopClear(store))
 
     def _lose_host(self, lives: frozenset[int]) -> None:
-        """Give up the stores and the leases of a host's processes, which hold and wait for nothing any longer."""
+        """Give up the stores, leases, deferred requests and device turns of the processes of a lost host."""
         lost = [holder for holder, row in self.run.registry.items() if row.incarnation in lives]
         for holder in lost:
             self._fail_waiting(holder, f"{service_name(*holder)} was lost with its host")
@@ -472,7 +472,7 @@ class Scheduler:
             self._answer(asked, Ack())
 
     def _checked(self, checked: Checked) -> None:
-        """Have what the store has lost made again, then answer the reader that reported it."""
+        """Handle the shards that the store has lost, then answer the reader that reported them."""
         order, held = checked.order, checked.held
         lost = [claim.task for claim in order.claims if held is not None and not claim.met(held)]
         if lost and self._durable(ShardsLost(order.store, lost)) is not None:

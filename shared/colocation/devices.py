@@ -37,7 +37,7 @@ PARTS_OF: Mapping[str, Parts] = MappingProxyType(
 
 ALL_AT_ONCE: frozenset[str] = frozenset({"rollout"})
 """Services whose parts leave only together: an engine is asleep or awake. No part is taken from such a service while it
-uses another."""
+uses another part."""
 
 FORBIDDEN: tuple[tuple[str, str], ...] = (
     (WEIGHTS, GRADIENTS),
@@ -49,7 +49,7 @@ FORBIDDEN: tuple[tuple[str, str], ...] = (
     (REFERENCE, GRADIENTS),
     (REFERENCE, OPTIMIZER),
 )
-"""Pairs of parts of different services. Pairs are omitted on purpose where both are needed: the engine copies its
+"""Pairs of parts of different services. Pairs are omitted on purpose where both parts are needed: the engine copies its
 weights while the parameters are on the device, and the reference may stay meanwhile."""
 
 _BARRED: Mapping[str, Parts] = MappingProxyType(

@@ -25,7 +25,7 @@ HASH_SEED = "0"
 START_S = 60.0  # for importing the library
 START_ATTEMPTS = 3
 ANSWER_S = 20.0
-ANSWER_ATTEMPTS = 2  # for a row over which the process died; a row that took too long is not repeated
+ANSWER_ATTEMPTS = 2  # attempts at a row over which the process died; a row that took too long is not repeated
 _PACKAGES = Path(__file__).parents[2]
 
 
@@ -123,7 +123,7 @@ class _Process:
         return self.answer(ANSWER_S)
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """Read one answer within `limit_s` seconds. Raises as `ask` does."""
+        """Read one answer within `limit_s` seconds. Raises the errors of `ask`."""
         late = threading.Event()
 
         def end() -> None:

@@ -42,7 +42,7 @@ _JOIN_S = 1.0
 
 
 class StreamOutcome(StrEnum):
-    """How the line finished with a stream."""
+    """The ways in which a line finishes with a stream."""
 
     COMPLETE = "complete"
     LOST = "lost"  # the line ended, or the stream was cancelled; received bytes are kept
@@ -63,7 +63,7 @@ class Counts:
 
 
 class RequestWindow:
-    """Bounds the requested bytes that have not arrived, over all lines of a reader. Thread-safe."""
+    """Bounds the requested bytes that have not arrived, over all lines of a reader. It is thread-safe."""
 
     def __init__(self, limit_bytes: int, counts: Counts) -> None:
         self._limit_bytes = limit_bytes

@@ -203,6 +203,6 @@ class PlainDecoder:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last dimension (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight."""
+    """Apply RMSNorm over the last dimension (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight."""
     mean = torch.add(x.new_tensor(epsilon), torch.linalg.vecdot(x, x), alpha=1.0 / x.shape[-1])
     return (x * mean.rsqrt_()[..., None]).mul_(weight)

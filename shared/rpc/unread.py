@@ -33,10 +33,10 @@ MESSAGE_BYTES = 512
 @dataclass(slots=True)
 class _Peer:
     account: Account | None
-    """None for a service, whose answers count towards its own limit only."""
+    """Account of a guest, or None for a service, whose answers count towards its own limit only."""
     nbytes: int = 0
     waiting: deque[tuple[int, zmq.MessageTracker]] = field(default_factory=deque)
-    """In the order of sending, which is the order in which libzmq releases them."""
+    """Messages in the order of sending, which is the order in which libzmq releases them."""
 
 
 class Unread:
@@ -68,7 +68,7 @@ class Unread:
         return not held or total <= (GUEST_BYTES if sender.is_guest else SERVICE_BYTES)
 
     def sent(self, sender: Sender, nbytes: int, tracker: zmq.MessageTracker) -> None:
-        """Count an answer that was sent. `tracker` is that of its last frame."""
+        """Count an answer that was sent. `tracker` tracks its last frame."""
         known = self._peers.get(sender.peer)
         if known is None:
             known = self._peers[sender.peer] = _Peer(sender.account if sender.is_guest else None)

@@ -42,7 +42,7 @@ def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
     """Return passes in which all these rows continue together, with room for `room` more tokens each.
 
     The passes they come from are used up. Keys and values stay as they were computed. Rows end at one column, and
-    shorter ones are padded on the left. Passes that do not gather come as one part with each row equally often.
+    shorter ones are padded on the left. Passes that do not gather form one part, with each row equally often.
     """
     if is_plain(model):
         return PlainPasses.gathered(model, parts, room)
@@ -50,7 +50,7 @@ def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
 
 
 def make_passes(model: nn.Module, capacity: int) -> Passes:
-    """Return the passes for a model. `capacity` is the number of tokens of the longest row at its end."""
+    """Return the passes for a model. `capacity` is the maximum number of tokens of a row."""
     return PlainPasses(model, capacity) if is_plain(model) else ModelPasses(model, capacity)
 
 

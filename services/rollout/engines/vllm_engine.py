@@ -58,7 +58,7 @@ _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to a seed, which must
 
 @dataclass(frozen=True)
 class _Requests:
-    """The requests of a call, `samples` of each, and the number of weight swaps when they were made."""
+    """The requests of a call, with `samples` samples each, and the number of weight swaps when they were made."""
 
     names: list[str]
     samples: int
@@ -279,7 +279,7 @@ class VllmEngine:
     def add(self, call: EngineCall) -> bool:
         self._must_have_weights()
         if not self._drop_caches_of_older_weights():
-            return False  # it would read its prompts from there
+            return False  # the call would read its prompts from the old caches
         greedy = call.sampling.temperature == 0
         samples = 1 if greedy else call.sampling.samples  # vLLM refuses several greedy samples
         names: list[str] = []
@@ -324,7 +324,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             max_tokens=sampling.max_new_tokens - len(prompt.resumed_ids),
             seed=xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
-            logprobs=0,  # only the sampled token's
+            logprobs=0,  # only the sampled token's log-prob
             flat_logprobs=True,
             # The tokenizer may know another end token than the model's generation config, which counts here.
             ignore_eos=True,

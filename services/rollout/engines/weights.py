@@ -1,4 +1,4 @@
-"""Checks weights that an engine is given, and hands them to processes of its own. Loads none."""
+"""Checks weights that an engine is given, and hands them to the engine's own processes. It loads no weights itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAFETENSORS_DTYPES = {
 
 
 def expected_weights(path: Path, dtype: str) -> Expected:
-    """Return the weights of a model directory in `dtype`, without allocating any."""
+    """Return the weights of a model directory in `dtype`, without allocating them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)

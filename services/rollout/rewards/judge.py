@@ -36,7 +36,7 @@ def unavailable(error: BaseException) -> float | None:
 
     A judge is unavailable if its connection is refused or reset, its name does not resolve, the HTTP client's own
     timeout expires, or the status is 429 with Retry-After, or at least 500. A timeout that the function sets itself
-    (asyncio.timeout) is no sign of an unavailable judge.
+    (asyncio.timeout) does not mean that the judge is unavailable.
     """
     for each in chain(error):
         status = _status(each)

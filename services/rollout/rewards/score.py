@@ -1,4 +1,4 @@
-"""`Score`: the reward of one sample, or the reason why it has none. Pure functions, no I/O."""
+"""`Score`: the reward of one sample, or the reason why it has none. The functions are pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Score:
 
     If `value` is None the sample failed: `failure` gives the reason and place in one line, `kind` is a `LossReason`.
     `parts` holds the entries of a dict reward, and `trace` the traceback of the user's code, if there is one.
-    `retry_after_s` is how long the judge asks not to be called (kind JUDGE).
+    `retry_after_s` is the time for which the judge asks not to be called (kind JUDGE).
     """
 
     value: float | None

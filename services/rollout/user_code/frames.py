@@ -159,7 +159,7 @@ class Rated(msgspec.Struct, array_like=True, tag=5):
 class Failed(msgspec.Struct, array_like=True, tag=6):
     """Process -> service, ends a slot without a result. `at` and `trace` locate the error in the user's code.
 
-    `retry_after_s` is how long a judge asks not to be called (kind JUDGE).
+    `retry_after_s` is the time for which a judge asks not to be called (kind JUDGE).
     """
 
     slot: int
@@ -194,7 +194,7 @@ def frame(message: msgspec.Struct, limit_bytes: int) -> bytes:
     """
     body = msgspec.msgpack.encode(message)
     if len(body) > limit_bytes:
-        raise ValueError(f"{len(body)} bytes in one message, at most {limit_bytes}")
+        raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {limit_bytes}")
     return LENGTH.pack(len(body)) + body
 
 

@@ -79,7 +79,7 @@ def _value_text(expression: str) -> str:
 def compute(expression: str) -> int | float:
     """Return the value of an expression of numbers, + - * / and parentheses. Raises ValueError for anything else."""
     if len(expression) > _MOST_CHARACTERS:
-        raise ValueError(f"expression of {len(expression)} characters, at most {_MOST_CHARACTERS}")
+        raise ValueError(f"an expression of {len(expression)} characters exceeds the limit of {_MOST_CHARACTERS}")
     return _value_of(ast.parse(expression.strip(), mode="eval").body)
 
 

@@ -33,7 +33,7 @@ BAD = [
     ("bad", "eat", "memory", "more memory than reward.memory allows"),
     ("bad", "spin", "timeout", "no answer within 1 s (reward.timeout_s)"),
     ("bad", "stop", "timeout", "no answer within 1 s (reward.timeout_s)"),
-    ("bad", "parts", "answer", "answered what cannot be handed over: 1782"),
+    ("bad", "parts", "answer", "answered with a value that cannot be handed over: a message of 1782"),
     ("crash_later", "segfault", "crashed", "took its process down: it died of SIGSEGV"),
     ("crash_later", "sys.exit", "raised", "raised SystemExit: 3"),
     ("crash_later", "spin", "timeout", "no answer within 1 s (reward.timeout_s)"),

@@ -102,7 +102,7 @@ def test_kl_in_the_reward_starts_a_reference(folder: Path) -> None:
         (["algorithm.loss={name: cispo, dual_clip: 3.0}"], "3.0 has no effect with loss cispo"),
         (["algorithm.loss={clamp: both}"], "both has no effect with loss ppo_clip"),
         (["algorithm.loss={temperatures: [1.0, 1.0]}"], "has no effect with loss ppo_clip"),
-        (["algorithm.loss={clip: [0.2, 0.3]}"], "[0.2, 0.3] has no effect: with anchor proximal and one update a step"),
+        (["algorithm.loss={clip: [0.2, 0.3]}"], "has no effect: with anchor proximal and one update per step"),
         (["algorithm.loss={dual_clip: 3.0}"], "3.0 has no effect: with anchor proximal and one update"),
         (["algorithm.loss={name: cispo, clamp: both}"], "both has no effect: with anchor proximal and one update"),
         (["algorithm.loss={name: sapo, temperatures: [1.0, 2.0]}"], "(1.0, 2.0) has no effect: with anchor proximal"),
