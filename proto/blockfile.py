@@ -20,7 +20,7 @@ Row: `key u32` (index into the key names), `dtype u8` (code of `proto.dtypes`), 
 `offset u64` from the start of the file, `nbytes u64`, `checksum u64` (xxh3-64 of the data). The dimensions of a row are
 the next `ndim` entries of `dims`; `prod(dimensions) * itemsize == nbytes`. `counts[i]` (>= 1) rows belong to task i:
 the rows of a task are consecutive, tasks are in the order of their names, and the keys of a task are distinct and in
-the order in which its content hash takes them. Names are ASCII and distinct, separated by one "\\n", without one at
+the order in which its content hash takes them. Names are ASCII and distinct, separated by one "\\n", with none at
 the end. Offsets are canonical: row 0 begins at the first multiple of 64 at or after the end of the table, row i + 1 at
 the first multiple of 64 at or after the end of row i (an empty shard takes no room), and the file ends exactly where
 the last row does. Padding bytes are not read. The content hash of a task is the xxh3-64 of the checksums of its rows,

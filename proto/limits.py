@@ -14,7 +14,7 @@ MAX_INLINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one message. Sizes are in bytes; `frames` limits the number of raw frames and that of tensors."""
+    """Limits of one message. Sizes are in bytes; `frames` limits raw frames as well as tensors."""
 
     body_bytes: int
     frames: int

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class LeaseLost(Exception):
-    """The lease is no longer held, and its work is to be dropped."""
+    """The lease is no longer held, and its work must be dropped."""
 
 
 class Lease:
@@ -64,7 +64,7 @@ class Lease:
             self._computed = self._computing()
 
     def advance(self) -> None:
-        """Record progress outside of the compute thread."""
+        """Record progress outside the compute thread."""
         self._advanced += 1
 
     @property

@@ -298,8 +298,8 @@ def sweep_abandoned(shm_root: Path = SHM_ROOT, runs: Path | None = None) -> list
     """Delete the shared memory and sockets of runs without a living process (all were killed at once, for example), and
     the run directories under `runs` that their launcher did not finish making.
 
-    Returns the deleted directories. Those that a process has locked stay, and so do those younger than `ABANDONED_S`,
-    those of other users, and those that cannot be recognised.
+    Returns the deleted directories. Directories that a process has locked stay, and so do directories that are younger
+    than `ABANDONED_S`, belong to other users, or cannot be recognised.
     """
     sockets = _old_folders(Path(tempfile.gettempdir()), SHM_PREFIX)
     linked = {folder: shm for folder in sockets if (shm := _linked(folder)) is not None}

@@ -137,7 +137,7 @@ class Waits(Message, frozen=True, kw_only=True):
 
 @message(17, reply=Waits)
 class GetWaits(Request, frozen=True, kw_only=True):
-    """Ask a process what it waits for. Every process answers it at once, whatever it waits for."""
+    """Ask a process what it waits for. Every process answers it at once, even while it waits."""
 
 
 @message(28, reply=Ack)

@@ -149,5 +149,5 @@ class HoldDevices(Request, frozen=True, kw_only=True):
     incarnation: int
     number: int  # number of the report in this life; only the newest counts
     holds: list[str] = []  # the parts that are on the devices
-    using: list[str] = []  # those of them that are in use, which are not taken away
+    using: list[str] = []  # the held parts that are in use, which are not taken away
     wants: list[str] = []  # the parts for which it waits, all at once, while it uses none

@@ -163,7 +163,7 @@ class LoadCheckpoint(WorkerRequest, frozen=True, kw_only=True):
 
     Errors:
         conflict: it is damaged or belongs to another model. Nothing is changed.
-        missing: there is none of this step.
+        missing: no checkpoint or snapshot of this step exists.
     """
 
     step: int
@@ -206,7 +206,7 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
 
     driver: int
     at_least: int = 0
-    """Calls get numbers above this one and above that of the last call of the worker, so that all ranks of a group
+    """Calls get numbers above this one and above the number of the worker's last call, so that all ranks of a group
     agree.
     """
     turn: int = 0

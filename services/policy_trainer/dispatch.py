@@ -216,7 +216,7 @@ class WorkerDispatch:
     # ---- relaying
 
     def relay(self, request: WorkerRequest) -> Awaitable[Message]:
-        """Forward a call made by another dispatch, with its driver and order replaced by those of this one.
+        """Forward a call made by another dispatch, with its driver and order replaced by this dispatch's own.
 
         Raises ValueError for a batch that holds a task twice; the call does not get a number then.
         """

@@ -5,7 +5,7 @@ Workers are trusted if they are at the committed step or have finished the one j
 that the journal covers, or else from a checkpoint. They replay the journaled steps after it. If the tasks of those
 steps are gone, the scheduler takes the steps back.
 
-A snapshot belongs to the lineage in which its step was trained: whatever takes steps back begins a new lineage, so a
+A snapshot belongs to the lineage in which its step was trained: taking steps back always begins a new lineage, so a
 snapshot of steps that were taken back is never loaded. A snapshot of the committed step has the bits of the version
 published under its lineage, which therefore continues.
 """

@@ -18,7 +18,7 @@ class SnapshotPace:
         self._at_s: float | None = None
 
     def due(self, step: int, now_s: float) -> bool:
-        """Return whether the state after `step` is to be kept. `now_s` is the time of a steady clock."""
+        """Return whether the state after `step` should be kept. `now_s` is the time of a steady clock."""
         if self._at_s is not None:
             self._left_s = min(self._left_s + SHARE * (now_s - self._at_s), BURST_S)
         self._at_s = now_s

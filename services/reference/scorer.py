@@ -76,10 +76,10 @@ class FrozenScorer:
         await self._on_compute(self._load)
 
     async def init_model(self, ref: WeightsRef | None = None, weights: Mapping[str, Array] | None = None) -> float:
-        """Load the policy's `weights` of version `ref`, by Hugging Face name, or else those of the model directory.
+        """Load the policy's `weights` of version `ref`, by Hugging Face name, or else the model directory's weights.
 
         Returns the canary error, as `canary_error` computes it. Raises RpcError(conflict) if it exceeds the tolerance,
-        or the names or shapes are those of another model. The scorer then holds no version.
+        or the names or shapes belong to another model. The scorer then holds no version.
         """
         if ref is None or weights is None:
             await self._on_compute(self._load)

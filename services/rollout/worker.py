@@ -159,7 +159,7 @@ class RolloutWorker:
     async def _sampled(
         self, lease: Lease, prepared: _Prepared, versions: BlockVersions, lineage: int
     ) -> Sampled | None:
-        """Generate, or return None if the lease was handed back. `versions` are those held while sampling."""
+        """Generate, or return None if the lease was handed back. `versions` are the versions held while sampling."""
         grant, held = lease.grant, versions.first
         if held < grant.min_step or (grant.exact and held != grant.min_step):
             why = f"the engine holds version {held}, {_needed(grant)}"
@@ -242,7 +242,7 @@ class RolloutWorker:
                 each.sample.messages = messages_of(each.sample.row, text)
 
     async def _scores(self, lease: Lease, made: list[list[Made]]) -> list[list[Score]]:
-        """Return the samples' own scores, and those of the reward functions for the others. Raises LeaseLost."""
+        """Return the samples' own scores, or where they have none the reward functions' scores. Raises LeaseLost."""
         unscored = [[each.sample for each in group if each.score is None] for group in made]
 
         def advance() -> None:

@@ -120,7 +120,7 @@ def _problem(task: Task | None, stage: int, lease: TaskLease | None, result: Tas
     if result.fence < task.fence:
         return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over; the current fence is {task.fence}"
     if result.fence > task.fence:
-        return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given; it is at {task.fence}"
+        return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given (current: {task.fence})"
     accepted = task.parts[stage]
     if accepted is not None:
         if result.outcome == Outcome.DONE and accepted.content_hash == result.content_hash:

@@ -29,7 +29,7 @@ class Consumption:
     """One function for each decision that depends on the order of consumption."""
 
     fixed: bool
-    """Whether a task keeps its step and its version whatever happens, and a step trained again has the same bits."""
+    """Whether a task always keeps its step and its version, so that a step trained again has the same bits."""
     step_of: Callable[[RunState, int], int]
     """Return the step that will consume the task with this admission number."""
     room: Callable[[RunState], int]

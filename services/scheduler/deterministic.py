@@ -1,4 +1,4 @@
-"""Deterministic mode: fixed blocks of tasks with fixed versions, whichever processes are killed. The module is pure.
+"""Deterministic mode: fixed blocks of tasks with fixed versions, regardless of killed processes. The module is pure.
 
 A step takes fixed admission numbers, a lease is one whole fixed block of them, and a version is used for sampling only
 after its evaluations. Order of arrival, failures and drops never move a task into another block or step, because batch

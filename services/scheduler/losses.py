@@ -35,7 +35,7 @@ class Filtered:
 
 @dataclass
 class Losses:
-    """Total counts (`dropped`, `lost`) and those of the newest batch (`batch_drops`, `batch_lost`)."""
+    """Total counts (`dropped`, `lost`) and the counts of the newest batch (`batch_drops`, `batch_lost`)."""
 
     dropped: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)

@@ -274,5 +274,5 @@ def checkpoint(run: RunState, request: CheckpointSaved) -> None:
     collect_steps(run, kept[0])
     run.identities = {step: names for step, names in run.identities.items() if step > kept[0]}
     if wants_checkpoint(run, {}):
-        # There is no room to replay another interval, so give up that of the older checkpoints rather than stall.
+        # There is no room to replay another interval, so give up replay from the older checkpoints rather than stall.
         collect_steps(run, kept[-1])

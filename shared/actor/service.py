@@ -49,7 +49,7 @@ PEER_LOST_STATUS = os.EX_TEMPFAIL
 """Exit status (75) of a process that ends because a process on which it depends is gone."""
 UNUSABLE_STATUS = os.EX_CONFIG
 """Exit status (78) of a process for which a restart would not help: its start was refused (`bad_request`), or it found
-that its work cannot go on."""
+that its work cannot continue."""
 
 
 class ProcessState(StrEnum):
@@ -169,7 +169,7 @@ class Service:
     # ---- for services
 
     def client(self, service: str, instance: int = 0) -> Client:
-        """Return the (cached) client of another service's mailbox, on whichever host it is."""
+        """Return the (cached) client of another service's mailbox, on any host."""
         key = (service, instance)
         if key not in self._clients:
             name = service_name(service, instance)

@@ -4,7 +4,7 @@ The module is pure: it moves no memory, calls no service and reads no clock.
 
 The order of a step is not stated explicitly; it follows from `FORBIDDEN`. The optimizer and the gradients leave before
 the engine's weights come, the parameters and the reference leave before its key/value cache comes, and the whole engine
-leaves before the gradients return. "Device" is the memory of the GPUs on CUDA, and otherwise that of the host.
+leaves before the gradients return. "Device" is the memory of the GPUs on CUDA, and otherwise the memory of the host.
 """
 
 from __future__ import annotations

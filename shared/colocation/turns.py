@@ -32,8 +32,8 @@ class Turns(Protocol):
         """Wait until `parts`, and those already in use, may be on the devices. They are in use from then on."""
 
     def done(self) -> None:
-        """End the turn. Parts may stay on the devices until another process needs the room. A pending `acquire` goes on
-        waiting."""
+        """End the turn. Parts may stay on the devices until another process needs the room. A pending `acquire`
+        continues to wait."""
 
 
 class OwnDevices:

@@ -147,7 +147,7 @@ class MappingCache:
             self._mapped[path] = mapping
             self._alive.add(mapping)
             oldest = self._mapped.popitem(last=False)[1] if len(self._mapped) > CACHED_FILES else None
-        del oldest  # outside of the lock, as in `drop`
+        del oldest  # outside the lock, as in `drop`
         if not os.path.exists(path):  # retired meanwhile, perhaps before it was cached
             self.drop(path)
             raise FileNotFoundError(path)
@@ -163,7 +163,7 @@ class MappingCache:
         """Drop the mapping of a file that has lost its name. Streams that send it continue."""
         with self._lock:
             mapping = self._mapped.pop(path, None)
-        del mapping  # outside of the lock, because unmapping takes time
+        del mapping  # outside the lock, because unmapping takes time
 
 
 class BlockMapping:
@@ -186,7 +186,7 @@ class BlockMapping:
                 self._data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         finally:
             if found is None:
-                os.close(descriptor)  # the mapping keeps a duplicate, hence the lock
+                os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
         self._path = path
         self._table, self._verified = cache.get(path, self._data)
 
@@ -302,7 +302,7 @@ def _map_named(path: str) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     finally:
-        os.close(descriptor)  # the mapping keeps a duplicate, hence the lock
+        os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
 
 
 def _open_named(path: str) -> int:

@@ -28,7 +28,7 @@ class Arrival:
     ) -> None:
         """Check the store's announcement against the request. Raises WireError if they disagree.
 
-        `tasks` are those that the stream covers. Memory is used as bytes arrive, not as they are announced.
+        `tasks` lists the tasks that the stream covers. Memory is used as bytes arrive, not as they are announced.
         """
         # The head and the padding, which are bounded here, come on top of the requested maximum.
         slack = opened.head_bytes + 64 * opened.head_bytes // 32 if opened.covered > 1 else blockfile.MAX_FILE_BYTES

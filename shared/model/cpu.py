@@ -38,7 +38,7 @@ def set_up(threads: int) -> None:
 
 
 def give_back() -> None:
-    """Return the free memory of this thread's heap to the system, and that of other heaps as far as malloc_trim can.
+    """Return the free memory of this thread's heap to the system, and as much of other heaps as malloc_trim can.
 
     malloc_trim does not return memory at the top of a thread's heap. Only a `free` on that thread does.
     """

@@ -41,8 +41,8 @@ class MicroBatch:
     """The input of one forward pass: N nodes, of which P predict C children, which are the targets of M tokens. A child
     is a node together with a token that follows it.
 
-    `token_ids` and `depths` int64 [N] describe the nodes, and `scatter` int64 [N] is a node's slot among those of all
-    `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. `child_predictor` and `child_token`
+    `token_ids` and `depths` int64 [N] describe the nodes, and `scatter` int64 [N] is a node's slot among the slots of
+    all `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. `child_predictor` and `child_token`
     int64 [C] are an index into `predictors` and the token scored there. `tokens` int64 [M] are the positions, in the
     caller's flat [T] arrays, of the scored tokens, and `token_child` int64 [M] is the child of each.
     """

@@ -51,7 +51,7 @@ class Unread:
         """Number of peers with unread answers above which disconnected peers are forgotten."""
 
     def counts(self, sender: Sender, nbytes: int) -> bool:
-        """Return whether an answer of `nbytes` bytes to `sender` is to be counted."""
+        """Return whether an answer of `nbytes` bytes to `sender` must be counted."""
         return sender.is_guest or nbytes > SMALL_BYTES
 
     def takes(self, sender: Sender, nbytes: int) -> bool:

@@ -26,7 +26,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def is_function(name: str) -> bool:
-    """Return whether a name is the import path of a user's function (`my.module:fn`) rather than that of a builtin."""
+    """Return whether a name is the import path of a user's function (`my.module:fn`) rather than a builtin's name."""
     return ":" in name
 
 

@@ -25,11 +25,11 @@ _NAME_BYTES = 64
 _SHARD_BYTES = 32 + 8 + 63 + _NAME_BYTES
 # `lengths` and `sample_index` are shards too. Their contents are counted in _LENGTH_BYTES.
 _RAGGED_KEYS = 2
-# Number of versions that no counted lease names, such as that of an unfinished evaluation or of the lineage before a
-# reload.
+# Number of versions that no counted lease names, such as the version of an unfinished evaluation or one of the lineage
+# before a reload.
 _SPARE_VERSIONS = 1
-# In deterministic mode, the stores hold the version being written, those of all steps that may still be sampled, and
-# one that a reloaded trainer publishes again.
+# In deterministic mode, in addition to `staleness`: the version being written, one for the oldest step that may still be
+# sampled, and one that a reloaded trainer publishes again.
 _EXACT_VERSIONS = 3
 # With algorithm.kl.refresh_every, the reference's version, and the next one while the last earlier tasks are scored.
 _REFERENCE_VERSIONS = 2
@@ -93,9 +93,9 @@ def unleased_token_bytes(topology: Topology) -> int:
 def held_tasks(topology: Topology) -> int:
     """Return the maximum number of tasks whose shards are in the store at once, however the run proceeds.
 
-    These are the live tasks (admission); those of the step trained last, until its checkpoint is saved (a store that is
-    nearly full orders one per step); and one lease block per engine, of evaluations and of attempts about to be
-    cleared.
+    These are the live tasks (admission); the tasks of the step trained last, until its checkpoint is saved (a store
+    that is nearly full orders one per step); and one lease block per engine, of evaluations and of attempts about to
+    be cleared.
     """
     steps = topology.staleness + 1 + (topology.gc.after == "checkpoint")
     rollout = topology.services.rollout

@@ -141,7 +141,7 @@ class Reward(Section):
 
     @property
     def terms(self) -> tuple[RewardTerm, ...]:
-        """The reward as a weighted sum, in whichever form it was written."""
+        """The reward as a weighted sum, for either form in which it can be written."""
         if self.function is None:
             return self.functions
         return (RewardTerm(function=self.function, params=self.params),)

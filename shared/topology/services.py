@@ -114,7 +114,7 @@ class Rollout(Placed):
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
-        default=1, description="tasks per lease, must divide tasks_per_step; default: as many as make 256 samples"
+        default=1, description="tasks per lease, must divide tasks_per_step; default: enough for 256 samples"
     )
 
 

@@ -32,7 +32,7 @@ class CallQueue:
         """Make `driver` the only caller, whose numbers begin above `at_least`, and refuse all waiting calls.
 
         Raises RpcError(conflict) if `driver` was replaced earlier, which also shows in a lower `turn`: its message may
-        come after that of the driver which has replaced it.
+        arrive after the message of the driver that replaced it.
         """
         if driver in self._retired or turn < self._turn:
             raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must end")

@@ -50,7 +50,7 @@ class ComputeThread:
         self._executor.submit(work)
 
     async def between_steps(self, work: Callable[[], T]) -> T:
-        """Run `work` as `run` does, also in the middle of a block if that is paused."""
+        """Run `work` as `run` does, but also in the middle of a paused block."""
         done: Future[T] = Future()
 
         def run() -> None:

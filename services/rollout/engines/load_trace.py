@@ -194,7 +194,7 @@ class LoadTrace:
     """Follows one load (`over`). `proof` then says what was loaded."""
 
     def __init__(self, *, read_back: bool = False) -> None:
-        """With `read_back`, what oneDNN packs is read again by products with unit vectors, and compared."""
+        """With `read_back`, weights that oneDNN packs are read back by products with unit vectors, and compared."""
         self._read_back = read_back
         self._memory = _Memory()
         self._packed: dict[int, Proof] = {}

@@ -223,7 +223,7 @@ class OpenAIEngine:
                 task.cancel()  # closes its connection, so the server abandons the request
             await asyncio.gather(*tasks, return_exceptions=True)
         groups = [task.result() for task in tasks]
-        # This is checked afterwards: whatever replaced the weights before or meanwhile removed the mark.
+        # This is checked afterwards, because any replacement of the weights until now has removed the mark.
         if await self._held_mark() != self._mark:
             raise RpcError(
                 ErrorCode.CONFLICT,

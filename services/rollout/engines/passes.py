@@ -55,7 +55,7 @@ def make_passes(model: nn.Module, capacity: int) -> Passes:
 
 
 class ModelPasses:
-    """Passes that use the model itself, whatever its parts are."""
+    """Passes that use the modules of any model."""
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         self._model: Any = model

@@ -83,7 +83,7 @@ class SideBySide:
         cancel: threading.Event,
         watch: GenerationWatch | None,
     ) -> list[list[Generation]]:
-        """See `Engine.generate`."""
+        """Generate as `Engine.generate` describes."""
         call = EngineCall(prompts, sampling, cancel, watch)
         self._coming.put(call)
         self._compute.begin(self._work)  # finds nothing to do if the work for an earlier call includes this one

@@ -5,7 +5,7 @@ The engine core is stepped on the compute thread, without processes or sockets o
 tensor parallelism, which are vLLM's processes). Tensors are handed over as they are, nothing is pickled, and pause,
 cancel and progress work between any two decode steps.
 
-Weights that arrive in the middle of a block replace those of the running samples, which keep their tokens:
+Weights that arrive in the middle of a block replace the weights of the running samples, which keep their tokens:
   keep       Samples also keep their cached keys and values, which the old weights computed. A sample of the block that
              has not begun may read those of its prompt, too; later blocks never do.
   recompute  The cache is dropped, and the next step reads prompts and tokens again. This costs a prefill. From then on

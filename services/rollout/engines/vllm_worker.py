@@ -58,7 +58,7 @@ class PolicyWeights:
         return self._policy_trace.proof(self.model_runner.get_model()).plain()
 
     def _new_trace(self) -> LoadTrace:
-        """Return a new trace. The first one, that of the drill, also shows that packing keeps every weight."""
+        """Return a new trace. The first one, the drill's trace, also shows that packing keeps every weight."""
         return LoadTrace(read_back=self._policy_trace is None)
 
     @contextmanager
@@ -77,7 +77,7 @@ class PolicyWeights:
         """Release on a CPU what a sleep of level 2 releases on a GPU: weights, keys and values.
 
         vLLM 0.32 ignores `sleep` there. Tensors keep their identity. Buffers stay, because no checkpoint brings them
-        back. Returns the number of released bytes, without those that oneDNN packed for itself.
+        back. Returns the number of released bytes, except for bytes that oneDNN packed for itself.
         """
         model = self.model_runner.get_model()
         for module in model.modules():

@@ -128,6 +128,6 @@ def _write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
 
 
 def shown(names: list[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first few names and the number of the others."""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (", ".join(names[:_NAMED]) or "none") + rest

@@ -172,5 +172,5 @@ class Judge(Generic[C]):
         return held
 
     def is_over_limit(self, now: float) -> bool:
-        """Whether the outage has lasted longer than `retry.limit_s`."""
+        """Return whether the outage has lasted longer than `retry.limit_s`."""
         return self.outage is not None and now - self.outage.began > self.retry.limit_s

@@ -36,7 +36,7 @@ class Purpose(StrEnum):
 class Setup(msgspec.Struct, array_like=True):
     """Service -> process, once: import path and params of each function, and seconds for one call.
 
-    `memory_bytes` limits the memory of all calls together, beyond that of the ready process.
+    `memory_bytes` limits the memory of all calls together, beyond the memory of the ready process.
     """
 
     purpose: Purpose

@@ -57,7 +57,7 @@ _KINDS = {
 
 
 def is_inline(path: str) -> bool:
-    """Whether the reward function at this import path may run in the service itself, as some builtins may."""
+    """Return whether the reward function at this import path may run in the service itself, as some builtins may."""
     builtin = _builtin(Purpose.REWARD, path)
     return builtin is not None and builtin.inline
 

@@ -1,6 +1,6 @@
 """Locates where users' code raised or hangs: `file:line` for people and the traceback for the log.
 
-Nothing here raises, whatever the user's exception is.
+The functions here never raise, for any exception of a user.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def place(file: str, line: int) -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error`, then the exceptions it was raised from or while handling. `reason` (urllib) counts as such."""
+    """Yield `error`, then the exceptions it was raised from or while handling. The `reason` of urllib counts, too."""
     waiting, seen = [error], set[int]()
     while waiting and len(seen) < DEPTH:
         each = waiting.pop(0)

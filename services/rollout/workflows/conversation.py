@@ -132,5 +132,5 @@ class Conversation:
 
 
 def _continues(messages: Items[Message], history: Items[Message]) -> bool:
-    """Whether `messages` begins with `history` and is longer."""
+    """Return whether `messages` begins with `history` and is longer."""
     return len(messages) > len(history) and all(map(same, messages, history))

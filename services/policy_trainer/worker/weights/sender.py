@@ -1,7 +1,7 @@
 """Sends policy versions to engines over collectives from the rank that puts them. Each engine has its own communicator
 and thread, so neither training nor other engines wait for it.
 
-Versions are read from the store: the bytes are the same as those of the other route, and every version that the store
+Versions are read from the store: the bytes are the same as on the other route, and every version that the store
 still has can be sent, however far training has advanced.
 """
 

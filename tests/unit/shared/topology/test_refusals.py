@@ -229,7 +229,7 @@ def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: s
         (
             "    coef: 0.001\noptimizer:\n  lr: 1e-3\nservices:\n",
             "    coef: 0\noptimizer:\n  lr: 1e-3\nservices:\n  reference: {backend: torch}\n",
-            "t.yaml:22: services.reference: has no effect, algorithm.kl.coef is 0 and no reference "
+            "t.yaml:22: services.reference: has no effect: algorithm.kl.coef is 0, so no reference "
             "is started; remove "
             "it (null) or set a coef above 0",
         ),
