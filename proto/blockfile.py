@@ -1,6 +1,6 @@
 """The layout of a block file: a self-describing file with the shards of one put. Every size is checked before use.
 
-All numbers are little-endian and unsigned. A file consists of, without gaps except zero padding:
+All numbers are little-endian and unsigned. A file consists of these parts, without gaps except zero padding:
 
     header   64 bytes
     table    fences u64[tasks] | dims u64[dims] | rows 32 B[rows] | counts u32[tasks] | task names | key names

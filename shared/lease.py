@@ -125,7 +125,7 @@ class LeaseBook:
         self.queued: set[Lease] = set()
         """Leases that wait for other leases to end. They progress whenever one of the others does."""
         self.retired = asyncio.Event()
-        """Set once no further lease may be taken."""
+        """Event that is set once no further lease may be taken."""
         self._others = 0
         self.computing = computing
         self._service = service
@@ -208,7 +208,7 @@ class LeaseBook:
         """Repeat `attempt` while its peer is away and the lease is held, and return its result.
 
         An attempt renews the lease for `limit_s` seconds, within which it should end; each call of its `OnProgress`
-        starts them again. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry cannot cure.
+        restarts that time. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry cannot cure.
         """
         return await lease.while_held(lease.within(limit_s, self._repeat(lease, what, attempt, limit_s)))
 

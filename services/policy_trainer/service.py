@@ -66,7 +66,7 @@ class PolicyTrainerService(Service):
         super().request_stop()
 
     async def _run_ends(self) -> bool:
-        """Ask the supervisor. Return False if it is gone, because all services end at once in that case."""
+        """Ask the supervisor. Return False if the supervisor is gone, because all services then end at once."""
         supervisor = self.client("supervisor")
         try:
             state = await supervisor.call(GetSupervisorState(), SupervisorState, deadline_s=SUPERVISOR_S)

@@ -260,7 +260,7 @@ def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
 def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> FrozenScorer:
     """Return a scorer that makes the model of `topology` on its compute thread. Raises RpcError(bad_request).
 
-    Imports torch. `group` holds the ranks that share the model; they have met.
+    This imports torch. `group` holds the ranks that share the model; they have met.
     """
     from services.reference.scorer import FrozenScorer
 

@@ -130,7 +130,7 @@ class Engine(Protocol):
         """Return the weights now in the engine by parameter name, copying only what must be copied."""
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, run where the engine computes. Counts as progress. Call only between blocks."""
+        """Return the result of `work`, run where the engine computes. It counts as progress. Call it between blocks."""
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         """Replace every parameter. `verify` checks whether that worked.

@@ -76,7 +76,7 @@ def complete(run: RunState, request: Complete) -> list[Refusal]:
 
 
 def _check(run: RunState, request: Complete, stage: int) -> None:
-    """Raise RpcError(bad_request) if the request can be accepted in no state of the run."""
+    """Raise RpcError(bad_request) if the request cannot be accepted in any state of the run."""
     if stage < 0:
         raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: not in this run's graph")
     strange = sorted(request.scalars.keys() - run.plan.stages[stage].scalars) if stage > 0 else []

@@ -56,7 +56,7 @@ class Consumption:
     drop_if_stale: Callable[[RunState, Task], bool]
     """Drop a finished task that is too old for the next step, and return whether it was dropped."""
     drop_stale: Callable[[RunState], None]
-    """Drop all finished tasks that are too old for the next step. Called after each batch."""
+    """Drop all finished tasks that are too old for the next step. This runs after each batch."""
     metrics: Callable[[RunState], dict[str, float]]
     """Return the values that the order adds to the metrics row of a step, and reset their counters."""
 

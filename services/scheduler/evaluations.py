@@ -102,7 +102,7 @@ class Evaluations:
     open: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
     """Open evaluations by set and by the step of the version."""
     done: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """Version step -> set -> `Evaluation.metrics`."""
+    """`Evaluation.metrics` of each completed evaluation, by the step of the version and by set."""
 
     def known(self, name: str, step: int) -> bool:
         return (name, step) in self.open or name in self.done.get(step, {})

@@ -152,7 +152,7 @@ class Listed:
 
 
 Held = Mapping[tuple[str, int], list[int]]
-"""(task id, fence) -> content hashes of the shards that a store holds."""
+"""Content hashes of the shards that a store holds, by (task id, fence)."""
 
 
 @dataclass(frozen=True, slots=True)

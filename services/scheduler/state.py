@@ -1,4 +1,4 @@
-"""The state machine of the scheduler: `handle(event, now) -> effects`. No I/O, no clock, no socket, no thread.
+"""The state machine of the scheduler: `handle(event, now) -> effects`. It uses no I/O, clock, socket or thread.
 
 Around the durable `RunState` it keeps the state that dies with the process: deferred calls, deadlines of leases, and
 the last heartbeats. Durable events are returned as `Persist` effects and read back through `replay`. A grant, an expiry
@@ -138,7 +138,7 @@ class Scheduler:
         self._clearing: dict[str, float] = {}
         """Stores with a clear in flight, and the time at which it was sent."""
         self._awaited: dict[tuple[str, int], float] = {}
-        """(request, step) that the driver waits for -> time at which it first asked."""
+        """Times at which the driver first asked for what it waits for, by (request, step)."""
         self._reconcile_at = 0.0
         self._tell_at = 0.0
         self._teller = view.Teller()

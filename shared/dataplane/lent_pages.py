@@ -71,7 +71,7 @@ class KeptMapping:
 
 
 class KeptMappings:
-    """Kept mappings by inode. The least recently used one is dropped first. It is not thread-safe."""
+    """Kept mappings by inode. The least recently used one is dropped first. This is not thread-safe."""
 
     def __init__(self) -> None:
         self._by_inode: OrderedDict[Inode, KeptMapping] = OrderedDict()

@@ -73,7 +73,7 @@ class DamagedShards(Exception):
 
 
 class KnownTable(NamedTuple):
-    """The table of a file, and which of its rows this process has found to have their checksums, bool [rows]."""
+    """The table of a file, and which of its rows this process has found to match their checksums, bool [rows]."""
 
     table: Table
     verified: Array

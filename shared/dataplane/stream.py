@@ -60,7 +60,7 @@ class _Load:
     tasks: list[PutTask]
     keys: tuple[str, ...]
     pieces: dict[int, list[dict[str, Array]]] = field(default_factory=dict)
-    """Index of the first task of a stream -> one dict of arrays per task of the stream."""
+    """One dict of arrays per task of each stream, by the index of the stream's first task."""
     group: StreamGroup = field(default_factory=StreamGroup)
 
 

@@ -153,7 +153,7 @@ class StreamLine:
         self._ordering = threading.Lock()
         self._has_ended = False
         self._turns: OrderedDict[StreamGroup, deque[Incoming]] = OrderedDict()
-        """Group -> its streams that were not requested to their end."""
+        """Streams that were not requested to their end, by group."""
         self._due: deque[tuple[Incoming, int, int]] = deque()
         """Stream, offset and length of each range that was requested and has not arrived."""
         self._asked_bytes = 0

@@ -18,7 +18,7 @@ if _IS_GLIBC:
     _LIBC.malloc.restype, _LIBC.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     _LIBC.free.restype, _LIBC.free.argtypes = None, [ctypes.c_void_p]
 _keeps_memory = threading.Event()
-"""Set if this process keeps freed memory."""
+"""Event that is set if this process keeps freed memory."""
 
 
 def set_up(threads: int) -> None:

@@ -44,7 +44,7 @@ def is_plain(model: nn.Module) -> bool:
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A replacement of `functional.linear`: rows [N, in], weight [out, in], bias [out] or None -> [N, out]."""
+"""A replacement of `functional.linear`. It maps rows [N, in], weight [out, in] and bias [out] or None to [N, out]."""
 
 
 @dataclass

@@ -28,7 +28,7 @@ _RAGGED_KEYS = 2
 # Number of versions that no counted lease names, such as the version of an unfinished evaluation or one of the lineage
 # before a reload.
 _SPARE_VERSIONS = 1
-# In deterministic mode, in addition to `staleness`: the version being written, one for the oldest step that may still be
+# In deterministic mode, besides `staleness` versions: the version being written, one more with which a step may be
 # sampled, and one that a reloaded trainer publishes again.
 _EXACT_VERSIONS = 3
 # With algorithm.kl.refresh_every, the reference's version, and the next one while the last earlier tasks are scored.

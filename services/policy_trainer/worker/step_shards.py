@@ -19,7 +19,7 @@ class StepShards:
     def __init__(self, data: DataClient) -> None:
         self._data = data
         self._kept: dict[tuple[str, int], dict[str, Array]] = {}
-        """(task id, fence) -> arrays by key."""
+        """Arrays by key, by (task id, fence)."""
         self._fetching = asyncio.Lock()
 
     def drop(self) -> None:

@@ -25,7 +25,7 @@ class Passes(Protocol):
     of every token."""
 
     def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
-        """Run the prompts and return their logits. `lengths` are those without padding."""
+        """Run the prompts and return their logits. `lengths` excludes padding."""
 
     def go_on(self, id_R: Tensor) -> Tensor:
         """Run one more token of every row and return the logits."""

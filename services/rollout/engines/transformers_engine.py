@@ -161,7 +161,8 @@ class TransformersEngine:
         if self._deterministic:
             require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
-        # Memory mapped from a file is aligned differently, which changes the last bits. After a sleep it is owned, too.
+        # The storages are owned, as after a sleep: memory mapped from a file is aligned differently, which changes the
+        # last bits.
         own_storages(self._model.parameters())
         self._model.to(self._device)
         self._holders = weight_holders(self._model)

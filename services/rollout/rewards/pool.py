@@ -93,7 +93,7 @@ class RewardPool:
         self._judges: list[Judge[RewardCall]] = [Judge(retry) for _ in terms]
         self._probing: dict[int, asyncio.TimerHandle] = {}
         self.reachable = asyncio.Event()
-        """Set while no judge is unavailable."""
+        """Event that is set while no judge is unavailable."""
         self.reachable.set()
         self._failing = Failing(TroubleKind.REWARDS, "rewards")
         self._log = structlog.get_logger("rewards")

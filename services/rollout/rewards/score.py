@@ -35,7 +35,7 @@ class Score:
 
 
 def failed(function: str, kind: str, why: str, *, at: str = "", trace: str = "", retry_after_s: float = 0.0) -> Score:
-    """Return the score of a sample that `function` could not score. `at` is a line of user code, as in `file.py:12`."""
+    """Return the score of a sample that `function` could not score. `at` is a line of user code (`file.py:12`)."""
     text = f"{function}: {why}"[:300] + (f" (at {at})" if at else "")
     return Score(None, text.replace("\n", " "), kind=kind, trace=trace, retry_after_s=retry_after_s)
 

@@ -101,7 +101,7 @@ class UserHost:
         self.broken = False
         """Whether the process ended during calls."""
         self.leaving = asyncio.Event()
-        """Set once the process takes no more calls."""
+        """Event that is set once the process takes no more calls."""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(self._serve())
         """Task that serves the process and ends with it."""

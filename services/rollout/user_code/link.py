@@ -44,7 +44,7 @@ class Link:
             self._socket.sendall(data)
 
     def captured(self, slot: int) -> list[Sequence]:
-        """Return everything sampled for `slot`. May be called from any thread; other messages wait meanwhile."""
+        """Return everything sampled for `slot`. Any thread may call this; other messages wait meanwhile."""
         with self._reading:
             self.send(Ask(slot))
             while True:

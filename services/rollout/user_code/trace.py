@@ -1,6 +1,6 @@
 """Locates where users' code raised or hangs: `file:line` for people and the traceback for the log.
 
-The functions here never raise, for any exception of a user.
+No function here raises, no matter what the user's exception is.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ def test_overrides_apply_in_order_and_reach_into_lists(folder: Path) -> None:
         (
             "algorithm.group_size=1",
             "--set algorithm.group_size=1: algorithm.group_size: 1 leaves advantage grpo nothing to "
-            "compare, at least 2",
+            "compare; use at least 2",
         ),
         (
             "services.rollout={engine: openai}",
