@@ -277,7 +277,7 @@ def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> Fro
         return FrozenTorch(model, dtype, max_tokens, settings.device)
 
     def pieces() -> Frozen:
-        from services.reference.frozen_megatron import FrozenMegatron  # an optional extra
+        from services.reference.frozen_megatron import FrozenMegatron  # this is an optional extra
         from shared.ranks.process_group import open_group, own_device
 
         parallel = settings.parallel

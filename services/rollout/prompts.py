@@ -38,7 +38,7 @@ class PromptBuilder:
     """Builds prompts. It belongs to one thread at a time, because fast tokenizers refuse concurrent use."""
 
     def __init__(self, model: Path, *, add_generation_prompt: bool) -> None:
-        """Load the tokenizer of the model directory. Imports transformers. Raises RpcError(bad_request)."""
+        """Load the tokenizer of the model directory. This imports transformers. Raises RpcError(bad_request)."""
         from transformers import AutoTokenizer
 
         try:

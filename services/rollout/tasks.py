@@ -1,4 +1,4 @@
-"""Prepares leased tasks: their dataset rows, prompts and sampling parameters. Samples nothing itself."""
+"""Prepares leased tasks: their dataset rows, prompts and sampling parameters. It samples nothing itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReadyTask:
     row: Row
     prompt_ids: list[int]
     answer_ids: list[int] | None = None
-    """The answer to use if the data set provides it (supervised fine-tuning). None: it is sampled."""
+    """The answer to use if the data set provides it (supervised fine-tuning), or None if it is sampled."""
 
     def prompt(self) -> Prompt:
         return Prompt(self.handle.task_id, self.prompt_ids)

@@ -133,7 +133,7 @@ class WeightsSync:
         Raises RpcError(conflict) if they do not fit, after which the engine must not continue, and TransferFailed if
         they do not arrive, which leaves the engine unchanged.
         """
-        self.holds = HeldVersion()  # neither the old version nor the new one until the proof
+        self.holds = HeldVersion()  # it holds neither the old version nor the new one until the proof
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
         self._coming = _Coming(ref, delivery, time.perf_counter())
         if delivery.entry in self._drilled:

@@ -37,7 +37,7 @@ class Consumption:
     takeable: Callable[[RunState], int]
     """Return the number of tasks that the next step could take."""
     take: Callable[[RunState], list[Task]]
-    """Remove the tasks of the next step from the window and return them. Requires enough takeable ones."""
+    """Remove the tasks of the next step from the window and return them. Enough must be takeable."""
     choose: Callable[[RunState, int, int], list[Task]]
     """Return the waiting tasks of the next lease of a stage, given the maximum number."""
     choose_rows: Callable[[RunState, Evaluation, int], list[str]]

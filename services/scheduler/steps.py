@@ -166,7 +166,7 @@ def check_versions(run: RunState) -> None:
 
 
 def batch(run: RunState, request: NextBatch) -> StepBatch | None:
-    """Return the batch of a journaled step, always the same, or None if it is not journaled. Changes nothing."""
+    """Return the batch of a journaled step, always the same, or None if it is not journaled. It changes nothing."""
     check_driver(run, request.driver)
     if run.broken:
         raise RpcError(ErrorCode.BAD_REQUEST, run.broken)

@@ -1,4 +1,4 @@
-"""Mappings that a process keeps of files whose pages stores lend again and again, for reading and for writing.
+"""Mappings that a process keeps of files whose pages stores lend repeatedly, for reading and for writing.
 
 A store lends the pages of a collected file to the next put of about its size. A new mapping costs a page fault per page
 written, or per 64 KiB read, and as much again to unmap. Per GiB, a put with checksums takes 0.13 s through a kept

@@ -33,7 +33,7 @@ def is_plain(model: nn.Module) -> bool:
     )
     return (
         whole
-        and not isinstance(first, DTensor)  # only a rank's part of the model
+        and not isinstance(first, DTensor)  # it is only a rank's part of the model
         and first.device.type == "cpu"
         and first.dtype == torch.float32
         and config.hidden_act == "silu"

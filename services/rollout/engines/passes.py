@@ -18,7 +18,10 @@ from shared.model.plain_decoder import Past, PlainDecoder, is_plain
 
 
 class Passes(Protocol):
-    """The passes of some rows: `begin` with prompts or `gathered`, then `go_on` and `keep`. Logits: [R, vocabulary]."""
+    """The passes of some rows: `begin` with prompts or `gathered`, then `go_on` and `keep`.
+
+    Logits have the shape [R, vocabulary].
+    """
 
     gathers: bool
     """Whether rows of several passes can be `gathered`. They cannot if a layer keeps anything but the keys and values

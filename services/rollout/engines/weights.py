@@ -94,7 +94,7 @@ def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[s
 
 @contextmanager
 def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Write `tensors` to a safetensors file in memory, for processes of this user on this machine. Yields its path.
+    """Write `tensors` to a safetensors file in memory, for processes of this user on this machine, and yield its path.
 
     The file has no name in any folder: it is gone with this process, however that ends, and with its last mapping.
     """

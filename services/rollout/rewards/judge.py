@@ -52,7 +52,7 @@ def unavailable(error: BaseException) -> float | None:
 
 def _is_away(error: BaseException) -> bool:
     if isinstance(error, ConnectionError):
-        return not isinstance(error, BrokenPipeError)  # more often from a pipe to a program than from a judge
+        return not isinstance(error, BrokenPipeError)  # it is more often raised by a pipe to a program than by a judge
     if type(error) is TimeoutError:
         return _raised_in(error) in _SOCKET_MODULES
     for kind in type(error).__mro__:
