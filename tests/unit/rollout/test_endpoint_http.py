@@ -79,7 +79,7 @@ def test_a_request_over_the_size_limit_is_refused_and_the_connection_stays_usabl
     assert large[0] == 413
     assert large[1]["message"] == "the request exceeds 1048576 bytes"
     assert large[1]["type"] == "invalid_request_error"
-    assert "no JSON" in at_limit[1]["message"]
+    assert "not valid JSON" in at_limit[1]["message"]
     assert small[1]["message"] == "the request has no list of messages"
 
 

@@ -30,7 +30,7 @@ BAD = [
     ("bad", "segfault", "crashed", "took its process down: it died of SIGSEGV"),
     ("bad", "exit", "crashed", "took its process down: it ended with status 3"),
     ("bad", "sys.exit", "raised", "raised SystemExit: 3"),
-    ("bad", "eat", "memory", "more memory than reward.memory allows"),
+    ("bad", "eat", "memory", "needed more memory than reward.memory allows"),
     ("bad", "spin", "timeout", "no answer within 1 s (reward.timeout_s)"),
     ("bad", "stop", "timeout", "no answer within 1 s (reward.timeout_s)"),
     ("bad", "parts", "answer", "answered with a value that cannot be handed over: a message of 1782"),
