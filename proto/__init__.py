@@ -1,1 +1,1 @@
-"""The wire protocol of rlbus: encodes and decodes typed messages. No I/O, no torch. `SPEC.md` is authoritative."""
+"""The wire protocol of rlbus: encodes and decodes typed messages, without I/O or torch. `SPEC.md` is authoritative."""

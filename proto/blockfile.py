@@ -1,6 +1,6 @@
 """The layout of a block file: a self-describing file with the shards of one put. Every size is checked before use.
 
-All numbers are little-endian and unsigned. A file consists of, without gaps except zero padding:
+All numbers are little-endian and unsigned. A file consists of these parts, without gaps except zero padding:
 
     header   64 bytes
     table    fences u64[tasks] | dims u64[dims] | rows 32 B[rows] | counts u32[tasks] | task names | key names
@@ -20,7 +20,7 @@ Row: `key u32` (index into the key names), `dtype u8` (code of `proto.dtypes`), 
 `offset u64` from the start of the file, `nbytes u64`, `checksum u64` (xxh3-64 of the data). The dimensions of a row are
 the next `ndim` entries of `dims`; `prod(dimensions) * itemsize == nbytes`. `counts[i]` (>= 1) rows belong to task i:
 the rows of a task are consecutive, tasks are in the order of their names, and the keys of a task are distinct and in
-the order in which its content hash takes them. Names are ASCII and distinct, separated by one "\\n", without one at
+the order in which its content hash takes them. Names are ASCII and distinct, separated by one "\\n", with none at
 the end. Offsets are canonical: row 0 begins at the first multiple of 64 at or after the end of the table, row i + 1 at
 the first multiple of 64 at or after the end of row i (an empty shard takes no room), and the file ends exactly where
 the last row does. Padding bytes are not read. The content hash of a task is the xxh3-64 of the checksums of its rows,
@@ -105,7 +105,7 @@ class Table:
 
     @cached_property
     def index(self) -> dict[tuple[str, int], int]:
-        """`(task_id, fence)` -> task index."""
+        """Task index by `(task_id, fence)`."""
         return {pair: i for i, pair in enumerate(zip(self.task_ids, self.fences, strict=True))}
 
     @cached_property
@@ -205,7 +205,7 @@ class BlockLayout:
         # Only the dimensions of an empty array can exceed its bytes.
         sizes, dims = rows["nbytes"], np.array(list(chain.from_iterable(shapes)), _U64)
         if float(sizes.sum(dtype=np.float64)) > MAX_FILE_BYTES or (not sizes.all() and not _dims_ok(rows, dims)):
-            raise WireError(f"block file over {MAX_FILE_BYTES} bytes, or a shard's dimensions are: put in parts")
+            raise WireError(f"block file, or the dimensions of a shard, over {MAX_FILE_BYTES} bytes: put in parts")
         self._counts = np.array([len(shards) for _, _, shards in tasks], _U32)
         self._head = FileHead(
             [each[0] for each in tasks], [each[1] for each in tasks], self._counts, list(keys), rows, dims

@@ -132,7 +132,7 @@ def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:
 
 
 def check(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Envelope:
-    """Check the frames of a message against its envelope and return that, without parsing. Raises WireError only."""
+    """Check the frames of a message against its envelope, without parsing, and return it. Raises WireError only."""
     if len(frames) < 2:
         raise WireError(f"message of {len(frames)} frames: at least an envelope and a body")
     head = envelope.unpack(frames[0], limits)

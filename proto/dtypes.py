@@ -69,5 +69,5 @@ def by_numpy(dtype: np.dtype[Any]) -> DType:
     """Return the row of a numpy dtype in any byte order. Raises WireError for object, string, complex or structured."""
     row = _BY_NUMPY.get(dtype) or _BY_NUMPY.get(dtype.newbyteorder("<"))
     if row is None:
-        raise WireError(f"dtype {dtype}: cannot travel; use one of {', '.join(_BY_NAME)}")
+        raise WireError(f"dtype {dtype}: cannot be sent; use one of {', '.join(_BY_NAME)}")
     return row

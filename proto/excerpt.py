@@ -131,7 +131,7 @@ def _rows(tables: Sequence[Table], picks: Picks) -> tuple[Array, Array, Array, A
 
 
 def _key_numbers(tables: Sequence[Table], names: Sequence[str], file_of: Array, rows: Array) -> Array:
-    """Return the index of each row's key in `names`, -1 for other keys."""
+    """Return the index of each row's key in `names`, or -1 for other keys."""
     place = {name: at for at, name in enumerate(names)}
     translate = np.full((len(tables), max(len(table.keys) for table in tables)), -1, np.int64)
     for number, table in enumerate(tables):

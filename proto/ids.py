@@ -37,7 +37,7 @@ def check_key(key: str) -> str:
 
 
 def revised_name(key: str) -> str | None:
-    """Return the name of the shard in a key with a revision, None for a key without one."""
+    """Return the name of the shard in a key with a revision, or None for a key without one."""
     name, colon, _ = key.partition(REVISION)
     return name if colon else None
 

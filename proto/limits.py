@@ -1,6 +1,6 @@
 """Limits of messages. Receivers check them before they allocate, and senders check the same limits.
 
-Senders check because an oversize frame makes a ZeroMQ peer reconnect for ever (SPEC section 7).
+Senders check because an oversize frame makes a ZeroMQ peer reconnect forever (SPEC section 7).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_INLINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one message. Sizes are in bytes; `frames` limits the number of raw frames and that of tensors."""
+    """Limits of one message. Sizes are in bytes; `frames` limits raw frames as well as tensors."""
 
     body_bytes: int
     frames: int

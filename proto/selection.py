@@ -23,11 +23,11 @@ class Selection(NamedTuple):
     """Indices of the keys in the table."""
     codes: Array
     first: Array
-    """Begin of the data, counted in elements of its type. It is whole because item sizes divide 64, and 64 divides
+    """Start of the data, counted in elements of its type. It is whole because item sizes divide 64, and 64 divides
     offsets."""
     end: Array
     shapes: dict[int, tuple[int, ...]]
-    """Row -> shape, if that is not (end - first,)."""
+    """Shape by row, for rows whose shape is not (end - first,)."""
     numbers: Array
     """Numbers of the rows in the table."""
 
@@ -95,7 +95,7 @@ def _together(table: Table, where: Array, counts: Array, keys: Sequence[str] | N
 
 
 def _ranks(table: Table, keys: Sequence[str]) -> Array:
-    """Return the index in `keys` of each key of the table, -1 for other keys."""
+    """Return the index in `keys` of each key of the table, or -1 for other keys."""
     place = {key: at for at, key in reversed(list(enumerate(keys)))}
     return np.array([place.get(key, -1) for key in table.keys], np.int64)
 

@@ -29,7 +29,7 @@ def weights_meta(ref: WeightsRef) -> BatchMeta:
 
 
 class BatchStatus(StrEnum):
-    """Where the data of a batch is."""
+    """The location of the data of a batch."""
 
     LOCAL = "local"
     REMOTE = "remote"
@@ -47,9 +47,9 @@ class Batch:
         Raises ValueError if a task occurs twice, or `data` does not match `meta`.
         """
         if len({task.task_id for task in meta.tasks}) != len(meta.tasks):
-            raise ValueError(f"batch of {len(meta.tasks)} tasks: a task comes twice")
+            raise ValueError(f"batch of {len(meta.tasks)} tasks: a task occurs twice")
         if data is not None and len(data) != len(meta.tasks):
-            raise ValueError(f"batch of {len(meta.tasks)} tasks: data of {len(data)}")
+            raise ValueError(f"batch of {len(meta.tasks)} tasks: data for {len(data)}")
         self._meta = meta
         self._client = client
         self._data = data
@@ -103,7 +103,7 @@ class Batch:
         return sum(task.tokens for task in self._meta.tasks)
 
     def __len__(self) -> int:
-        """Number of tasks."""
+        """Return the number of tasks."""
         return len(self._meta.tasks)
 
     def __repr__(self) -> str:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class LeaseLost(Exception):
-    """The lease is no longer held, and its work is to be dropped."""
+    """The lease is no longer held, and its work must be dropped."""
 
 
 class Lease:
@@ -64,7 +64,7 @@ class Lease:
             self._computed = self._computing()
 
     def advance(self) -> None:
-        """Record progress outside of the compute thread."""
+        """Record progress outside the compute thread."""
         self._advanced += 1
 
     @property
@@ -86,7 +86,7 @@ class Lease:
             self.advance()
 
     def give_up(self) -> None:
-        """Tell the work to stop. Loop thread only."""
+        """Tell the work to stop. Call it on the loop's thread."""
         self.cancel.set()
         self.given_up.set()
 
@@ -116,7 +116,7 @@ class Retired(Exception):
 
 
 class LeaseBook:
-    """The leases that a service holds for one stage. Belongs to the service's loop."""
+    """The leases that a service holds for one stage. It belongs to the service's loop."""
 
     def __init__(self, service: Service, stage: str, computing: Callable[[], int]) -> None:
         """`computing` returns the progress counter of the compute thread, which only that thread advances."""
@@ -125,7 +125,7 @@ class LeaseBook:
         self.queued: set[Lease] = set()
         """Leases that wait for other leases to end. They progress whenever one of the others does."""
         self.retired = asyncio.Event()
-        """Set once no further lease may be taken."""
+        """Event that is set once no further lease may be taken."""
         self._others = 0
         self.computing = computing
         self._service = service
@@ -208,7 +208,7 @@ class LeaseBook:
         """Repeat `attempt` while its peer is away and the lease is held, and return its result.
 
         An attempt renews the lease for `limit_s` seconds, within which it should end; each call of its `OnProgress`
-        starts them again. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry cannot cure.
+        restarts that time. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry cannot cure.
         """
         return await lease.while_held(lease.within(limit_s, self._repeat(lease, what, attempt, limit_s)))
 
@@ -235,7 +235,7 @@ class LeaseBook:
         """End the lease with `results`. Its other tasks go back to the scheduler. Raises LeaseLost."""
         request = self._request(lease, results, scalars or {})
         try:
-            # The call goes on if the lease is given up: a heartbeat may find the lease ended before the answer arrives.
+            # The call continues if the lease is given up: a heartbeat may find it ended before the answer arrives.
             call = partial(self._service.scheduler.call, request, CompleteAck, deadline_s=CALL_S)
             ack = await lease.within(CALL_S, self._repeat(lease, "complete", lambda _: call(), CALL_S))
         except RpcError as error:

@@ -12,7 +12,7 @@ import resource
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full mount and of an exhausted quota. Producers and stores answer them with BUSY and keep running."""
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-"""Errors that no descriptor is left for this process or on this machine. A later attempt may succeed."""
+"""Errors of a process or a machine that has no descriptor left. A later attempt may succeed."""
 
 
 def raise_descriptor_limit() -> int:

@@ -55,7 +55,7 @@ class _PreparationFailures:
         raise RpcError(
             ErrorCode.INTERNAL,
             f"no lease{what} could be prepared in {now - self._since:.0f} s and {self._times} attempts "
-            f"(limits {PREPARE_S:g} s, {PREPARE_ATTEMPTS}), the last: {error}{remedy}",
+            f"(limits {PREPARE_S:g} s, {PREPARE_ATTEMPTS}), the last error: {error}{remedy}",
         )
 
 
@@ -152,7 +152,7 @@ class LeasePipeline(Generic[P, C]):
                 refused.count(lease, error)
                 await asyncio.sleep(BACKOFF_S)
             else:
-                self._book.queued.add(lease)  # until there is room to compute it
+                self._book.queued.add(lease)  # it is queued until there is room to compute it
                 lease.untouched = True
                 return lease, prepared
 
@@ -163,7 +163,7 @@ class LeasePipeline(Generic[P, C]):
             lease = await self._acquire()
             if self._may_lease.is_set():
                 return lease
-            await self._book.hand_back(lease, "finished blocks are waiting, so this one would, too", untouched=True)
+            await self._book.hand_back(lease, "finished blocks wait, so this one would wait, too", untouched=True)
         return await self._acquire()
 
     async def _allowed(self, may_lease: asyncio.Event) -> None:
@@ -211,13 +211,13 @@ class LeasePipeline(Generic[P, C]):
                     raise RpcError(
                         ErrorCode.INTERNAL,
                         f"lease {lease.grant.lease_id} was lost, and {lease_s:g} s later (lease.lease_s) its "
-                        "computation has neither stopped nor moved: it hangs, this process ends and is started again",
+                        "computation has neither stopped nor moved: it hangs, so this process ends and is restarted",
                     )
             return computing.result()
         finally:
             for each in either:
                 each.cancel()
-            # With a timeout, so that a computation that hangs does not keep the process from ending.
+            # The timeout lets the process end even if a computation hangs.
             await asyncio.wait({asyncio.gather(*either, return_exceptions=True)}, timeout=STOP_S)
 
     async def _end(self, lease: Lease, prepared: P, computed: C) -> None:

@@ -30,7 +30,7 @@ CHECKPOINT_PREFIX = "step-"
 SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlbus-"
 UNFINISHED_PREFIX = ".rlbus-run-"
-"""Begins the hidden name of a run directory that is still being made beside its place. Its maker holds a lock on it."""
+"""Prefix of the hidden name of a run directory that is still being made. Its maker holds a lock on it."""
 _OWNER_LOCK = "owner.lock"
 _SHM_LINK = "shm"
 _TOPOLOGY = "topology.yaml"
@@ -196,9 +196,9 @@ class RunDir:
         folder: Path | None = None,
         topology: Topology | None = None,
     ) -> RunDir:
-        """Make what the directory of the run holds, in `folder` if it is given. The rename comes last.
+        """Make the content of the run directory, in `folder` if it is given. The rename comes last.
 
-        Removes the directories of sockets and shared memory again if anything fails.
+        If anything fails, the directories of sockets and shared memory are removed again.
         """
         here = folder or path
         for name in ("logs", "checkpoints"):
@@ -211,7 +211,7 @@ class RunDir:
             if longest > MAX_IPC_PATH_BYTES:
                 raise RpcError(
                     ErrorCode.BAD_REQUEST,
-                    f"socket directory {sockets}: {longest} bytes, ipc paths end at {MAX_IPC_PATH_BYTES}; "
+                    f"socket directory {sockets}: {longest} bytes, but ipc paths end at {MAX_IPC_PATH_BYTES}; "
                     "set TMPDIR to a shorter path",
                 )
             text = json.dumps({"run": path.name, "sockets": str(sockets), "shm": str(shm), "scheduler": scheduler})
@@ -240,7 +240,7 @@ class RunDir:
                 why = f"its run.json cannot be read ({type(error).__name__})"
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"run directory {path}: not a run, {why}; name one under runs/, or start one with "
+                f"run directory {path}: not a run: {why}; name one under runs/, or start one with "
                 "`python -m launch.cluster TOPOLOGY.yaml --run-dir ...`",
             ) from None
 
@@ -298,8 +298,8 @@ def sweep_abandoned(shm_root: Path = SHM_ROOT, runs: Path | None = None) -> list
     """Delete the shared memory and sockets of runs without a living process (all were killed at once, for example), and
     the run directories under `runs` that their launcher did not finish making.
 
-    Returns the deleted directories. Those that a process has locked stay, and so do those younger than `ABANDONED_S`,
-    those of other users, and those that cannot be recognised.
+    Returns the deleted directories. Directories that a process has locked stay, and so do directories that are younger
+    than `ABANDONED_S`, belong to other users, or cannot be recognised.
     """
     sockets = _old_folders(Path(tempfile.gettempdir()), SHM_PREFIX)
     linked = {folder: shm for folder in sockets if (shm := _linked(folder)) is not None}
@@ -322,7 +322,7 @@ def _remove_shards(shm: Path) -> None:
 
 
 def _linked(sockets: Path) -> Path | None:
-    """Return the shared memory of the run to which the sockets belong. None if they name none."""
+    """Return the shared memory of the run to which the sockets belong, or None if they name none."""
     with contextlib.suppress(OSError):
         return sockets / os.readlink(sockets / _SHM_LINK)
     return None

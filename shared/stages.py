@@ -61,7 +61,7 @@ REFERENCE = Stage(
 """Scalar `kl`, only with the KL in the reward, is the sum over the sample's tokens, from `rollout_logprobs`. Scalar
 `reference_step`, only with a refreshed reference, is the step of the version that scored, 0 for the initial model."""
 PROXIMAL = Stage("proximal", "policy-trainer", needs=("token_ids", "lengths", "loss_mask"), makes=("prox_logprobs",))
-"""Made by the trainer itself once a task is BATCHED, and not leased. Stored under `prox_logprobs:<call>`."""
+"""Stage that the trainer makes itself once a task is BATCHED. It is not leased; its key is `prox_logprobs:<call>`."""
 
 
 def train_graph(*, with_reference: bool) -> tuple[Stage, ...]:

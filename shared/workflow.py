@@ -2,8 +2,8 @@
 
     async def workflow(row: dict, llm: LLM, ctx: Context, **params) -> Trajectory     # makes one sample
 
-`llm.chat` calls the policy. Its tokens are kept as they were sampled. A history that begins with that of an earlier
-call (including the policy's answer) continues the sequence of that call; any other history opens a new one.
+`llm.chat` calls the policy. Its tokens are kept as they were sampled. A history that begins with the history of an
+earlier call (including the policy's answer) continues the sequence of that call; any other history opens a new one.
 
 Workflows run in separate processes, many samples in one loop. Samples share only what modules hold, and a sample whose
 process broke is made again from the start.
@@ -39,7 +39,7 @@ class ToolCall:
 class Turn:
     """One answer of the policy.
 
-    `token_ids`, `logprobs` and `versions` are those of the sampled tokens, including the EOS. `text` has no special
+    `token_ids`, `logprobs` and `versions` describe the sampled tokens, including the EOS. `text` has no special
     tokens and ends before a stop text. `finish_reason` is `stop` or `length`. `prompt_tokens` counts the input tokens.
     Append `message` to the history to have the next call continue this one.
     """
@@ -98,7 +98,7 @@ class Context(Protocol):
     task_id: str
     sample: int
     state: dict[str, Any]
-    """Values of the workflow, which reward functions receive as `sample.state`. JSON values only."""
+    """Values of the workflow, which reward functions receive as `sample.state`. They must be JSON values."""
 
     @property
     def base_url(self) -> str: ...

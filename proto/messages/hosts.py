@@ -8,7 +8,7 @@ from proto.registry import Message, Record, Request, message
 
 
 class HostProcess(Record, frozen=True, array_like=True):
-    """A process that a host is to run."""
+    """A process that a host has to run."""
 
     service: str
     instance: int
@@ -18,7 +18,7 @@ class HostProcess(Record, frozen=True, array_like=True):
 
 @message(35)
 class HostOrders(Message, frozen=True, kw_only=True):
-    """What the host is to run. The agent starts what is missing and drains what is not named."""
+    """The processes that the host has to run. The agent starts those that are missing and drains all others."""
 
     processes: list[HostProcess]  # the processes, with their shares of the host
     ends: bool = False  # the run ends: drain everything and end
@@ -36,11 +36,11 @@ class HostReport(Request, frozen=True, kw_only=True):
 
     host: str  # its name in `placement.hosts`
     incarnation: int  # incarnation of the agent
-    endpoint: str  # where the agent answers the messages of an operator or a scheduler to a supervisor
+    endpoint: str  # endpoint at which the agent answers the messages of an operator or a scheduler to a supervisor
     gpus: int  # number of GPUs that the agent may use
     processes: list[ProcessRow]  # the processes that it started
     ended: bool = False  # all of them have ended, and the agent ends with this report
-    failed: str = ""  # why the processes of this host cannot go on, in one line; empty: they can
+    failed: str = ""  # reason why the processes of this host cannot continue, in one line; empty: they can
 
 
 @message(37, reply=Ack)

@@ -119,7 +119,7 @@ class WaitRow(Record, frozen=True, array_like=True):
     what: str  # one line for a person
     since_s: float  # seconds that it has lasted
     limit_s: float = 0.0  # seconds after which it ends or something is done about it; 0: nothing limits it here
-    of: str = ""  # the process that is waited for, as `rollout/0`, or a service, as `rollout`; empty: none of the run
+    of: str = ""  # the process that is waited for (`rollout/0`), or a service (`rollout`); empty: none of the run
 
 
 @message(16)
@@ -137,7 +137,7 @@ class Waits(Message, frozen=True, kw_only=True):
 
 @message(17, reply=Waits)
 class GetWaits(Request, frozen=True, kw_only=True):
-    """Ask a process what it waits for. Every process answers it at once, whatever it waits for."""
+    """Ask a process what it waits for. Every process answers it at once, even while it waits."""
 
 
 @message(28, reply=Ack)
@@ -159,7 +159,7 @@ class DrainService(Request, frozen=True, kw_only=True):
 class ScaleService(Request, frozen=True, kw_only=True):
     """Run instances 0 to `instances` - 1 of a service: start those that are missing and drain those above.
 
-    The resolved topology of the run keeps the number, as far as it has a key for it.
+    The resolved topology of the run keeps the number if it has a key for it.
 
     Errors:
         bad_request: the service cannot be scaled in this run, or this machine lacks what so many instances need.
@@ -174,7 +174,7 @@ class StoryRow(Record, frozen=True, array_like=True):
     """One event in the story of a task."""
 
     at: float  # its time, in seconds since 1970; 0 if it was before the journal's first event
-    service: str  # the process that it concerns, as `rollout/0`
+    service: str  # the process that it concerns, such as `rollout/0`
     what: str  # the event
     facts: dict[str, str]  # values of the event by name
 

@@ -90,7 +90,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     state: str  # STARTING, READY or DRAINING
     rss_bytes: int = 0
     holds_step: int = -1
-    """Policy version that an engine has loaded, or -1 if there is none or the service is no engine."""
+    """Policy version that an engine has loaded, or -1 if there is none or the service is not an engine."""
     holds_lineage: int = 0  # lineage of that version
     leases: list[LeaseProgress] = []  # the leases on which it works
     store_bytes: int = 0  # bytes that a batch store holds; 0 from other services
@@ -133,7 +133,7 @@ class DeviceOrder(Message, frozen=True, kw_only=True):
 
 @message(27, reply=DeviceOrder)
 class HoldDevices(Request, frozen=True, kw_only=True):
-    """A colocated process reports its parts on the shared devices. Answered when these must or may change.
+    """A colocated process reports its parts on the shared devices. It is answered when these must or may change.
 
     A process loads nothing that was not granted to it.
 
@@ -149,5 +149,5 @@ class HoldDevices(Request, frozen=True, kw_only=True):
     incarnation: int
     number: int  # number of the report in this life; only the newest counts
     holds: list[str] = []  # the parts that are on the devices
-    using: list[str] = []  # those of them that are in use, which are not taken away
+    using: list[str] = []  # the held parts that are in use, which are not taken away
     wants: list[str] = []  # the parts for which it waits, all at once, while it uses none

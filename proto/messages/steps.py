@@ -60,7 +60,7 @@ class StepBatch(Message, frozen=True, kw_only=True):
 
 @message(43, reply=StepBatch)
 class NextBatch(Request, frozen=True, kw_only=True):
-    """The driver asks for the batch of a step. Deferred until it is ready. Asking again returns the same batch.
+    """The driver asks for the batch of a step. The answer waits until it is ready. Asking again returns the same batch.
 
     Errors:
         bad_data: too many tasks in a row were dropped, or a trouble ended the run.
@@ -125,7 +125,7 @@ class EvalsDone(Message, frozen=True, kw_only=True):
 
 @message(48, reply=EvalsDone)
 class WaitEvals(Request, frozen=True, kw_only=True):
-    """The driver waits for the evaluations of a version. Deferred until they and all earlier ones are done.
+    """The driver waits for the evaluations of a version. The answer waits until they and all earlier ones are done.
 
     Errors:
         bad_data: a trouble ended the run.

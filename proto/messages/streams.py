@@ -8,10 +8,10 @@ from proto.registry import Message, Request, message
 
 @message(75)
 class StorePlace(Message, frozen=True, kw_only=True):
-    """What a process needs to find out whether it shares memory with the store."""
+    """A file by which a process finds out whether it shares memory with the store."""
 
     path: str  # path of a file
-    token: str  # its content, as processes read it that share memory with the store
+    token: str  # its content, as read by processes that share memory with the store
 
 
 @message(76, reply=StorePlace)
@@ -28,7 +28,7 @@ class LineOpened(Message, frozen=True, kw_only=True):
     """A line is open: connect and send HELLO (section 11). The id is good for one connection."""
 
     line_id: str  # 32 hexadecimal digits
-    endpoint: str  # where to connect
+    endpoint: str  # endpoint to which to connect
     secret: str = ""  # 64 hexadecimal digits, drawn for this line only; empty: its bytes travel in clear
 
 
@@ -37,7 +37,7 @@ class OpenLine(Request, frozen=True, kw_only=True):
     """A reader on another host asks for a bulk connection.
 
     Errors:
-        busy: the store has as many lines as it can.
+        busy: the store has the maximum number of lines.
     """
 
 
@@ -58,7 +58,7 @@ class OpenStream(Request, frozen=True, kw_only=True):
 
     Errors:
         bad_request: there is no task, or a task or a key occurs twice.
-        busy: the store has as many streams as it can.
+        busy: the store has the maximum number of streams.
         collected: tasks (`names`) are tombstoned at these fences. It is checked before missing.
         lost: the line is not open.
         missing: tasks or shards (`names`) do not exist.

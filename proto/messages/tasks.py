@@ -12,7 +12,7 @@ from proto.registry import Message, Record, Request, message
 
 
 class TaskHandle(Record, frozen=True, array_like=True):
-    """The facts that a process needs to fetch the shards of a task; no data."""
+    """The facts that a process needs to fetch the shards of a task, without their data."""
 
     task_id: str
     fence: int

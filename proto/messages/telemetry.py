@@ -62,7 +62,7 @@ class Telemetry(Message, frozen=True, kw_only=True):
     instance: int
     incarnation: int
     sequence: int  # counts all messages that this process tried to send
-    dropped: int  # counts those of them that were not taken
+    dropped: int  # counts those of them that were dropped
     at: float  # time of the change, in seconds since 1970
     topic: str  # name of the topic
     values: dict[str, float | str]  # all values of the topic
@@ -80,7 +80,7 @@ class TopicRow(Record, frozen=True, array_like=True):
 
 @message(111)
 class Snapshot(Message, frozen=True, kw_only=True):
-    """All that the monitor knows."""
+    """The present state of the monitor: the last values of all topics."""
 
     sequence: int  # sequence of the last update in it; the stream continues after it
     rows: list[TopicRow]  # the last values of every topic

@@ -163,7 +163,7 @@ class LoadCheckpoint(WorkerRequest, frozen=True, kw_only=True):
 
     Errors:
         conflict: it is damaged or belongs to another model. Nothing is changed.
-        missing: there is none of this step.
+        missing: no checkpoint or snapshot of this step exists.
     """
 
     step: int
@@ -206,7 +206,7 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
 
     driver: int
     at_least: int = 0
-    """Calls get numbers above this one and above that of the last call of the worker, so that all ranks of a group
+    """Calls get numbers above this one and above the number of the worker's last call, so that all ranks of a group
     agree.
     """
     turn: int = 0
@@ -240,7 +240,7 @@ class Met(Message, frozen=True, kw_only=True):
 
 @message(99, reply=Met)
 class Meet(Request, frozen=True, kw_only=True):
-    """A rank tells rank 0 that it is ready for a collective. Deferred until all ranks are.
+    """A rank tells rank 0 that it is ready for a collective. The answer is deferred until all ranks are.
 
     Round "join" of generation 0 forms the group, and the answer names its generation. Round "end" is deferred until the
     group has ended.
@@ -258,7 +258,7 @@ class Meet(Request, frozen=True, kw_only=True):
 
 @message(109, reply=WorkerReady)
 class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
-    """Replaces a refused `OptimStep`: discard the gradient and change nothing, but count the update."""
+    """Discard the gradient of a refused `OptimStep` and change nothing, but count the update."""
 
     step: int  # as in `OptimStep`
     last: bool  # as in `OptimStep`; the worker is then at `step` with unchanged weights
@@ -268,7 +268,7 @@ class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
 class ScoreTogether(Request, frozen=True, kw_only=True):
     """The rank of a reference that holds the lease tells the ranks with the other pieces of the same model to score a
     batch together. They fetch the shards that stage reference needs, load the version, and meet in round
-    `score <number>`. Answered when they are done. They put nothing.
+    `score <number>`. The answer is deferred until they are done. They put nothing.
     """
 
     generation: int  # generation of the group (`Meet`)

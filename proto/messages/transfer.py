@@ -74,4 +74,4 @@ class EndTransfer(Request, frozen=True, kw_only=True):
     incarnation: int
     communicator: int  # number of the communicator
     number: int  # number of the transfer
-    failure: str = ""  # the reason for giving it up; empty: all of it is there
+    failure: str = ""  # the reason for giving it up; empty: all of it arrived

@@ -1,4 +1,4 @@
-"""The last value of every topic, and one sequence of changes. No socket, no clock.
+"""The last value of every topic, and one sequence of changes, without sockets or a clock.
 
 Its size is bounded by what one snapshot can carry. Rows that would exceed the bounds are refused and counted.
 """
@@ -61,7 +61,7 @@ class MonitorState:
         return Update(sequence=self.sequence, row=row)
 
     def put_changed(self, row: TopicRow) -> Update | None:
-        """Like `put`, but return None also if the values are the same as before."""
+        """Store a row as `put` does, but also return None if the values are the same as before."""
         known = self._rows.get((row.service, row.instance, row.topic))
         return None if known is not None and known.values == row.values else self.put(row)
 

@@ -68,7 +68,7 @@ class Estimator:
 
 
 def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:
-    """A = (r - group mean) / (group std + epsilon), without the division if `std_epsilon` is None.
+    """Return A = (r - group mean) / (group std + epsilon), without the division if `std_epsilon` is None.
 
     The standard deviation is the unbiased one over the surviving samples of the group; a group of one gets 0.
     Sources: DeepSeekMath (arXiv 2402.03300), section 4.1.2; without division: Dr. GRPO (arXiv 2503.20783), section 3.2.
@@ -84,7 +84,7 @@ def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:
 
 
 def rloo(rewards: Array, groups: Array) -> Array:
-    """A = r - mean of the *other* samples of the group = G / (G - 1) (r - group mean); a group of one gets 0.
+    """Return A = r - mean of the *other* samples of the group = G / (G - 1) (r - group mean), or 0 for a group of one.
 
     Source: RLOO (arXiv 2402.14740), the leave-one-out estimator, after Kool et al., "Buy 4 REINFORCE samples, get a
     baseline for free!", 2019.
@@ -95,7 +95,7 @@ def rloo(rewards: Array, groups: Array) -> Array:
 
 
 def opo(rewards: Array, groups: Array, loss_tokens: Array) -> Array:
-    """A = r - b with the length-weighted baseline b = sum(l r) / sum(l) of the group, l = sampled tokens.
+    """Return A = r - b with the length-weighted baseline b = sum(l r) / sum(l) of the group, l = sampled tokens.
 
     Source: OPO, On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585), its practical (length-weighted) optimal
     baseline. The baseline of a group without tokens is the plain mean.
@@ -109,7 +109,7 @@ def opo(rewards: Array, groups: Array, loss_tokens: Array) -> Array:
 
 
 def reinforce_pp(rewards: Array, loss_tokens: Array) -> Array:
-    """A = (r - mean) / sqrt(var + 1e-8), with statistics over all sampled tokens of the step regardless of group.
+    """Return A = (r - mean) / sqrt(var + 1e-8), with statistics over all sampled tokens of the step.
 
     Each sample counts once per token, and the variance is the unbiased one. Applied to rewards minus their group's
     mean, this is the variant with a baseline.

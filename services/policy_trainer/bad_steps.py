@@ -30,7 +30,7 @@ class BadSteps:
         if error.code != ErrorCode.BAD_DATA:
             raise error
         if self._policy == "stop":
-            raise RpcError(error.code, f"{error}; with run.on_bad_step: skip, the run leaves it out", names=error.names)
+            raise RpcError(error.code, f"{error}; with run.on_bad_step: skip, the run skips it", names=error.names)
         self._log.warning("update skipped", step=step, cause=str(error), tasks=error.names[:_SHOWN_TASKS])
 
     def ended(self, step: int, updates: int) -> None:
@@ -39,6 +39,6 @@ class BadSteps:
         if self._in_a_row >= MAX_IN_A_ROW:
             raise RpcError(
                 ErrorCode.BAD_DATA,
-                f"step {step}: {self._in_a_row} steps in a row were skipped as bad, the log of policy-trainer has the "
+                f"step {step}: {self._in_a_row} steps in a row were skipped as bad; the log of policy-trainer has the "
                 "causes; go back to a checkpoint from before them, or fix the reward, the loss or optimizer.lr",
             )

@@ -56,7 +56,7 @@ class WorkerDispatch:
     """
 
     def __init__(self, clients: Sequence[Client], layout: Layout, driver: int) -> None:
-        """`clients` are those of the workers' mailboxes, by rank. `driver` is the incarnation that all calls carry."""
+        """`clients` reach the workers' mailboxes, by rank. `driver` is the incarnation that all calls carry."""
         self._clients = list(clients)
         self._driver = driver
         self._turn = 0
@@ -74,7 +74,7 @@ class WorkerDispatch:
     async def take_over(self, turn: int | None = None) -> messages.WorkerState:
         """Take control of the workers and return their state. They refuse other drivers and earlier calls from then on.
 
-        `turn` is that of the driver (`RunInfo.drivers`); without it, that of the previous call, or 0.
+        `turn` is the driver's turn (`RunInfo.drivers`). It defaults to the turn of the previous call, or 0.
         The state is dirty if the ranks are at different steps; a reload is needed to make them one group again. Its
         snapshots are those that every rank holds.
         """
@@ -216,7 +216,7 @@ class WorkerDispatch:
     # ---- relaying
 
     def relay(self, request: WorkerRequest) -> Awaitable[Message]:
-        """Forward a call made by another dispatch, with its driver and order replaced by those of this one.
+        """Forward a call made by another dispatch, with its driver and order replaced by this dispatch's own.
 
         Raises ValueError for a batch that holds a task twice; the call does not get a number then.
         """
@@ -280,7 +280,7 @@ def group_dispatch(topology: Topology, client: Callable[[str, int], Client], dri
 
 
 def imbalance(chunks: Sequence[Batch]) -> float:
-    """Return the tokens of the fullest rank divided by the mean. 1.0 is perfect, and the value without tokens."""
+    """Return the tokens of the fullest rank divided by the mean, or 1.0 if there are no tokens."""
     tokens = [chunk.tokens for chunk in chunks]
     return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) else 1.0
 

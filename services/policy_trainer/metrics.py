@@ -33,8 +33,8 @@ _NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length
 class StepMetrics:
     """The measurements of one training step. Times are in seconds.
 
-    `publish_s` and `checkpoint_s` are those of the last version published and the last checkpoint saved before this
-    row. Both overlap the step after their own and appear in its row (0 if there was none since the previous row).
+    `publish_s` and `checkpoint_s` are the times of the last version published and the last checkpoint saved before
+    this row. Both overlap the step after their own and appear in its row (0 if there was none since the previous row).
     """
 
     step: int

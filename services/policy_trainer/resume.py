@@ -5,7 +5,7 @@ Workers are trusted if they are at the committed step or have finished the one j
 that the journal covers, or else from a checkpoint. They replay the journaled steps after it. If the tasks of those
 steps are gone, the scheduler takes the steps back.
 
-A snapshot belongs to the lineage in which its step was trained: whatever takes steps back begins a new lineage, so a
+A snapshot belongs to the lineage in which its step was trained: taking steps back always begins a new lineage, so a
 snapshot of steps that were taken back is never loaded. A snapshot of the committed step has the bits of the version
 published under its lineage, which therefore continues.
 """
@@ -95,7 +95,7 @@ def _resume_point(version: int, info: RunInfo) -> ResumePoint:
 async def _load_snapshot(workers: WorkerDispatch, info: RunInfo, held: Sequence[HeldSnapshot]) -> int | None:
     """Load the newest intact snapshot of a committed step and return its step, or None if there is none.
 
-    None is loaded if the reference's version has to be published again, because that would discard the snapshot.
+    No snapshot is loaded if the reference's version has to be published again, because that would discard it.
     """
     usable = [each.step for each in held if each.lineage == info.lineage and each.step <= info.committed_step]
     if info.reference_step:

@@ -66,7 +66,7 @@ class PolicyTrainerService(Service):
         super().request_stop()
 
     async def _run_ends(self) -> bool:
-        """Ask the supervisor. Return False if it is gone, because all services end at once in that case."""
+        """Ask the supervisor. Return False if the supervisor is gone, because all services then end at once."""
         supervisor = self.client("supervisor")
         try:
             state = await supervisor.call(GetSupervisorState(), SupervisorState, deadline_s=SUPERVISOR_S)
@@ -89,7 +89,7 @@ class PolicyTrainerService(Service):
                 self._trains = False
                 if error.code == ErrorCode.BAD_DATA:  # another life would fail on the same data
                     self.exit_status = UNUSABLE_STATUS
-                damaged = error.code == ErrorCode.MISSING  # of a batch (WorkersLost), or of a version (`NextBatch`)
+                damaged = error.code == ErrorCode.MISSING  # a batch (WorkersLost) or version (`NextBatch`) is
                 if not damaged and not isinstance(error, WorkersLost):
                     raise
                 if self._stop.asked:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 SHARE = 0.01
-"""Maximum part of the time that snapshots take in the long run."""
+"""Maximum share of the time that snapshots take in the long run."""
 BURST_S = 0.1
-"""Maximum seconds that they may take in advance, so that a single slow one does not delay the next."""
+"""Maximum seconds that snapshots may take in advance, so that a single slow one does not delay the next."""
 
 
 class SnapshotPace:
-    """Every few steps, but seldom enough that writing them takes at most `SHARE` of the time."""
+    """A pace of one snapshot every few steps, but seldom enough to take at most `SHARE` of the time."""
 
     def __init__(self, every: int | None) -> None:
         """`every` is the minimum number of steps between snapshots, or None for no snapshots."""
@@ -18,12 +18,12 @@ class SnapshotPace:
         self._at_s: float | None = None
 
     def due(self, step: int, now_s: float) -> bool:
-        """Return whether the state after `step` is to be kept. `now_s` is the time of a steady clock."""
+        """Return whether the state after `step` should be kept. `now_s` is the time of a steady clock."""
         if self._at_s is not None:
             self._left_s = min(self._left_s + SHARE * (now_s - self._at_s), BURST_S)
         self._at_s = now_s
         return self._every is not None and step % self._every == 0 and self._left_s > 0
 
     def kept(self, seconds: float) -> None:
-        """Note that a snapshot took `seconds`."""
+        """Record that a snapshot took `seconds`."""
         self._left_s -= seconds

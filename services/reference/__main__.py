@@ -1,4 +1,4 @@
-"""`python -m services.reference --run DIR --instance N`."""
+"""Entry point: `python -m services.reference --run DIR --instance N`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,6 @@ if __name__ == "__main__":
     status = run_process(ReferenceService, "reference")
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: a collective that waits for a dead rank blocks its thread, and gloo's threads abort at teardown.
+    # sys.exit would hang or abort: a collective that waits for a dead rank blocks its thread, and gloo's threads abort
+    # at teardown.
     os._exit(status)

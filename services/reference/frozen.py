@@ -17,10 +17,10 @@ from shared.tensors_torch import to_numpy, to_torch
 
 
 class Frozen(Protocol):
-    """A model that only scores. Lives on a compute thread; over several ranks every method is a collective."""
+    """A model that only scores. It lives on a compute thread; over several ranks every method is a collective."""
 
     def load(self) -> None:
-        """Load the weights of the model directory. Raises RpcError(bad_request) if it has no usable ones."""
+        """Load the weights of the model directory. Raises RpcError(bad_request) if it has no usable weights."""
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
@@ -53,7 +53,7 @@ class FrozenTorch:
         self._model: list[nn.Module] = []  # filled by `load`
 
     def load(self) -> None:
-        self._model.clear()  # one copy at a time
+        self._model.clear()  # there is one copy at a time
         self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False).to(self._device))
 
     @property

@@ -7,13 +7,13 @@ import numpy as np
 from proto.tensors import Array
 
 NEEDS = ("rollout_logprobs", "sample_index")
-"""Keys of the shards needed in addition to those of the reference stage."""
+"""Keys of the shards needed in addition to the keys of the reference stage."""
 
 
 def kl_sums(estimator: str, shards: dict[str, Array], ref: Array, samples: int) -> Array:
     """Return float32 [samples]: per sample, the sum over its sampled tokens of an estimate of KL(sampler || reference).
 
-    `shards` are those of one task, `ref` (float32 [T]) are its reference log-probs. With d = rollout - ref, the
+    `shards` holds the shards of one task, and `ref` (float32 [T]) its reference log-probs. With d = rollout - ref, the
     estimator k1 is d, k2 is d^2 / 2 and k3 is exp(-d) + d - 1. Source: Schulman, "Approximating KL divergence", 2020.
     Raises ValueError for another estimator.
     """

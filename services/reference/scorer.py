@@ -45,9 +45,9 @@ class FrozenScorer:
     ) -> None:
         """`make` makes the model on the compute thread; `source` is its directory, for messages.
 
-        `temperature` is that of sampling for training. With `deterministic`, the same tasks in the same order give the
-        same bits. `scratch` is a file for weights that leave the device, if that is the host's memory; with None they
-        do not leave. `ranks` is the number of ranks that share the model.
+        `temperature` is the sampling temperature of training. With `deterministic`, the same tasks in the same order
+        give the same bits. `scratch` is a file for weights that leave the device, if the device is the host's memory;
+        with None they stay. `ranks` is the number of ranks that share the model.
         """
         self._make = make
         self._source = source
@@ -76,10 +76,10 @@ class FrozenScorer:
         await self._on_compute(self._load)
 
     async def init_model(self, ref: WeightsRef | None = None, weights: Mapping[str, Array] | None = None) -> float:
-        """Load the policy's `weights` of version `ref`, by Hugging Face name, or else those of the model directory.
+        """Load the policy's `weights` of version `ref`, by Hugging Face name, or else the model directory's weights.
 
         Returns the canary error, as `canary_error` computes it. Raises RpcError(conflict) if it exceeds the tolerance,
-        or the names or shapes are those of another model. The scorer then holds no version.
+        or the names or shapes belong to another model. The scorer then holds no version.
         """
         if ref is None or weights is None:
             await self._on_compute(self._load)
@@ -125,7 +125,7 @@ class FrozenScorer:
             self._made.append(self._make())
         self._model.load()
         if self._shelf is not None:
-            # As in `come_back`: memory mapped from a file has another alignment, which changes the last bits.
+            # `come_back` does the same. Memory mapped from a file has another alignment, which changes the last bits.
             own_storages(self._model.tensors())
             self._shelf.renewed()
         self._version = BEGINNING

@@ -53,7 +53,7 @@ class Scoring:
         group: Group,
         others: Sequence[Client],
     ) -> None:
-        """`turns` are those on the scorer's devices. `others` are clients of the other ranks, used by rank 0."""
+        """`turns` are turns on the scorer's devices. `others` are clients of the other ranks, used by rank 0."""
         self.turns = turns
         self._service = service
         self._scorer = scorer

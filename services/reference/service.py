@@ -154,7 +154,7 @@ class ReferenceService(Service):
 
 
 class ReferenceWorker:
-    """Processes leases, from fetching their shards to completing them. Belongs to the service's loop."""
+    """Processes leases, from fetching their shards to completing them. It belongs to the service's loop."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class ReferenceWorker:
     ) -> None:
         """`scoring` computes the log-probs. `store` is the store for the shards, such as `batch-store/0`.
 
-        `reward_kl` is the estimator of a KL in the reward, "" for none. `refreshed` says whether the version that
+        `reward_kl` is the estimator of a KL in the reward, or "" for none. `refreshed` says whether the version that
         scores changes (`algorithm.kl.refresh_every`).
         """
         self._service = service
@@ -192,7 +192,7 @@ class ReferenceWorker:
         )
 
     async def _fetch(self, lease: Lease) -> Shards:
-        """Return the shards of a lease. Lost ones are reported, and the scheduler has their tasks rolled out again."""
+        """Return the shards of a lease. Lost shards are reported, and their tasks are then rolled out again."""
         meta = lease.grant.batch
         return await self.leases.persist(
             lease,
@@ -260,7 +260,7 @@ def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
 def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> FrozenScorer:
     """Return a scorer that makes the model of `topology` on its compute thread. Raises RpcError(bad_request).
 
-    Imports torch. `group` holds the ranks that share the model; they have met.
+    This imports torch. `group` holds the ranks that share the model; they have met.
     """
     from services.reference.scorer import FrozenScorer
 
@@ -277,7 +277,7 @@ def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> Fro
         return FrozenTorch(model, dtype, max_tokens, settings.device)
 
     def pieces() -> Frozen:
-        from services.reference.frozen_megatron import FrozenMegatron  # an optional extra
+        from services.reference.frozen_megatron import FrozenMegatron  # this is an optional extra
         from shared.ranks.process_group import open_group, own_device
 
         parallel = settings.parallel

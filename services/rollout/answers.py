@@ -27,7 +27,7 @@ from shared.lease import Lease, LeaseLost
 
 
 class AnswerSampler:
-    """Samples the tasks of a lease, one answer per sample. Belongs to the service's event loop."""
+    """Samples the tasks of a lease, one answer per sample. It belongs to the service's event loop."""
 
     def __init__(self, engine: Engine, journal: PartialJournal | None) -> None:
         """Without a `journal`, a sample that is cut off starts over."""
@@ -136,7 +136,7 @@ class _Resumed:
                     self.prompts.append(Prompt(name, task.prompt_ids, answer.token_ids.tolist()))
 
     def answers(self, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Completion]]:
-        """Return the answers by task id. Samples that had ended are as noted."""
+        """Return the answers by task id. Samples that had ended keep their noted answers."""
         found: dict[str, list[Completion]] = {}
         for (task_id, index), (generation,) in zip(self._places, groups, strict=True):
             before = self._noted[task_id][index]

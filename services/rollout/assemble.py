@@ -1,4 +1,4 @@
-"""Builds the shards and results of a lease block from samples and scores. Pure functions without I/O."""
+"""Builds the shards and results of a lease block from samples and scores. The functions are pure."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assemble(
         if len(alive) < min_survivors:
             first = next((score for score in group_scores if score.value is None), Score(None, "no samples"))
             why = DropReason.WORKFLOW_FAILED if first.kind == WORKFLOW else DropReason.REWARD_FAILED
-            reason = f"{failed} of {len(group)} samples failed, at least {min_survivors} must succeed: {first.failure}"
+            reason = f"{failed} of {len(group)} samples failed; at least {min_survivors} must succeed: {first.failure}"
             dropped.append(drop(task.handle, why, f"{task.handle.task_id}: {reason}", failed, lost))
             continue
         made = task_shards([each for each, _ in alive])
@@ -84,8 +84,8 @@ def in_files(block: Assembled, *, filters: bool) -> list[list[int]]:
     """Return the positions of `block.results`, grouped by put. Each put writes one file; by default a block is one put.
 
     With `filters` (`algorithm.filter_zero_variance`) tasks whose rewards are all equal are put separately. The
-    scheduler may drop them at once, and a file is freed with its last task: in a file with tasks that live on they
-    would occupy room that admission has already given to others.
+    scheduler may drop them at once, and a file is freed with its last task: in a file with live tasks they would
+    occupy room that admission has already given to others.
     """
     if not filters:
         return [list(range(len(block.results)))]

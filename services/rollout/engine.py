@@ -53,7 +53,7 @@ class SamplingParams:
 
 
 class FinishReason(StrEnum):
-    """Reasons for which a completion ends: an EOS or a stop text, or its limit of tokens."""
+    """Reasons for which a completion ends: an EOS token or a stop text, or its token limit."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -130,7 +130,7 @@ class Engine(Protocol):
         """Return the weights now in the engine by parameter name, copying only what must be copied."""
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, run where the engine computes. Counts as progress. Call only between blocks."""
+        """Return the result of `work`, run where the engine computes. It counts as progress. Call it between blocks."""
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         """Replace every parameter. `verify` checks whether that worked.
@@ -155,7 +155,7 @@ class Engine(Protocol):
         """Release all memory of weights, keys and values. Call only between blocks; nothing works until `wake`."""
 
     async def wake(self, parts: Parts) -> None:
-        """Allocate the memory of `engine.weights`, `engine.kv_cache` or both. Parts that are there already stay.
+        """Allocate the memory of `engine.weights`, `engine.kv_cache` or both. Parts that are already allocated stay.
 
         Sleep loses the weights: generating and scoring require a new `set_weights`. Wake the keys and values after the
         weights were set; scoring may need both.

@@ -30,7 +30,7 @@ SHARDS_S = 60.0
 
 
 class InFlight:
-    """Swaps weights under running samples, on announcement, while `run` runs. Belongs to the service's loop."""
+    """Swaps announced weights under running samples while `run` is active. It belongs to the service's loop."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class InFlight:
             if await self._try_to_load(ref, self._source.fetch):
                 return
             self._transfer_from = clock() + SHARDS_S
-        if self._can_use(ref, Entry.SET):  # else all of it would be fetched for nothing
+        if self._can_use(ref, Entry.SET):  # otherwise the whole version would be fetched for nothing
             await self._try_to_load(ref, self._source.from_store)
 
     async def _try_to_load(self, ref: WeightsRef, fetch: Callable[[WeightsRef], Awaitable[Delivery]]) -> bool:
@@ -120,7 +120,7 @@ class InFlight:
         try:
             delivery = await fetch(ref)
         except RpcError as error:
-            self._missed(ref, error)  # superseded in the meantime
+            self._missed(ref, error)  # the version was superseded meanwhile
             return True
         if not self._can_use(ref, delivery.entry):
             return True
@@ -133,7 +133,7 @@ class InFlight:
         return True
 
     def _can_use(self, ref: WeightsRef, entry: Entry) -> bool:
-        """Return whether to load this version now. Entries without a drill are out: its weights must not sample."""
+        """Return whether to load this version now. Entries that were not drilled are excluded."""
         return self._swappable and self._sync.needs(ref, exact=False) and self._sync.is_drilled(entry)
 
     async def _swap(self, ref: WeightsRef, delivery: Delivery) -> None:

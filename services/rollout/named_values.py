@@ -24,7 +24,7 @@ class NamedValues:
         self._log = structlog.get_logger("rollout")
 
     def columns(self, samples: Sequence[Mapping[str, float]]) -> dict[str, Array]:
-        """Return a float32 [samples] column per name, with NaN for samples that have no such value or no finite one."""
+        """Return a float32 [samples] column per name, with NaN for samples without a finite value of that name."""
         for values in samples:
             for name in values:
                 self._learn(name)

@@ -38,7 +38,7 @@ _NEUTRAL = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": 
 """Values of overridden fields that request what happens anyway."""
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _JSON = "application/json"
-_NO_SAMPLE = "no sample is made at this address, or no longer: use ctx.base_url of a running workflow"
+_NO_SAMPLE = "no running sample has this address: use ctx.base_url of a running workflow"
 T = TypeVar("T")
 
 
@@ -59,7 +59,7 @@ class _Session:
 
 
 class OpenAIEndpoint:
-    """Serves the calls of running samples. Belongs to the service's loop; `open` and `close` are safe on any thread."""
+    """Serves the calls of running samples. It belongs to the service's loop; any thread may `open` and `close`."""
 
     def __init__(self, model: str) -> None:
         """`model` is the name that answers carry; requests may name any model."""
@@ -94,15 +94,15 @@ class OpenAIEndpoint:
             self._sessions.pop(token, None)
 
     def troubles(self) -> list[Trouble]:
-        """Return the troubles for the heartbeat: what agents request and do not get."""
+        """Return the troubles for the heartbeat: the settings that agents request and do not get."""
         if not self._changed:
             return []
         asked = ", ".join(self._changed.values())
-        text = f"an agent asks for {asked}: overridden, sampled is as sampling.temperature says and from all tokens"
+        text = f"an agent asks for {asked}, which is overridden: sampling.temperature holds, and no token is excluded"
         return [Trouble(TroubleKind.OVERRIDDEN, text)]
 
     def _note_changed(self, asked: dict[str, Any], temperature: float) -> None:
-        """Record the first request, for each field, that is sampled differently from what it asks for."""
+        """Record, for each field, the first request that is sampled differently from what it asks for."""
         for name, neutral in {**_NEUTRAL, "temperature": (temperature,)}.items():
             value = asked.get(name)
             if value is not None and value not in neutral and name not in self._changed:
@@ -160,7 +160,7 @@ class OpenAIEndpoint:
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         self._log.error("call failed", exc_info=error)
-        return _error(500, f"{type(error).__name__}, see the log of the rollout service", kind="server_error")
+        return _error(500, f"{type(error).__name__}; see the log of the rollout service", kind="server_error")
 
     def _completion(self, session: _Session, turns: list[Turn], asked: dict[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
@@ -210,7 +210,7 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > BODY_LIMIT_BYTES:
-            raise HTTPException(413, f"a request of more than {BODY_LIMIT_BYTES} bytes")
+            raise HTTPException(413, f"the request exceeds {BODY_LIMIT_BYTES} bytes")
     return bytes(body)
 
 
@@ -300,7 +300,7 @@ async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
     stop = asked.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
-        raise HTTPException(400, "stop must be a text or a list of texts")
+        raise HTTPException(400, "stop must be a string or a list of strings")
     tools = asked.get("tools") if asked.get("tool_choice") != "none" else None
     messages = [_message(session, each) for each in asked["messages"]]
     return await session.calls.chat(messages, tools, max_new_tokens=limit, stop=tuple(stops))
@@ -325,7 +325,7 @@ def _canonical(message: Message) -> tuple[str, list[Any], bytes]:
 
 
 def _parsed(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call with its arguments as an object, which templates expect. OpenAI's messages have them as text."""
+    """Return the call with its arguments as an object, as templates expect. OpenAI's messages have a string."""
     function = call.get("function") or {}
     return {**call, "function": {**function, "arguments": arguments(function)}} if "arguments" in function else call
 

@@ -107,7 +107,7 @@ class PartialJournal:
             for task_id, samples in answers.items():
                 self._waiting[task_id] = _WaitingNote(task_id, lineage, temperature, samples)
         if not is_scheduled:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the writer may be closed meanwhile
                 self._writer.submit(self._write)
 
     def forget(self, task_ids: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class PartialJournal:
         """Remove stale notes."""
         written: dict[Path, float] = {}
         for path in self._folder.iterdir():
-            with contextlib.suppress(OSError):  # another engine has removed it
+            with contextlib.suppress(OSError):  # another engine may have removed it
                 written[path] = path.stat().st_mtime
         oldest = max(written.values(), default=0.0) - STALE_S
         for path, at in written.items():
@@ -160,7 +160,7 @@ class PartialJournal:
     def _write(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
-        with contextlib.suppress(OSError):  # a full disk
+        with contextlib.suppress(OSError):  # the disk may be full
             for each in waiting.values():
                 target = self._file(each.task_id)
                 written = target.with_suffix(f".{os.getpid()}")

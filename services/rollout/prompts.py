@@ -35,10 +35,10 @@ class NoChatTemplate(ValueError):
 
 
 class PromptBuilder:
-    """Builds prompts. Belongs to one thread at a time, because fast tokenizers refuse concurrent use."""
+    """Builds prompts. It belongs to one thread at a time, because fast tokenizers refuse concurrent use."""
 
     def __init__(self, model: Path, *, add_generation_prompt: bool) -> None:
-        """Load the tokenizer of the model directory. Imports transformers. Raises RpcError(bad_request)."""
+        """Load the tokenizer of the model directory. This imports transformers. Raises RpcError(bad_request)."""
         from transformers import AutoTokenizer
 
         try:
@@ -57,7 +57,7 @@ class PromptBuilder:
         if largest >= size:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"model {self._tokenizer.name_or_path}: its tokenizer has token {largest}, the model a vocabulary of "
+                f"model {self._tokenizer.name_or_path}: its tokenizer has token {largest}, but the vocabulary size is "
                 f"{size}; enlarge its embedding (resize_token_embeddings), or use the tokenizer it was trained with",
             )
 
@@ -74,10 +74,10 @@ class PromptBuilder:
                 ids = self._tokenizer(prompt)["input_ids"]
             elif isinstance(prompt, list):
                 if not self._tokenizer.chat_template:
-                    raise NoChatTemplate("a prompt of messages, and the model's tokenizer has no chat template")
+                    raise NoChatTemplate("the prompt has messages, but the model's tokenizer has no chat template")
                 ids = self._ids(self._rendered(prompt, row.get("tools")), at_most)
             else:
-                raise ValueError("row has no prompt: text or a list of messages")
+                raise ValueError("row has no prompt (text or a list of messages)")
         except (PromptTooLong, NoChatTemplate):
             raise
         except Exception as error:  # a template may raise anything
@@ -163,8 +163,8 @@ class PromptBuilder:
             tokens = len(self._tokenizer(text[:looked_at], add_special_tokens=False)["input_ids"])
             if tokens > most:
                 raise PromptTooLong(
-                    f"a prompt of {len(text)} characters, the first {looked_at} of them {tokens} tokens, where there "
-                    f"is room for {at_most}"
+                    f"a prompt of {len(text)} characters: its first {looked_at} characters have {tokens} tokens, but "
+                    f"there is room for {at_most}"
                 )
             looked_at *= 2
 

@@ -67,7 +67,7 @@ class RolloutService(Service):
         self._source: TransferSource | None = None
 
     async def start(self) -> None:
-        """Start all parts. Users' code is first, so that a failing import shows within a second, before the model."""
+        """Start all parts. Users' code is first, so that a failing import shows before the model is loaded."""
         topology = await self._on_text(lambda: _load_topology(self.run))
         settings = _engine_settings(topology)
         self._data.streams.plain = not topology.transport.encrypt_bulk

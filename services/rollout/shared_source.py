@@ -1,6 +1,6 @@
 """Fetches each policy version once for all tasks that want it at the same time.
 
-A version is kept only while it is in use, because its store counts it for as long.
+A version is kept only while it is in use, because its store counts it until it is released.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Fetching:
 
 class SharedSource:
     """A `WeightsSource` on top of another one. The lease ahead, leases waiting for their turn and the swap under
-    running samples share one delivery. Belongs to the service's loop."""
+    running samples share one delivery. It belongs to the service's loop."""
 
     def __init__(self, source: WeightsSource) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""Prepares leased tasks: their dataset rows, prompts and sampling parameters. Samples nothing itself."""
+"""Prepares leased tasks: their dataset rows, prompts and sampling parameters. It samples nothing itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReadyTask:
     row: Row
     prompt_ids: list[int]
     answer_ids: list[int] | None = None
-    """The answer to use if the data set provides it (supervised fine-tuning). None: it is sampled."""
+    """The answer to use if the data set provides it (supervised fine-tuning), or None if it is sampled."""
 
     def prompt(self) -> Prompt:
         return Prompt(self.handle.task_id, self.prompt_ids)
@@ -69,7 +69,7 @@ async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTask
 
 
 class TaskSets:
-    """The run's data sets and their sampling parameters. Belongs to one thread at a time (the tokenizer's)."""
+    """The run's data sets and their sampling parameters. It belongs to one thread at a time (the tokenizer's)."""
 
     def __init__(self, topology: Topology, prompts: PromptBuilder, context_tokens: int) -> None:
         """Open every source. `context_tokens` is the length of the model's longest sequence.
@@ -152,7 +152,7 @@ class TaskSets:
         if grant.split != TRAIN:
             chosen = topology.data.eval.get(grant.split)
             if chosen is None:
-                raise RpcError(ErrorCode.BAD_REQUEST, f"lease of {grant.split!r}: no data.eval.{grant.split} here")
+                raise RpcError(ErrorCode.BAD_REQUEST, f"lease of {grant.split!r}: no data.eval.{grant.split} is set")
             temperature, new_tokens = chosen.temperature, chosen.max_new_tokens or new_tokens
         recites = grant.split == TRAIN and self._recites
         return SamplingParams(
@@ -182,7 +182,7 @@ def _why(error: Exception) -> DropReason:
 def drop(
     handle: TaskHandle, why: DropReason, reason: str, samples_failed: int = 0, lost: dict[str, int] | None = None
 ) -> TaskResult:
-    """Return the result of a task that can never succeed. `reason`: `why` in one line; `lost`: see `TaskResult`."""
+    """Return the result of a task that can never succeed. `reason` explains `why`; for `lost` see `TaskResult`."""
     return TaskResult(
         task_id=handle.task_id,
         fence=handle.fence,

@@ -1,4 +1,4 @@
-"""The tokens of one finished sample (`Rolled`), however it was made. Plain arrays, no I/O."""
+"""The tokens of one finished sample (`Rolled`), however it was made, as plain arrays."""
 
 from __future__ import annotations
 

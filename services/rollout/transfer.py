@@ -26,7 +26,7 @@ R = TypeVar("R", covariant=True)
 
 
 class TransferFailed(Exception):
-    """No version arrived. The engine still holds what it held; the communicator is gone. The message is one line."""
+    """No version arrived. The engine keeps its version, and the communicator is gone. The message is one line."""
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ class Receiver(Protocol[R]):
 
 
 class EngineTransfers:
-    """The communicator of one engine. Belongs to the service's loop; transfers never overlap."""
+    """The communicator of one engine. It belongs to the service's loop; transfers never overlap."""
 
     def __init__(self, run: RunDir, trainer: Client, *, instance: int, incarnation: int, deadline_s: float) -> None:
         """`trainer` is a client of the trainer's rank 0; `incarnation` identifies this life of the engine."""
@@ -84,7 +84,7 @@ class EngineTransfers:
         return await self._offered(ref, receiver.ranks, drill=False)
 
     async def take(self, offer: TransferOffer, receiver: Receiver[R]) -> R:
-        """Do the second half of `bring` and raise as it does."""
+        """Do the second half of `bring` and raise the same errors."""
         if offer is not self._offer:
             raise TransferFailed("another transfer began in between")
         self._offer = None
@@ -141,7 +141,7 @@ class EngineTransfers:
         )
 
     async def _end(self, offer: TransferOffer, failure: str) -> bool:
-        """Report the end and return whether the trainer received it. Otherwise it acts at its deadline."""
+        """Report the end and return whether the trainer received it. If not, the trainer acts at its deadline."""
         request = EndTransfer(
             instance=self._instance,
             incarnation=self._incarnation,

@@ -60,7 +60,7 @@ class VersionLoader:
         return Fetched(await self._fetch(lease, ref) if ref is not None and self._needs_other(lease) else None)
 
     async def acquire(self, lease: Lease, fetched: Fetched, *, exact: bool) -> tuple[BlockVersions, int]:
-        """Load the version if needed and register the lease as sampled. Return its versions, and their lineage.
+        """Load the version if needed and register the lease as being sampled. Return its versions and their lineage.
 
         With `exact` the version stays until `release`. Raises WeightsGone, and LeaseLost.
         """
@@ -69,7 +69,7 @@ class VersionLoader:
             await self._acquire_memory(_WEIGHTS)
             placed = await self._load_version(lease, fetched)
             await self._acquire_memory(ENGINE)
-            if placed or await self._load_version(lease, fetched):  # it may have slept while it waited
+            if placed or await self._load_version(lease, fetched):  # the engine may have slept meanwhile
                 await self._verify_canary(lease)
             fetched.delivery = None
             return self._in_flight.begin(self._sync.holds.step, exact=exact), self._sync.holds.lineage
@@ -120,7 +120,7 @@ class VersionLoader:
         ref = lease.grant.weights
         if ref is None or not self._needs_other(lease):
             return False
-        # There are none if the engine held this version when the lease was prepared, and has left it since.
+        # There is no delivery if the engine held this version when the lease was prepared and has replaced it since.
         delivery = fetched.delivery or await _unless_gone(self._fetch(lease, ref))
         fetched.delivery = None
         try:

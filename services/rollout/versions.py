@@ -11,7 +11,7 @@ from proto.tensors import Array
 
 
 class BlockVersions:
-    """The versions that sample one lease. Extended on the service's loop, read on any thread.
+    """The versions that sample one lease. They are extended on the service's loop and read on any thread.
 
     Engines count how often their weights were replaced since they started (`Engine.swaps`) and report the count for
     each token, so it does not matter when a block of the lease began, as long as this object existed by then.

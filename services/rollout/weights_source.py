@@ -42,8 +42,7 @@ class Entry(StrEnum):
 class Loaded:
     """The weights that were set in an engine, the route by which they came, and how they entered.
 
-    `names` are those of the weights; `given` holds the arrays that were set and is empty if the engine received them
-    itself.
+    `names` lists the weights; `given` holds the arrays that were set and is empty if the engine received them itself.
     """
 
     route: str
@@ -115,7 +114,7 @@ class WeightsSource(Protocol):
 
 
 class ShardSource:
-    """The store. Shards are mapped on this host and streamed from others."""
+    """A source that reads the store: shards are mapped on this host and streamed from other hosts."""
 
     def __init__(self, data: DataClient) -> None:
         self._data = data
@@ -146,7 +145,7 @@ async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
 
 
 class TransferSource:
-    """The trainer, which sends over a communicator. If it cannot, the store is used and the failure is reported."""
+    """A source that receives from the trainer. If that fails, the store is used and the failure is reported."""
 
     def __init__(
         self,

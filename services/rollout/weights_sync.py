@@ -73,11 +73,11 @@ class _Coming:
     delivery: Delivery
     started: float
     loaded: Loaded | None = None
-    """None if it is not in the engine."""
+    """The weights that were set, or None if they are not in the engine."""
 
 
 class WeightsSync:
-    """The only way into the engine's weights. There is one per engine, and calls never overlap."""
+    """The only way to set the engine's weights. There is one instance per engine, and calls never overlap."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class WeightsSync:
         Raises RpcError(conflict) if they do not fit, after which the engine must not continue, and TransferFailed if
         they do not arrive, which leaves the engine unchanged.
         """
-        self.holds = HeldVersion()  # neither the old version nor the new one until the proof
+        self.holds = HeldVersion()  # it holds neither the old version nor the new one until the proof
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
         self._coming = _Coming(ref, delivery, time.perf_counter())
         if delivery.entry in self._drilled:
@@ -234,7 +234,7 @@ class WeightsSync:
                 ErrorCode.CONFLICT,
                 f"{self._who}: canary mismatch after {what}: error {error:.3g} over the tolerance {tolerance:.3g} "
                 f"with {parameters} parameters set; the engine holds them and does not compute "
-                "what the trainer does, it must not sample",
+                "what the trainer does; it must not sample",
             )
         return error
 

@@ -50,9 +50,9 @@ class _Prepared:
 
 
 class RolloutWorker:
-    """Works through the leases of one engine. Belongs to the service's loop, which it never blocks.
+    """Works through the leases of one engine. It belongs to the service's loop, which it never blocks.
 
-    Its parts: `VersionLoader` holds the version that a lease needs in the engine, `report_lease` reports what was made.
+    `VersionLoader` holds the version that a lease needs in the engine, and `report_lease` reports the samples.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RolloutWorker:
         filters: bool,
         on_text: OnText,
     ) -> None:
-        """Without a `workflow`, a sample is one answer to its prompt. `turns` are those on the engine's devices.
+        """Without a `workflow`, a sample is one answer to its prompt. `turns` are turns on the engine's devices.
         `store` is where shards go (`batch-store/0`); `block_tasks` is the maximum number of tasks in a lease. `filters`
         says whether the scheduler drops tasks whose rewards are all equal."""
         self._service = service
@@ -159,7 +159,7 @@ class RolloutWorker:
     async def _sampled(
         self, lease: Lease, prepared: _Prepared, versions: BlockVersions, lineage: int
     ) -> Sampled | None:
-        """Generate, or return None if the lease was handed back. `versions` are those held while sampling."""
+        """Generate, or return None if the lease was handed back. `versions` are the versions held while sampling."""
         grant, held = lease.grant, versions.first
         if held < grant.min_step or (grant.exact and held != grant.min_step):
             why = f"the engine holds version {held}, {_needed(grant)}"
@@ -242,7 +242,7 @@ class RolloutWorker:
                 each.sample.messages = messages_of(each.sample.row, text)
 
     async def _scores(self, lease: Lease, made: list[list[Made]]) -> list[list[Score]]:
-        """Return the samples' own scores, and those of the reward functions for the others. Raises LeaseLost."""
+        """Return the samples' own scores, or where they have none the reward functions' scores. Raises LeaseLost."""
         unscored = [[each.sample for each in group if each.score is None] for group in made]
 
         def advance() -> None:

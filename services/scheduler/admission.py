@@ -1,4 +1,4 @@
-"""Admission of training tasks, as many as staleness and the room in the stores allow. Pure."""
+"""Admission of training tasks, as many as staleness and the room in the stores allow. The module is pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 ADMITTED_AT_ONCE = 1024
-"""Maximum number of tasks that one event admits, or the tasks of a step if more, so that no request waits long."""
+"""Maximum number of tasks that one event admits, unless one step has more, so that no request waits long."""
 
 
 def admit(run: RunState) -> None:
@@ -40,7 +40,7 @@ def room_in_order(run: RunState) -> int:
     """Return how many tasks to admit: up to `Plan.max_live`, while there is room for all the bytes they may need.
 
     The tasks of the next step are admitted even without room, because a run that waited for room that only its own
-    steps free would stall. One event admits at most `ADMITTED_AT_ONCE` tasks, or those of a step if more.
+    steps free would stall. One event admits at most `ADMITTED_AT_ONCE` tasks, or one step's tasks if a step has more.
     """
     step_tasks, live = run.plan.tasks_per_step, run.window.live
     left = (run.config.steps - run.batched_step) * step_tasks

@@ -1,4 +1,4 @@
-"""The ends of attempts: a task is sampled again under a higher fence, or dropped. Pure."""
+"""The ends of attempts: a task is sampled again under a higher fence, or dropped. The module is pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def retry_or_drop(run: RunState, task: Task, cost: int, reason: str) -> None:
     """End an attempt without a result: clear its fence and return the task to PENDING, or drop the task."""
     run.tasks.edit(task).failures += cost
     if task.failures >= FAILURE * run.config.attempts:
-        drop(run, task, DropReason.ATTEMPTS, f"{run.config.attempts} attempts failed, the last: {reason}")
+        drop(run, task, DropReason.ATTEMPTS, f"{run.config.attempts} attempts failed, the last one: {reason}")
     else:
         sample_again(run, task)
 
@@ -56,7 +56,7 @@ def revive(run: RunState, task_ids: Iterable[str], first: int = EVALUATION) -> l
         task = run.tasks.find(task_id)
         if task is None:
             task = run.tasks.add(task_id, admission, run.highest_fence + 1)
-        else:  # batched, or being collected
+        else:  # the task is batched or being collected
             clear(run, task, last=False)
             run.tasks.begin_attempt(task)
             task.admission = admission

@@ -1,4 +1,4 @@
-"""Collection of tasks: clears that stores have yet to acknowledge, one ordered queue per store. Pure.
+"""Collection of tasks: clears that stores have yet to acknowledge, one ordered queue per store. The module is pure.
 
 A clear names `(task, fence)`: the store tombstones it and deletes every shard of the task up to that fence. No clear is
 lost or reordered, and it is kept until the store is gone for good. A task is COLLECTED once every store that may hold

@@ -1,4 +1,4 @@
-"""Completions: decides which results are accepted or refused, and what happens to their tasks. Pure.
+"""Completions: decides which results are accepted or refused, and what happens to their tasks. The module is pure.
 
 A request is checked as a whole before anything changes.
 """
@@ -76,12 +76,12 @@ def complete(run: RunState, request: Complete) -> list[Refusal]:
 
 
 def _check(run: RunState, request: Complete, stage: int) -> None:
-    """Raise RpcError(bad_request) if the request can be accepted in no state of the run."""
+    """Raise RpcError(bad_request) if the request cannot be accepted in any state of the run."""
     if stage < 0:
         raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: not in this run's graph")
     strange = sorted(request.scalars.keys() - run.plan.stages[stage].scalars) if stage > 0 else []
     if strange:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage}: scalar {strange[0]!r} is not its to bring")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage}: it does not make scalar {strange[0]!r}")
     for each in request.results:
         numbers = (
             (each.samples, 16),
@@ -95,14 +95,14 @@ def _check(run: RunState, request: Complete, stage: int) -> None:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{each.task_id}: a number in its result is out of range")
     layout = scalars.layout_of(request.scalars)
     if len(run.layouts) >= MOST_LAYOUTS and layout not in run.layouts:
-        text = f"scalars {', '.join(request.scalars)[:200]}: {MOST_LAYOUTS} different sets are the limit of a run"
+        text = f"scalars {', '.join(request.scalars)[:200]}: a run may have at most {MOST_LAYOUTS} different sets"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     samples = sum(result.samples for result in request.results if result.outcome == Outcome.DONE)
     for name, values in request.scalars.items():
         if values.shape != (samples,):
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"scalar {name!r} of shape {list(values.shape)}: the results have {samples} samples in all",
+                f"scalar {name!r} of shape {list(values.shape)}: the results have {samples} samples in total",
             )
 
 
@@ -118,9 +118,9 @@ def _problem(task: Task | None, stage: int, lease: TaskLease | None, result: Tas
     if task is None:
         return ErrorCode.COLLECTED, f"{result.task_id}: collected, or never admitted"
     if result.fence < task.fence:
-        return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over, it is now {task.fence}"
+        return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over; the current fence is {task.fence}"
     if result.fence > task.fence:
-        return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given, it is now {task.fence}"
+        return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given (current: {task.fence})"
     accepted = task.parts[stage]
     if accepted is not None:
         if result.outcome == Outcome.DONE and accepted.content_hash == result.content_hash:

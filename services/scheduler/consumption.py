@@ -1,4 +1,4 @@
-"""The order in which steps consume tasks: the strategy, chosen once from the plan, and its default. Pure.
+"""The order in which steps consume tasks: the strategy, chosen once from the plan, and its default. The module is pure.
 
 In admission order (the default), a step takes the oldest tasks, and the version of a lease follows from the step that
 will consume its tasks. `staleness.py` has the strategy of `consume: completion`, `deterministic.py` that of
@@ -29,7 +29,7 @@ class Consumption:
     """One function for each decision that depends on the order of consumption."""
 
     fixed: bool
-    """Whether a task keeps its step and its version whatever happens, and a step trained again has the same bits."""
+    """Whether a task always keeps its step and its version, so that a step trained again has the same bits."""
     step_of: Callable[[RunState, int], int]
     """Return the step that will consume the task with this admission number."""
     room: Callable[[RunState], int]
@@ -37,7 +37,7 @@ class Consumption:
     takeable: Callable[[RunState], int]
     """Return the number of tasks that the next step could take."""
     take: Callable[[RunState], list[Task]]
-    """Remove the tasks of the next step from the window and return them. Requires enough takeable ones."""
+    """Remove the tasks of the next step from the window and return them. Enough must be takeable."""
     choose: Callable[[RunState, int, int], list[Task]]
     """Return the waiting tasks of the next lease of a stage, given the maximum number."""
     choose_rows: Callable[[RunState, Evaluation, int], list[str]]
@@ -45,7 +45,7 @@ class Consumption:
     version: Callable[[RunState, int, Version | None], Version | None]
     """Return the version for a training lease, or None if it is not published yet.
 
-    The arguments are the oldest step it may have, and the version that the engine should keep if it may.
+    The arguments are the oldest step that the version may have, and the version that the engine should keep if allowed.
     """
     versions_needed: Callable[[RunState], tuple[int, int | None]]
     """Return the oldest step that a lease may still need, and the step from which all versions are kept, or None."""
@@ -56,9 +56,9 @@ class Consumption:
     drop_if_stale: Callable[[RunState, Task], bool]
     """Drop a finished task that is too old for the next step, and return whether it was dropped."""
     drop_stale: Callable[[RunState], None]
-    """Drop all finished tasks that are too old for the next step. Called after each batch."""
+    """Drop all finished tasks that are too old for the next step. This runs after each batch."""
     metrics: Callable[[RunState], dict[str, float]]
-    """Return what the metrics row of a step says about the order, and begin to count anew."""
+    """Return the values that the order adds to the metrics row of a step, and reset their counters."""
 
 
 def _step_of(run: RunState, admission: int) -> int:

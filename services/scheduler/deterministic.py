@@ -1,4 +1,4 @@
-"""Deterministic mode: fixed blocks of tasks with fixed versions, independent of which processes are killed when. Pure.
+"""Deterministic mode: fixed blocks of tasks with fixed versions, regardless of killed processes. The module is pure.
 
 A step takes fixed admission numbers, a lease is one whole fixed block of them, and a version is used for sampling only
 after its evaluations. Order of arrival, failures and drops never move a task into another block or step, because batch
@@ -32,7 +32,7 @@ def _room(run: RunState) -> int:
 
 
 def _takeable(run: RunState) -> int:
-    """A step is complete when each of its tasks is ready or dropped."""
+    """Return the tasks of a step once each task of the next step is ready or dropped, else 0."""
     step_tasks = run.plan.tasks_per_step
     return step_tasks if run.window.settled() >= (run.batched_step + 1) * step_tasks else 0
 
@@ -45,7 +45,7 @@ def _take(run: RunState) -> list[Task]:
 def _block(run: RunState, stage: int, admission: int, most: int) -> list[Task]:
     """Return the live tasks of the fixed block of `admission`, or [] until all of it is admitted.
 
-    For a later stage than the rollout, return the part of the block, with at most `most` numbers, that holds it.
+    For a stage after the rollout, return only the part of the block that holds `admission`, at most `most` numbers.
     """
     size = run.plan.block_tasks
     first = admission // size * size
@@ -79,8 +79,8 @@ def _retry(run: RunState, task: Task, cost: int, reason: str) -> None:
     run.tasks.edit(task).failures += cost
     if task.failures >= FAILURE * run.config.attempts:
         run.broken = (
-            f"{task.task_id}: {run.config.attempts} attempts failed, the last: {reason}; without it a "
-            "deterministic run would have other bits: raise lease.attempts and resume"
+            f"{task.task_id}: {run.config.attempts} attempts failed, the last one: {reason}; without "
+            "this task a deterministic run would have other bits: raise lease.attempts and resume"
         )
     sample_again(run, task)
     if task.admission != EVALUATION:

@@ -1,11 +1,11 @@
-"""Turns on devices that colocated services share: grants and recalls memory, and kills processes that hang. Pure.
+"""Turns on devices that colocated services share: grants and recalls memory, and has processes that hang killed.
 
-Memory is granted only after the processes in the way have reported that they left it, or are known to be dead.
-
-Processes report what they hold, use and want (`HoldDevices`). Only the newest report of each counts, and it is answered
-when the process has to change something. None of this is journaled: the content of a device is a fact about processes,
-not a decision, and they report it again to a restarted scheduler. Until a process has done so, it counts as holding
-everything it could hold (the journal knows which processes were registered), so a restart never grants twice.
+The module is pure. Memory is granted only after the processes in the way have reported that they left it, or are known
+to be dead. Processes report what they hold, use and want (`HoldDevices`). Only the newest report of each counts, and it
+is answered when the process has to change something. None of this is journaled: the content of a device is a fact
+about processes, not a decision, and they report it again to a restarted scheduler. Until a process has done so, it
+counts as holding everything it could hold (the journal knows which processes were registered), so a restart never
+grants twice.
 
 There is no deadlock. Services queue in the order in which they began to want something. A waiting process uses nothing
 and gives up what an earlier one waits for; a working process is left alone while it makes progress and killed when it

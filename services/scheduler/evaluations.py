@@ -46,11 +46,11 @@ class Evaluation:
 
     @classmethod
     def of(cls, name: str, version: Version, rows: int, samples: int) -> Evaluation:
-        """Return an evaluation of which no row is scored yet."""
+        """Return an evaluation in which no row has been scored yet."""
         return cls(name, version, samples, [math.nan] * rows, [math.nan] * rows, rows)
 
     def score(self, row: int, rewards: Array, failed: int) -> None:
-        """Score a row: `rewards` are those of its N scored samples, float [N]. N + `failed` is at least 1."""
+        """Score a row: `rewards` holds the rewards of its N scored samples, float [N]. N + `failed` is at least 1."""
         samples = len(rewards) + failed
         self.scores[row] = float(np.sum(rewards, dtype=np.float64)) / samples
         self.best[row] = float(np.max(rewards, initial=0.0 if failed else -math.inf))
@@ -102,7 +102,7 @@ class Evaluations:
     open: dict[tuple[str, int], Evaluation] = field(default_factory=dict)
     """Open evaluations by set and by the step of the version."""
     done: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """Version step -> set -> `Evaluation.metrics`."""
+    """`Evaluation.metrics` of each completed evaluation, by the step of the version and by set."""
 
     def known(self, name: str, step: int) -> bool:
         return (name, step) in self.open or name in self.done.get(step, {})
@@ -131,7 +131,7 @@ class Evaluations:
 
 
 def score(run: RunState, task: Task, rewards: Array, failed: int) -> None:
-    """Score an evaluation task. `rewards` are those of its scored samples."""
+    """Score an evaluation task. `rewards` holds the rewards of its scored samples."""
     one = run.evaluations.of(task)
     one.score(bisect_left(_rows(run, one), task.row), rewards, failed)
     end_task(run, one)

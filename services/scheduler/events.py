@@ -78,8 +78,8 @@ class StoreGone(msgspec.Struct, frozen=True, tag=True):
 class TailLost(msgspec.Struct, frozen=True, tag=True):
     """The end of the journal was lost, and what it held is known only from its traces.
 
-    `agreed` is the last step up to which no row of `metrics.jsonl` contradicts the journal. `reached` is the newest
-    committed step, and `fence` and `lineage` are the highest ones, that any trace shows.
+    `agreed` is the last step up to which no row of `metrics.jsonl` contradicts the journal. `reached`,
+    `fence` and `lineage` are the newest committed step, the highest fence and the highest lineage that any trace shows.
     """
 
     agreed: int
@@ -152,12 +152,12 @@ class Listed:
 
 
 Held = Mapping[tuple[str, int], list[int]]
-"""(task id, fence) -> content hashes of the shards that a store holds."""
+"""Content hashes of the shards that a store holds, by (task id, fence)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a store has to hold: a task with the content hashes of its accepted results. Weights have none."""
+    """The content that a store must hold: a task with the hashes of its accepted results. Weights have no hashes."""
 
     task: PutTask
     hashes: tuple[int, ...] = ()
@@ -170,7 +170,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A store has read shards again as ordered and holds these intact. None: it did not answer."""
+    """A store has read shards again as ordered and holds `held` intact, or has not answered (None)."""
 
     order: CheckShards
     held: Held | None
@@ -214,7 +214,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class SendClear:
-    """Tombstone these tasks at `store`, and report `ClearDone` if `tracked`. Strays are not: they are found again."""
+    """Tombstone these tasks at `store`, and report `ClearDone` if `tracked`. Clears of strays are untracked."""
 
     store: str
     tasks: list[PutTask]
@@ -223,7 +223,7 @@ class SendClear:
 
 @dataclass(frozen=True, slots=True)
 class StopClear:
-    """Cancel the tracked clear in flight to `store`. No `ClearDone` of it may follow."""
+    """Cancel the tracked clear in flight to `store`. No `ClearDone` for it may follow."""
 
     store: str
 
@@ -275,7 +275,7 @@ class WriteRow:
 class Rewound:
     """The run returned to `step`. Steps after it, up to `committed`, belonged to this lineage or earlier ones.
 
-    `cause` is the cause in a few words, or empty if the steps cannot be replayed without their shards.
+    `cause` gives the reason in a few words, or is empty if the steps cannot be replayed without their shards.
     """
 
     lineage: int
@@ -316,7 +316,7 @@ class KillProcess:
 
 @dataclass(frozen=True, slots=True)
 class TellDevices:
-    """Log and publish what a process now holds on the shared devices, and the phase they are in."""
+    """Log and publish the parts that a process now holds on the shared devices, and the phase of the devices."""
 
     name: str
     parts: list[str]

@@ -98,20 +98,20 @@ class _SnapshotRow(NamedTuple):
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[Recorded]:
-    """Open the journal of a run, which may be live, as it is now, and change nothing.
+    """Open the journal of a run, which may be live, in its present state and read-only.
 
-    Raises RpcError(bad_request), one line, if there is none or it cannot be read.
+    Raises RpcError(bad_request) with a one-line message if there is no journal or it cannot be read.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
-            db.execute("BEGIN")  # everything is read as of the first query
+            db.execute("BEGIN")  # all queries see the state of the first one
             yield Recorded(db)
     except (sqlite3.Error, WireError, msgspec.MsgspecError) as error:
         raise RpcError(ErrorCode.BAD_REQUEST, f"journal {path}: cannot be read ({error})") from None
 
 
 class Recorded:
-    """The content of a journal, for readers other than its scheduler. Its methods raise what `reading` translates."""
+    """The content of a journal, for readers other than its scheduler. `reading` translates errors of its methods."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -147,8 +147,8 @@ class Journal:
     def __init__(self, path: Path, fingerprint: str) -> None:
         """Open or create the journal of the run with this plan fingerprint.
 
-        Raises RpcError(bad_request), one line, if the file is not a journal, is damaged, or was written by another
-        release or under another plan.
+        Raises RpcError(bad_request) with a one-line message if the file is not a journal, is damaged, or was written by
+        another release or under another plan.
         """
         self._path = path
         with self._reading("the file"):
@@ -156,7 +156,7 @@ class Journal:
             self._db.create_function("checksum", -1, tables.checksum)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("PRAGMA wal_autocheckpoint=0")  # these sync on this thread: see wal.py
+            self._db.execute("PRAGMA wal_autocheckpoint=0")  # these would sync on this thread: see wal.py
             page_bytes = self._db.execute("PRAGMA page_size").fetchone()[0]
             found = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if found != "ok":
@@ -183,7 +183,7 @@ class Journal:
         except OSError as error:
             raise self._unwritable(str(error)) from None
         self.lost = self._lost()
-        """In one line, why the end of the journal is lost, or empty if the journal is complete."""
+        """Reason why the end of the journal is lost, in one line, or empty if the journal is complete."""
         self.unmarked = self._mark.missing and self.seq > 0
         """Whether the journal has no mark, so that a lost end cannot be seen."""
         self._wal = WalCheckpoints(path, page_bytes)
@@ -198,7 +198,7 @@ class Journal:
             self._db.executemany("INSERT INTO meta VALUES (?1, ?2, checksum(?1, ?2))", rows)
             self._db.execute("COMMIT")
         elif "meta" not in (names := sorted(name for _, name, *_ in found)):
-            raise sqlite3.DatabaseError(f"not a scheduler's journal (tables {', '.join(names)})")
+            raise sqlite3.DatabaseError(f"it is not a scheduler's journal (tables {', '.join(names)})")
         elif found != tables.expected_schema():
             written = dict(self._db.execute("SELECT key, value FROM meta")).get("format")
             if written != FORMAT:
@@ -250,7 +250,7 @@ class Journal:
 
     @property
     def marked(self) -> Reached:
-        """The mark of the previous life, or what is known without it."""
+        """The mark of the previous life, or the last event of the journal if the mark is missing."""
         return self._mark.found or self._reached()
 
     def _lost(self) -> str:
@@ -260,7 +260,7 @@ class Journal:
             return "its mark cannot be read" if self.seq else ""
         seq, chain = self._mark.found[:2]
         if self.seq < seq:
-            return f"it ends with event {self.seq}, its mark names event {seq}"
+            return f"it ends with event {self.seq}, but its mark names event {seq}"
         with self._reading(f"event {seq}"):
             kept = self._snapshot_row()
             rows = self._db.execute("SELECT chain FROM events WHERE seq = ?", (seq,)).fetchall()
@@ -398,8 +398,8 @@ class Journal:
 
     def _unwritable(self, cause: str) -> RpcError:
         return self.broken(
-            f"cannot be written: {cause}; nothing that was not written has left this process: make room or repair "
-            "the disk, then resume the run"
+            f"cannot be written: {cause}; this process has sent nothing that depends on unwritten events: make "
+            "room or repair the disk, then resume the run"
         )
 
     def begin_snapshot(self, parts: Iterator[bytes]) -> None:

@@ -1,5 +1,6 @@
-"""Leases: which holder gets which block of tasks with which version, and what happens to tasks of lost leases. Pure.
+"""Leases: which holder gets which block of tasks with which version, and what happens to tasks of lost leases.
 
+The module is pure.
 Training generation continues during an evaluation: engines sample blocks of both in turn. An engine that holds the
 evaluated version also samples training blocks with it while it is recent enough for their step. When it is too old, the
 engine changes between the versions only after as many leases as a step has, so weights are seldom loaded back and

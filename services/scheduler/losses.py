@@ -1,4 +1,4 @@
-"""Losses of training: dropped tasks, and samples without a reward, counted by reason. Pure.
+"""Losses of training: dropped tasks, and samples without a reward, counted by reason. The module is pure.
 
 Counts are kept by admission number until the batch to which the task belongs is formed, so the counts of a step do not
 depend on when results arrived.
@@ -35,7 +35,7 @@ class Filtered:
 
 @dataclass
 class Losses:
-    """Total counts (`dropped`, `lost`) and those of the newest batch (`batch_drops`, `batch_lost`)."""
+    """Total counts (`dropped`, `lost`) and the counts of the newest batch (`batch_drops`, `batch_lost`)."""
 
     dropped: dict[str, int] = field(default_factory=dict)
     lost: dict[str, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Losses:
         self.batch_filtered, self.filtered = self.filtered, Filtered()
 
     def put_back(self) -> None:
-        """Undo `batched`: the batch that is formed next counts everything again that the newest one has counted."""
+        """Undo `batched`: the next batch counts again everything that the newest one has counted."""
         self.open_drops |= self.counted_drops
         self.open_lost |= self.counted_lost
         self.filtered += self.batch_filtered

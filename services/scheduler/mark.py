@@ -1,4 +1,4 @@
-"""The mark beside the journal: what the journal held at its last commit.
+"""The mark beside the journal, which records what the journal held at its last commit.
 
 SQLite replays a shortened write-ahead log without an error, as a shorter history. The mark, written after each commit,
 shows that the end is lost. It is not synced: a kill of the process keeps it, and after a power cut an older mark only

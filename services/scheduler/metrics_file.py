@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one flat JSON object per line, with each step's row exactly once, even if processes are killed.
 
-The journal holds every row. This file always holds the first of them, and all of them when no write is in progress. At
+The journal holds every row. This file always holds the first rows, and all rows when no write is in progress. At
 start an incomplete last line is removed and missing rows are added. When the run returns to an earlier step, the rows
 of the steps taken back move to `metrics.discarded.jsonl`, each with the lineage of weights that ended then. They are
 durable there before they are removed here.

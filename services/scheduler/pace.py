@@ -1,4 +1,4 @@
-"""Progress of live leases, and the expiry of those without progress. Pure, not journaled."""
+"""Progress of live leases, and the expiry of those without progress. It is pure, and not journaled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The plan of a run as plain numbers: the order of rows, tasks per step, evaluations, and worst-case bytes. Pure.
+"""The plan of a run as plain numbers: the order of rows, tasks per step, evaluations, and worst-case bytes.
 
+The module is pure.
 `planning.py` makes it from the topology and the data sources. A `Plan` is constant within a run, because task ids and
 the journal depend on it. Settings that a resumed run may change are in `events.Configure`.
 """
@@ -55,7 +56,8 @@ class Plan:
     """Bytes to reserve for the additional shards of a step that is replayed."""
     weight_versions: int = 3
     weight_bytes: int = 0
-    """Bytes of one weight version. `weight_versions` of them are reserved, or of the published one if it is larger."""
+    """Bytes of one weight version. Room is reserved for `weight_versions` versions of this size, or of the size of the
+    published version if that is larger."""
     reference_every: int = 0
     """Steps between refreshes of the reference from the policy. 0: it remains the initial model."""
 

@@ -30,7 +30,7 @@ _TEMPLATE_TOKENS = 256
 def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
     """Return the plan and the unusable training rows, which it leaves out.
 
-    `where` is the path of the topology. Raises RpcError(bad_request), one line, if a source cannot be used.
+    `where` is the path of the topology. Raises RpcError(bad_request) if a source cannot be used.
     """
     try:
         train = open_source(topology.data.train.source, where=f"{where}: data.train")

@@ -1,4 +1,4 @@
-"""Checks of the numbers and texts that a peer reports about itself, before they enter the status of the run. Pure."""
+"""Checks of what a peer reports about itself, before it enters the status of the run. The module is pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 
 MOST_TEXT = 1024
-"""Maximum characters of each text that a service reports, because the status of a run holds those of all services."""
+"""Maximum characters of each text that a service reports, because the status of a run holds all services' texts."""
 MOST = 1 << 50
 """Maximum bytes (one pebibyte) or shards of one store."""
 MOST_TROUBLES = 16

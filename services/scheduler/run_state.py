@@ -121,7 +121,7 @@ class RunState:
         self.lost_version = ""
         """Task id of a version that its store has lost, until the driver resumes and publishes it again, or empty."""
         self.eval_lease_debt = 0
-        """Number of leases by which evaluations are ahead of training, at most those of a step."""
+        """Number of leases by which evaluations are ahead of training, at most the leases of one step."""
         self.waiting_rows: dict[int, dict[str, float]] = {}
         """Metrics rows by step that wait for an evaluation."""
         self.next_row = 0 if plan.evals else 1
@@ -140,7 +140,7 @@ class RunState:
     def apply(self, event: Durable) -> Reply | None:
         """Apply one durable event, live or replayed, and return the reply to its sender.
 
-        None means that nothing changed: the event is not to be journaled. Raises RpcError, without any change, if the
+        None means that nothing changed, so the event is not journaled. Raises RpcError, without any change, if the
         event is refused.
         """
         self.tasks.cause = type(event).__name__
@@ -150,7 +150,7 @@ class RunState:
         return reply
 
     def lease(self, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
-        """Do the same as `apply(Leased(...))` for a request that is not encoded."""
+        """Apply a lease request that is not encoded, with the same effect as `apply(Leased(...))`."""
         self.tasks.cause = Leased.__name__
         grant = leasing.lease(self, request, call)
         if grant is not None:
@@ -255,7 +255,7 @@ class RunState:
         return self.tasks.story(task_id)
 
     def validate(self) -> None:
-        """Check what holds after every event. Raises AssertionError that names the task and tells its story."""
+        """Check the invariants that hold after every event. The AssertionError names the task and tells its story."""
         counts = dict.fromkeys(TaskState, 0) | {TaskState.COLLECTED: self.tasks.counts[TaskState.COLLECTED]}
         batched = {task.task_id: step for step, tasks in self.batches.items() for task in tasks}
         measured = {task_id for one in self.evaluations.open.values() for task_id in one.waiting}
@@ -282,7 +282,7 @@ class RunState:
             raise AssertionError(f"step {self.committed_step}: {', '.join(wrong)} ({self.tasks.cause})")
 
     def _problem(self, task: Task, waits: bool, batched: int) -> str:
-        """Return what is wrong with a task, or an empty text.
+        """Return what is wrong with a task, or an empty string.
 
         `waits` tells whether the window or an evaluation has it, and `batched` is the step that consumed it, or 0.
         """
@@ -311,7 +311,7 @@ class RunState:
         if task.lease and (task.state not in _LEASABLE or lease is None or task.task_id not in lease.tasks):
             return f"lease {task.lease} does not hold it"
         if task.lost and task.state in _UNFINISHED:
-            return "an unfinished task with lost shards is made again"
+            return "it is marked as lost, but an unfinished task with lost shards is sampled again"
         if task.clears and task.state not in _ACKNOWLEDGING:
-            return f"{task.clears} stores are to acknowledge its last clear"
+            return f"{task.clears} stores have yet to acknowledge its last clear"
         return ""

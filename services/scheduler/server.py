@@ -296,8 +296,8 @@ class SchedulerService(Service):
                 self.telemetry.emit(f"devices/{effect.name}", {"phase": effect.phase, "holds": parts})
 
     async def _kill(self, effect: KillProcess) -> None:
-        """Have the supervisor kill a process, retrying until its death is confirmed. A process that is not the
-        supervisor's counts as dead only after a long silence."""
+        """Have the supervisor kill a process, retrying until its death is confirmed. A process that the supervisor does
+        not know counts as dead only after a long silence."""
         service, instance = effect.holder
         request = KillInstance(service=service, instance=instance, pid=effect.pid, cause=effect.cause)
         self.log.warning("to be killed", name=service_name(service, instance), pid=effect.pid, cause=effect.cause)
@@ -374,7 +374,7 @@ class SchedulerService(Service):
 
 
 def _hashes(page: Inventory, store: str) -> list[list[int]]:
-    """Return the content hashes of a page, one list per task. Raises RpcError(bad_request) if there are not as many."""
+    """Return the content hashes of a page, one list per task. Raises RpcError(bad_request) if the counts differ."""
     if len(page.files) != len(page.tasks) or min(page.files, default=0) < 0 or sum(page.files) != len(page.hashes):
         text = (
             f"{store}: inventory of {len(page.tasks)} tasks with {len(page.files)} counts of {len(page.hashes)} hashes"

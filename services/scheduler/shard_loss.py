@@ -1,5 +1,6 @@
-"""Shards that a store has lost: found by its inventory or by a reader, and always confirmed by the store itself. Pure.
+"""Shards that a store has lost: found by its inventory or by a reader, and always confirmed by the store itself.
 
+The module is pure.
 An unfinished task is sampled again under a higher fence, at no cost to its attempts. A task of a step is only marked,
 because its shards may no longer be needed:
 
@@ -37,7 +38,7 @@ _HOLDING = frozenset({TaskState.ROLLED_OUT, TaskState.READY, TaskState.BATCHED, 
 
 
 def claims(run: RunState, store: str, tasks: Iterable[PutTask]) -> list[Claim]:
-    """Return what the store has to hold of these tasks, as far as they are current and under these fences."""
+    """Return a claim on the store for each of these tasks that is current under its fence."""
     found: list[Claim] = []
     for each in tasks:
         if _is_live_version(run, store, each):
@@ -80,7 +81,7 @@ class Audit:
     def compare(self, run: RunState) -> bool:
         """Compare up to `AUDITED_AT_ONCE` tasks. Return whether the comparison is complete.
 
-        Results accepted since the inventory began may be in `missing`, too: the store is asked again about each.
+        Results accepted since the inventory began may be in `missing`, too, so the store is asked again about each.
         """
         if self._left is None:
             return False
@@ -94,7 +95,7 @@ class Audit:
 
 
 def lose_shards(run: RunState, event: ShardsLost) -> bool:
-    """Have the tasks whose shards the store has lost made again. Return False if none of them is current."""
+    """Sample again, or mark, the tasks whose shards the store has lost. Return False if none of them is current."""
     store, count = event.store, 0
     for each in event.tasks:
         if _is_live_version(run, store, each):

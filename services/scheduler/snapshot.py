@@ -1,4 +1,4 @@
-"""Conversion of the durable state to bytes and back, with msgpack and without pickle. Pure.
+"""Conversion of the durable state to bytes and back, with msgpack and without pickle. The module is pure.
 
 A snapshot shows the run at the moment when it is begun. All but the tasks and clears is packed at once. The tasks are
 packed part by part while the run continues, and a task that changes meanwhile is copied first (`Tasks.edit`).

@@ -1,5 +1,6 @@
-"""`consume: completion`: a step takes the tasks that finished first, unless their tokens are too old. Pure.
+"""`consume: completion`: a step takes the tasks that finished first, unless their tokens are too old.
 
+The module is pure.
 In admission order leases alone bound the staleness, because their oldest version follows from the step. In order of
 completion a task may be overtaken by others, so the oldest token of every finished task is checked before each step
 that might take it. Only finished tasks are dropped as stale, so none of them is held by another service.

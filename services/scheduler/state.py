@@ -1,4 +1,4 @@
-"""The state machine of the scheduler: `handle(event, now) -> effects`. No I/O, no clock, no socket, no thread.
+"""The state machine of the scheduler: `handle(event, now) -> effects`. It uses no I/O, clock, socket or thread.
 
 Around the durable `RunState` it keeps the state that dies with the process: deferred calls, deadlines of leases, and
 the last heartbeats. Durable events are returned as `Persist` effects and read back through `replay`. A grant, an expiry
@@ -138,7 +138,7 @@ class Scheduler:
         self._clearing: dict[str, float] = {}
         """Stores with a clear in flight, and the time at which it was sent."""
         self._awaited: dict[tuple[str, int], float] = {}
-        """(request, step) that the driver waits for -> time at which it first asked."""
+        """Times at which the driver first asked for what it waits for, by (request, step)."""
         self._reconcile_at = 0.0
         self._tell_at = 0.0
         self._teller = view.Teller()
@@ -344,7 +344,7 @@ class Scheduler:
             self._out.append(StopClear(store))
 
     def _lose_host(self, lives: frozenset[int]) -> None:
-        """Give up the stores and the leases of a host's processes, which hold and wait for nothing any longer."""
+        """Give up the stores, leases, deferred requests and device turns of the processes of a lost host."""
         lost = [holder for holder, row in self.run.registry.items() if row.incarnation in lives]
         for holder in lost:
             self._fail_waiting(holder, f"{service_name(*holder)} was lost with its host")
@@ -472,7 +472,7 @@ class Scheduler:
             self._answer(asked, Ack())
 
     def _checked(self, checked: Checked) -> None:
-        """Have what the store has lost made again, then answer the reader that reported it."""
+        """Handle the shards that the store has lost, then answer the reader that reported them."""
         order, held = checked.order, checked.held
         lost = [claim.task for claim in order.claims if held is not None and not claim.met(held)]
         if lost and self._durable(ShardsLost(order.store, lost)) is not None:

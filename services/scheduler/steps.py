@@ -1,4 +1,4 @@
-"""Requests of the driver: batches, commits, checkpoints, and the return to an earlier step. Pure.
+"""Requests of the driver: batches, commits, checkpoints, and the return to an earlier step. The module is pure.
 
 Each step is batched and committed once.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 HOPELESS_STEPS, HOPELESS_TASKS = 10, 256
-"""Maximum number of consecutive drops, in steps and in tasks (the larger one counts), before the run is given up."""
+"""Maximum number of consecutive drops, in steps and in tasks (the larger limit applies), before the run is given up."""
 
 
 def check_driver(run: RunState, driver: int) -> None:
@@ -166,7 +166,7 @@ def check_versions(run: RunState) -> None:
 
 
 def batch(run: RunState, request: NextBatch) -> StepBatch | None:
-    """Return the batch of a journaled step, always the same, or None if it is not journaled. Changes nothing."""
+    """Return the batch of a journaled step, always the same, or None if it is not journaled. It changes nothing."""
     check_driver(run, request.driver)
     if run.broken:
         raise RpcError(ErrorCode.BAD_REQUEST, run.broken)
@@ -183,7 +183,7 @@ def batch(run: RunState, request: NextBatch) -> StepBatch | None:
     if tasks is None:
         raise RpcError(
             ErrorCode.CONFLICT,
-            f"step {step}: its tasks were collected, it cannot be replayed; load a later checkpoint "
+            f"step {step}: its tasks were collected, so it cannot be replayed; load a later checkpoint "
             "(gc.after: checkpoint keeps what replay needs)",
         )
     return _step_batch(run, step, tasks)
@@ -200,7 +200,7 @@ def form_batch(run: RunState, request: NextBatch) -> StepBatch | None:
     run.identities[request.step] = [task.task_id for task in tasks]
     run.batched_step = request.step
     run.out.append(SaveStep(request.step, TaskState.BATCHED, [task.task_id for task in tasks], {}))
-    end = run.batched_step * run.plan.tasks_per_step  # in deterministic mode, the place of a drop decides
+    end = run.batched_step * run.plan.tasks_per_step  # in deterministic mode, drops are counted by admission number
     run.losses.batched((task.admission for task in tasks), lambda admission: not run.order.fixed or admission < end)
     formed = _step_batch(run, request.step, tasks)
     run.order.drop_stale(run)
@@ -223,7 +223,7 @@ def _step_batch(run: RunState, step: int, tasks: Sequence[Task]) -> StepBatch:
         scalars=columns,
         reward_mean_unfiltered=reward_sum / samples if samples else 0.0,
         samples_failed=sum(task.failed for task in tasks),
-        # In deterministic mode, the drops of this step, not those since the last batch.
+        # Deterministic mode counts the drops of this step instead of the drops since the last batch.
         dropped=run.plan.tasks_per_step - len(tasks) if run.order.fixed else sum(drops.values()),
         drops=drops,
         lost=run.losses.batch_lost if newest else {},
@@ -243,7 +243,7 @@ def commit(run: RunState, request: CommitStep) -> bool:
     if step != run.batched_step:
         raise RpcError(
             ErrorCode.CONFLICT,
-            f"commit of step {step}: {run.committed_step} is committed, "
+            f"commit of step {step}: step {run.committed_step} is committed, "
             f"the open step is {run.batched_step if run.batched_step > run.committed_step else 'none'}",
         )
     run.committed_step = step
@@ -266,7 +266,7 @@ def checkpoint(run: RunState, request: CheckpointSaved) -> None:
     """Collect the steps that are covered by the oldest checkpoint to which recovery may fall back."""
     check_driver(run, request.driver)
     if not 0 <= request.step <= run.committed_step:
-        raise RpcError(ErrorCode.CONFLICT, f"checkpoint of step {request.step}: {run.committed_step} is committed")
+        raise RpcError(ErrorCode.CONFLICT, f"checkpoint of step {request.step}: step {run.committed_step} is committed")
     # Checkpoints newer than the committed step belong to steps that were taken back.
     kept = sorted({request.step, *(step for step in request.kept if step <= run.committed_step)})
     kept = kept[-(run.config.keep_last + request.at_stop) :]
@@ -274,5 +274,5 @@ def checkpoint(run: RunState, request: CheckpointSaved) -> None:
     collect_steps(run, kept[0])
     run.identities = {step: names for step, names in run.identities.items() if step > kept[0]}
     if wants_checkpoint(run, {}):
-        # No room for another interval of replay: give up that of the older checkpoints rather than stall.
+        # There is no room to replay another interval, so give up replay from the older checkpoints rather than stall.
         collect_steps(run, kept[-1])

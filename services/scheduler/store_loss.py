@@ -1,5 +1,6 @@
-"""Recovery from lost data: a store comes back without it or not at all, or the end of the journal is lost. Pure.
+"""Recovery from lost data: a store comes back without it or not at all, or the end of the journal is lost.
 
+The module is pure.
 A store comes back without its data if its host is lost or the run is resumed elsewhere.
 Its unfinished tasks are sampled again under higher fences. If it held anything of a batched step or a version, the run
 returns to the newest checkpoint: steps after it cannot be replayed, so their tasks are reopened and trained again
@@ -61,7 +62,7 @@ def come_back_empty(run: RunState, store: str) -> None:
         if store in stores_of(run, lease.holder):
             give_up(run, lease, 0)
     again = _sample_without(run, store, "lost its data")
-    cause = f"{store} came back without its data: it held nothing of a step, {again} tasks again"
+    cause = f"{store} came back without its data: it held nothing of a step, {again} tasks are sampled again"
     run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
 
@@ -114,7 +115,7 @@ def remove_departed_store(run: RunState, store: str) -> bool:
     """Remove a joined store that is gone for good. Return False, without any change, if it is not registered.
 
     Its pending clears count as done and its room is no longer used. Unfinished tasks with shards there are sampled
-    again. So are tasks leased on its host if that has no other store, as their results would have no store.
+    again. So are tasks leased on its host if the host has no other store, because no store could take their results.
     """
     row = run.registry.pop(parse_service_name(store), None)
     if row is None:

@@ -1,4 +1,4 @@
-"""The room left in each store, and the stores that hold shards of each task. Pure.
+"""The room left in each store, and the stores that hold shards of each task. The module is pure.
 
 The room of different stores is not added up, because each put goes into a single store: rollouts and references put
 into the store of their host, and the trainer puts into `TRAINER_STORE`. The bytes counted here are an upper bound of

@@ -57,7 +57,7 @@ def link(chain: bytes, seq: int, kind: int, at: float, body: bytes) -> bytes:
 
 
 def checksum(*values: object) -> bytes:
-    """Return the checksum of the columns of a row. SQLite stores no sign of zero."""
+    """Return the checksum of the columns of a row. -0.0 counts as 0.0, because SQLite drops the sign of zero."""
     return xxhash.xxh3_128_digest(
         msgspec.msgpack.encode([each + 0.0 if isinstance(each, float) else each for each in values])
     )

@@ -1,4 +1,4 @@
-"""The live tasks of a run: plain objects whose states change along one table of transitions. Pure."""
+"""The live tasks of a run: plain objects whose states change along one table of transitions. The module is pure."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Tasks:
         """Change the state of a task. Raises ValueError if `TRANSITIONS` does not allow it. COLLECTED removes it."""
         before = task.state
         if state not in TRANSITIONS[before]:
-            problem = f"{before} -> {state} is no transition ({self.cause})"
+            problem = f"{before} -> {state} is not a transition ({self.cause})"
             raise ValueError(f"{task.task_id}, fence {task.fence}: {problem}; {self.told(task.task_id)}")
         self.edit(task).state = state
         self.counts[before] -= 1
@@ -199,7 +199,7 @@ class Tasks:
         task.lost = False
 
     def begin_copy(self) -> Iterator[Row]:
-        """Return the rows of all tasks as they are now, each made when it is asked for or before its task changes."""
+        """Return the rows of all tasks as they are now, each made when it is requested or before its task changes."""
         copies: dict[Task, Row] = {}
         self._copies = copies
 

@@ -1,4 +1,4 @@
-"""Published policy versions: which are in a store, which is the newest, and which can be removed. Pure."""
+"""Published policy versions: those in a store, the newest, and those that can be removed. The module is pure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Versions:
         return [self._refs.pop(version) for version in gone]
 
     def remove(self, version: Version) -> WeightsRef | None:
-        """Remove and return a version, None if there is none."""
+        """Remove and return a version, or return None if it is absent."""
         return self._refs.pop(version, None)
 
     def take_back(self, step: int) -> list[WeightsRef]:
@@ -94,7 +94,7 @@ def publish(run: RunState, request: PublishWeights) -> None:
         raise RpcError(ErrorCode.BAD_REQUEST, f"{ref.task_id}: its size or fence is out of range")
     old = run.versions.get((ref.lineage, ref.step))
     if old is not None and old.fence > ref.fence:
-        raise RpcError(ErrorCode.CONFLICT, f"{ref.task_id}: fence {ref.fence} is over, it is now {old.fence}")
+        raise RpcError(ErrorCode.CONFLICT, f"{ref.task_id}: fence {ref.fence} is over; the current one is {old.fence}")
     run.versions.put(ref)
     if old is not None and old.fence < ref.fence:
         clear_weights(run, old)
@@ -135,7 +135,7 @@ def free_versions(run: RunState) -> None:
 
 
 def _reference_steps(run: RunState) -> Container[int]:
-    """Return the steps of versions that the reference may still need, also after a return to the checkpoint."""
+    """Return the steps of versions that the reference may still need, even after a return to the checkpoint."""
     every = run.plan.reference_every
     first = run.plan.reference_version(min(max(run.checkpoint_step, 0), run.committed_step) + 1)
     return range(max(first, every), run.committed_step + 1, every) if every else ()

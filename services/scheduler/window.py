@@ -1,4 +1,4 @@
-"""The training tasks that are admitted and not batched yet, by admission number. Pure."""
+"""The training tasks that are admitted and not batched yet, by admission number. The module is pure."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LOOK_S = 5.0
 
 
 async def own_store(service: Service) -> str:
-    """Return the trainer's store on the host of the run; on another host the store that registered from there.
+    """Return the trainer's store on the host of the run, or on another host the store that registered from that host.
 
     Raises RpcError(missing) if none registers within `WAIT_S`.
     """

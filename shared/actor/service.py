@@ -49,7 +49,7 @@ PEER_LOST_STATUS = os.EX_TEMPFAIL
 """Exit status (75) of a process that ends because a process on which it depends is gone."""
 UNUSABLE_STATUS = os.EX_CONFIG
 """Exit status (78) of a process for which a restart would not help: its start was refused (`bad_request`), or it found
-that its work cannot go on."""
+that its work cannot continue."""
 
 
 class ProcessState(StrEnum):
@@ -63,7 +63,7 @@ class ProcessState(StrEnum):
     FAILED = "FAILED"
     BACKOFF = "BACKOFF"
     DRAINED = "DRAINED"
-    """Ended by the operator (`ctl drain`), and not started again by itself."""
+    """The operator ended the process (`ctl drain`). It is not restarted automatically."""
 
 
 class Service:
@@ -109,7 +109,7 @@ class Service:
         self._failure: BaseException | None = None
         self._background: list[asyncio.Task[None]] = []
         self.progress: Callable[[], int] = lambda: 0
-        """Returns the progress that heartbeats report. Only the worker thread advances it."""
+        """Function that returns the progress for heartbeats. Only the worker thread advances it."""
         self._progress = (0, -1.0)
         """The last progress of a heartbeat, and the loop time at which it advanced, or -1."""
         self._entered_at = -1.0
@@ -157,19 +157,19 @@ class Service:
         )
 
     async def open_waits(self) -> list[WaitRow]:
-        """Return what this service waits for, apart from its requests to other processes. Must not wait for long."""
+        """Return what this service waits for, apart from its requests to other processes. It must not take long."""
         return []
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
         """Stop working on these leases, which the scheduler has withdrawn."""
 
     def on_newer_weights(self, ref: messages.WeightsRef) -> None:
-        """Note that `ref` is newer than the version that this engine holds."""
+        """Take note that `ref` is newer than the version that this engine holds."""
 
     # ---- for services
 
     def client(self, service: str, instance: int = 0) -> Client:
-        """Return the (cached) client of another service's mailbox, on whichever host it is."""
+        """Return the (cached) client of another service's mailbox, on any host."""
         key = (service, instance)
         if key not in self._clients:
             name = service_name(service, instance)
@@ -265,7 +265,7 @@ class Service:
         return self.mailbox.bind(self.context, self.listen, gate=gate)
 
     def _reach_other_hosts(self) -> None:
-        """Load the keys, and open the mailbox on tcp if `listen` is set. No-op for services of one host."""
+        """Load the keys, and open the mailbox on tcp if `listen` is set. Does nothing on a single host."""
         if not self.listen and not self.run.scheduler:
             return
         if self.listen:
@@ -301,7 +301,7 @@ class Service:
         await asyncio.get_running_loop().run_in_executor(None, self.context.destroy, LINGER_MS)
 
     def request_stop(self) -> None:
-        """Begin to drain, as on SIGTERM. Loop thread only."""
+        """Begin to drain, as on SIGTERM. Call it on the loop's thread."""
         self.stopping.set()
 
     async def _until_stopping(self, work: Coroutine[Any, Any, None]) -> None:

@@ -2,7 +2,7 @@
 
     python -m shared.actor.spare DESCRIPTOR ...
 
-DESCRIPTOR is one end of a pair of sockets that keep messages apart; further arguments are for people. Messages are
+DESCRIPTOR is one end of a pair of sockets that keep message boundaries; further arguments are for people. Messages are
 JSON. The spare receives the list of its imports, `module` or `module:function` (called without arguments), answers with
 an empty list when they are done, and then takes one order: the module of the service and its arguments, together with
 the descriptor of its output. The module runs as under `python -m`. Before that, a spare knows neither the keys nor the

@@ -34,11 +34,11 @@ class TelemetrySender:
         self._client = client
 
     def span(self, what: str, seconds: float) -> None:
-        """Report that `what` has just ended after `seconds`: a bar of the run's time line. Loop thread only."""
+        """Report that `what` has just ended after `seconds`, for the run's time line. Call it on the loop's thread."""
         self.emit(SPAN, {"what": what, "seconds": seconds})
 
     def emit(self, topic: str, values: dict[str, float | str]) -> None:
-        """Report new `values` of `topic`. Loop thread only."""
+        """Report new `values` of `topic`. Call it on the loop's thread."""
         self._sequence += 1
         message = Telemetry(
             service=self._service,

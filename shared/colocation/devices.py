@@ -4,7 +4,7 @@ The module is pure: it moves no memory, calls no service and reads no clock.
 
 The order of a step is not stated explicitly; it follows from `FORBIDDEN`. The optimizer and the gradients leave before
 the engine's weights come, the parameters and the reference leave before its key/value cache comes, and the whole engine
-leaves before the gradients return. "Device" is the memory of the GPUs on CUDA, and otherwise that of the host.
+leaves before the gradients return. "Device" is the memory of the GPUs on CUDA, and otherwise the memory of the host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARTS_OF: Mapping[str, Parts] = MappingProxyType(
 
 ALL_AT_ONCE: frozenset[str] = frozenset({"rollout"})
 """Services whose parts leave only together: an engine is asleep or awake. No part is taken from such a service while it
-uses another."""
+uses another part."""
 
 FORBIDDEN: tuple[tuple[str, str], ...] = (
     (WEIGHTS, GRADIENTS),
@@ -49,7 +49,7 @@ FORBIDDEN: tuple[tuple[str, str], ...] = (
     (REFERENCE, GRADIENTS),
     (REFERENCE, OPTIMIZER),
 )
-"""Pairs of parts of different services. Pairs are omitted on purpose where both are needed: the engine copies its
+"""Pairs of parts of different services. Pairs are omitted on purpose where both parts are needed: the engine copies its
 weights while the parameters are on the device, and the reference may stay meanwhile."""
 
 _BARRED: Mapping[str, Parts] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Moves tensors off the device and back, bit for bit, to free their memory meanwhile, or frees memory only.
+"""Moves tensors off the device and back, bit for bit, to free their memory meanwhile, or only frees their memory.
 
 On CUDA the shelf is host memory. On a CPU, where device and host share memory, it is a file, so that the memory is
 really freed. Models and optimizers keep their tensor objects, whose storage is emptied and refilled in place.
@@ -20,7 +20,7 @@ from shared.model import cpu
 
 
 class Shelf:
-    """A set of tensors that is either on the device or on the shelf. Compute thread only."""
+    """A set of tensors that is either on the device or on the shelf. It belongs to the compute thread."""
 
     def __init__(self, file: Path, content: Literal["changes", "frozen"] = "changes") -> None:
         """`file` receives the bytes of CPU tensors; its folder is created if needed. `frozen` tensors are written once,
@@ -72,7 +72,7 @@ class Shelf:
                 for storage, size in on_cpu:
                     storage.resize_(size)
                     if file.readinto(_bytes(storage)) != size:
-                        raise OSError(f"{self._file}: shorter than the data written to it")
+                        raise OSError(f"{self._file}: the file is shorter than the data written to it")
             if not self._written:
                 self._file.unlink()
         for storage, size, copy in self._stored:
@@ -84,7 +84,7 @@ class Shelf:
         return moved
 
     def renewed(self) -> None:
-        """Note that frozen tensors have new values, so that the next `put` writes them again."""
+        """Record that frozen tensors have new values, so that the next `put` writes them again."""
         self._written = False
 
     def remove(self) -> None:

@@ -18,11 +18,11 @@ from shared.rpc.errors import RpcError
 POLL_S = 20.0
 BACKOFF_S = 0.05
 _AGAIN = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY, ErrorCode.LOST)
-"""Codes after which the report is sent again: no order yet, or a scheduler that restarts or does not know us yet."""
+"""Codes after which the report is sent again: there is no order yet, or the scheduler restarts or does not know it."""
 
 
 class Turns(Protocol):
-    """Turns on devices, one at a time. Belongs to the service's loop."""
+    """Turns on devices, one at a time. It belongs to the service's loop."""
 
     @property
     def waiting(self) -> bool:
@@ -32,8 +32,8 @@ class Turns(Protocol):
         """Wait until `parts`, and those already in use, may be on the devices. They are in use from then on."""
 
     def done(self) -> None:
-        """End the turn. Parts may stay on the devices until another process needs the room. A pending `acquire` goes on
-        waiting."""
+        """End the turn. Parts may stay on the devices until another process needs the room. A pending `acquire`
+        continues to wait."""
 
 
 class OwnDevices:
@@ -49,7 +49,7 @@ class OwnDevices:
 
 
 class SharedDevices:
-    """The turns of one process on shared devices. They are granted while `run` runs."""
+    """The turns of one process on shared devices. They are granted while `run` is active."""
 
     def __init__(self, service: Service, leave: Callable[[Parts], Awaitable[Parts]]) -> None:
         """`leave` takes parts off the devices and returns all parts that left with them. It is called between turns."""

@@ -1,4 +1,4 @@
-"""Dataset sources: open a source by its name and read its rows one at a time. Does not import torch.
+"""Dataset sources: open a source by its name and read its rows one at a time. It does not import torch.
 
 A row that the rollout could not prompt with is an error, and no file is held in memory as a whole.
 """

@@ -32,7 +32,7 @@ class GymEntries:
 
         dataset, _, query = source.partition(":")[2].partition("?")
         if dataset not in factory.DATASETS:
-            raise DataError(f"{where}: source {source!r} names no data set{nearest(dataset, factory.DATASETS)}")
+            raise DataError(f"{where}: source {source!r} is not a known data set{nearest(dataset, factory.DATASETS)}")
         known = {each.name for each in dataclasses.fields(factory.DATASETS[dataset][1])}
         given: dict[str, Any] = {"size": SIZE, "seed": 0}
         for key, text in parse_qsl(query, keep_blank_values=True):

@@ -25,13 +25,13 @@ HASH_SEED = "0"
 START_S = 60.0  # for importing the library
 START_ATTEMPTS = 3
 ANSWER_S = 20.0
-ANSWER_ATTEMPTS = 2  # for a row over which the process died; a row that took too long is not repeated
+ANSWER_ATTEMPTS = 2  # attempts at a row over which the process died; a row that took too long is not repeated
 _PACKAGES = Path(__file__).parents[2]
 
 
 class RowMaker:
     """The client of the process: reads `{"rows"}` first, then requests `{"question", "answer"}` of an index. A process
-    that has ended is replaced. May be called from any thread."""
+    that has ended is replaced. Any thread may call it."""
 
     def __init__(self, source: str, *, where: str) -> None:
         """Raises DataError for an unknown data set or parameter, and SourceLost if no process starts."""
@@ -39,7 +39,7 @@ class RowMaker:
         self._where = where
         self._lock = threading.Lock()
         self._failed_rows: dict[int, str] = {}
-        """Index -> why the row cannot be made. Such rows are requested again when their lease was lost meanwhile."""
+        """Reasons why rows cannot be made, by index. Such rows are requested again if their lease was lost."""
         self._process, self.rows = self._start()
 
     def entry(self, index: int) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class _Process:
         return self.answer(ANSWER_S)
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """Read one answer within `limit_s` seconds. Raises as `ask` does."""
+        """Read one answer within `limit_s` seconds. Raises the errors of `ask`."""
         late = threading.Event()
 
         def end() -> None:

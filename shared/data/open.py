@@ -50,7 +50,7 @@ def open_source(source: str, *, where: str) -> Source:
         from shared.data.gym_source import GymSource
 
         return GymSource(source, where=where)
-    raise DataError(f"{where}: source {source!r} is of no known kind; write {FORMS}")
+    raise DataError(f"{where}: source {source!r} has an unknown kind; write {FORMS}")
 
 
 def _split(source: str, query: str, where: str, *, default: str) -> str:

@@ -1,4 +1,4 @@
-"""The interface of a source of dataset rows, and the checks that make a row usable. Performs no I/O.
+"""The interface of a source of dataset rows, and the checks that make a row usable. It performs no I/O.
 
 A row is a dict ``{"prompt": "text" | [{"role", "content"}...], "answer"?, "id"?, "tools"?, anything else}``. Its
 index is part of its task id and counts bad rows, too, so dropping a row does not renumber the others.
@@ -66,7 +66,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
 def require(module: str, extra: str, what: str) -> None:
     """Raise DataError naming the optional `extra` if its `module` is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise DataError(f"{what} needs the package {module}, install it with: pip install 'rlbus[{extra}]'")
+        raise DataError(f"{what} needs the package {module}; install it with: pip install 'rlbus[{extra}]'")
 
 
 def check_index(index: int, rows: int, name: str) -> None:

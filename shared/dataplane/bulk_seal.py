@@ -22,13 +22,13 @@ SECRET_BYTES = 32
 KEY_BYTES = 16
 SALT_BYTES = 4
 KEY_LIMIT_BYTES = 1 << 36
-"""2^32 blocks, the limit of one GCM key with counted nonces (NIST SP 800-38D allows 2^32 - 2 blocks per message)."""
+"""Limit of one GCM key with counted nonces: 2^32 blocks (NIST SP 800-38D allows 2^32 - 2 blocks per message)."""
 TO_READER, TO_STORE = b"reader", b"store"
 _COUNTER = struct.Struct("<Q")
 
 
 class Seal:
-    """One end of one direction of a line, which either seals or opens. Not thread-safe."""
+    """One end of one direction of a line, which either seals or opens. It is not thread-safe."""
 
     def __init__(self, secret: bytes, line_id: bytes, direction: bytes) -> None:
         made = HKDF(SHA256(), KEY_BYTES + SALT_BYTES, line_id, b"rlbus bulk " + direction).derive(secret)

@@ -98,7 +98,7 @@ class _ReadRequest:
 
 
 class DataClient:
-    """Puts and fetches shards. One per process, on the event loop of its clients."""
+    """Puts and fetches shards. A process has one, on the event loop of its clients."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class DataClient:
                 grant = await _ask(client, again, PutGrant, deadline)
                 await _wait_for_mount(grant.path, layout.file_bytes, deadline)
                 continue
-            if written is None:  # revoked, or lost with the store, before it was written
+            if written is None:  # the grant was revoked, or lost with the store
                 grant = await _ask(client, begin, PutGrant, deadline)
                 continue
             descriptor, receipts = written
@@ -209,7 +209,7 @@ class DataClient:
         return [{key: found[key] for key in order} for found in results]
 
     def is_streamed(self, store: str) -> bool:
-        """Return whether what is fetched from `store` is streamed; False while that is unknown."""
+        """Return whether fetches from `store` are streamed, or False while that is unknown."""
         return self._reach is Reach.STREAM or self._shares.get(store) is False
 
     async def _shares_memory(self, store: str, client: Client, deadline: float) -> bool:
@@ -299,7 +299,7 @@ class DataClient:
         return found
 
     async def _report(self, wants: _ReadRequest, why: str) -> None:
-        """Report to the scheduler that these shards cannot be read. With its answer, they will be made again."""
+        """Report to the scheduler that these shards cannot be read. Once it answers, they will be made again."""
         log = structlog.get_logger("dataplane")
         log.error("shards not readable", store=wants.store, tasks=len(wants.tasks), why=why[:400])
         request = ReportShards(store=wants.store, tasks=wants.tasks)
@@ -320,7 +320,7 @@ class DataClient:
             found = await loop.run_in_executor(self._threads, read)
             if found is not None:
                 return found
-            await asyncio.sleep(AGAIN_S)  # collected after the answer; the store will report it now
+            await asyncio.sleep(AGAIN_S)  # the file was collected after the answer; the store will report that now
 
     def _read(self, located: Located, wants: _ReadRequest) -> list[dict[str, Array]] | None:
         found: list[dict[str, Array]] = [{} for _ in wants.tasks]
@@ -341,7 +341,7 @@ class DataClient:
             return None
         except DamagedShards as error:
             raise RpcError(ErrorCode.MISSING, f"{wants.store}: damaged shards: {error}", names=error.names) from None
-        except WireError as error:  # in a header or table
+        except WireError as error:  # a header or table is damaged
             names = [f"{wants.tasks[at].task_id}#{key}" for at in ats for key in wants.keys or ("*",)]
             text = f"{wants.store}: damaged shards: {located.files[place]}: {error}"
             raise RpcError(ErrorCode.MISSING, text, names=names) from None
@@ -373,7 +373,7 @@ async def _wait_for_mount(path: str, nbytes: int, deadline: float) -> None:
 
 
 def _by_file(located: Located) -> dict[int, list[int]]:
-    """Return file -> places of the tasks of which it holds shards. Files are in the order in which they are named."""
+    """Return, by file, the places of the tasks whose shards it holds. Files are in the order of their naming."""
     by_file: dict[int, list[int]] = {}
     for at, places in enumerate(located.places):
         for place in places:
@@ -461,7 +461,7 @@ def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_ReadRequest]:
 
 
 def _split(stores: tuple[int, ...], keys: Sequence[str], part_of: dict[str, int]) -> dict[int, tuple[str, ...] | None]:
-    """Return store -> the keys to read from it. Without keys, the value is None for each store."""
+    """Return, by store, the keys to read from it. Without keys, the value is None for each store."""
     if not keys:
         return dict.fromkeys(stores)
     by_store: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Mappings that a process keeps of files whose pages stores lend again and again, for reading and for writing.
+"""Mappings that a process keeps of files whose pages stores lend repeatedly, for reading and for writing.
 
 A store lends the pages of a collected file to the next put of about its size. A new mapping costs a page fault per page
 written, or per 64 KiB read, and as much again to unmap. Per GiB, a put with checksums takes 0.13 s through a kept
@@ -31,7 +31,8 @@ MIN_BYTES = 256 << 10
 MOST_BYTES = 16 << 30
 MOST_FILES = 2048
 DESCRIPTOR_SHARE = 8
-"""The descriptor limit divided by this limits the files, too: readers and writers of a process keep two per file."""
+"""Divisor of the descriptor limit that bounds the number of files, too: a process keeps two descriptors per file and
+direction."""
 _SWEEP = 64
 POPULATE_BYTES = 8 << 20
 """Bytes to populate per call: 3 to 6 ms, in which no other thread of this process runs, nor its event loop."""
@@ -51,7 +52,7 @@ Inode = tuple[int, int]
 
 @dataclass(eq=False)
 class KeptMapping:
-    """A kept mapping. `descriptor` has no lock of ours; the first `warm_bytes` can be written without page faults."""
+    """A kept mapping. `descriptor` holds no lock; the first `warm_bytes` can be written without page faults."""
 
     data: mmap.mmap
     descriptor: int
@@ -70,7 +71,7 @@ class KeptMapping:
 
 
 class KeptMappings:
-    """Kept mappings by inode. The least recently used go first. Not thread-safe."""
+    """Kept mappings by inode. The least recently used one is dropped first. This is not thread-safe."""
 
     def __init__(self) -> None:
         self._by_inode: OrderedDict[Inode, KeptMapping] = OrderedDict()
@@ -79,7 +80,7 @@ class KeptMappings:
         self._most_files = min(MOST_FILES, raise_descriptor_limit() // DESCRIPTOR_SHARE)
 
     def get(self, inode: Inode) -> KeptMapping | None:
-        """Return the mapping of `inode`, None if there is none."""
+        """Return the mapping of `inode`, or None if there is none."""
         kept = self._by_inode.get(inode)
         if kept is not None:
             self._by_inode.move_to_end(inode)
@@ -88,7 +89,7 @@ class KeptMappings:
     def add(self, inode: Inode, locked: int, access: int) -> KeptMapping:
         """Map the file open as `locked`, in place of an earlier mapping. The descriptor stays with the caller."""
         self.drop(inode)
-        # Opened again, because a mapping keeps the lock of the descriptor from which it was made.
+        # The file is opened again, because a mapping keeps the lock of the descriptor from which it was made.
         unlocked = os.open(f"/proc/self/fd/{locked}", os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY)
         try:
             kept = KeptMapping(mmap.mmap(unlocked, 0, access=access), unlocked)
@@ -123,7 +124,7 @@ class KeptMappings:
 
 
 class WriteMappingPool:
-    """The mappings through which a producer writes. Usable from any thread; each file is used by one thread at a time.
+    """The mappings through which a producer writes. Any thread may use them, but each file by one thread at a time.
 
     They are written only for a grant of this producer. A full mount is an error, not a signal.
     """
@@ -155,11 +156,11 @@ class WriteMappingPool:
         if missing > 0 or kept.warm_bytes < nbytes:
             try:
                 _populate(kept.data, min(nbytes, len(kept.data)))
-            except OSError:  # an old kernel, or no room
+            except OSError:  # the kernel is old, or there is no room
                 if missing > 0:
                     return None
         kept.warm_bytes = nbytes  # not the maximum: another producer may have cut the file
-        return array_over(kept.data, nbytes, lambda: kept)  # which keeps the mapping
+        return array_over(kept.data, nbytes, lambda: kept)  # `kept` keeps the mapping
 
     def close(self) -> None:
         """Drop all mappings."""
@@ -168,7 +169,7 @@ class WriteMappingPool:
 
 
 def _in_memory(descriptor: int) -> bool:
-    """Whether a file is on a tmpfs, where existing pages are overwritten in place."""
+    """Return whether a file is on a tmpfs, where existing pages are overwritten in place."""
     status = (ctypes.c_long * 64)()  # struct statfs begins with f_type; it is at most this large
     return _LIBC.fstatfs(descriptor, status) == 0 and status[0] == _TMPFS_MAGIC
 
@@ -180,7 +181,7 @@ def _populate(data: mmap.mmap, nbytes: int) -> None:
 
 
 class ReadMappingPool:
-    """The private mappings that a reader keeps. Usable from any thread.
+    """The private mappings that a reader keeps. Any thread may use them.
 
     A mapping is not given out while it is in use or after it was written to, and its file is locked while it is read.
     """
@@ -238,7 +239,7 @@ class ReadMappingPool:
 
 
 def _unwritten(kept: KeptMapping, helper: Executor) -> bool:
-    """Whether all pages are the file's. A page that was written to is a private copy and never shows later data."""
+    """Return whether all pages are the file's. A page that was written to is a private copy without later data."""
     first, pages = kept.address // mmap.PAGESIZE, -(-len(kept.data) // mmap.PAGESIZE)
     if len(kept.data) < HELP_BYTES:
         return _all_of_file(first, pages)
@@ -248,7 +249,7 @@ def _unwritten(kept: KeptMapping, helper: Executor) -> bool:
 
 
 def _all_of_file(first: int, pages: int) -> bool:
-    """Whether `pages` pages from number `first` on are the file's. False if a container hides the page map."""
+    """Return whether `pages` pages from number `first` on are the file's. False if a container hides the page map."""
     try:
         with open(_PAGEMAP, "rb", buffering=0) as file:
             read = os.pread(file.fileno(), pages * _ENTRY_BYTES, first * _ENTRY_BYTES)

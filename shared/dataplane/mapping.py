@@ -36,7 +36,7 @@ CACHED_FILES = 4096
 """Maximum number of cached mappings. A batch of 130,000 tasks in groups of 64 is 2048 files. The kernel's page tables
 take 1/512 of the mapped bytes."""
 DESCRIPTOR_SHARE = 4
-"""Maximum number of mappings of a store: the descriptor limit divided by this."""
+"""Divisor of the descriptor limit that gives the maximum number of mappings of a store."""
 AGAIN_S = 0.05
 """Seconds before a file that no longer has the name under which it was found is located again."""
 TOUCH_BYTES = 64 << 10
@@ -65,15 +65,15 @@ def lock_named(path: str, flags: int) -> int | None:
 
 
 class DamagedShards(Exception):
-    """Bytes of shards (`names`, each `task_id#key`) are not the ones that were put."""
+    """Shards (`names`, each `task_id#key`) whose bytes are not the ones that were put."""
 
     def __init__(self, path: str, names: list[str]) -> None:
-        super().__init__(f"{path}: {len(names)} shards do not have their checksums, the first is {names[0]}")
+        super().__init__(f"{path}: {len(names)} shards do not match their checksums; the first is {names[0]}")
         self.names = names
 
 
 class KnownTable(NamedTuple):
-    """The table of a file, and which of its rows this process has found to have their checksums, bool [rows]."""
+    """The table of a file, and which of its rows this process has found to match their checksums, bool [rows]."""
 
     table: Table
     verified: Array
@@ -118,7 +118,7 @@ class MappingCache:
 
     It holds at most `CACHED_FILES`, and with those that streams still send at most `most_files`, which leaves
     descriptors for other uses. A mapping pins its file, which is not deleted while the mapping or a view of it lives.
-    Code that retires a file must `drop` it here. Usable from any thread.
+    Code that retires a file must `drop` it here. Any thread may use it.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class MappingCache:
             self._mapped[path] = mapping
             self._alive.add(mapping)
             oldest = self._mapped.popitem(last=False)[1] if len(self._mapped) > CACHED_FILES else None
-        del oldest  # outside of the lock, as in `drop`
+        del oldest  # outside the lock, as in `drop`
         if not os.path.exists(path):  # retired meanwhile, perhaps before it was cached
             self.drop(path)
             raise FileNotFoundError(path)
@@ -163,7 +163,7 @@ class MappingCache:
         """Drop the mapping of a file that has lost its name. Streams that send it continue."""
         with self._lock:
             mapping = self._mapped.pop(path, None)
-        del mapping  # outside of the lock, because unmapping takes time
+        del mapping  # outside the lock, because unmapping takes time
 
 
 class BlockMapping:
@@ -186,7 +186,7 @@ class BlockMapping:
                 self._data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         finally:
             if found is None:
-                os.close(descriptor)  # the mapping keeps a duplicate, hence the lock
+                os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
         self._path = path
         self._table, self._verified = cache.get(path, self._data)
 
@@ -207,7 +207,7 @@ class BlockMapping:
         return _views(self._table, self._data, picked)
 
     def _verify(self, rows: Array, helper: Executor | None) -> None:
-        """Compare those of these rows with their checksums that this process has not compared yet."""
+        """Compare with their checksums those of `rows` that this process has not compared yet."""
         rows = np.sort(rows[~self._verified[rows]])
         if not len(rows):
             return
@@ -302,7 +302,7 @@ def _map_named(path: str) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
     finally:
-        os.close(descriptor)  # the mapping keeps a duplicate, hence the lock
+        os.close(descriptor)  # the mapping keeps a duplicate, which holds the lock
 
 
 def _open_named(path: str) -> int:

@@ -49,7 +49,7 @@ def array_over(data: mmap.mmap, nbytes: int, release: Callable[[], object]) -> A
 
 
 class Regions:
-    """Hands out regions and keeps unused ones until they are trimmed. Thread-safe.
+    """Hands out regions and keeps unused ones until they are trimmed. It is thread-safe.
 
     Idle and used memory together do not exceed the peak of the used memory, because a new region replaces idle ones.
     """

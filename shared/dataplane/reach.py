@@ -18,7 +18,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Reach(StrEnum):
-    """How a reader accesses shards."""
+    """The ways in which a reader accesses shards."""
 
     AUTO = "auto"  # map where memory is shared, stream elsewhere
     STREAM = "stream"  # always stream, as from another host
@@ -41,7 +41,7 @@ def write_place(path: str) -> StorePlace:
 
 
 def shares_memory(place: StorePlace) -> bool:
-    """Whether this process can map the files of the store at `place`. Raises OSError if no descriptor is left."""
+    """Return whether this process can map the store's files at `place`. Raises OSError if no descriptor is left."""
     if not place.token.startswith(_boot_id()):
         return False
     try:

@@ -44,7 +44,7 @@ nothing, so that a peer that causes streams to be lost costs little.
 """
 R = TypeVar("R", bound=Message)
 OnProgress = Callable[[], None]
-"""Called each time a long operation has progressed, so that its caller can extend a time limit."""
+"""Callback for each progress of a long operation, so that its caller can extend a time limit."""
 
 
 def ignore_progress() -> None:
@@ -60,12 +60,12 @@ class _Load:
     tasks: list[PutTask]
     keys: tuple[str, ...]
     pieces: dict[int, list[dict[str, Array]]] = field(default_factory=dict)
-    """Index of the first task of a stream -> one dict of arrays per task of the stream."""
+    """One dict of arrays per task of each stream, by the index of the stream's first task."""
     group: StreamGroup = field(default_factory=StreamGroup)
 
 
 class StreamReader:
-    """Fetches shards from any number of stores. Belongs to the event loop of its clients; a process has one."""
+    """Fetches shards from any number of stores. It belongs to the event loop of its clients; a process has one."""
 
     def __init__(
         self, client_of: Callable[[str], Client], *, plain: bool = False, inflight_bytes: int = INFLIGHT_BYTES
@@ -78,7 +78,7 @@ class StreamReader:
         self._client_of = client_of
         self.plain = plain
         self.counts = Counts()
-        """What was received and refused so far."""
+        """Counters of the data received and refused so far."""
         self._regions = Regions()
         self._window = RequestWindow(inflight_bytes, self.counts)
         self._checker = ThreadPoolExecutor(1, "stream-checker")
@@ -180,7 +180,7 @@ class StreamReader:
                 changed += 1
                 if changed >= CORRUPT_TRIES:
                     raise RpcError(
-                        ErrorCode.INTERNAL, f"{load.store} announces other bytes for the same shards again and again"
+                        ErrorCode.INTERNAL, f"{load.store} repeatedly announces different bytes for the same shards"
                     )
             if arrival is None:
                 arrival = Arrival(opened, tasks, load.keys, STREAM_BYTES, self._regions)
@@ -314,7 +314,7 @@ def with_shard_names(error: RpcError, tasks: Sequence[PutTask], keys: Sequence[s
 
 def missing_shards(store: str, names: list[str]) -> RpcError:
     """Return the error for missing shards, each named `task_id#key`."""
-    return RpcError(ErrorCode.MISSING, f"{store}: {len(names)} shards are not there: {_first(names)}", names=names)
+    return RpcError(ErrorCode.MISSING, f"{store}: {len(names)} shards are missing: {_first(names)}", names=names)
 
 
 def _first(names: Sequence[str]) -> str:

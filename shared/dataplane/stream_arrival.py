@@ -28,12 +28,12 @@ class Arrival:
     ) -> None:
         """Check the store's announcement against the request. Raises WireError if they disagree.
 
-        `tasks` are those that the stream covers. Memory is used as bytes arrive, not as they are announced.
+        `tasks` lists the tasks that the stream covers. Memory is used as bytes arrive, not as they are announced.
         """
-        # Bound on the bytes of the head and the padding, which come on top of the requested maximum.
+        # The head and the padding, which are bounded here, come on top of the requested maximum.
         slack = opened.head_bytes + 64 * opened.head_bytes // 32 if opened.covered > 1 else blockfile.MAX_FILE_BYTES
         if not 0 < opened.head_bytes <= opened.total_bytes <= min(max_bytes + slack, blockfile.MAX_FILE_BYTES):
-            raise WireError(f"stream of {opened.total_bytes} bytes, head {opened.head_bytes}: asked for {max_bytes}")
+            raise WireError(f"stream of {opened.total_bytes} bytes, head {opened.head_bytes}: requested {max_bytes}")
         if keys and opened.head_bytes > _head_limit(tasks, keys):
             raise WireError(f"stream with a head of {opened.head_bytes} bytes for {len(tasks)} tasks, {len(keys)} keys")
         self.total_bytes = opened.total_bytes
@@ -66,7 +66,7 @@ class Arrival:
         Raises WireError unless the stream is complete and every row was checked.
         """
         if self._arrays is None:
-            raise WireError(f"stream: {self.received} of {self.total_bytes} bytes arrived, not all of them checked")
+            raise WireError(f"stream: {self.received} of {self.total_bytes} bytes arrived, and not all were checked")
         return self._arrays
 
     def check(self, upto: int) -> None:

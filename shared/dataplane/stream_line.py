@@ -42,7 +42,7 @@ _JOIN_S = 1.0
 
 
 class StreamOutcome(StrEnum):
-    """How the line finished with a stream."""
+    """The ways in which a line finishes with a stream."""
 
     COMPLETE = "complete"
     LOST = "lost"  # the line ended, or the stream was cancelled; received bytes are kept
@@ -63,7 +63,7 @@ class Counts:
 
 
 class RequestWindow:
-    """Bounds the requested bytes that have not arrived, over all lines of a reader. Thread-safe."""
+    """Bounds the requested bytes that have not arrived, over all lines of a reader. It is thread-safe."""
 
     def __init__(self, limit_bytes: int, counts: Counts) -> None:
         self._limit_bytes = limit_bytes
@@ -153,7 +153,7 @@ class StreamLine:
         self._ordering = threading.Lock()
         self._has_ended = False
         self._turns: OrderedDict[StreamGroup, deque[Incoming]] = OrderedDict()
-        """Group -> its streams that were not requested to their end."""
+        """Streams that were not requested to their end, by group."""
         self._due: deque[tuple[Incoming, int, int]] = deque()
         """Stream, offset and length of each range that was requested and has not arrived."""
         self._asked_bytes = 0

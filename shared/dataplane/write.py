@@ -42,7 +42,7 @@ def write_block(descriptor: int, layout: BlockLayout, helper: Executor | None = 
 
 
 def copy_block(target: Array, layout: BlockLayout, helper: Executor | None = None) -> list[int]:
-    """Do the same into `target`, uint8 [file_bytes], a mapping of a file whose pages are all allocated."""
+    """Write the file to `target`, uint8 [file_bytes], a mapping with all pages allocated. Return the checksums, too."""
     if layout.file_bytes < SMALL_BYTES * len(layout.arrays):
         helper = None  # it would only wait for the interpreter lock
     checksums = _in_halves(lambda begin, end: _copy_rows(target, layout, begin, end), layout, helper)
@@ -60,7 +60,7 @@ def _in_halves(work: Callable[[int, int], list[int]], layout: BlockLayout, helpe
     try:
         mine = work(0, middle)
     finally:
-        wait([other])  # it writes to a descriptor or mapping that the caller closes
+        wait([other])  # the helper writes to a descriptor or mapping that the caller closes
     return mine + other.result()
 
 
@@ -120,7 +120,7 @@ def _flat(array: Array) -> Buffer:
     """Return the bytes of an array without a copy."""
     try:
         return array.data.cast("B")
-    except (ValueError, TypeError):  # empty, or of a type that buffers do not support
+    except (ValueError, TypeError):  # the array is empty, or of a type that buffers do not support
         return array.reshape(-1).view(np.uint8).data if array.nbytes else _NO_BYTES
 
 
@@ -136,7 +136,7 @@ def _write_large(descriptor: int, data: Buffer, offset: int) -> int:
 def _write(descriptor: int, pieces: list[Buffer], offset: int) -> None:
     written = os.pwritev(descriptor, pieces, offset)
     total = sum(map(len, pieces))
-    if written < total:  # a signal, or a nearly full mount; writing the rest shows which
+    if written < total:  # a signal arrived or the mount is nearly full; writing the rest shows which
         rest = b"".join(bytes(piece) for piece in pieces)[written:]
         while rest:
             offset += written

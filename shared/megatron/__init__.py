@@ -5,6 +5,6 @@ Import it only in dedicated (worker) processes, because megatron-core keeps its 
 
 import warnings
 
-# Without its CUDA companions, every import of megatron-core gives this warning some eight times on each rank.
+# Without its CUDA companions, every import of megatron-core gives this warning about eight times on each rank.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)

@@ -26,7 +26,7 @@ _PAD_TO = 8
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of the families above. Sizes are in elements; `windows` [layers] is a layer's look-back, None: all."""
+    """A decoder of the families above. Sizes are in elements; `windows` [layers] are look-backs (None: all)."""
 
     layers: int
     hidden: int

@@ -31,7 +31,7 @@ class PackedAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         **_: Any,  # communication settings of other kernels
     ) -> None:
-        """`layer_number` counts from 1 over all pipeline stages; `windows` is that of `Architecture`."""
+        """`layer_number` counts from 1 over all pipeline stages; `windows` is `Architecture.windows`."""
         super().__init__()
         self._scale = softmax_scale if softmax_scale is not None else float(config.kv_channels or 0) ** -0.5
         self._window = windows[layer_number - 1]

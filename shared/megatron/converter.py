@@ -130,7 +130,7 @@ class Converter:
         return list(parts[0].chunk(tp))
 
     def join(self, weight: Weight, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return the full parts from those of each tensor-parallel rank: the exact inverse of `split`."""
+        """Return the full parts from the shards of all tensor-parallel ranks: the exact inverse of `split`."""
         rule = weight.rule
         if rule == "whole":
             return [shards[0]]

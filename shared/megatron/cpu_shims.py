@@ -1,4 +1,4 @@
-"""Everything that megatron-core 0.16.1 needs to run on gloo without CUDA. Does nothing if CUDA is available.
+"""Everything that megatron-core 0.16.1 needs to run on gloo without CUDA. It does nothing if CUDA is available.
 
 megatron-core names the device in three ways: `torch.cuda.current_device()`, the literal `device="cuda"`, and
 comparisons of `.type()` with `"torch.cuda.FloatTensor"`. Inside `megatron_device` the first returns `"cpu"`, the second
@@ -52,7 +52,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def megatron_device() -> Iterator[None]:
-    """Context in which megatron-core runs. For the compute thread only, because it replaces `torch.cuda` meanwhile."""
+    """Run megatron-core inside this context, on the compute thread only, because it replaces `torch.cuda` meanwhile."""
     if torch.cuda.is_available():
         yield
         return

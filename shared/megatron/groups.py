@@ -117,7 +117,7 @@ class Groups:
 
 
 def _deadline() -> timedelta:
-    """Return the time limit of collectives of the group of all ranks, which groups made of it share."""
+    """Return the time limit of collectives of the group of all ranks, which groups made from it share."""
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     deadline: timedelta = backend.options._timeout
     return deadline

@@ -126,7 +126,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def __init__(
         self, model: Architecture, frequencies: Tensor, config: TransformerConfig, place: Place, *, engine: bool
     ) -> None:
-        """`frequencies` are those of `architecture.rotary_frequencies`. The weights are uninitialised."""
+        """`frequencies` is the result of `architecture.rotary_frequencies`. The weights are uninitialised."""
         layout = place.layout
         super().__init__(
             config=config,

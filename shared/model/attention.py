@@ -100,7 +100,7 @@ def attend_trees(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """`query` [1, H, N, D], `key`, `value` [1, G, N, D] -> [1, N, H, D]. Raises ValueError for unknown terms."""
+    """Map `query` [1, H, N, D] and `key`, `value` [1, G, N, D] to [1, N, H, D]. Raises ValueError for unknown terms."""
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
@@ -123,7 +123,7 @@ def attend_trees(
 
 
 def _rows(nodes_NHD: Tensor, block: TreeBlock) -> Tensor:
-    """[N, H, D] -> [R, H, L, D]."""
+    """Map [N, H, D] to [R, H, L, D]."""
     heads, dim = nodes_NHD.shape[1:]
     picked = nodes_NHD.reshape(-1, heads * dim).index_select(0, block.gather)
     return picked.view(block.rows, block.longest, heads, dim).transpose(1, 2)

@@ -143,7 +143,7 @@ def attend_cut(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """`query` [1, H, N, D], `key`, `value` [1, G, N, D] of this rank's nodes -> [1, N, H, D]. Raises ValueError."""
+    """Map `query` [1, H, N, D], `key`, `value` [1, G, N, D] of this rank's nodes to [1, N, H, D]. Raises ValueError."""
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
@@ -167,7 +167,7 @@ def attend_cut(
 
 
 def gather_rows(local: Tensor, ranks: ContextRank) -> Tensor:
-    """Concatenate [R, G, Ll, X] of all ranks, in order, to [R, G, n * Ll, X]. Differentiable."""
+    """Concatenate [R, G, Ll, X] of all ranks, in order, to [R, G, n * Ll, X]. The result has a gradient."""
     gathered: Tensor = _Gather.apply(local.contiguous(), ranks)  # type: ignore[no-untyped-call]
     return gathered.movedim(0, 2).flatten(2, 3)
 
@@ -189,7 +189,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _rows(nodes_NHD: Tensor, block: ContextBlock) -> Tensor:
-    """[N, H, D] -> [R, H, Ll, D]."""
+    """Map [N, H, D] to [R, H, Ll, D]."""
     heads, dim = nodes_NHD.shape[1:]
     picked = nodes_NHD.reshape(-1, heads * dim).index_select(0, block.gather)
     return picked.view(block.rows, -1, heads, dim).transpose(1, 2)

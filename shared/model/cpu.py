@@ -18,7 +18,7 @@ if _IS_GLIBC:
     _LIBC.malloc.restype, _LIBC.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     _LIBC.free.restype, _LIBC.free.argtypes = None, [ctypes.c_void_p]
 _keeps_memory = threading.Event()
-"""Set if this process keeps freed memory."""
+"""Event that is set if this process keeps freed memory."""
 
 
 def set_up(threads: int) -> None:
@@ -38,7 +38,7 @@ def set_up(threads: int) -> None:
 
 
 def give_back() -> None:
-    """Return the free memory of this thread's heap to the system, and that of other heaps as far as malloc_trim can.
+    """Return the free memory of this thread's heap to the system, and as much of other heaps as malloc_trim can.
 
     malloc_trim does not return memory at the top of a thread's heap. Only a `free` on that thread does.
     """

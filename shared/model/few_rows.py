@@ -35,7 +35,7 @@ class FewRows(TorchFunctionMode):
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Like `functional.linear`, but with oneDNN for few rows. Code that calls this directly avoids the overhead that
+    """Compute `functional.linear`, with oneDNN for few rows. Code that calls this directly avoids the overhead that
     `FewRows` adds to every other operation."""
     return _linear(rows, weight, bias) if _suits(rows, weight, bias) else functional.linear(rows, weight, bias)
 

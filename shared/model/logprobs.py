@@ -36,7 +36,7 @@ class Scores:
     """The result for one micro-batch: `tokens` int64 [M], positions in the caller's flat arrays; `logprobs` and
     `entropy` float32 [M] (float64 for a model in float64).
 
-    `entropy` is that of the distribution from which the token was drawn, None if not requested.
+    `entropy` is the entropy of the distribution from which the token was drawn, or None if not requested.
     """
 
     tokens: Tensor
@@ -87,7 +87,7 @@ def score(
     *,
     entropy: Entropy = "none",
 ) -> Iterator[Scores]:
-    """Like `token_logprobs`, one micro-batch at a time. Run the backward pass of each before requesting the next."""
+    """Yield the scores one micro-batch at a time. Run the backward pass of each before requesting the next."""
     scorer = LogprobScorer(model)
     for batch in scorer.plan(_numpy(token_ids), _numpy(lengths), _numpy(loss_mask), temperature, max_tokens):
         yield scorer.score(batch, temperature, entropy)
@@ -139,7 +139,7 @@ class LogprobScorer(nn.Module):
     def forward(
         self, batch: MicroBatch, cut: CutBatch | None, temperature: float, entropy: Entropy
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs [C] of the children, and entropies [P] of the predictors or None. Called by `score`."""
+        """Return log-probs [C] of the children, and entropies [P] of the predictors or None. `score` calls this."""
         model: Any = self.model
         device = next(model.parameters()).device
         predictors = torch.from_numpy(batch.predictors).to(device)
@@ -208,7 +208,7 @@ def _run_trees(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logit
 
 
 def _run_plain(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *, logits: bool) -> Tensor:
-    """Like `_run_trees`, without gradients. The last bits may differ from those of a pass with gradients."""
+    """Do the work of `_run_trees` without gradients. The last bits may differ from those of a pass with gradients."""
     decoder = PlainDecoder(model)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -219,7 +219,7 @@ def _run_plain(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, 
 
 
 def _run_cut(model: nn.Module, cut: CutBatch, ranks: ContextRank, predictors: Tensor, *, logits: bool) -> Tensor:
-    """Like `_run_trees`, for this rank's part of every sequence."""
+    """Do the work of `_run_trees` for this rank's part of every sequence."""
     device = predictors.device
     arguments: dict[str, Any] = {
         "input_ids": torch.from_numpy(cut.batch.token_ids).to(device)[None],
@@ -238,7 +238,7 @@ def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *,
 
 
 def _run_padded(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logits: bool) -> Tensor:
-    """Like `_run_trees`, for models with other kinds of layers: every row is one sequence, padded on the right."""
+    """Do the work of `_run_trees` for models with other layers. Every row is one sequence, padded on the right."""
     device = predictors.device
     hidden: list[Tensor] = []
     for block in batch.blocks:

@@ -33,7 +33,7 @@ def is_plain(model: nn.Module) -> bool:
     )
     return (
         whole
-        and not isinstance(first, DTensor)  # only a rank's part of the model
+        and not isinstance(first, DTensor)  # it is only a rank's part of the model
         and first.device.type == "cpu"
         and first.dtype == torch.float32
         and config.hidden_act == "silu"
@@ -44,7 +44,7 @@ def is_plain(model: nn.Module) -> bool:
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A replacement of `functional.linear`: rows [N, in], weight [out, in], bias [out] or None -> [N, out]."""
+"""A replacement of `functional.linear`. It maps rows [N, in], weight [out, in] and bias [out] or None to [N, out]."""
 
 
 @dataclass
@@ -203,6 +203,6 @@ class PlainDecoder:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last dimension (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight."""
+    """Apply RMSNorm over the last dimension (arXiv 1910.07467): x / sqrt(mean(x^2) + epsilon) * weight."""
     mean = torch.add(x.new_tensor(epsilon), torch.linalg.vecdot(x, x), alpha=1.0 / x.shape[-1])
     return (x * mean.rsqrt_()[..., None]).mul_(weight)

@@ -1,5 +1,5 @@
-"""Lays ragged sequences out as trees of shared prefixes, so that common tokens are computed once, and tokens after the
-last scored one not at all. Does not import torch.
+"""Lays ragged sequences out as trees of shared prefixes, so that common tokens are computed once and tokens after the
+last scored one are not computed. It does not import torch.
 
 The samples of a group share their prompt and often much of their answer, and a causal model gives equal prefixes equal
 hidden states. Sorted sequences form a trie in pre-order: a row of nodes, in which node j is an ancestor of node i
@@ -17,7 +17,7 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_ROW_NODES = 2048
-"""Maximum number of nodes of a row with branches. Its attention mask has the square of this."""
+"""Maximum number of nodes of a row with branches. Its attention mask has the square of this size."""
 MIN_FILL = 0.8
 """Minimum fill of an attention block, which bounds its padding. Only attention is padded."""
 
@@ -41,8 +41,8 @@ class MicroBatch:
     """The input of one forward pass: N nodes, of which P predict C children, which are the targets of M tokens. A child
     is a node together with a token that follows it.
 
-    `token_ids` and `depths` int64 [N] describe the nodes, and `scatter` int64 [N] is a node's slot among those of all
-    `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. `child_predictor` and `child_token`
+    `token_ids` and `depths` int64 [N] describe the nodes, and `scatter` int64 [N] is a node's slot among the slots of
+    all `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. `child_predictor` and `child_token`
     int64 [C] are an index into `predictors` and the token scored there. `tokens` int64 [M] are the positions, in the
     caller's flat [T] arrays, of the scored tokens, and `token_child` int64 [M] is the child of each.
     """
@@ -155,7 +155,7 @@ def _build(tokens: Array, lengths: Array, starts: Array, order: Array, shared: A
     """Number the nodes sequence by sequence in sorted order, which is pre-order."""
     kept = np.maximum(shared, 0)
     fresh = lengths[order] - kept
-    first_node = np.cumsum(fresh) - fresh  # of each sorted sequence
+    first_node = np.cumsum(fresh) - fresh  # first node of each sorted sequence
     total = int(fresh.sum())
     owner = np.repeat(np.arange(len(order)), fresh)
     node_depth = np.arange(total) - first_node[owner] + kept[owner]

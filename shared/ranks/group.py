@@ -123,7 +123,7 @@ class Group:
         self._lives = await self._answering_lives()
 
     async def watch(self) -> None:
-        """Wait until the group ends, then raise GroupEnded. Never returns."""
+        """Wait until the group ends, then raise GroupEnded. This never returns."""
         if self.world_size == 1:
             await asyncio.Event().wait()
         while True:

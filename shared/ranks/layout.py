@@ -1,4 +1,4 @@
-"""The layout of the worker group: which ranks share samples, sequences and layers. Arithmetic only.
+"""The layout of the worker group: which ranks share samples, sequences and layers.
 
 Ranks are numbered with tp varying fastest, then cp, dp, and pp (megatron's order), so that the ranks that communicate
 most are neighbours. Driver and workers compute the layout from the same settings; it is not sent.
@@ -21,7 +21,7 @@ class Layout:
     def __post_init__(self) -> None:
         if min(self.world_size, self.tp, self.pp, self.cp) < 1 or self.world_size % (self.tp * self.pp * self.cp):
             raise ValueError(
-                f"{self.world_size} ranks are no multiple of tp*pp*cp = {self.tp * self.pp * self.cp}; "
+                f"{self.world_size} ranks are not a multiple of tp*pp*cp = {self.tp * self.pp * self.cp}; "
                 "set services.policy-trainer.workers (gpus on CUDA) to one"
             )
 

@@ -14,7 +14,7 @@ from shared.ranks.layout import Place
 
 
 def open_group(file: Path, place: Place, device: str, *, deadline_s: float) -> None:
-    """Join the group of all ranks, which meet through `file` (private to the run's owner). Blocks until all joined.
+    """Join the group of all ranks, which meet through `file` (private to the run's owner). It blocks until all joined.
 
     A collective that takes longer than `deadline_s` raises RuntimeError.
     """

@@ -63,7 +63,7 @@ class _Pending:
 
 
 class Client:
-    """Sends requests to one peer. Belongs to the event loop on which it was made; tasks of that loop may share it."""
+    """Sends requests to one peer. It belongs to the event loop that made it; tasks of that loop may share it."""
 
     def __init__(
         self,
@@ -81,11 +81,11 @@ class Client:
         self.peer = peer
         self.endpoint = ""
         self.on_silent: Callable[[], None] | None = None
-        """Called from time to time while the peer does not answer. It may have moved (see `connect`)."""
+        """Callback for when the peer does not answer, which may have moved (see `connect`), or None."""
         self._keys = keys
         self._incarnation = incarnation
         self._loop = asyncio.get_running_loop()
-        # A random start: two clients of one process share its incarnation, and peers identify retries by both numbers.
+        # Ids start at random: clients of a process share its incarnation, and peers identify retries by both.
         self._ids = itertools.count(secrets.randbits(62))
         self._pending: dict[int, _Pending] = {}
         self._unsent: deque[list[Buffer]] = deque()
@@ -139,7 +139,7 @@ class Client:
         return body
 
     async def exchange(self, request: Request, *, deadline_s: float) -> codec.Decoded:
-        """Like `call`, but return the reply with its envelope."""
+        """Send `request` as `call` does, but return the reply with its envelope."""
         if deadline_s <= 0:
             raise DeadlineExceeded(f"{type(request).__name__} to {self.peer}: no time left before it was sent")
         if self._closed:

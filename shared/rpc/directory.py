@@ -19,11 +19,11 @@ RETRY_S = 0.5
 PAUSE_S = 1.0
 """Seconds between two look-ups of a connected peer that is silent: it may be busy, or it may have moved."""
 Find = Callable[[str, int], Awaitable[str]]
-"""(service, instance) -> its endpoint as seen from this host. Raises RpcError while it is unknown."""
+"""Function from (service, instance) to its endpoint as seen from this host. It raises RpcError while it is unknown."""
 
 
 class Directory:
-    """Belongs to one event loop."""
+    """Look-ups for the clients of one process. It belongs to one event loop."""
 
     def __init__(self, find: Find) -> None:
         self._find = find

@@ -1,4 +1,4 @@
-"""The server side of the bus: one mailbox per process. Handlers must not block its thread, because it always answers.
+"""The server side of the bus: one mailbox per process. Handlers must not block its thread, which always answers.
 
 It listens on ipc, where the private directory of the run decides who may connect, and on tcp for other hosts, where
 only peers with a key of the run are admitted. A peer that sends forbidden or unreadable messages is counted, and
@@ -121,7 +121,7 @@ class Call:
 
 
 class Mailbox:
-    """Receives, checks, de-duplicates and dispatches requests. Belongs to the event loop on which it was bound."""
+    """Receives, checks, de-duplicates and dispatches requests. It belongs to the event loop on which it was bound."""
 
     def __init__(self, name: str, incarnation: int) -> None:
         self._name = name
@@ -241,7 +241,7 @@ class Mailbox:
         return claim
 
     def answer(self, call: Call, body: Message) -> None:
-        """Send the answer to `call` and keep it for retries. Called through `Call`."""
+        """Send the answer to `call` and keep it for retries. Handlers use `Call` instead."""
         if call.answered:
             return
         frames: list[Buffer] = []

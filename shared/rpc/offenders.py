@@ -1,4 +1,4 @@
-"""Counts offences by account and decides which accounts are in quarantine. Bounded and pure."""
+"""Counts offences by account and decides which accounts are in quarantine. It is pure, and bounded in memory."""
 
 from __future__ import annotations
 

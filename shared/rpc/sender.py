@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shared.security.roles import Role
 
 Account = tuple[int, Role, bytes]
-"""What offences and unread answers are charged to: the door of the mailbox, the role, and an identity.
+"""Account to which offences and unread answers are charged: the door of the mailbox, the role, and an identity.
 
 The identity of a guest (observer, operator) is the address of its host, so all connections that one of these keys opens
 from there share one account. A service is identified by the routing id of its connection, because the services of a
@@ -32,5 +32,5 @@ class Sender(NamedTuple):
 
 
 def sender(door: int, role: Role, peer: bytes, address: bytes = b"") -> Sender:
-    """Return the sender of a message. `address` is that of the connecting host and is empty on ipc."""
+    """Return the sender of a message. `address` is the address of the connecting host, empty on ipc."""
     return Sender(peer, role, (door, role, peer if role is Role.SERVICE else address))

@@ -33,8 +33,8 @@ CURVE_BYTES = 33
 """Bytes that encryption adds to a frame (RFC 26, MESSAGE). libzmq includes them in its size limit."""
 USER_PROPERTY = "User-Id"
 ADDRESS_PROPERTY = "Peer-Address"
-# Plain integers and the compiled methods of pyzmq: its Python wrappers turn every option into an enum, which costs a
-# mailbox that wakes with cold caches 20 microseconds per round trip.
+# These are plain integers and compiled methods, because pyzmq's Python wrappers turn every option into an enum, which
+# costs a mailbox that wakes with cold caches 20 microseconds per round trip.
 _send = cast("Callable[[zmq.Socket[bytes], Buffer | zmq.Frame, int], None]", Raw.send)
 _recv = cast("Callable[[zmq.Socket[bytes], int], bytes]", Raw.recv)
 _recv_frame = cast("Callable[[zmq.Socket[bytes], int, bool], zmq.Frame]", Raw.recv)
@@ -108,7 +108,7 @@ def open_pump(
 
 
 class Pump:
-    """Moves messages between one socket and the event loop on which it was made. Not thread-safe."""
+    """Moves messages between one socket and the event loop on which it was made. It is not thread-safe."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Pump:
         return True
 
     def send_tracked(self, frames: Sequence[Buffer]) -> zmq.MessageTracker | None:
-        """Like `send`. The tracker is done when libzmq has released the whole message. Return None if it is lost."""
+        """Send as `send` does. The returned tracker is done when libzmq has released the whole message; None: lost."""
         # libzmq does not copy a tracked frame, so it must be immutable: bytes.
         last = zmq.Frame(bytes(frames[-1]), track=True, copy=False)
         return last.tracker if self.send([*frames[:-1], last]) else None

@@ -33,10 +33,10 @@ MESSAGE_BYTES = 512
 @dataclass(slots=True)
 class _Peer:
     account: Account | None
-    """None for a service, whose answers count towards its own limit only."""
+    """Account of a guest, or None for a service, whose answers count towards its own limit only."""
     nbytes: int = 0
     waiting: deque[tuple[int, zmq.MessageTracker]] = field(default_factory=deque)
-    """In the order of sending, which is the order in which libzmq releases them."""
+    """Messages in the order of sending, which is the order in which libzmq releases them."""
 
 
 class Unread:
@@ -51,7 +51,7 @@ class Unread:
         """Number of peers with unread answers above which disconnected peers are forgotten."""
 
     def counts(self, sender: Sender, nbytes: int) -> bool:
-        """Return whether an answer of `nbytes` bytes to `sender` is to be counted."""
+        """Return whether an answer of `nbytes` bytes to `sender` must be counted."""
         return sender.is_guest or nbytes > SMALL_BYTES
 
     def takes(self, sender: Sender, nbytes: int) -> bool:
@@ -68,7 +68,7 @@ class Unread:
         return not held or total <= (GUEST_BYTES if sender.is_guest else SERVICE_BYTES)
 
     def sent(self, sender: Sender, nbytes: int, tracker: zmq.MessageTracker) -> None:
-        """Count an answer that was sent. `tracker` is that of its last frame."""
+        """Count an answer that was sent. `tracker` tracks its last frame."""
         known = self._peers.get(sender.peer)
         if known is None:
             known = self._peers[sender.peer] = _Peer(sender.account if sender.is_guest else None)

@@ -44,7 +44,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     public: str
     secret: str
     known: dict[str, str]
-    """Role -> public key. The key of `service` is the server key of every endpoint."""
+    """Public keys by role. The key of `service` is the server key of every endpoint."""
     endpoints: dict[str, str]
     topology: str = ""
 

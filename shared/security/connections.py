@@ -24,10 +24,11 @@ from shared.rpc.transport import Pump
 MOST_CONNECTIONS = 1024
 """Maximum number of connections on one endpoint. Further ones are closed at once."""
 DESCRIPTOR_SHARE = 8
-"""An endpoint keeps at most the limit on descriptors divided by this. Each connection has two descriptors, libzmq's and
-ours, a process has up to two endpoints, and connections that have not been examined yet have descriptors as well."""
+"""Divisor of the descriptor limit that gives the maximum number of connections of an endpoint. Each connection has two
+descriptors, libzmq's and a duplicate, a process has up to two endpoints, and connections that have not been examined
+yet have descriptors as well."""
 UNSEEN_BYTES = 64 << 20
-"""A connection that has sent this many bytes without one whole message is closed."""
+"""Bytes without one whole message after which a connection is closed."""
 IDLE_BYTES_PER_S = 1024.0
 """Bytes per second allowed for the heartbeats of an idle connection."""
 LOOK_S = 0.1
@@ -49,7 +50,7 @@ class _TcpConnection:
 
 
 class Connections:
-    """The connections of one socket. Made before its bind; belongs to the event loop on which it was made."""
+    """The connections of one socket. It is made before the bind, and belongs to the event loop on which it was made."""
 
     def __init__(self, socket: zmq.Socket[bytes], name: str) -> None:
         self.ended = 0
@@ -76,13 +77,13 @@ class Connections:
         return len(self._open)
 
     def heard(self, descriptor: int) -> None:
-        """Note that a whole message was delivered from the connection with this descriptor (ZMQ_SRCFD)."""
+        """Record that a whole message was delivered from the connection with this descriptor (ZMQ_SRCFD)."""
         connection = self._open.get(descriptor)
         if connection is not None:
             connection.heard = True
 
     def close(self) -> None:
-        """Stop watching. Must be called before the socket is closed."""
+        """Stop watching. Call this before the socket is closed."""
         self._timer.cancel()
         self._pump.close()
         self._socket.disable_monitor()
@@ -183,7 +184,7 @@ def _is_tcp(handle: sockets.socket) -> bool:
 
 
 def _put_by() -> int | None:
-    """Return a descriptor to be closed when another one is needed, None if no descriptor is left."""
+    """Return a descriptor to be closed when another one is needed, or None if no descriptor is left."""
     try:
         return os.open(os.devnull, os.O_RDONLY)
     except OSError:

@@ -13,7 +13,7 @@ TCP = "tcp://"
 MAX_PORT = 65_535
 _EVERYWHERE = frozenset({"", "*", "0.0.0.0", "[::]"})  # noqa: S104  # refused: no peer can connect to "everywhere"
 HANDSHAKE_MS = 10_000
-"""A peer that has not finished its handshake by then is disconnected."""
+"""Milliseconds after which a peer that has not finished its handshake is disconnected."""
 
 
 def is_tcp(endpoint: str) -> bool:
@@ -28,12 +28,12 @@ def check_listen(endpoint: str) -> None:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
             f"--listen {endpoint}: must be tcp://ADDRESS:PORT, with an address of this machine that other hosts reach "
-            "(it is announced to them); port 0: a free one",
+            "(it is announced to them); port 0 picks a free one",
         )
 
 
 def lock(socket: zmq.Socket[bytes], keys: Keyring, admits: Role) -> None:
-    """Before bind: accept only CURVE and roles of at least `admits`. Without a `Gate` no peer is accepted."""
+    """Accept only CURVE and roles of at least `admits` at the next bind. Without a `Gate` no peer is accepted."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, admits.label.encode())
@@ -42,12 +42,12 @@ def lock(socket: zmq.Socket[bytes], keys: Keyring, admits: Role) -> None:
 
 
 def unlock(socket: zmq.Socket[bytes], keys: Keyring) -> None:
-    """Before connect: use CURVE, and accept only the holder of the secret key of the run's services as server."""
+    """Use CURVE for the next connect, and accept only the holder of the secret key of the run's services as server."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 def clear(socket: zmq.Socket[bytes]) -> None:
-    """Before connect: do not use CURVE."""
+    """Do not use CURVE for the next connect."""
     socket.setsockopt(zmq.CURVE_SERVER, 0)

@@ -21,13 +21,13 @@ from shared.security.roles import Role
 
 PUBLIC_FILE = "public.json"
 KEY_CHARACTERS = 40
-"""A CURVE key in Z85."""
+"""Length of a CURVE key in Z85."""
 _FILE_LIMIT_BYTES = 4096
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class _PairFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`<role>.key`."""
+    """The content of `<role>.key`."""
 
     role: str
     public: str
@@ -35,7 +35,7 @@ class _PairFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _PublicFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`public.json`: the public key of every role, which is the allow-list of the run."""
+    """The content of `public.json`: the public key of every role, which is the allow-list of the run."""
 
     service: str
     operator: str
@@ -57,7 +57,7 @@ class Keyring:
         return self.known[Role.SERVICE]
 
     def role_of(self, public: bytes) -> Role | None:
-        """Return the role of a public key, None if the key is not one of this run."""
+        """Return the role of a public key, or None if the key is not one of this run."""
         return next((role for role, key in self.known.items() if key == public), None)
 
 
@@ -104,7 +104,7 @@ def keyring(where: Path, role: Role, public: str, secret: str, known: Mapping[Ro
     if zmq.curve_public(secret.encode()) != public.encode():
         raise damaged(where, f"the two halves of the key of {role.label} do not belong together")
     if known[role] != public or len(set(known.values())) != len(Role):
-        raise damaged(where, f"the public keys do not have that of {role.label}, or one key twice")
+        raise damaged(where, f"the public keys lack that of {role.label}, or contain a key twice")
     return Keyring(role, public.encode(), secret.encode(), {each: key.encode() for each, key in known.items()})
 
 

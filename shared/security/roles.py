@@ -28,15 +28,15 @@ class Role(enum.IntEnum):
     """Roles in ascending order of rights. Each may do everything that the previous ones may."""
 
     OBSERVER = 1
-    """May read the stream and the snapshot of the monitor, and nothing else."""
+    """A role that may read the stream and the snapshot of the monitor, and nothing else."""
     OPERATOR = 2
-    """May inspect and control a run (launch.ctl)."""
+    """A role that may inspect and control a run (launch.ctl)."""
     SERVICE = 3
-    """Is part of the run and may send every message."""
+    """The role of the run's own processes, which may send every message."""
 
     @property
     def label(self) -> str:
-        """The name in key files, ZAP domains, logs."""
+        """The name in key files, ZAP domains and logs."""
         return self.name.lower()
 
     @classmethod

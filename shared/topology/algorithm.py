@@ -19,14 +19,14 @@ Anchor = Literal["proximal", "rollout"]
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo")
 # The scale and offset of rewards have no effect on these.
 INVARIANT_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
-# What the losses of these names use for `clip` by default: [low, high].
+# Default `clip` of each loss: [low, high].
 CLIPS: dict[str, tuple[float, float]] = {"ppo_clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 SAPO_TEMPERATURES = (1.0, 1.05)
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def is_function(name: str) -> bool:
-    """Return whether a name is the import path of a user's function (`my.module:fn`) rather than that of a builtin."""
+    """Return whether a name is the import path of a user's function (`my.module:fn`) rather than a builtin's name."""
     return ":" in name
 
 
@@ -74,10 +74,11 @@ class Loss(Section):
     clip: Pair | None = Field(
         default=None,
         description="[low, high]: the ratio is clipped to [1 - low, 1 + high]; default [0.2, 0.2] for ppo_clip, "
-        "[3e-4, 4e-4] for gspo, [1.0, 4.0] for cispo; others have none, nor has anchor proximal with one update a step",
+        "[3e-4, 4e-4] for gspo, [1.0, 4.0] for cispo; none for other losses, nor with anchor proximal and one update "
+        "per step",
     )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="ppo_clip: bound of the ratio where the advantage is negative, above 1, as 3.0"
+        default=None, description="ppo_clip: bound of the ratio where the advantage is negative, above 1, such as 3.0"
     )
     clamp: Literal["upper", "both"] | None = Field(
         default=None, description="cispo: clamp the ratio from above only (upper, the default) or on both sides"

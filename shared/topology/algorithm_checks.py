@@ -17,8 +17,8 @@ from shared.topology.problem import Found
 from shared.topology.schema import Topology
 
 _RATIO_IS_ONE = (
-    "with anchor proximal and one update a step the ratio is 1; remove it, set anchor rollout, or make several updates "
-    "(mini_batch_tasks, num_iterations)"
+    "with anchor proximal and one update per step the ratio is 1; remove it, set anchor rollout, or make several "
+    "updates (mini_batch_tasks, num_iterations)"
 )
 
 
@@ -41,7 +41,7 @@ def _advantage(topology: Topology) -> Found:
     advantage = algorithm.advantage
     path = ("algorithm", "advantage")
     if algorithm.group_size == 1 and advantage.name in GROUP_ADVANTAGES:
-        message = f"1 leaves advantage {advantage.name} nothing to compare, at least 2"
+        message = f"1 leaves advantage {advantage.name} nothing to compare; use at least 2"
         yield ("algorithm", "group_size"), message
     if advantage.scale is not None and advantage.name != "grpo":
         message = f"{advantage.scale} has no effect with advantage {advantage.name}; remove it, or use grpo"
@@ -56,7 +56,7 @@ def _rewards(topology: Topology) -> Found:
     algorithm = topology.algorithm
     penalty = algorithm.overlong_penalty
     if penalty is not None and penalty.tokens > topology.sampling.max_new_tokens:
-        message = f"{penalty.tokens} exceeds sampling.max_new_tokens ({topology.sampling.max_new_tokens}), use less"
+        message = f"{penalty.tokens} exceeds sampling.max_new_tokens ({topology.sampling.max_new_tokens}); use less"
         yield ("algorithm", "overlong_penalty", "tokens"), message
     if penalty is not None and topology.workflow is not None:
         message = "counts against sampling.max_new_tokens, the limit of one answer, and a workflow's sample has several"
@@ -73,7 +73,7 @@ def _normalisation(topology: Topology) -> Found:
     name = algorithm.advantage.name
     invariant = name in INVARIANT_ADVANTAGES or (name == "grpo" and algorithm.advantage.scale == "std")
     if algorithm.normalise_rewards == "batch" and invariant and penalty is None and not kl_in_reward:
-        message = f"batch has no effect, advantage {name} normalises rewards itself; use none, or another advantage"
+        message = f"batch has no effect: advantage {name} normalises rewards itself; use none, or another advantage"
         yield ("algorithm", "normalise_rewards"), message
 
 
@@ -91,12 +91,12 @@ def _clip(topology: Topology) -> Found:
         return
     if loss.clamp == "upper":
         if low != 1:
-            message = f"{low} has no effect with clamp upper, use 1.0 (no lower bound), or set clamp both"
+            message = f"{low} has no effect with clamp upper; use 1.0 (no lower bound), or set clamp both"
             yield (*path, 0), message
     elif not 0 < low < 1:
-        yield (*path, 0), f"{low} is out of range, above 0 and below 1, as 0.2"
+        yield (*path, 0), f"{low} is out of range, above 0 and below 1, such as 0.2"
     if high <= 0:
-        yield (*path, 1), f"{high} is out of range, above 0, as 0.2"
+        yield (*path, 1), f"{high} is out of range, above 0, such as 0.2"
 
 
 def _loss_options(topology: Topology) -> Found:
@@ -113,10 +113,10 @@ def _loss_options(topology: Topology) -> Found:
             if loss.name == owners[key] and value not in (None, SAPO_TEMPERATURES):
                 yield (*path, key), f"{value} has no effect: {_RATIO_IS_ONE}"
     elif loss.dual_clip is not None and loss.name == "ppo_clip" and loss.clip and loss.dual_clip <= 1 + loss.clip[1]:
-        yield (*path, "dual_clip"), f"{loss.dual_clip} must exceed 1 + clip[1] ({1 + loss.clip[1]}), as 3.0"
+        yield (*path, "dual_clip"), f"{loss.dual_clip} must exceed 1 + clip[1] ({1 + loss.clip[1]}), such as 3.0"
     for index, temperature in enumerate(loss.temperatures or ()):
         if temperature <= 0:
-            yield (*path, "temperatures", index), f"{temperature} is out of range, above 0, as 1.0"
+            yield (*path, "temperatures", index), f"{temperature} is out of range, above 0, such as 1.0"
     if loss.params and not is_function(loss.name):
         yield (*path, "params"), f"have no effect with loss {loss.name}, only with my.module:fn; remove them"
     if loss.name == "gspo" and loss.aggregation != "seq_mean_token_mean":
@@ -137,7 +137,7 @@ def _mismatch(topology: Topology) -> Found:
     elif loss.ratio_mask is not None and loss.tis_cap is not None:
         mask = loss.ratio_mask
         if mask.level == "token" and loss.tis_cap >= mask.high:
-            message = f"{loss.tis_cap} has no effect, ratio_mask leaves out what exceeds {mask.high}; remove it"
+            message = f"{loss.tis_cap} has no effect: ratio_mask leaves out what exceeds {mask.high}; remove it"
             yield (*path, "tis_cap"), message
 
 
@@ -150,14 +150,14 @@ def _refresh(topology: Topology) -> Found:
         return
     path, every = ("algorithm", "kl", "refresh_every"), kl.refresh_every
     if every >= topology.run.steps:
-        message = f"{every} has no effect in {topology.run.steps} steps (run.steps), whose last one it would come after"
+        message = f"{every} has no effect: the first refresh would come after the last step ({topology.run.steps})"
         yield path, f"{message}; use less, or leave it out"
     if kl.coef == 0:
         yield path, f"{every} has no effect with coef 0, which starts no reference; remove it"
     if topology.consume == "completion":
         yield path, f"{every} needs consume admission: otherwise no task knows which step will take it"
     if every % checkpoint.every:
-        message = f"{every} is no multiple of checkpoint.every ({checkpoint.every}): a refresh is kept as a checkpoint"
+        message = f"{every} is not a multiple of checkpoint.every ({checkpoint.every}), but a refresh is a checkpoint"
         yield path, f"{message}; use a multiple"
     if checkpoint.keep_every is not None and every % checkpoint.keep_every:
         message = f"{checkpoint.keep_every} would not keep the checkpoints of algorithm.kl.refresh_every ({every})"
@@ -168,7 +168,7 @@ def _kl(topology: Topology) -> Found:
     yield from _refresh(topology)
     kl = topology.algorithm.kl
     if kl is not None and kl.coef > 0 and kl.place == "loss" and kl.estimator == "k1":
-        yield ("algorithm", "kl", "estimator"), "k1 as a loss term has zero expected gradient, use k3 or k2"
+        yield ("algorithm", "kl", "estimator"), "k1 as a loss term has zero expected gradient; use k3 or k2"
 
 
 def _cross_entropy(topology: Topology) -> Found:
@@ -192,7 +192,7 @@ def _cross_entropy(topology: Topology) -> Found:
             why = "cuts no answer" if key == "overlong" else "looks at no reward"
             yield ("algorithm", key), f"has no effect with loss cross_entropy, which {why}; remove it"
     if algorithm.group_size > 1:
-        message = f"{algorithm.group_size} would be copies of one answer with loss cross_entropy, use 1"
+        message = f"{algorithm.group_size} would be copies of one answer with loss cross_entropy; use 1"
         yield ("algorithm", "group_size"), message
     if topology.sampling.stop and not topology.data.eval:
         message = (

@@ -25,13 +25,13 @@ _NAME_BYTES = 64
 _SHARD_BYTES = 32 + 8 + 63 + _NAME_BYTES
 # `lengths` and `sample_index` are shards too. Their contents are counted in _LENGTH_BYTES.
 _RAGGED_KEYS = 2
-# Number of versions that no counted lease names, such as that of an unfinished evaluation or of the lineage before a
-# reload.
+# Number of versions that no counted lease names, such as the version of an unfinished evaluation or one of the lineage
+# before a reload.
 _SPARE_VERSIONS = 1
-# Deterministic mode: besides the version being written, those of all steps that may still be sampled, and one that
-# a reloaded trainer publishes again.
+# In deterministic mode, besides `staleness` versions: the version being written, one more with which a step may be
+# sampled, and one that a reloaded trainer publishes again.
 _EXACT_VERSIONS = 3
-# With algorithm.kl.refresh_every: the reference's version, and the next one while the last earlier tasks are scored.
+# With algorithm.kl.refresh_every, the reference's version, and the next one while the last earlier tasks are scored.
 _REFERENCE_VERSIONS = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STEP_S = 60.0
@@ -93,9 +93,9 @@ def unleased_token_bytes(topology: Topology) -> int:
 def held_tasks(topology: Topology) -> int:
     """Return the maximum number of tasks whose shards are in the store at once, however the run proceeds.
 
-    These are the live tasks (admission); those of the step trained last, until its checkpoint is saved (a store that is
-    nearly full orders one per step); and one lease block per engine, of evaluations and of attempts about to be
-    cleared.
+    These are the live tasks (admission); the tasks of the step trained last, until its checkpoint is saved (a store
+    that is nearly full orders one per step); and one lease block per engine, of evaluations and of attempts about to
+    be cleared.
     """
     steps = topology.staleness + 1 + (topology.gc.after == "checkpoint")
     rollout = topology.services.rollout
@@ -107,7 +107,7 @@ def live_versions(staleness: int) -> int:
 
     A lease of step s names version s - 1 - staleness or a later one, and while it lives the run does not get past step
     s - 1 (with consume completion it does, but then the scheduler frees the version). Thus all of them are within
-    `staleness` of the version being written, and the newest version exists besides.
+    `staleness` of the version being written, and the newest version comes in addition.
     """
     return max(staleness, 1) + 1
 
@@ -186,11 +186,11 @@ def snapshot_bytes(topology: Topology) -> int:
     megatron = trainer.backend == "megatron"
     low = width < _FLOAT and (megatron or trainer.world_size == 1)
     weights = width if low else _FLOAT
-    copies = trainer.dp * trainer.parallel.cp if megatron else 1  # of the weights, not of masters and moments
+    copies = trainer.dp * trainer.parallel.cp if megatron else 1  # copies of the weights, not of masters and moments
     earlier = topology.staleness * width if topology.run.deterministic else 0
     data = elements * (copies * weights + low * _FLOAT + _MOMENTS * _FLOAT + earlier)
     rows = trainer.world_size * len(shapes) * (3 + _MOMENTS + (topology.staleness if earlier else 0))
-    padding = data // 50 if megatron else 0  # of a vocabulary that tp does not divide, and of copied norms
+    padding = data // 50 if megatron else 0  # padding of a vocabulary that tp does not divide, and copied norms
     return 2 * (data + padding + rows * (_SHARD_BYTES + _NAME_BYTES) + trainer.world_size * _SNAPSHOT_BYTES)
 
 

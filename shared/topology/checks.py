@@ -46,39 +46,39 @@ def _files(topology: Topology) -> Found:
     if not model.is_absolute():
         yield (path, f"{model} is neither a folder nor in the local Hugging Face cache (nothing is downloaded)")
     elif not model.is_dir():
-        yield path, f"no folder {model}, relative paths start at the topology's folder; put the model there"
+        yield path, f"no folder {model}; relative paths start at the topology's folder; put the model there"
     elif not (model / "config.json").is_file():
-        yield (path, f"{model} has no config.json, a model's folder has one; save the model with save_pretrained")
+        yield (path, f"{model} has no config.json, which a model's folder has; save the model with save_pretrained")
     elif not any(model.glob("*.safetensors")):
-        yield (path, f"{model} has no *.safetensors, the only weight format read; save the model as safetensors")
+        yield (path, f"{model} has no *.safetensors, the only supported format; save the model as safetensors")
     sources: dict[Path, str] = {("data", "train", "source"): topology.data.train.source}
     sources |= {("data", "eval", name, "source"): each.source for name, each in topology.data.eval.items()}
     for where, source in sources.items():
         scheme, _, file = source.partition(":")
         if scheme in ("jsonl", "parquet") and not FilePath(file).is_file():
-            yield where, f"no file {file}, relative paths start at the topology's folder; put it there"
+            yield where, f"no file {file}; relative paths start at the topology's folder; put it there"
         if scheme == "datasets" and not FilePath(file.partition("?")[0]).is_dir():
-            yield where, f"no folder {file}, relative paths start at the topology's folder; put it there"
+            yield where, f"no folder {file}; relative paths start at the topology's folder; put it there"
 
 
 def _algorithm(topology: Topology) -> Found:
     algorithm = topology.algorithm
     tasks, mini, block = (algorithm.tasks_per_step, algorithm.mini_batch_tasks, topology.services.rollout.block_tasks)
     if tasks % mini:
-        yield (("algorithm", "mini_batch_tasks"), f"{mini} does not divide tasks_per_step ({tasks}), use a divisor")
+        yield (("algorithm", "mini_batch_tasks"), f"{mini} does not divide tasks_per_step ({tasks}); use a divisor")
     if tasks % block:
-        message = f"{block} does not divide algorithm.tasks_per_step ({tasks}), use a divisor or leave it out"
+        message = f"{block} does not divide algorithm.tasks_per_step ({tasks}); use a divisor or leave it out"
         yield ("services", "rollout", "block_tasks"), message
     for index, beta in enumerate(topology.optimizer.betas):
         if not 0 <= beta < 1:
-            yield ("optimizer", "betas", index), f"{beta} is out of range, from 0 to below 1, as 0.9"
+            yield ("optimizer", "betas", index), f"{beta} is out of range, from 0 to below 1, such as 0.9"
 
 
 def _reference(topology: Topology) -> Found:
     kl = topology.algorithm.kl
     if not topology.needs_reference and topology.services.reference is not None:
         coef = "there is no algorithm.kl" if kl is None else "algorithm.kl.coef is 0"
-        message = f"has no effect, {coef} and no reference is started; remove it (null) or set a coef above 0"
+        message = f"has no effect: {coef}, so no reference is started; remove it (null) or set a coef above 0"
         yield ("services", "reference"), message
 
 
@@ -86,7 +86,7 @@ def _retry(topology: Topology) -> Found:
     retry = topology.reward.retry
     path = ("reward", "retry")
     if retry.max_backoff_s < retry.backoff_s:
-        message = f"{retry.max_backoff_s:g} is less than backoff_s ({retry.backoff_s:g}), use that or more"
+        message = f"{retry.max_backoff_s:g} is less than backoff_s ({retry.backoff_s:g}); use that or more"
         yield (*path, "max_backoff_s"), message
     defaults = type(retry)()
     for name in ("backoff_s", "max_backoff_s") if not retry.limit_s else ():
@@ -98,7 +98,7 @@ def _retry(topology: Topology) -> Found:
 def _evaluation(topology: Topology) -> Found:
     for name, each in topology.data.eval.items():
         if name == "train":
-            yield ("data", "eval", name), "'train' is the name of the training split, use another"
+            yield ("data", "eval", name), "'train' is the name of the training split; use another"
         if each.temperature == 0 and each.samples > 1:
             message = f"{each.samples} samples at temperature 0 are all the same; use 1, or a temperature above 0"
             yield ("data", "eval", name, "samples"), message
@@ -129,19 +129,19 @@ def _services(topology: Topology) -> Found:
     for key, name, count, ranks in counts:
         if count % ranks:
             enough = math.ceil(count / ranks) * ranks
-            yield ("services", key, name), f"{count} is no multiple of tp*pp*cp = {ranks}, use {enough}"
+            yield ("services", key, name), f"{count} is not a multiple of tp*pp*cp = {ranks}; use {enough}"
     if trainer.workers is not None and trainer.gpus:
-        message = f"{trainer.workers} has no effect with {trainer.gpus} gpus, one rank runs on each; remove it"
+        message = f"{trainer.workers} has no effect with {trainer.gpus} gpus: one rank runs on each; remove it"
         yield ("services", "policy-trainer", "workers"), message
     store = services.batch_store
     if store.spill is None and store.spill_limit is not None:
         message = f"{store.spill_limit} bytes have no effect without spill; remove it, or name a folder as spill"
         yield ("services", "batch-store", "spill_limit"), message
     if store.spill is not None and store.spill_limit is None:
-        yield ("services", "batch-store", "spill"), f"{store.spill} has no limit, set spill_limit, as 500GiB"
+        yield ("services", "batch-store", "spill"), f"{store.spill} has no limit; set spill_limit, such as 500GiB"
     checkpoint = topology.checkpoint
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
-        message = f"{checkpoint.keep_every} is no multiple of every ({checkpoint.every}), so some would never exist"
+        message = f"{checkpoint.keep_every} is not a multiple of every ({checkpoint.every}), so some would never exist"
         yield ("checkpoint", "keep_every"), f"{message}; use a multiple"
 
 
@@ -152,7 +152,7 @@ def _placement(topology: Topology) -> Found:
             if name not in hosts:
                 near = difflib.get_close_matches(name, list(hosts), n=1) or sorted(hosts)
                 remedy = f"use {' or '.join(map(repr, near))}" if near else "add it there"
-                yield ("services", key, "host"), f"no host {name!r} in placement.hosts, {remedy}"
+                yield ("services", key, "host"), f"no host {name!r} in placement.hosts; {remedy}"
         if service.host is not None and len(set(service.host)) < max(len(service.host), 1):
             yield ("services", key, "host"), f"{list(service.host)}: name a host, or several different ones"
     trainer = services.policy_trainer
@@ -168,7 +168,7 @@ def _placement(topology: Topology) -> Found:
     if placement.engine == "ray" and not others:
         yield (
             ("placement", "engine"),
-            "ray has no effect without other hosts, name them in placement.hosts or use local",
+            "ray has no effect without other hosts; name them in placement.hosts or use local",
         )
     named = {host for service in services.placed.values() for host in service.host or ()}
     reached = topology.transport.listen is not None or placement.engine == "ray"
@@ -210,7 +210,7 @@ def _partial(topology: Topology) -> Found:
     if topology.algorithm.loss.name == "cross_entropy":
         yield path, f"{value} has no effect with loss cross_entropy, which samples nothing; remove it"
     if topology.run.deterministic:
-        yield path, f"{value}: where a kill comes would decide the bits, run.deterministic needs it left out"
+        yield path, f"{value}: where a kill comes would decide the bits; run.deterministic needs it left out"
 
 
 def _transport(topology: Topology) -> Found:
@@ -219,19 +219,19 @@ def _transport(topology: Topology) -> Found:
     ports = ("scheduler_port", "supervisor_port", "monitor_port")
     if transport.listen is None and topology.placement.engine == "local":
         if not transport.encrypt_bulk:
-            message = "false: without transport.listen nothing goes to another host, leave it out"
+            message = "false: without transport.listen nothing goes to another host; leave it out"
             yield ("transport", "encrypt_bulk"), message
         for name in ports:
             if getattr(transport, name) != type(transport).model_fields[name].default:
                 yield ("transport", name), "without transport.listen no process listens on tcp; leave it out"
         return
     if transport.listen == "0.0.0.0":  # noqa: S104  # refused, not bound
-        yield ("transport", "listen"), "0.0.0.0: other hosts are told this address, give the one that they reach"
+        yield ("transport", "listen"), "0.0.0.0: other hosts are told this address; give the one that they reach"
     taken: dict[int, str] = {}
     for name in ports:
         port = getattr(transport, name)
         if port in taken:
-            yield ("transport", name), f"{port} is transport.{taken[port]} too, choose another"
+            yield ("transport", name), f"{port} is transport.{taken[port]} too; choose another"
         taken[port] = name
 
 
@@ -239,25 +239,25 @@ def _deterministic(topology: Topology) -> Found:
     if not topology.run.deterministic:
         return
     if topology.services.rollout.engine != "transformers":
-        message = f"{topology.services.rollout.engine} is not batch-invariant, run.deterministic needs transformers"
+        message = f"{topology.services.rollout.engine} is not batch-invariant; run.deterministic needs transformers"
         yield ("services", "rollout", "engine"), message
     if topology.services.rollout.in_flight != "wait":
-        message = f"{topology.services.rollout.in_flight} depends on timing, run.deterministic needs wait"
+        message = f"{topology.services.rollout.in_flight} depends on timing; run.deterministic needs wait"
         yield ("services", "rollout", "in_flight"), message
     for key, scorer in topology.services.scorers.items():
         if scorer.backend != "torch":
-            message = f"{scorer.backend} is not proved to give the same bits again, run.deterministic needs torch"
+            message = f"{scorer.backend} is not proved to give the same bits again; run.deterministic needs torch"
             yield ("services", key, "backend"), message
     for key, service in topology.services.placed.items():
         if service.gpus:
-            message = f"{service.gpus}: a GPU is not proved to give the same bits again, run.deterministic needs 0"
+            message = f"{service.gpus}: a GPU is not proved to give the same bits again; run.deterministic needs 0"
             yield ("services", key, "gpus"), message
     if topology.workflow is not None:
-        yield ("workflow",), "calls of a workflow come as they come, run.deterministic needs it left out"
+        yield ("workflow",), "calls of a workflow have no fixed order; run.deterministic needs it left out"
     if topology.consume != "order":
-        yield ("consume",), f"{topology.consume} depends on timing, run.deterministic needs order"
+        yield ("consume",), f"{topology.consume} depends on timing; run.deterministic needs order"
     if topology.algorithm.filter_zero_variance is not None:
-        yield (("algorithm", "filter_zero_variance"), "refills depend on timing, run.deterministic needs it left out")
+        yield (("algorithm", "filter_zero_variance"), "refills depend on timing; run.deterministic needs it left out")
 
 
 def _memory(topology: Topology) -> Found:

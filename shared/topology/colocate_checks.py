@@ -16,14 +16,14 @@ def check(topology: Topology) -> Found:
         return
     for index, name in enumerate(names):
         if name not in DEVICE_SERVICE:
-            message = f"{name!r} is no service with devices, use policy-trainer, reference or rollout"
+            message = f"{name!r} is not a service with devices; use policy-trainer, reference or rollout"
             yield (*_COLOCATE, index), message
         elif name in names[:index]:
-            yield (*_COLOCATE, index), f"{name} is named twice, remove one"
+            yield (*_COLOCATE, index), f"{name} is named twice; remove one"
         elif name == "reference" and not topology.needs_reference:
-            yield (*_COLOCATE, index), "no reference is started without algorithm.kl.coef above 0, leave it out"
+            yield (*_COLOCATE, index), "no reference is started without algorithm.kl.coef above 0; leave it out"
     if len(names) == 1:
-        yield _COLOCATE, f"{names[0]} alone shares nothing, name two services or leave it out"
+        yield _COLOCATE, f"{names[0]} alone shares nothing; name two services or leave it out"
     yield from _places(topology)
     if "rollout" in names:
         yield from _rollout(topology)
@@ -55,11 +55,11 @@ def _devices(topology: Topology, name: str, service: Placed) -> int:
 def _rollout(topology: Topology) -> Found:
     rollout = topology.services.rollout
     if topology.staleness:
-        message = f"{topology.staleness}: a colocated rollout cannot run ahead of the trainer, set 0"
+        message = f"{topology.staleness}: a colocated rollout cannot run ahead of the trainer; set 0"
         yield ("staleness",), message
     if rollout.in_flight != "wait":
-        message = f"{rollout.in_flight}: a colocated engine sleeps while weights are made, use wait"
+        message = f"{rollout.in_flight}: a colocated engine sleeps while weights are made; use wait"
         yield ("services", "rollout", "in_flight"), message
     if rollout.engine == "openai":
-        message = "a server of its own keeps its memory, colocate vllm or transformers"
+        message = "a server of its own keeps its memory; colocate vllm or transformers"
         yield ("services", "rollout", "engine"), message

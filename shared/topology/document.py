@@ -46,12 +46,12 @@ class Document:
         key, equals, text = setting.partition("=")
         names = [part.strip() for part in key.split(".")]
         if not equals or not all(names):
-            self.problems.append(Problem(label, (), "not an override, must look like a.b=value"))
+            self.problems.append(Problem(label, (), "not an override; it must look like a.b=value"))
             return
         try:
             node = _yaml().compose(text)
         except YAMLError as error:
-            self.problems.append(Problem(label, (), f"value is not YAML ({_reason(error)}), quote it"))
+            self.problems.append(Problem(label, (), f"value is not YAML ({_reason(error)}); quote it"))
             return
         container: Any = self.data
         path: Path = ()
@@ -91,11 +91,11 @@ class Document:
     def _plain(self, node: Node, path: Path, label: str | None, above: tuple[int, ...]) -> Any:
         """Return the data of `node` and record its origins. `label` replaces file:line for an override."""
         if id(node) in above:
-            self.report(path, "an alias that contains itself, write the value out")
+            self.report(path, "an alias that contains itself; write the value out")
             return None
         above += (id(node),)
         if not isinstance(node, ScalarNode) and node.tag not in _COLLECTION_TAGS:
-            self.report(path, f"has the tag {shown(node.tag)}, write a plain value")
+            self.report(path, f"has the tag {shown(node.tag)}; write a plain value")
             return None
         if isinstance(node, MappingNode):
             return self._mapping(node, path, label, above)
@@ -128,11 +128,11 @@ class Document:
         try:
             value = _yaml().constructor.construct_object(node)
         except (YAMLError, ValueError) as error:
-            self.report(path, f"cannot be read ({_reason(error)}), write a plain value")
+            self.report(path, f"cannot be read ({_reason(error)}); write a plain value")
             return None
         if value is None or isinstance(value, str | int | float):
             return value
-        self.report(path, f"is a {type(value).__name__} in YAML ({shown(node.value)}), quote it")
+        self.report(path, f"is a {type(value).__name__} in YAML ({shown(node.value)}); quote it")
         return None
 
     def _line(self, node: Node) -> str:
@@ -142,7 +142,7 @@ class Document:
 def read(path: str | os.PathLike[str]) -> Document:
     """Read the document at `path`. It is read as far as possible around duplicate keys; `problems` names the errors.
 
-    Raises TopologyError if nothing can be read: no file, no UTF-8, no YAML, no mapping.
+    Raises TopologyError if nothing can be read: the file is missing, not UTF-8, not YAML, or not a mapping.
     """
     file = os.fspath(path)
     try:
@@ -171,8 +171,8 @@ def dump(data: dict[str, Any]) -> str:
 
 
 def _yaml() -> YAML:
-    # Pure and safe: the C loader reads YAML 1.1 (where `no` is false), and the round-trip loader returns its own
-    # subclasses of int, float and bool.
+    # The loader is pure and safe, because the C loader reads YAML 1.1 (where `no` is false), and the round-trip loader
+    # returns its own subclasses of int, float and bool.
     return YAML(typ="safe", pure=True)
 
 

@@ -19,13 +19,13 @@ _NOT_VLLM = ("gpt_neox",)
 
 
 def check(topology: Topology) -> Found:
-    """Yield what the chosen engine cannot do or would ignore."""
+    """Yield the settings that the chosen engine does not support or would ignore."""
     rollout = topology.services.rollout
     if rollout.engine_args and rollout.engine == "transformers":
         names = ", ".join(rollout.engine_args)
-        yield ("services", "rollout", "engine_args"), f"{names}: the transformers engine takes none, leave it out"
+        yield ("services", "rollout", "engine_args"), f"{names}: engine transformers takes no arguments; leave it out"
     if rollout.parallel.tp > 1 and rollout.engine != "vllm":
-        message = f"{rollout.parallel.tp} is for the vllm engine, {rollout.engine} knows no tensor parallelism; use 1"
+        message = f"{rollout.parallel.tp} is for the vllm engine; {rollout.engine} has no tensor parallelism; use 1"
         yield ("services", "rollout", "parallel", "tp"), message
     yield from _gpus(rollout)
     if rollout.engine == "vllm":
@@ -35,17 +35,17 @@ def check(topology: Topology) -> Found:
     }
     for path, temperature in hottest.items():
         if rollout.engine != "transformers" and temperature > SERVED_TEMPERATURE:
-            yield path, f"{temperature} is more than {rollout.engine} samples at, use at most {SERVED_TEMPERATURE}"
+            yield path, f"{temperature} is more than {rollout.engine} samples at; use at most {SERVED_TEMPERATURE}"
     if rollout.engine == "openai":
         yield from _server(topology)
     yield from _route(topology)
     if rollout.in_flight != "wait" and rollout.engine == "openai":
-        message = f"{rollout.in_flight} is for engines in the service, openai updates between blocks; use wait"
+        message = f"{rollout.in_flight} is for engines in the service; openai updates between blocks; use wait"
         yield ("services", "rollout", "in_flight"), message
     if rollout.in_flight == "recompute" and rollout.engine == "transformers":
-        yield ("services", "rollout", "in_flight"), "recompute is the vllm engine's, transformers knows keep; use keep"
+        yield ("services", "rollout", "in_flight"), "recompute is for vllm; transformers supports keep; use keep"
     if rollout.in_flight != "wait" and topology.workflow is not None:
-        message = f"{rollout.in_flight} is for single answers, a workflow's calls are short blocks; use wait"
+        message = f"{rollout.in_flight} is for single answers; a workflow's calls are short blocks; use wait"
         yield ("services", "rollout", "in_flight"), message
 
 
@@ -59,28 +59,28 @@ def _route(topology: Topology) -> Found:
     if route == "shards":
         return
     if rollout.transfer_s is None:
-        yield ("services", "rollout", "transfer_s"), f"null: {route} needs a limit, leave it out or set seconds"
+        yield ("services", "rollout", "transfer_s"), f"null: {route} needs a limit; leave it out or set seconds"
     elif rollout.transfer_s >= topology.lease.lease_s:
         message = (
-            f"{rollout.transfer_s:g} is no less than lease.lease_s ({topology.lease.lease_s:g}), in which an engine"
+            f"{rollout.transfer_s:g} is not less than lease.lease_s ({topology.lease.lease_s:g}), in which an engine"
         )
         yield ("services", "rollout", "transfer_s"), f"{message} that waits loses its lease; use less, or raise that"
     if rollout.engine == "openai":
-        yield path, f"{route}: engine openai is handed a file, use shards"
+        yield path, f"{route}: engine openai is handed a file; use shards"
         return
     if route == "gloo":
         if rollout.gpus:
-            yield path, f"gloo is for engines on a CPU, this one has {rollout.gpus} GPUs; use nccl or shards"
+            yield path, f"gloo is for engines on a CPU, but this one has {rollout.gpus} GPUs; use nccl or shards"
         return
     if rollout.engine != "vllm":
-        yield path, f"{route} is vLLM's weight transfer, engine {rollout.engine} has none; use shards"
+        yield path, f"{route} is vLLM's weight transfer, which engine {rollout.engine} lacks; use shards"
     if not rollout.gpus or not trainer.gpus:
         yield path, f"{route} needs GPUs for policy-trainer ({trainer.gpus}) and rollout ({rollout.gpus}); use shards"
     together = {"policy-trainer", "rollout"} <= set(topology.placement.colocate)
     if route == "nccl" and together:
-        yield path, "nccl knows one process a GPU, and placement.colocate gives both the same; use ipc or shards"
+        yield path, "nccl allows one process per GPU, but placement.colocate gives both the same; use ipc or shards"
     if route == "ipc" and not together:
-        yield path, "ipc needs policy-trainer and rollout on the same GPUs, put both into placement.colocate; use nccl"
+        yield path, "ipc needs policy-trainer and rollout on the same GPUs; put both into placement.colocate; use nccl"
     if route == "ipc" and max(trainer.gpus, rollout.gpus * rollout.instances) > 1:
         message = (
             f"ipc reaches one engine on the one GPU of the trainer, not {rollout.instances} on {trainer.gpus} GPUs"
@@ -107,7 +107,7 @@ def _gpus(rollout: Rollout) -> Found:
     if not gpus:
         return
     if rollout.engine == "openai":
-        yield path, f"{gpus}: the server of engine openai has its own GPUs, leave it out"
+        yield path, f"{gpus}: the server of engine openai has its own GPUs; leave it out"
     elif gpus != rollout.parallel.model_ranks:
         uses = "1" if rollout.engine == "transformers" else f"{rollout.parallel.model_ranks} (parallel.tp)"
         yield path, f"{gpus} for each instance, but an engine uses {uses}; use that many, and more instances"
@@ -117,15 +117,15 @@ def _server(topology: Topology) -> Found:
     """Check the settings of a server that was started outside the run."""
     rollout, path = topology.services.rollout, ("services", "rollout", "engine_args")
     if rollout.instances > 1:
-        message = f"{rollout.instances} would load their weights over one another's on one server, use 1"
+        message = f"{rollout.instances} would load their weights over one another's on one server; use 1"
         yield ("services", "rollout", "instances"), message
     if "base_url" not in rollout.engine_args:
-        yield path, "engine openai needs to know its server, set base_url, as http://127.0.0.1:8000"
+        yield path, "engine openai needs to know its server; set base_url, such as http://127.0.0.1:8000"
     for name, value in rollout.engine_args.items():
         if name not in _SERVER_ARGUMENTS:
             near = difflib.get_close_matches(name, _SERVER_ARGUMENTS, 1) or _SERVER_ARGUMENTS
-            yield (*path, name), f"engine openai takes no such argument, use {' or '.join(near)}"
+            yield (*path, name), f"engine openai takes no such argument; use {' or '.join(near)}"
         elif not isinstance(value, str):
-            yield (*path, name), f"{value!r} is no text; engine openai's arguments are"
+            yield (*path, name), f"{value!r} is not text; engine openai's arguments are"
         elif name == "base_url" and not value.startswith(("http://", "https://")):
-            yield (*path, name), f"{value!r} is no http address, use one as http://127.0.0.1:8000"
+            yield (*path, name), f"{value!r} is not an http address; use one such as http://127.0.0.1:8000"

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from shared.topology.problem import Path, dotted, shown
 from shared.topology.schema import Topology
 
-_CHANGES_DISTRIBUTION = "changes the distribution that the log-probs of training samples claim, remove it"
+_CHANGES_DISTRIBUTION = "changes the distribution that the log-probs of training samples claim; remove it"
 _CHANGING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _REFUSED: dict[Path, str] = {("sampling", name): _CHANGES_DISTRIBUTION for name in _CHANGING}
 _KINDS = {
@@ -63,7 +63,7 @@ def _message(details: ErrorDetails) -> str:
     if kind == "too_long":
         return _described(f"{shown(value)} is too long, at most {context['max_length']} items", path)
     if kind in ("string_pattern_mismatch", "string_too_short"):
-        return _described(f"{shown(value)} does not have the form asked for", path)
+        return _described(f"{shown(value)} does not have the required form", path)
     return _described(f"{shown(value)}: {details['msg']}", path)
 
 
@@ -77,7 +77,7 @@ def _unknown(path: Path) -> str:
     if refused:
         return f"not a key, {refused}"
     if key == "dp":
-        return "not a key, dp is derived from gpus and the other parallel sizes, remove it"
+        return "not a key; dp is derived from gpus and the other parallel sizes; remove it"
     valid = sorted(_properties(_node(path[:-1])))
     near = difflib.get_close_matches(key, valid, n=1)
     if near:

@@ -38,7 +38,7 @@ def parse_size(value: object) -> object:
         return value
     match = _SIZE.fullmatch(value.strip())
     if match is None:
-        raise ValueError(f"{value!r} is not a size, write bytes or a number with {', '.join(_UNITS)}, as 64GiB")
+        raise ValueError(f"{value!r} is not a size; write bytes or a number with {', '.join(_UNITS)}, such as 64GiB")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

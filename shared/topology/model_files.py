@@ -26,7 +26,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def experts(config: dict[str, Any]) -> int:
-    """Return the number of experts of a layer, 0 for a dense model."""
+    """Return the number of experts of a layer, or 0 for a dense model."""
     return max((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), default=0)
 
 

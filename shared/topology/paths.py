@@ -33,10 +33,10 @@ def model_folder(value: str, folder: str) -> str:
 
 
 def source(value: str, folder: str) -> str:
-    """Make the path of a file or folder source absolute; leave others unchanged. Raises ValueError for no source."""
+    """Make the path of a file or folder source absolute; leave others unchanged. Raises ValueError for other text."""
     found = SOURCE.fullmatch(value)
     if found is None:
-        raise ValueError(f"{value!r} is not a source, write {FORMS}")
+        raise ValueError(f"{value!r} is not a source; write {FORMS}")
     scheme, _, rest = value.partition(":")
     return f"{scheme}:{absolute(rest, folder)}" if found["file"] else value
 

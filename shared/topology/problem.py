@@ -8,7 +8,7 @@ from dataclasses import dataclass
 SHOWN_CHARS = 80
 Path = tuple[str | int, ...]
 Found = Iterator[tuple[Path, str]]
-"""What a check yields: the path of a key, and the value, the limit and the remedy in one line."""
+"""The findings of a check: the path of a key, and the value, the limit and the remedy in one line."""
 
 
 def dotted(path: Path) -> str:

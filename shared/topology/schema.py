@@ -40,7 +40,7 @@ class Run(Section):
     )
     steps: Count = Field(description="training steps, 1 or more")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of data order and sampling, from 0 to 2^63 - 1")
-    deterministic: bool = Field(default=False, description="same seed, same bits, with or without kills")
+    deterministic: bool = Field(default=False, description="the same seed gives the same bits, even after kills")
     spares: bool = Field(
         default=True,
         description="keep spare processes that have imported the libraries of the services that compute, so that these "
@@ -127,8 +127,8 @@ class Reward(Section):
     )
     memory: Size = Field(
         default=1024**3,
-        description="bytes a reward process may use in addition to its libraries, as 1GiB; a call that needs "
-        "more fails; each process it starts has its own equal limit, shared mappings and /dev/shm are not counted",
+        description="bytes a reward process may use in addition to its libraries, such as 1GiB; a call that needs "
+        "more fails; each process it starts has its own equal limit; shared mappings and /dev/shm are not counted",
     )
     processes: Count = Field(
         default=2, description="processes of each rollout instance that call reward functions, 1 or more"
@@ -142,12 +142,12 @@ class Reward(Section):
         if (self.function is None) == (not self.functions):
             raise ValueError("needs either function or functions (one or more), and not both")
         if self.functions and self.params:
-            raise ValueError("params belong to function and do nothing with functions, write them inside its items")
+            raise ValueError("params belong to function and do nothing with functions; write them inside its items")
         return self
 
     @property
     def terms(self) -> tuple[RewardTerm, ...]:
-        """The reward as a weighted sum, in whichever form it was written."""
+        """The reward as a weighted sum, for either form in which it can be written."""
         if self.function is None:
             return self.functions
         return (RewardTerm(function=self.function, params=self.params),)
@@ -167,8 +167,8 @@ class Workflow(Section):
     memory: Size = Field(
         default=4 * 1024**3,
         description="bytes that the samples of a workflow process may use together in addition to its libraries, "
-        "as 4GiB; a sample that needs more fails; each process they start has its own equal limit, shared mappings "
-        "and /dev/shm are not counted",
+        "such as 4GiB; a sample that needs more fails; each process they start has its own equal limit; shared "
+        "mappings and /dev/shm are not counted",
     )
     processes: Count = Field(
         default=2, description="processes of each rollout instance that run the workflow, 1 or more"

@@ -114,17 +114,17 @@ class Rollout(Placed):
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
-        default=1, description="tasks per lease, must divide tasks_per_step; default: as many as make 256 samples"
+        default=1, description="tasks per lease, must divide tasks_per_step; default: enough for 256 samples"
     )
 
 
 class BatchStore(Section):
-    memory: Size = Field(default=1024**3, description="bytes of shared memory, as 64GiB")
+    memory: Size = Field(default=1024**3, description="bytes of shared memory, such as 64GiB")
     spill: LocalPath | None = Field(
         default=None, description="folder on disk for shards that do not fit, which hosts may share; default: no spill"
     )
     spill_limit: Size | None = Field(
-        default=None, description="bytes of the spill folder, as 500GiB; needed with spill"
+        default=None, description="bytes of the spill folder, such as 500GiB; needed with spill"
     )
     directory: LocalPath | None = Field(default=None, description="folder for the shards instead of /dev/shm")
 
@@ -175,12 +175,12 @@ class Checkpoint(Section):
     memory_every: Count | None = Field(
         default=1,
         description="minimum steps between snapshots of the trainer in shared memory, to which it returns if it is "
-        "killed; they take at most 1 % of its time; null: none, it returns to its checkpoint",
+        "killed; they take at most 1 % of its time; null: none, so it returns to its checkpoint",
     )
     memory: Size = Field(
         default=4 * 1024**3,
-        description="maximum bytes of shared memory for the two snapshots of every rank, as 64GiB; if they need more, "
-        "none are kept",
+        description="maximum bytes of shared memory for the two snapshots of every rank, such as 64GiB; if they need "
+        "more, none are kept",
     )
 
 
@@ -216,7 +216,7 @@ class Placement(Section):
 class Transport(Section):
     listen: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")] | None = Field(
         default=None,
-        description="address of this machine that other hosts reach, as 10.0.0.1; default: this machine only",
+        description="address of this machine that other hosts reach, such as 10.0.0.1; default: this machine only",
     )
     scheduler_port: Annotated[int, Field(ge=1, le=65535)] = Field(
         default=7747, description="TCP port (1 to 65535) of the scheduler, where other hosts join"

@@ -1,5 +1,5 @@
 """Checks that the trainer's and the reference's models can be split as the topology says: the degrees against the
-backend and against the numbers in the model's config.json. Imports no model library.
+backend and against the numbers in the model's config.json. It imports no model library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _check(topology: Topology, name: str, service: ScorerSettings, torch_has_no:
     config = read_config(topology.policy.model)
     kind = config.get("model_type")
     if kind is not None and kind not in MEGATRON_FAMILIES:
-        message = f"megatron knows {', '.join(MEGATRON_FAMILIES)}, the model is a {kind}; use torch"
+        message = f"megatron supports {', '.join(MEGATRON_FAMILIES)}, but the model is a {kind}; use torch"
         yield (*place, "backend"), message
         return
     heads = config.get("num_attention_heads")
@@ -45,5 +45,5 @@ def _check(topology: Topology, name: str, service: ScorerSettings, torch_has_no:
         ("pp", "layers", config.get("num_hidden_layers")),
     ):
         if isinstance(count, int) and count % degrees[degree]:
-            message = f"{degrees[degree]} does not divide the model's {count} {what}, use a divisor"
+            message = f"{degrees[degree]} does not divide the model's {count} {what}; use a divisor"
             yield (*place, "parallel", degree), message

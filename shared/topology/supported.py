@@ -35,7 +35,7 @@ def unsupported(topology: Topology) -> Found:
     for option in UNSUPPORTED:
         for path, value in _values(document, tuple(option.path.split("."))):
             if value != option.supported:
-                yield path, f"not available in this version: {option.what.format(value=value)}, use {option.use}"
+                yield path, f"not available in this version: {option.what.format(value=value)}; use {option.use}"
 
 
 def _values(node: Any, pattern: tuple[str, ...]) -> Iterator[tuple[Path, Any]]:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 _FORMS = 8  # columns of v, the minimum of CUDA's int8 product
 _INNER = 65536  # bytes of a row per product: 65536 * 128 * 63 fits an int32
-_MIN_ROWS = 17  # of CUDA's int8 product, whose rows must also be aligned, and a multiple of _ALIGNMENT bytes long
+_MIN_ROWS = 17  # minimum of CUDA's int8 product, whose rows must also be aligned, with a multiple of _ALIGNMENT bytes
 _ALIGNMENT = 16
 _MASK = (1 << 64) - 1
 

@@ -69,6 +69,6 @@ def opening(memory: DeviceMemory) -> tuple[Any, ...]:
 
 def give_back() -> None:
     """Release GPU memory that no process uses."""
-    cuda: Any = torch.cuda  # partly untyped
+    cuda: Any = torch.cuda  # torch.cuda is partly untyped
     cuda.ipc_collect()
     cuda.empty_cache()

@@ -9,5 +9,6 @@ from shared.actor.process import run_process
 status = run_process(PolicyTrainerWorker, "policy_trainer.worker")
 sys.stdout.flush()
 sys.stderr.flush()
-# Not sys.exit: a collective that waits for a dead rank blocks its thread, and gloo's own threads abort at teardown.
+# sys.exit would hang or abort: a collective that waits for a dead rank blocks its thread, and gloo's threads abort at
+# teardown.
 os._exit(status)

@@ -53,7 +53,7 @@ class LocalScores:
 
 
 TokenLoss = Callable[[LocalScores], tuple[Tensor, Mapping[str, Tensor]]]
-"""Returns the sum of W * loss over the given tokens, a scalar with a gradient, and additive detached sums for metrics.
+"""Function that returns the sum of W * loss over the tokens, a scalar with a gradient, and detached sums for metrics.
 
 It is called once per micro-batch on every rank with `place.counts`, also with M = 0. It is not called for padding
 micro-batches, which a rank runs only because another data-parallel rank has more of them.

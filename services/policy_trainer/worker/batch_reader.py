@@ -22,7 +22,7 @@ MAX_PREFETCHED = 2
 
 
 class BatchReader:
-    """The shards of the current step and of queued calls. Belongs to the event loop of `data`."""
+    """The shards of the current step and of queued calls. It belongs to the event loop of `data`."""
 
     def __init__(self, data: DataClient, *, patience_s: float, on_wait: Callable[[str], None]) -> None:
         """`patience_s` limits the absence of a store, for which other ranks wait, too. `on_wait` gets each cause."""
@@ -52,7 +52,7 @@ class BatchReader:
         self._shards.drop()
 
     async def tokens(self, request: Forward | ForwardBackward) -> samples.BatchTokens:
-        """Return the tokens of a call. Raises RpcError, also if a store does not answer within `patience_s`."""
+        """Return the tokens of a call. Raises RpcError, including when a store is away for `patience_s`."""
         task = self._prefetched.pop(request.order, None)
         return await (self._read(request) if task is None else task)
 

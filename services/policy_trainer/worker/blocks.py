@@ -31,7 +31,7 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 def _recomputed(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` with the current attention, also in the second run, which follows the first's `using` block."""
+    """Run `forward` with the current attention in both runs. The second one follows the first one's `using` block."""
     name = cast(Any, model).config._attn_implementation
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from shared.rpc.mailbox import Call
 
 
 class CallQueue:
-    """The queue between mailbox and compute thread. Belongs to the event loop.
+    """The queue between mailbox and compute thread. It belongs to the event loop.
 
     A driver takes over the queue with its incarnation. From then on other drivers are refused, and so is every call
     after a failed one: a step must not be taken with an incomplete gradient.
@@ -32,7 +32,7 @@ class CallQueue:
         """Make `driver` the only caller, whose numbers begin above `at_least`, and refuse all waiting calls.
 
         Raises RpcError(conflict) if `driver` was replaced earlier, which also shows in a lower `turn`: its message may
-        come after that of the driver which has replaced it.
+        arrive after the message of the driver that replaced it.
         """
         if driver in self._retired or turn < self._turn:
             raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must end")

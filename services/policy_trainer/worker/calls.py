@@ -52,7 +52,7 @@ PUT_S = 120.0
 
 
 class Calls:
-    """The state of one rank between calls: model, step, shards, unfinished writes. Event loop only."""
+    """The state of one rank between calls: model, step, shards, unfinished writes. It belongs to the event loop."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Calls:
         self._service = service
         self.devices = Devices(lambda work: self._together("move", work), self._weights_put)
         self.on_published: Callable[[messages.WeightsRef], None] = lambda ref: None
-        """Called on rank 0 with each version that was put, before the driver is answered."""
+        """Callback that receives, on rank 0, each version that was put, before the driver is answered."""
         self.progress = 0
         """Number of finished micro-batches and calls, counted by the compute thread."""
         self.reader = BatchReader(
@@ -110,7 +110,7 @@ class Calls:
         self.devices.loaded(self._backend)
 
     def _load(self) -> None:
-        # Imported on the compute thread, so that the mailbox answers during the seconds that the imports take.
+        # The imports run on the compute thread, so that the mailbox answers during the seconds that they take.
         from services.policy_trainer.worker.losses.own import own_policy_loss
         from services.policy_trainer.worker.start import make_backend
         from services.policy_trainer.worker.weights.earlier import EarlierVersions
@@ -238,12 +238,12 @@ class Calls:
         return self._ready_at(request.step)
 
     def _begin_at(self, step: int, lineage: int = -1) -> None:
-        """Begin a line of steps at `step`. Snapshots of other lines are discarded: all but the loaded one, if any."""
+        """Begin a line of steps at `step`. Discard all snapshots except the loaded one, if any."""
         self._record(step)
         self.snapshots.keep_only(lineage, step)
 
     def _record(self, step: int) -> None:
-        """Keep this version in deterministic mode. Called on every rank as part of a collective."""
+        """Keep this version in deterministic mode. Every rank calls this as part of a collective."""
         if self._topology.run.deterministic:
             self._earlier.record(step, self._backend.weights(), self._canaries.current())
 
@@ -382,7 +382,7 @@ class Calls:
                 self._require_step(request.step, "publish")
             elif self._place.rank == 0 and self._earlier.get(request.step) is None:
                 raise RpcError(
-                    ErrorCode.CONFLICT, f"version {request.step} is not kept, the worker is at step {self.step}"
+                    ErrorCode.CONFLICT, f"version {request.step} is not kept; the worker is at step {self.step}"
                 )
             await self._weights_put()
 

@@ -5,7 +5,7 @@
     earlier.safetensors    <version>/<parameter> of earlier versions (run.deterministic with a staleness above 0)
     state.json             layout version, step, and size and xxh3-64 of these files
 
-Files are written into a temporary folder, synced, read back against the checksums and renamed. None is a pickle.
+Files are written into a temporary folder, synced, read back against the checksums and renamed. No file is a pickle.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def save(folder: Path, state: SavedState, *, keep_last: int, keep_every: int | N
         partial.rename(target)
     _sync(folder)
     here = checkpoint_steps(folder)
-    newer = [step for step in here if step > state.step]  # of steps that were taken back
+    newer = [step for step in here if step > state.step]  # these steps were taken back
     in_turn = [step for step in here if step <= state.step and not _made_at_stop(folder / f"{CHECKPOINT_PREFIX}{step}")]
     older = [step for step in here if step < state.step and step not in in_turn[-keep_last:]]
     for step in (*newer, *older):
@@ -112,10 +112,10 @@ def load(folder: Path, step: int) -> SavedState:
     path = folder / f"{CHECKPOINT_PREFIX}{step}"
     if not path.is_dir():
         there = ", ".join(map(str, checkpoint_steps(folder))) or "none"
-        raise RpcError(ErrorCode.MISSING, f"checkpoint {path}: not there; there are: {there}")
+        raise RpcError(ErrorCode.MISSING, f"checkpoint {path}: does not exist; existing checkpoints: {there}")
     manifest = _verify(path)
     if manifest.get("step") != step:
-        raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: {STATE} is of step {manifest.get('step')}")
+        raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: {STATE} belongs to step {manifest.get('step')}")
     try:
         earlier = load_file(path / EARLIER) if EARLIER in manifest["files"] else {}
         return SavedState(step, load_file(path / MODEL), load_file(path / OPTIMIZER), earlier)
@@ -128,7 +128,7 @@ def _verify(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / STATE).read_text())
         if manifest["layout"] != LAYOUT:
-            raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: layout {manifest['layout']}, this is {LAYOUT}")
+            raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: layout {manifest['layout']} instead of {LAYOUT}")
         expected = {name: (int(row["bytes"]), int(row["xxh3_64"], 16)) for name, row in manifest["files"].items()}
         found = {name: _digest(path / name) for name in (MODEL, OPTIMIZER, *expected)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint after the other. Event loop only."""
+    """Writes one checkpoint after the other. It belongs to the event loop."""
 
     def __init__(self, folder: Path, keep_every: int | None) -> None:
-        """`folder` is that of the run's checkpoints; those of multiples of `keep_every` are never deleted."""
+        """`folder` holds the run's checkpoints; those at multiples of `keep_every` are never deleted."""
         self._folder = folder
         self._keep_every = keep_every
         self._thread = ThreadPoolExecutor(1, "checkpoint")

@@ -40,7 +40,7 @@ def load_rank_state(
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return copies of the states of torch's generators: that of the CPU, and that of this rank's GPU if it has one."""
+    """Return copies of the states of torch's generators, for the CPU and for this rank's GPU if it has one."""
     found = {_CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
         found[_DEVICE] = torch.cuda.get_rng_state()

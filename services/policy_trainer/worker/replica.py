@@ -80,7 +80,7 @@ class Replica:
         return {name: tensor.shape for name, tensor in named_weights(self.model).items()}
 
     def whole_scalar(self, value: Tensor) -> float:
-        """Return a scalar over all masters as a number."""
+        """Return `value`, a scalar computed over all masters, as a number."""
         return float(value)
 
     @property

@@ -71,7 +71,7 @@ class PolicyTrainerWorker(Service):
             self.run,
             self._data,
             route=rollout.weights,
-            device="cuda:0" if topology.services.policy_trainer.gpus else "cpu",  # rank 0's, as `own_device` says
+            device="cuda:0" if topology.services.policy_trainer.gpus else "cpu",  # rank 0's device (`own_device`)
             deadline_s=deadline_s,
             perturbed=functools.partial(perturbed_weights, Path(policy.model), policy.dtype),
             emit=self.telemetry.emit,

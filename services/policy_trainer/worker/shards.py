@@ -21,7 +21,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Shards:
-    """Like `Replica`, in pieces. The pieces of 16-bit weights are float32, while the passes run in 16 bits."""
+    """A `Replica` in pieces. The pieces of 16-bit weights are float32, while the passes run in 16 bits."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, context: ContextRank | None) -> None:
         dtype = next(model.parameters()).dtype
@@ -89,7 +89,7 @@ class Shards:
         return distribute_tensor(moved, master.device_mesh, master.placements, src_data_rank=None)
 
     def whole_scalar(self, value: Tensor) -> float:
-        """Return a scalar over all masters as a number, equal on every rank. Every rank has to call this."""
+        """Return `value`, computed over all masters, as a number, equal on every rank. Every rank has to call this."""
         return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
     @property

@@ -1,4 +1,4 @@
-"""Keeps the snapshots of one rank, or none: a rank that cannot keep one trains on without."""
+"""Keeps the snapshots of one rank. A rank that cannot keep one continues to train without snapshots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SnapshotKeeper:
-    """The methods block, except `held`. They are not called from two threads at once."""
+    """The snapshots of one rank, or none. All methods but `held` block, and none is called from two threads at once."""
 
     def __init__(self, snapshots: Snapshots | None) -> None:
         """`snapshots` is None if the topology asks for none."""

@@ -5,8 +5,8 @@ single task `state/<lineage>/<step>`. Its header is cleared before its data is r
 file with a valid header is sealed. `read` verifies the checksums of the data. The files are in the shared memory of the
 run: they outlive the processes of the trainer, but not the launcher, and not the host.
 
-The methods block. They are not called from two threads at once. torch is imported by those that take its tensors, so
-that a rank can say what it holds while it starts.
+The methods block. They are not called from two threads at once. Only methods that use tensors import torch, so that a
+rank can report its snapshots while it starts.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Snapshots:
             file.unlink(missing_ok=True)
 
     def _table(self, file: Path) -> Table | None:
-        """Return the header and table of a sealed file, which is mapped then, else None."""
+        """Map a sealed file and return its header and table, or return None for any other file."""
         if file not in self._mapped:
             try:
                 descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
@@ -136,7 +136,7 @@ class Snapshots:
 
 
 def _content(table: Table | None) -> HeldSnapshot | None:
-    """Return which snapshot a file holds."""
+    """Return the snapshot that a file holds, or None."""
     if table is None:
         return None
     _, lineage, step = table.task_ids[0].split("/")
@@ -144,7 +144,7 @@ def _content(table: Table | None) -> HeldSnapshot | None:
 
 
 def _clear(mapped: Array) -> None:
-    """Make a file unsealed."""
+    """Remove the seal of a file."""
     mapped[:HEADER_BYTES] = 0
 
 

@@ -28,6 +28,6 @@ def make_backend(run: RunDir, topology: Topology, place: Place, generation: int)
     policy = topology.policy
     if options.backend == "torch":
         return TorchBackend(Path(policy.model), policy.dtype, topology.optimizer, settings, place)
-    from services.policy_trainer.worker.megatron.backend import MegatronBackend  # an optional extra
+    from services.policy_trainer.worker.megatron.backend import MegatronBackend  # this is an optional extra
 
     return MegatronBackend(Path(policy.model), policy.dtype, topology.optimizer, settings, place)

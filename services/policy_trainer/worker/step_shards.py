@@ -14,12 +14,12 @@ from shared.dataplane.client import DataClient
 
 
 class StepShards:
-    """The shards of the current step. Belongs to the event loop of `data`. Callers must not write to the arrays."""
+    """The shards of the current step. It belongs to the event loop of `data`. Callers must not write to the arrays."""
 
     def __init__(self, data: DataClient) -> None:
         self._data = data
         self._kept: dict[tuple[str, int], dict[str, Array]] = {}
-        """(task id, fence) -> arrays by key."""
+        """Arrays by key, by (task id, fence)."""
         self._fetching = asyncio.Lock()
 
     def drop(self) -> None:
@@ -27,7 +27,7 @@ class StepShards:
         self._kept = {}
 
     async def fetch(self, batch: Batch, keys: list[str], *, deadline_s: float) -> Batch:
-        """Return a LOCAL batch with `keys`, like `Batch.fetch`, and with its errors."""
+        """Return a LOCAL batch with `keys`, and raise the same errors, as `Batch.fetch` does."""
         async with self._fetching:  # a call that is prepared in advance often needs what the previous call is fetching
             kept = self._kept
             found = [dict(kept.get((task.task_id, task.fence), {})) for task in batch.tasks]

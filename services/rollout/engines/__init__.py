@@ -1,4 +1,4 @@
-"""Makes engines by the names that topologies give them. An engine is imported only when it is requested."""
+"""Makes engines by their names in topologies. An engine is imported only when it is requested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(settings: Rollout, *, model: Path, dtype: str, temperature: float, deterministic: bool) -> Engine:
-    """Return the engine of `services.rollout`, not yet started. `temperature` is that of training.
+    """Return the engine of `services.rollout`, not yet started. `temperature` is the training temperature.
 
     Raises RpcError(bad_request) for arguments that the engine does not take.
     """
@@ -45,7 +45,7 @@ def make_engine(settings: Rollout, *, model: Path, dtype: str, temperature: floa
     if settings.engine_args:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
-            f"services.rollout.engine_args: {', '.join(settings.engine_args)}: the transformers engine takes none; "
+            f"services.rollout.engine_args: {', '.join(settings.engine_args)}: engine transformers takes no arguments; "
             "remove them",
         )
     from services.rollout.engines.transformers_engine import TransformersEngine

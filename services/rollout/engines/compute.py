@@ -50,7 +50,7 @@ class ComputeThread:
         self._executor.submit(work)
 
     async def between_steps(self, work: Callable[[], T]) -> T:
-        """Run `work` as `run` does, also in the middle of a block if that is paused."""
+        """Run `work` as `run` does, but also in the middle of a paused block."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -73,7 +73,7 @@ class ComputeThread:
         self._between.put(lambda: None)  # wakes a block that waits for something to do
 
     async def stop(self, closing: Callable[[], None], timeout_s: float) -> None:
-        """End the running block, then run `closing`. After `timeout_s` it is left to the end of the process."""
+        """End the running block, then run `closing`. Work that outlasts `timeout_s` is left running."""
         self._stopped.set()
         self._running.set()
         with contextlib.suppress(TimeoutError):
@@ -83,7 +83,7 @@ class ComputeThread:
     # ---- on the thread
 
     def before_step(self, going_on: Callable[[], bool]) -> bool:
-        """Wait while paused. Return False if `going_on` reports that there is nothing left to step for.
+        """Wait while paused. Return False if `going_on` reports that there is nothing left to do.
 
         Call this before each step. `going_on` is also called from time to time during a pause. Raises
         GenerationCancelled if the thread is to end.

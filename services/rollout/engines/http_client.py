@@ -51,7 +51,7 @@ class HttpClient:
         return await self._whole("POST", path, body)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """Yield the decoded server-sent events of a POST up to `[DONE]`. Raises as `get`, also if the stream is cut."""
+        """Yield the decoded server-sent events of a POST up to `[DONE]`. Raises the errors of `get`."""
         async with self._answered("POST", path, body) as answer:
             async for event in httpx2.EventSource(answer, _EVENT_BYTES):
                 if event.data == _DONE:
@@ -68,7 +68,7 @@ class HttpClient:
         try:
             return msgspec.json.decode(data)
         except msgspec.DecodeError as error:
-            raise RpcError(ErrorCode.INTERNAL, f"{self._who}: {path}: no JSON in the answer ({error})") from None
+            raise RpcError(ErrorCode.INTERNAL, f"{self._who}: {path}: the answer is not valid JSON ({error})") from None
 
     @asynccontextmanager
     async def _answered(self, method: str, path: str, body: Mapping[str, Any] | None) -> AsyncIterator[httpx2.Response]:

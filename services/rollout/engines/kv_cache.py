@@ -41,7 +41,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._show(self._room, self.keys.shape[2])
 
     def gather(self, parts: Sequence[tuple[GrowingLayer, torch.Tensor]], length: int) -> None:
-        """Take rows of other layers as the first `length` tokens of this one."""
+        """Copy rows of other layers into the first `length` tokens of this layer."""
         room = self._capacity - length
         keys = right_aligned([(part.keys, part.keys.shape[2], rows) for part, rows in parts], length, room)
         values = right_aligned([(part.values, part.values.shape[2], rows) for part, rows in parts], length, room)
@@ -93,7 +93,7 @@ def gather(into: Cache, parts: Sequence[tuple[Cache, torch.Tensor]], length: int
 
 
 def right_aligned(parts: Sequence[tuple[torch.Tensor, int, torch.Tensor]], length: int, room: int) -> torch.Tensor:
-    """Return [rows, heads, length + room, width], made of (states [.., heads, >= columns, width], columns, rows).
+    """Join parts (states [.., heads, >= columns, width], columns, rows) into [rows, heads, length + room, width].
 
     The columns of each row end at `length`. Zeros come before them, because masked values must still be numbers.
     Columns that do not fit before `length` are padding and are cut off.

@@ -59,7 +59,7 @@ class Proof:
     faults: list[str]
 
     def plain(self) -> dict[str, list[Any]]:
-        """Return the proof in lists, numbers and texts only."""
+        """Return the proof as lists, numbers and strings only."""
         return {"parts": [[*part, value] for part, value in self.parts], "faults": self.faults}
 
     @classmethod
@@ -99,7 +99,7 @@ class _Memory:
         self._put(held)
 
     def within(self, begin: int, end: int) -> list[_Contents]:
-        """Return all that overlaps these addresses, in order."""
+        """Return all contents that overlap these addresses, in order."""
         first = bisect.bisect_right(self._begins, begin) - 1
         found = []
         for at in self._begins[max(first, 0) :]:
@@ -119,7 +119,7 @@ class _Memory:
             return
         for offset, length, part, dtype in parts:
             if source.dtype != dtype or not (target.dtype == dtype or target.dtype == torch.float32):
-                continue  # neither the weight's bits nor a type that holds all its values
+                continue  # the copy has neither the weight's bits nor a type that holds all its values
             at, size = begin + offset * target.element_size(), length * target.element_size()
             self.hold(_Contents(at, at + size, part, dtype))
 
@@ -194,7 +194,7 @@ class LoadTrace:
     """Follows one load (`over`). `proof` then says what was loaded."""
 
     def __init__(self, *, read_back: bool = False) -> None:
-        """With `read_back`, what oneDNN packs is read again by products with unit vectors, and compared."""
+        """With `read_back`, weights that oneDNN packs are read back by products with unit vectors, and compared."""
         self._read_back = read_back
         self._memory = _Memory()
         self._packed: dict[int, Proof] = {}
@@ -202,7 +202,7 @@ class LoadTrace:
 
     @contextmanager
     def over(self, model: Any) -> Iterator[None]:
-        """Follow all that `model.load_weights` is given while this is entered."""
+        """Follow all weights that `model.load_weights` is given while this context is entered."""
         load_weights = model.load_weights
 
         def traced(weights: Iterable[tuple[str, Tensor]]) -> Any:
@@ -241,7 +241,7 @@ class LoadTrace:
                     faults.append(f"{name}: not all of it was loaded")
             for _, buffer in module.named_buffers(recurse=False):
                 digested, whole = self._digested(buffer)
-                found += digested if whole else []  # most are computed and hold no weights
+                found += digested if whole else []  # most buffers are computed and hold no weights
         if found:
             values = torch.stack([value.to(found[0][1].device) for _, value in found]).tolist()
             parts += [(part, value & (1 << 64) - 1) for (part, _), value in zip(found, values, strict=True)]

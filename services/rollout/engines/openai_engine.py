@@ -72,7 +72,7 @@ class OpenAIEngine:
     def __init__(
         self, *, model: Path, dtype: str, temperature: float, engine_args: Mapping[str, Any], api_key: str = ""
     ) -> None:
-        """`temperature` is that of training, at which the server's log-probs are checked. `engine_args` are `base_url`,
+        """The server's log-probs are checked at `temperature`, that of training. `engine_args` are `base_url`,
         `model` (its name on the server; default: the only one) and `weights_directory`."""
         self._path = model
         self._dtype = dtype
@@ -223,7 +223,7 @@ class OpenAIEngine:
                 task.cancel()  # closes its connection, so the server abandons the request
             await asyncio.gather(*tasks, return_exceptions=True)
         groups = [task.result() for task in tasks]
-        # This is checked afterwards: whatever replaced the weights before or meanwhile removed the mark.
+        # This is checked afterwards, because any replacement of the weights until now has removed the mark.
         if await self._held_mark() != self._mark:
             raise RpcError(
                 ErrorCode.CONFLICT,
@@ -246,7 +246,7 @@ class OpenAIEngine:
             "seed": xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
             "stop_token_ids": self._eos_ids,
             "stop": list(sampling.stop),
-            "logprobs": 0,  # only the sampled token's
+            "logprobs": 0,  # only the sampled token's log-prob
             "stream": True,
         }
         token_ids: list[list[int]] = [[] for _ in range(count)]
@@ -291,7 +291,7 @@ class OpenAIEngine:
         if not answer["success"]:
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"{self._who}: its prefix cache cannot be emptied while others have requests running",
+                f"{self._who}: its prefix cache cannot be emptied while other clients' requests are running",
             )
 
     async def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
@@ -314,7 +314,7 @@ class OpenAIEngine:
         return np.array(logprobs[1 : len(token_ids)], np.float32)
 
     async def _held_mark(self) -> str:
-        """Return the mark of the server's weights, or an empty text if its ranks disagree."""
+        """Return the mark of the server's weights, or an empty string if its ranks disagree."""
         marks = set(await self._rpc("policy_mark"))
         return str(marks.pop()) if len(marks) == 1 else ""
 
@@ -352,5 +352,5 @@ def api_key(variable: str) -> str:
     """Return the key in an environment variable, which a topology names so that no file holds the key."""
     if variable and variable not in os.environ:
         key = "services.rollout.engine_args.api_key_env"
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: no variable {variable} is set, export it")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: the variable {variable} is not set; export it")
     return os.environ.get(variable, "") if variable else ""

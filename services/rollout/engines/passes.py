@@ -18,14 +18,17 @@ from shared.model.plain_decoder import Past, PlainDecoder, is_plain
 
 
 class Passes(Protocol):
-    """The passes of some rows: `begin` with prompts or `gathered`, then `go_on` and `keep`. Logits: [R, vocabulary]."""
+    """The passes of some rows: `begin` with prompts or `gathered`, then `go_on` and `keep`.
+
+    Logits have the shape [R, vocabulary].
+    """
 
     gathers: bool
     """Whether rows of several passes can be `gathered`. They cannot if a layer keeps anything but the keys and values
     of every token."""
 
     def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
-        """Run the prompts and return their logits. `lengths` are those without padding."""
+        """Run the prompts and return their logits. `lengths` excludes padding."""
 
     def go_on(self, id_R: Tensor) -> Tensor:
         """Run one more token of every row and return the logits."""
@@ -42,7 +45,7 @@ def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
     """Return passes in which all these rows continue together, with room for `room` more tokens each.
 
     The passes they come from are used up. Keys and values stay as they were computed. Rows end at one column, and
-    shorter ones are padded on the left. Passes that do not gather come as one part with each row equally often.
+    shorter ones are padded on the left. Passes that do not gather form one part, with each row equally often.
     """
     if is_plain(model):
         return PlainPasses.gathered(model, parts, room)
@@ -50,12 +53,12 @@ def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
 
 
 def make_passes(model: nn.Module, capacity: int) -> Passes:
-    """Return the passes for a model. `capacity` is the number of tokens of the longest row at its end."""
+    """Return the passes for a model. `capacity` is the maximum number of tokens of a row."""
     return PlainPasses(model, capacity) if is_plain(model) else ModelPasses(model, capacity)
 
 
 class ModelPasses:
-    """Passes that use the model itself, whatever its parts are."""
+    """Passes that use the modules of any model."""
 
     def __init__(self, model: nn.Module, capacity: int) -> None:
         self._model: Any = model

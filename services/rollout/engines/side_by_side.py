@@ -21,7 +21,7 @@ from services.rollout.engines.compute import ComputeThread, given_up
 
 
 class EngineCall:
-    """One call of `Engine.generate`. Belongs to the compute thread once it is submitted."""
+    """One call of `Engine.generate`. It belongs to the compute thread once it is submitted."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class EngineCall:
         return time.monotonic() >= self._note_due
 
     def note(self, groups: list[list[Generation]]) -> None:
-        """Show what the call has so far, if it is watched."""
+        """Pass the call's results so far to its watch, if it has one."""
         if self._watch is not None:
             self._watch.note(groups)
             self._note_due = time.monotonic() + self._watch.every_s
@@ -58,7 +58,7 @@ class Stepper(Protocol):
         """Make one step for all calls, and set the `answer` of those that it finishes."""
 
     def so_far(self, call: EngineCall) -> list[list[Generation]]:
-        """Return what a call has so far."""
+        """Return the results of a call so far."""
 
     def drop(self, call: EngineCall) -> None:
         """Forget a call."""
@@ -83,7 +83,7 @@ class SideBySide:
         cancel: threading.Event,
         watch: GenerationWatch | None,
     ) -> list[list[Generation]]:
-        """See `Engine.generate`."""
+        """Generate as `Engine.generate` describes."""
         call = EngineCall(prompts, sampling, cancel, watch)
         self._coming.put(call)
         self._compute.begin(self._work)  # finds nothing to do if the work for an earlier call includes this one
@@ -115,7 +115,7 @@ class SideBySide:
             self.seconds += time.perf_counter() - began
 
     def _going_on(self) -> bool:
-        """Return whether there is a call that was not given up. End those that were."""
+        """End the calls that were given up, and return whether another call is left."""
         while not self._coming.empty():
             call = self._coming.get()
             if call.answer.set_running_or_notify_cancel():  # its caller still waits

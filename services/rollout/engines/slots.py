@@ -35,7 +35,7 @@ _REFILL = 4
 _PATIENCE = 8
 """Number of steps after which waiting rows are added in any case."""
 Stopped = Callable[[list[int]], bool]
-"""Returns whether a stop text is in the tail of these token ids."""
+"""Function that returns whether a stop text is in the tail of these token ids."""
 
 
 @dataclass(eq=False)
@@ -165,7 +165,7 @@ class SlotTable:
         """Whether rows may join others."""
         self._rows = _Rows.of([], self._device)
         self._whose: list[tuple[_Group, int]] = []
-        """The group of each row, and its number in it."""
+        """The group of each row, and the row's number in the group."""
         self.tokens = 0
         """Total number of tokens of ended samples."""
 

@@ -161,7 +161,8 @@ class TransformersEngine:
         if self._deterministic:
             require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
-        # As after a sleep. Memory mapped from a file is aligned differently, which changes the last bits.
+        # The storages are owned, as after a sleep: memory mapped from a file is aligned differently, which changes the
+        # last bits.
         own_storages(self._model.parameters())
         self._model.to(self._device)
         self._holders = weight_holders(self._model)
@@ -214,7 +215,7 @@ class TransformersEngine:
     @torch.no_grad()
     def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         """Check the parameters. Bits are read only where arrays were copied; others are the given arrays themselves."""
-        holders = weight_holders(self._model)  # the modules' own, which they read at every pass
+        holders = weight_holders(self._model)  # the tensors that the modules read at every pass
         wrong = set(holders.keys() ^ (given or announced).keys())
         for name in holders.keys() - wrong:
             tied, digest = holders[name], announced.get(name)
@@ -267,7 +268,7 @@ class TransformersEngine:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors on one device have the same bits. Those in the same place are not read."""
+    """Return whether tensors on one device have the same bits. Tensors at the same address are not read."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     if (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride()):

@@ -5,7 +5,7 @@ The engine core is stepped on the compute thread, without processes or sockets o
 tensor parallelism, which are vLLM's processes). Tensors are handed over as they are, nothing is pickled, and pause,
 cancel and progress work between any two decode steps.
 
-Weights that arrive in the middle of a block replace those of the running samples, which keep their tokens:
+Weights that arrive in the middle of a block replace the weights of the running samples, which keep their tokens:
   keep       Samples also keep their cached keys and values, which the old weights computed. A sample of the block that
              has not begun may read those of its prompt, too; later blocks never do.
   recompute  The cache is dropped, and the next step reads prompts and tokens again. This costs a prefill. From then on
@@ -58,7 +58,7 @@ _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to a seed, which must
 
 @dataclass(frozen=True)
 class _Requests:
-    """The requests of a call, `samples` of each, and the number of weight swaps when they were made."""
+    """The requests of a call, with `samples` samples each, and the number of weight swaps when they were made."""
 
     names: list[str]
     samples: int
@@ -279,7 +279,7 @@ class VllmEngine:
     def add(self, call: EngineCall) -> bool:
         self._must_have_weights()
         if not self._drop_caches_of_older_weights():
-            return False  # it would read its prompts from there
+            return False  # the call would read its prompts from the old caches
         greedy = call.sampling.temperature == 0
         samples = 1 if greedy else call.sampling.samples  # vLLM refuses several greedy samples
         names: list[str] = []
@@ -324,7 +324,7 @@ class VllmEngine:
             temperature=sampling.temperature,
             max_tokens=sampling.max_new_tokens - len(prompt.resumed_ids),
             seed=xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
-            logprobs=0,  # only the sampled token's
+            logprobs=0,  # only the sampled token's log-prob
             flat_logprobs=True,
             # The tokenizer may know another end token than the model's generation config, which counts here.
             ignore_eos=True,

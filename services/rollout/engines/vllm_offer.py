@@ -36,7 +36,7 @@ class OfferTaker:
 
         Raises TransferFailed while the model is whole, HalfTaken afterwards.
         """
-        whole = self._route == "gloo"  # until everything is there; gloo also keeps its deadline by itself
+        whole = self._route == "gloo"  # gloo changes the model only at the end, and keeps its deadline by itself
         within_s = 0.0 if whole else offer.deadline_s
         if offer.communicator != self.communicator:
             join = joining(self._route, offer, meeting, ranks=self._ranks)
@@ -58,7 +58,7 @@ def _check(failures: Sequence[str], what: str) -> None:
 
 
 def check_offer(expected: Expected, offered: Sequence[TransferParameter]) -> None:
-    """Raise WeightsMismatch if a name, a type or a shape is not the engine's."""
+    """Raise WeightsMismatch if a name, a type or a shape differs from the engine's."""
     ours = {name: (str(dtype).removeprefix("torch."), list(shape)) for name, (dtype, shape) in expected.items()}
     theirs = {each.name: (each.dtype, list(each.shape)) for each in offered}
     other = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))

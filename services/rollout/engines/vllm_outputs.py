@@ -18,8 +18,8 @@ from services.rollout.engine import FinishReason, Generation
 def generation(output: Any, began: int, *, spans: bool) -> Generation:
     """Return the generation for a finished CompletionOutput of vLLM.
 
-    `began` is the number of swaps when the block began. `spans` says whether there were more since, so that each
-    token's own number has to be read.
+    `began` is the number of swaps when the block began. `spans` says whether more swaps followed, so
+    that each token's own number has to be read.
     """
     found = [(int(each.version), each.end - each.start) for each in output.weight_versions] if spans else []
     return _made(output.token_ids, output.logprobs, found, began, _reason(output))
@@ -28,7 +28,7 @@ def generation(output: Any, began: int, *, spans: bool) -> Generation:
 def under_way(
     processor: Any, finished: Mapping[str, Any], names: Sequence[str], samples: int, began: int, proved: int
 ) -> list[list[Generation]]:
-    """Return what the requests in `names` have so far, `samples` each.
+    """Return the generations so far of the requests in `names`, `samples` for each.
 
     `processor` is the engine's output processor, and `finished` holds the RequestOutputs, by name, that it has dropped.
     `began` is the number of swaps when the block began. Tokens sampled after more than `proved` swaps are left out.

@@ -75,10 +75,10 @@ def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool) -> 
         key = f"services.rollout.engine_args.{name}"
         if name in _OURS:
             instead = f"; set {_OURS[name]}" if _OURS[name] else " because it decides what log-probs and weights mean"
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: not to be set here{instead}")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: cannot be set here{instead}")
         if name not in known:
             near = difflib.get_close_matches(name, known - _OURS.keys(), 1)
-            hint = f", did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else ""
             raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: vLLM's EngineArgs has no such field{hint}")
     defaults: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
     if on_cpu:

@@ -109,7 +109,7 @@ class TransferredWeights(PolicyWeights):
     """The `PolicyWeights` of a worker to which weights are sent.
 
     The methods return what went wrong, or "" if nothing did: when a rank raises, vLLM 0.32 leaves the other ranks'
-    answers in their queues and takes them for those of its next call.
+    answers in their queues and takes them for the answers of its next call.
     """
 
     weight_transfer_engine: Any

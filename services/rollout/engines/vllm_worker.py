@@ -42,7 +42,7 @@ class PolicyWeights:
             return rebuild_tied_heads(model)
 
     def read_policy_weights(self, path: str, mark: str = "") -> int:
-        """Do the same from a safetensors file. This rank maps it and takes its part of each parameter."""
+        """Load the weights from a safetensors file. This rank maps it and takes its part of each parameter."""
         self._policy_mark = ""
         with safe_open(path, framework="pt") as file, self._policy_traced(self._new_trace()) as model:
             names = file.keys()  # the file is not a mapping and cannot be iterated over
@@ -58,7 +58,7 @@ class PolicyWeights:
         return self._policy_trace.proof(self.model_runner.get_model()).plain()
 
     def _new_trace(self) -> LoadTrace:
-        """Return a new trace. That of the first load, the drill's, also shows that packing keeps every weight."""
+        """Return a new trace. The first one, the drill's trace, also shows that packing keeps every weight."""
         return LoadTrace(read_back=self._policy_trace is None)
 
     @contextmanager
@@ -77,7 +77,7 @@ class PolicyWeights:
         """Release on a CPU what a sleep of level 2 releases on a GPU: weights, keys and values.
 
         vLLM 0.32 ignores `sleep` there. Tensors keep their identity. Buffers stay, because no checkpoint brings them
-        back. Returns the number of released bytes, without those that oneDNN packed for itself.
+        back. Returns the number of released bytes, except for bytes that oneDNN packed for itself.
         """
         model = self.model_runner.get_model()
         for module in model.modules():
@@ -92,7 +92,7 @@ class PolicyWeights:
         for part in parts:
             for storage, nbytes in self._asleep.pop(part, []):
                 storage.resize_(nbytes)
-                # Zeros, because other contents may read as NaN, and a masked NaN still is one.
+                # The memory is zeroed, because other contents may read as NaN, and a masked NaN is still NaN.
                 storage.fill_(0)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def unname_shared_memory(self) -> list[str]:

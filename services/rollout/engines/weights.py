@@ -1,4 +1,4 @@
-"""Checks weights that an engine is given, and hands them to processes of its own. Loads none."""
+"""Checks weights that an engine is given, and hands them to the engine's own processes. It loads no weights itself."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAFETENSORS_DTYPES = {
 
 
 def expected_weights(path: Path, dtype: str) -> Expected:
-    """Return the weights of a model directory in `dtype`, without allocating any."""
+    """Return the weights of a model directory in `dtype`, without allocating them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -94,7 +94,7 @@ def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[s
 
 @contextmanager
 def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Write `tensors` to a safetensors file in memory, for processes of this user on this machine. Yields its path.
+    """Write `tensors` to a safetensors file in memory, for processes of this user on this machine, and yield its path.
 
     The file has no name in any folder: it is gone with this process, however that ends, and with its last mapping.
     """
@@ -128,6 +128,6 @@ def _write_safetensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
 
 
 def shown(names: list[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first few names and the number of the others."""
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (", ".join(names[:_NAMED]) or "none") + rest

@@ -68,7 +68,7 @@ def reasoning_gym(sample: Sample) -> float:
     made = sample.row[GYM_KEY]
     entry = _entries(made["source"]).entry(made["index"])
     if entry["question"] != sample.row["prompt"]:
-        raise ValueError(f"{made['source']} makes another question {made['index']} here; is it of another release?")
+        raise ValueError(f"{made['source']} makes a different question {made['index']} here; is it another release?")
     return float(_entries(made["source"]).score(sample.completion.strip(), entry))
 
 
@@ -94,8 +94,8 @@ def _check_regex(params: dict[str, Any]) -> None:
 class Builtin:
     """A built-in reward function.
 
-    An `inline` function is called in the service itself: it always ends, and takes 3 µs per call, where a call through
-    a process costs 80 to 110 µs (measured). `modules` are installed with the optional `extra`. `check` raises for
+    An `inline` function is called in the service itself: it always ends, and takes 3 µs per call, while a call through
+    a process takes 80 to 110 µs (measured). `modules` are installed with the optional `extra`. `check` raises for
     params with which no call can succeed.
     """
 

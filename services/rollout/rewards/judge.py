@@ -36,7 +36,7 @@ def unavailable(error: BaseException) -> float | None:
 
     A judge is unavailable if its connection is refused or reset, its name does not resolve, the HTTP client's own
     timeout expires, or the status is 429 with Retry-After, or at least 500. A timeout that the function sets itself
-    (asyncio.timeout) is no sign of an unavailable judge.
+    (asyncio.timeout) does not mean that the judge is unavailable.
     """
     for each in chain(error):
         status = _status(each)
@@ -52,7 +52,7 @@ def unavailable(error: BaseException) -> float | None:
 
 def _is_away(error: BaseException) -> bool:
     if isinstance(error, ConnectionError):
-        return not isinstance(error, BrokenPipeError)  # more often from a pipe to a program than from a judge
+        return not isinstance(error, BrokenPipeError)  # it is more often raised by a pipe to a program than by a judge
     if type(error) is TimeoutError:
         return _raised_in(error) in _SOCKET_MODULES
     for kind in type(error).__mro__:
@@ -172,5 +172,5 @@ class Judge(Generic[C]):
         return held
 
     def is_over_limit(self, now: float) -> bool:
-        """Whether the outage has lasted longer than `retry.limit_s`."""
+        """Return whether the outage has lasted longer than `retry.limit_s`."""
         return self.outage is not None and now - self.outage.began > self.retry.limit_s

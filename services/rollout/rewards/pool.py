@@ -93,7 +93,7 @@ class RewardPool:
         self._judges: list[Judge[RewardCall]] = [Judge(retry) for _ in terms]
         self._probing: dict[int, asyncio.TimerHandle] = {}
         self.reachable = asyncio.Event()
-        """Set while no judge is unavailable."""
+        """Event that is set while no judge is unavailable."""
         self.reachable.set()
         self._failing = Failing(TroubleKind.REWARDS, "rewards")
         self._log = structlog.get_logger("rewards")
@@ -224,7 +224,7 @@ class RewardPool:
             await self._queue_changed.wait()
         first = self._waiting.popleft()
         calls = [first]
-        # A fair share, so that one process does not hold a long queue while another is idle.
+        # Take a fair share, so that one process does not hold a long queue while another is idle.
         most = ASYNC_CALLS if self._pool.ready.is_async[first.function] else PLAIN_CALLS
         most = 1 if first.alone or first.probe else min(most, 1 + len(self._waiting) // self._processes)
         while len(calls) < most and self._waiting and _may_join(first, self._waiting[0]):
@@ -285,7 +285,7 @@ class RewardPool:
             outage = judge.outage
             if outage is None:
                 continue
-            text = f"a judge does not answer, rewards wait for it: {outage.error}"
+            text = f"a judge does not answer, and rewards wait for it: {outage.error}"
             over = judge.is_over_limit(now)
             if over:
                 text = (
@@ -301,7 +301,7 @@ class RewardPool:
         call.probe = False
         refused = next((score for score in scores if score.kind == JUDGE), None)
         if refused is None and probe and any(score.kind == TIMEOUT for score in scores):
-            refused = scores[0]  # late during the outage: no sign that the judge is back
+            refused = scores[0]  # a late call during the outage does not show that the judge is back
         if refused is None:
             self._resume(call.function)
         elif self._refused(call, judge, refused, probe=probe):

@@ -1,4 +1,4 @@
-"""`Score`: the reward of one sample, or the reason why it has none. Pure functions, no I/O."""
+"""`Score`: the reward of one sample, or the reason why it has none. The functions are pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Score:
 
     If `value` is None the sample failed: `failure` gives the reason and place in one line, `kind` is a `LossReason`.
     `parts` holds the entries of a dict reward, and `trace` the traceback of the user's code, if there is one.
-    `retry_after_s` is how long the judge asks not to be called (kind JUDGE).
+    `retry_after_s` is the time for which the judge asks not to be called (kind JUDGE).
     """
 
     value: float | None
@@ -35,7 +35,7 @@ class Score:
 
 
 def failed(function: str, kind: str, why: str, *, at: str = "", trace: str = "", retry_after_s: float = 0.0) -> Score:
-    """Return the score of a sample that `function` could not score. `at` is a line of user code, as in `file.py:12`."""
+    """Return the score of a sample that `function` could not score. `at` is a line of user code (`file.py:12`)."""
     text = f"{function}: {why}"[:300] + (f" (at {at})" if at else "")
     return Score(None, text.replace("\n", " "), kind=kind, trace=trace, retry_after_s=retry_after_s)
 

@@ -47,7 +47,7 @@ class UserProcess:
         self._reader = reader
         self._writer = writer
         self.stack = stack
-        """The file to which the process writes its stack. Closed together with the process."""
+        """The file to which the process writes its stack. It is closed together with the process."""
 
     @classmethod
     async def start(cls, setup: Setup, marks: int) -> tuple[UserProcess, Ready]:

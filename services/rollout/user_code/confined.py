@@ -1,4 +1,4 @@
-"""The child's side of a process that runs users' code: what it gives up before it loads any of that code.
+"""Restrictions that a process for users' code puts on itself before it loads any of that code.
 
 The service never relies on this process to end by itself. The module does not import torch.
 """

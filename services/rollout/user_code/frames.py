@@ -36,7 +36,7 @@ class Purpose(StrEnum):
 class Setup(msgspec.Struct, array_like=True):
     """Service -> process, once: import path and params of each function, and seconds for one call.
 
-    `memory_bytes` limits the memory of all calls together, beyond that of the ready process.
+    `memory_bytes` limits the memory of all calls together, beyond the memory of the ready process.
     """
 
     purpose: Purpose
@@ -140,7 +140,7 @@ class Ask(msgspec.Struct, array_like=True, tag=3):
 
 
 class Returned(msgspec.Struct, array_like=True, tag=4):
-    """Process -> service, ends a workflow with its trajectory. `score` is the workflow's own reward, if any."""
+    """Process -> service: the trajectory that ends a workflow. `score` is the workflow's own reward, if any."""
 
     slot: int
     sequences: list[Sequence]
@@ -150,16 +150,16 @@ class Returned(msgspec.Struct, array_like=True, tag=4):
 
 
 class Rated(msgspec.Struct, array_like=True, tag=5):
-    """Process -> service, ends a reward call with one score for each sample."""
+    """Process -> service: the end of a reward call, with one score for each sample."""
 
     slot: int
     scores: list[Score]
 
 
 class Failed(msgspec.Struct, array_like=True, tag=6):
-    """Process -> service, ends a slot without a result. `at` and `trace` locate the error in the user's code.
+    """Process -> service: the end of a slot without a result. `at` and `trace` locate the error in the user's code.
 
-    `retry_after_s` is how long a judge asks not to be called (kind JUDGE).
+    `retry_after_s` is the time for which a judge asks not to be called (kind JUDGE).
     """
 
     slot: int
@@ -171,7 +171,7 @@ class Failed(msgspec.Struct, array_like=True, tag=6):
 
 
 class NoMemory(msgspec.Struct, array_like=True, tag=7):
-    """Process -> service: the slot met the memory limit, which other slots may have used up. The process exits."""
+    """Process -> service: the slot reached the memory limit, which other slots may have used up. The process exits."""
 
     slot: int
     at: str
@@ -194,7 +194,7 @@ def frame(message: msgspec.Struct, limit_bytes: int) -> bytes:
     """
     body = msgspec.msgpack.encode(message)
     if len(body) > limit_bytes:
-        raise ValueError(f"{len(body)} bytes in one message, at most {limit_bytes}")
+        raise ValueError(f"a message of {len(body)} bytes exceeds the limit of {limit_bytes}")
     return LENGTH.pack(len(body)) + body
 
 

@@ -22,7 +22,7 @@ from services.rollout.user_code.trace import hangs_at
 from shared.workflow import WorkflowError
 
 WATCH_S = 0.25
-GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, or clean up after their time is over
+GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, or that clean up after their time
 STALL_S = 10.0
 LOOK_S = 1.0
 """Seconds of a call after which its process is asked for its stack, to show where its code is."""
@@ -38,7 +38,7 @@ class Work(Protocol):
     """One call of a user's function, in one process."""
 
     function: int
-    """Its number in the process."""
+    """Number of the function in the process."""
 
     def begin(self, slot: int) -> frames.BeginSample | frames.RateSamples:
         """Return the message that begins the call."""
@@ -82,7 +82,7 @@ class _Live:
 
 
 class UserHost:
-    """One process and its calls. Belongs to the service's loop."""
+    """One process and its calls. It belongs to the service's loop."""
 
     def __init__(self, process: UserProcess, ready: frames.Ready, marks: Marks, setup: Setup) -> None:
         self._process = process
@@ -101,10 +101,10 @@ class UserHost:
         self.broken = False
         """Whether the process ended during calls."""
         self.leaving = asyncio.Event()
-        """Set once the process takes no more calls."""
+        """Event that is set once the process takes no more calls."""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.task = asyncio.create_task(self._serve())
-        """Serves the process, and ends with it."""
+        """Task that serves the process and ends with it."""
 
     @classmethod
     async def start(cls, setup: Setup) -> UserHost:
@@ -219,7 +219,7 @@ class UserHost:
             why = self._setup.late
             if self._setup.purpose is Purpose.WORKFLOW:
                 remedy = "await ctx.call(tool, ...) instead of calling it"
-                why = f"kept the loop of its process for {self._stall_s:g} s; {remedy}"
+                why = f"blocked the loop of its process for {self._stall_s:g} s; {remedy}"
             return Broken(why, LossReason.TIMEOUT, suspect, certain, hangs_at(stack, home), stack)
         why = f"took its process down: it {status}"
         # A plain function is alone in its process, except for what earlier calls have left behind.
@@ -229,8 +229,8 @@ class UserHost:
     @property
     def _out_of_memory(self) -> str:
         if self._setup.purpose is Purpose.REWARD:
-            return "more memory than reward.memory allows (MemoryError)"
-        return "met the limit of memory of its process (workflow.memory)"
+            return "needed more memory than reward.memory allows (MemoryError)"
+        return "reached the memory limit of its process (workflow.memory)"
 
     # ---- messages of the process
 
@@ -276,7 +276,7 @@ class UserHost:
         """Return whether the process hangs and must end."""
         if not self._silent_rounds:
             self.send(frames.CheckLoop())
-        # Counted in rounds, not by the clock: if this process itself was suspended, the answer may be in the socket.
+        # Silence is counted in rounds: if this process itself was suspended, the answer may be in the socket.
         silent_s = self._silent_rounds * WATCH_S
         self._silent_rounds += 1
         if silent_s > self._stall_s:

@@ -38,13 +38,13 @@ class Link:
         self._loop.add_reader(socket_.fileno(), self._readable)
 
     def send(self, message: ToService) -> None:
-        """Send a message, from any thread. Raises what `frame` raises."""
+        """Send a message, from any thread. Raises the errors of `frame`."""
         data = frame(message, TO_SERVICE_BYTES)
         with self._writing:
             self._socket.sendall(data)
 
     def captured(self, slot: int) -> list[Sequence]:
-        """Return everything sampled for `slot`. May be called from any thread; other messages wait meanwhile."""
+        """Return everything sampled for `slot`. Any thread may call this; other messages wait meanwhile."""
         with self._reading:
             self.send(Ask(slot))
             while True:
@@ -63,7 +63,7 @@ class Link:
         with self._reading:
             try:
                 self._receive(socket.MSG_DONTWAIT)
-            except BlockingIOError:  # `captured` was faster
+            except BlockingIOError:  # `captured` has read the data
                 return
             self._inbox.extend(self._complete_messages())
         self._drain()

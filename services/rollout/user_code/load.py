@@ -57,7 +57,7 @@ _KINDS = {
 
 
 def is_inline(path: str) -> bool:
-    """Whether the reward function at this import path may run in the service itself, as some builtins may."""
+    """Return whether the reward function at this import path may run in the service itself, as some builtins may."""
     builtin = _builtin(Purpose.REWARD, path)
     return builtin is not None and builtin.inline
 
@@ -66,7 +66,7 @@ def load(purpose: Purpose, path: str, params: dict[str, Any]) -> UserFunction:
     """Return the function at `path`. Its module is searched for on Python's path, then in the current directory.
 
     A reward function whose first parameter is named `samples` scores a group at once. Raises RpcError(bad_request) if
-    the path cannot be imported, is not a function (a workflow: no coroutine function), or does not accept `params`.
+    the path cannot be imported, is not a function (for a workflow: a coroutine function), or does not accept `params`.
     """
     kind = _KINDS[purpose]
     try:
@@ -82,7 +82,7 @@ def load(purpose: Purpose, path: str, params: dict[str, Any]) -> UserFunction:
         raise refused(purpose, path, f"cannot be called as {form} with params {sorted(params)} ({error})") from None
     is_async = inspect.iscoroutinefunction(call)
     if kind.must_be_async and not is_async:
-        raise refused(purpose, path, "is no coroutine function; write it with async def")
+        raise refused(purpose, path, "is not a coroutine function; write it with async def")
     group = next(iter(signature.parameters), "") == GROUP_PARAMETER
     return UserFunction(path, call, dict(params), group, is_async, home_of(call))
 
@@ -93,7 +93,7 @@ def refused(purpose: Purpose, path: str, why: str) -> RpcError:
 
 
 def _builtin(purpose: Purpose, path: str) -> rewards.Builtin | None:
-    """Return the builtin that `builtin:<name>` names, None for other paths. Raises RpcError for unknown names."""
+    """Return the builtin that `builtin:<name>` names, or None for other paths. Raises RpcError for unknown names."""
     module_name, _, name = path.partition(":")
     if module_name != _BUILTIN:
         return None
@@ -112,7 +112,7 @@ def _checked(builtin: rewards.Builtin, purpose: Purpose, path: str, params: dict
     for module in builtin.modules:
         if importlib.util.find_spec(module) is None:
             install = f"install it with: pip install 'rlbus[{builtin.extra}]'"
-            raise refused(purpose, path, f"needs the package {module}, {install}")
+            raise refused(purpose, path, f"needs the package {module}; {install}")
         importlib.import_module(module)
     try:
         if builtin.check is not None:

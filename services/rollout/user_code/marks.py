@@ -41,7 +41,7 @@ class Marks:
         _CURRENT.pack_into(self._map, 0, _NOBODY)
 
     def tool(self, slot: int, change: int) -> None:
-        """Count one more (1) or one less (-1) running tool of the slot. From any thread."""
+        """Count one more (1) or one less (-1) running tool of the slot. Any thread may call it."""
         with self._lock:
             at = _CURRENT.size + slot * _TOOLS.size
             _TOOLS.pack_into(self._map, at, max(0, min(0xFFFF, _TOOLS.unpack_from(self._map, at)[0] + change)))

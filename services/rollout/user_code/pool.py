@@ -71,7 +71,7 @@ class UserPool:
         return [row for found in rows for row in found]
 
     async def make(self, new_work: Callable[[], W]) -> tuple[Ended, W]:
-        """Make a call, and again with new work if its process ended. Return how the last one ended, and its work.
+        """Make a call, and repeat it with new work if its process ended. Return how it ended, and the last work.
 
         The call fails with its process only if it was alone in it, or is known to be the cause.
         """

@@ -34,8 +34,8 @@ from shared.workflow import Sequence, Trajectory, WorkflowError
 
 NO_MEMORY_STATUS = 70
 _UNFIT_RESULT = {
-    Purpose.REWARD: "answered what cannot be handed over",
-    Purpose.WORKFLOW: "returned what cannot be handed over, only what JSON has may be in ctx.state",
+    Purpose.REWARD: "answered with a value that cannot be handed over",
+    Purpose.WORKFLOW: "returned a value that cannot be handed over (ctx.state may hold only JSON values)",
 }
 _SLOT: contextvars.ContextVar[int] = contextvars.ContextVar("slot")
 

@@ -1,6 +1,6 @@
 """Locates where users' code raised or hangs: `file:line` for people and the traceback for the log.
 
-Nothing here raises, whatever the user's exception is.
+No function here raises, no matter what the user's exception is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FRAME = re.compile(r'^ {2}File "(.+)", line (\d+) in ', re.MULTILINE)
 
 
 class Home(msgspec.Struct, array_like=True, frozen=True):
-    """The file and line where a user's function is defined. Empty if there is none (a class, a builtin)."""
+    """The file and line where a user's function is defined, or empty fields without one (a class, a builtin)."""
 
     file: str = ""
     line: int = 0
@@ -59,7 +59,7 @@ def place(file: str, line: int) -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error`, then the exceptions it was raised from or while handling. `reason` (urllib) counts as such."""
+    """Yield `error`, then the exceptions it was raised from or while handling. The `reason` of urllib counts, too."""
     waiting, seen = [error], set[int]()
     while waiting and len(seen) < DEPTH:
         each = waiting.pop(0)
@@ -85,7 +85,7 @@ def traced(error: BaseException) -> str:
     """Return the traceback, or its end if it is long."""
     try:
         return "".join(traceback.format_exception(error))[-TRACE_CHARS:]
-    except Exception as failure:  # a user's exception whose text raises
+    except Exception as failure:  # the text of a user's exception may raise
         return f"{type(error).__name__}, whose text is not available ({type(failure).__name__})"
 
 
@@ -116,7 +116,7 @@ class StackFile:
             self._process = os.pidfd_open(pid)
 
     async def read(self) -> str:
-        """Return the current stack of the process, or an empty text if it does not answer within STACK_LIMIT_S."""
+        """Return the current stack of the process, or an empty string after STACK_LIMIT_S without an answer."""
         if self._process < 0:
             return ""
         with contextlib.suppress(OSError):

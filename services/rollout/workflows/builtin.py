@@ -37,7 +37,7 @@ async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: 
     """Let the policy answer in up to `max_turns` turns with a calculator.
 
     If an answer calls the calculator, by a tool call or by ending in `=`, its value is appended and the policy answers
-    again. The same happens if the answer differs from the value of the expression in the prompt. Emits the metric
+    again. The same happens if the answer differs from the value of the expression in the prompt. It emits the metric
     `calculator_calls`.
     """
     prompt = row["prompt"]
@@ -79,7 +79,7 @@ def _value_text(expression: str) -> str:
 def compute(expression: str) -> int | float:
     """Return the value of an expression of numbers, + - * / and parentheses. Raises ValueError for anything else."""
     if len(expression) > _MOST_CHARACTERS:
-        raise ValueError(f"expression of {len(expression)} characters, at most {_MOST_CHARACTERS}")
+        raise ValueError(f"an expression of {len(expression)} characters exceeds the limit of {_MOST_CHARACTERS}")
     return _value_of(ast.parse(expression.strip(), mode="eval").body)
 
 

@@ -20,7 +20,7 @@ from shared.workflow import Message, Sequence, Turn, WorkflowError
 
 T = TypeVar("T")
 OnText = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs blocking work on the thread of the dataset rows and the tokenizer."""
+"""Function that runs blocking work on the thread of the dataset rows and the tokenizer."""
 
 
 class SampleCalls:
@@ -37,7 +37,7 @@ class SampleCalls:
         versions: BlockVersions,
         on_text: OnText,
     ) -> None:
-        """`name` is the sample's, unique in the run. `versions` holds the engine's versions during the lease."""
+        """`name` is the sample's name, unique in the run. `versions` holds the engine's versions during the lease."""
         self.name = name
         self.conversation = conversation
         self._prompts = prompts

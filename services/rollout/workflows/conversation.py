@@ -36,7 +36,7 @@ class PreparedCall:
 
 
 class Conversation:
-    """All sequences of one sample. Used by one thread at a time, the tokenizer's."""
+    """All sequences of one sample. Only the tokenizer's thread uses them."""
 
     def __init__(self, prompts: PromptBuilder, *, context_tokens: int, max_tokens: int, max_new_tokens: int) -> None:
         """Limits: `context_tokens` of the model, `max_tokens` of all sequences together, `max_new_tokens` of a call."""
@@ -132,5 +132,5 @@ class Conversation:
 
 
 def _continues(messages: Items[Message], history: Items[Message]) -> bool:
-    """Whether `messages` begins with `history` and is longer."""
+    """Return whether `messages` begins with `history` and is longer."""
     return len(messages) > len(history) and all(map(same, messages, history))

@@ -1,4 +1,4 @@
-"""Compares the messages of a history regardless of how an agent has rewritten them. Pure functions.
+"""Compares the messages of a history regardless of how an agent has rewritten them.
 
 Messages that a policy would read differently do not compare equal.
 """
@@ -17,8 +17,8 @@ _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 
 
 def same(one: Message, other: Message) -> bool:
-    """Whether both messages mean the same. Fields that agents add (such as refusal: null) are ignored."""
-    # Compared as JSON, in which True, 1 and 1.0 differ.
+    """Return whether both messages mean the same. Fields that agents add (such as refusal: null) are ignored."""
+    # The messages are compared as JSON, in which True, 1 and 1.0 differ.
     return one is other or _encoded(_plain(one)) == _encoded(_plain(other))
 
 
@@ -31,7 +31,7 @@ def content_text(message: Message) -> Any:
 
 
 def arguments(function: dict[str, Any]) -> Any:
-    """Return a call's arguments as an object. OpenAI's messages hold them as text, templates and ours as an object."""
+    """Return a call's arguments as an object. OpenAI's messages hold them as text instead."""
     found = function.get("arguments")
     if isinstance(found, str):
         with contextlib.suppress(msgspec.DecodeError):

@@ -209,7 +209,7 @@ def tokens_of(sequence: Sequence) -> SequenceTokens:
             np.array(sequence.versions, np.int32),
         )
     except OverflowError as error:
-        raise WorkflowError(f"a sequence's lists hold values that are no token, mask or version ({error})") from None
+        raise WorkflowError(f"a sequence's lists hold invalid tokens, masks or versions ({error})") from None
     sizes = {each.shape for each in (made.token_ids, made.loss_mask, made.logprobs, made.versions)}
     if len(sizes) != 1 or not len(made.token_ids) or made.token_ids.ndim != 1:
         raise WorkflowError(f"a sequence's lists have the shapes {sorted(sizes)}, must be equally long and not empty")

@@ -78,7 +78,7 @@ def test_announcements_that_keep_changing_end_the_fetch(store: TcpStoreProcess) 
         lives = iter(range(1, 1000))
         changed: Change = lambda answer: msgspec.structs.replace(answer, head_checksum=next(lives))  # noqa: E731
         liar = Liar(peer.store, {OpenStream: changed})
-        with reader_of(liar) as reader, pytest.raises(RpcError, match="announces other bytes") as caught:
+        with reader_of(liar) as reader, pytest.raises(RpcError, match="announces different bytes") as caught:
             await reader.fetch(STORE, names(tasks), (), 10)
         assert caught.value.code == ErrorCode.INTERNAL
         assert liar.asked == stream.CORRUPT_TRIES + 1

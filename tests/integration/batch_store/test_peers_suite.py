@@ -121,7 +121,7 @@ def test_a_reply_counts_the_missing_shards_that_it_does_not_name(store: StorePro
                 await data.fetch(meta_of(tasks[72:], ["a"]), ["a"], deadline_s=20)
             assert caught.value.code == ErrorCode.MISSING
             assert caught.value.names == [f"train/0/{i}#a" for i in range(100, 100 + MAX_NAMES)]
-            with pytest.raises(RpcError, match=r"100 shards are not there: train/0/0#b") as caught:
+            with pytest.raises(RpcError, match=r"100 shards are missing: train/0/0#b") as caught:
                 await data.fetch(meta_of(tasks[:100], ["a", "b"]), ["a", "b"], deadline_s=20)
             assert caught.value.names[:MAX_NAMES] == [f"train/0/{i}#b" for i in range(MAX_NAMES)]
             # Without streaming, the client itself finds the missing shards.

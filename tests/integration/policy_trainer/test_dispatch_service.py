@@ -92,7 +92,7 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             state = await other.take_over()
             twice = msgspec.structs.replace(batches[0].meta, tasks=batches[0].meta.tasks[:1] * 2)
             request = ForwardBackward(driver=8, order=state.order + 1, batch=twice, loss=ROLLOUT_ANCHOR)
-            with pytest.raises(RpcError, match="a task comes twice"):
+            with pytest.raises(RpcError, match="a task occurs twice"):
                 await bench.client(DISPATCH).call(request, ForwardBackwardDone, deadline_s=60)
             await other.take_over()
             assert (await other.load_checkpoint(3)).step == 3

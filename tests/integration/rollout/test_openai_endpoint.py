@@ -85,7 +85,7 @@ def test_an_agent_that_requests_other_sampling_is_reported_once() -> None:
             await made.make(f"{AGENTS}:shortened", tasks=1, samples=2)
             [told] = made.endpoint.troubles()
             assert told.kind == TroubleKind.OVERRIDDEN
-            assert told.text.startswith("an agent asks for top_p 0.5, temperature 0.1: overridden, sampled is as")
+            assert told.text.startswith("an agent asks for top_p 0.5, temperature 0.1, which is overridden: ")
             await made.make(f"{AGENTS}:shortened", tasks=1, samples=1)
             assert made.endpoint.troubles() == [told]
 
@@ -119,7 +119,7 @@ def test_a_url_cannot_be_guessed_and_ends_with_its_sample() -> None:
             assert all(url.startswith("http://127.0.0.1:") for url in urls)
             for url in (urls[0], urls[0].rpartition("/s/")[0] + "/s/guess/v1"):
                 async with openai.AsyncOpenAI(base_url=url, api_key="any") as client:
-                    with pytest.raises(openai.NotFoundError, match="no sample is made at this address"):
+                    with pytest.raises(openai.NotFoundError, match="no running sample has this address"):
                         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "1"}])
 
     asyncio.run(scenario())

@@ -219,10 +219,10 @@ def test_a_sleep_releases_memory_and_the_next_version_is_verified_before_it_is_u
 def test_unknown_and_reserved_arguments_are_refused_in_one_line(case: Case) -> None:
     refused = case.answer["refused"]
     assert (
-        "engine_args.max_num_seq: vLLM's EngineArgs has no such field, did you mean max_num_seqs?"
+        "engine_args.max_num_seq: vLLM's EngineArgs has no such field; did you mean max_num_seqs?"
         in (refused["misspelled"])
     )
-    assert "engine_args.logprobs_mode: not to be set here" in refused["ours"]
+    assert "engine_args.logprobs_mode: cannot be set here" in refused["ours"]
     assert "set services.rollout.parallel.tp" in refused["elsewhere"]
     assert refused["too_small"].endswith("; raise kv_cache_memory_bytes")
     assert not any("\n" in each for each in refused.values())

@@ -143,7 +143,7 @@ def test_without_a_selection_all_gpus_of_the_driver_are_visible(tmp_path: Path) 
     [
         ("{gpus: 2}", "2 for each instance, but an engine uses 1; use that many, and more instances"),
         ("{gpus: 4, engine: vllm, parallel: {tp: 2}}", "but an engine uses 2 (parallel.tp); use that many"),
-        ("{gpus: 1, engine: openai, engine_args: {base_url: 'http://h'}}", "has its own GPUs, leave it out"),
+        ("{gpus: 1, engine: openai, engine_args: {base_url: 'http://h'}}", "has its own GPUs; leave it out"),
     ],
 )
 def test_gpus_that_an_engine_would_leave_idle_are_refused(folder: Path, rollout: str, told: str) -> None:

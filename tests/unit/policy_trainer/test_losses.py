@@ -396,7 +396,7 @@ def test_a_user_loss_is_weighted_like_the_others() -> None:
 def test_a_user_loss_must_give_one_value_per_token() -> None:
     function = own_policy_loss(Loss(name="rlbus_test_loss:summed"))
     cur, tokens = data()
-    with pytest.raises(RpcError, match="must return one value a token"):
+    with pytest.raises(RpcError, match="must return one value per token"):
         token_loss(spec("rlbus_test_loss:summed"), cur, tokens, torch.zeros(M), function)
 
 

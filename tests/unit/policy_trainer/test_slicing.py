@@ -91,5 +91,5 @@ def test_every_place_of_a_layout_is_used_once_and_each_data_rank_has_one_leader(
 
 
 def test_degrees_that_do_not_divide_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"6 ranks are no multiple of tp\*pp\*cp = 4"):
+    with pytest.raises(ValueError, match=r"6 ranks are not a multiple of tp\*pp\*cp = 4"):
         Layout(6, 2, 1, 2)

@@ -77,9 +77,9 @@ def test_a_request_over_the_size_limit_is_refused_and_the_connection_stays_usabl
         ("POST", "/chat/completions", b"{}"),
     )
     assert large[0] == 413
-    assert large[1]["message"] == "a request of more than 1048576 bytes"
+    assert large[1]["message"] == "the request exceeds 1048576 bytes"
     assert large[1]["type"] == "invalid_request_error"
-    assert "no JSON" in at_limit[1]["message"]
+    assert "not valid JSON" in at_limit[1]["message"]
     assert small[1]["message"] == "the request has no list of messages"
 
 
@@ -90,7 +90,7 @@ def test_a_request_over_the_size_limit_is_refused_and_the_connection_stays_usabl
         ("POST", "/models", "no POST models, only POST"),
         ("POST", "/models/", "no POST models/, only POST"),
         ("DELETE", "/embeddings", "no DELETE embeddings, only POST"),
-        ("GET", "0/models", "no sample is made at this address"),
+        ("GET", "0/models", "no running sample has this address"),
     ],
 )
 def test_other_routes_are_answered_with_not_found_and_their_name(method: str, path: str, says: str) -> None:
@@ -104,7 +104,7 @@ def test_a_failed_call_is_a_server_error_that_names_only_its_kind() -> None:
         ((status, error),) = ask(("POST", "/chat/completions", CHAT))
     assert (status, error["type"]) == (500, "server_error")
     assert [str(each["exc_info"]) for each in logged] == ["the engine broke"]
-    assert error["message"] == "ValueError, see the log of the rollout service"
+    assert error["message"] == "ValueError; see the log of the rollout service"
 
 
 @pytest.mark.parametrize("leaves", ["client", "endpoint"])

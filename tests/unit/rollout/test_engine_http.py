@@ -141,5 +141,5 @@ def test_a_request_that_is_cancelled_closes_its_connection() -> None:
 
 
 def test_an_answer_that_is_not_json_is_named() -> None:
-    with pytest.raises(RpcError, match="engine: /x: no JSON in the answer"):
+    with pytest.raises(RpcError, match="engine: /x: the answer is not valid JSON"):
         ask([whole(b"<html>")], stream=False)

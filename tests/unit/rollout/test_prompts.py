@@ -81,7 +81,7 @@ def test_a_prompt_without_room_is_refused_before_it_is_tokenised(how: str) -> No
         "continued": lambda: conversation.begin([*history, long], None),
         "text": lambda: conversation.begin_text(long["content"]),
     }[how]
-    with pytest.raises(ContextFull, match=r"a prompt of 167\d+ characters, .* where there is room for \d+"):
+    with pytest.raises(ContextFull, match=r"a prompt of 167\d+ characters: .* but there is room for \d+"):
         begin()
     assert counting.characters < 32 * CONTEXT
 
@@ -99,6 +99,6 @@ def test_a_missing_or_too_large_tokenizer_is_refused_in_one_line(tmp_path: Path)
     assert "\n" not in str(caught.value)
     prompts = PromptBuilder(MODEL, add_generation_prompt=True)
     prompts.check_vocabulary(64)
-    with pytest.raises(RpcError, match="its tokenizer has token 63, the model a vocabulary of 63; enlarge") as caught:
+    with pytest.raises(RpcError, match="its tokenizer has token 63, but the vocabulary size is 63; enlarge") as caught:
         prompts.check_vocabulary(63)
     assert caught.value.code == ErrorCode.BAD_REQUEST

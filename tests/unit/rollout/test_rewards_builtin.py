@@ -83,7 +83,7 @@ def test_an_extra_that_is_not_installed_is_named_at_the_start(monkeypatch: pytes
         "u.find_spec = lambda name, package=None: None if name == 'math_verify' else found(name, package)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RpcError, match=r"needs the package math_verify, .* pip install 'rlbus\[rewards\]'"):
+    with pytest.raises(RpcError, match=r"needs the package math_verify; .* pip install 'rlbus\[rewards\]'"):
         score([], Line("builtin:math_verify"))
 
 
@@ -104,4 +104,4 @@ def test_reasoning_gym_refuses_a_row_that_it_cannot_reproduce() -> None:
     ((only,),) = score(
         [[Sample("train/0/0", {**row, "prompt": "another"}, [], "1", [1], "stop")]], Line("builtin:reasoning_gym")
     )
-    assert "makes another question 0 here" in only.failure
+    assert "makes a different question 0 here" in only.failure

@@ -101,7 +101,7 @@ def test_messages_without_a_chat_template_are_dropped_for_that_reason(sets: Task
     prepared = without.prepare(grant("train", 0, 1))
     assert [task.handle.task_id for task in prepared.ready] == ["train/0/0"]
     assert [each.why for each in prepared.dropped] == [DropReason.NO_CHAT_TEMPLATE]
-    assert "rows.jsonl:2: a prompt of messages, and the model's tokenizer has no chat template" in (
+    assert "rows.jsonl:2: the prompt has messages, but the model's tokenizer has no chat template" in (
         prepared.dropped[0].reason
     )
 

@@ -159,9 +159,9 @@ NONSENSE = {
     "exit": "raised SystemExit: 3",
     "tool": "gave no answer within 0.3 s",
     "long": "leaves no room in the model's context of 512",
-    "without end": "where there is room for 512",
-    "too much": "bytes in one message, at most 16777216",
-    "great state": "bytes in one message, at most 16777216",
+    "without end": "but there is room for 512",
+    "too much": "bytes exceeds the limit of 16777216",
+    "great state": "bytes exceeds the limit of 16777216",
     "nothing": "returned NoneType, must return a Trajectory",
     "empty": "returned a trajectory without a sampled token",
     "uneven": "must be equally long",
@@ -177,14 +177,14 @@ NONSENSE = {
 HANGS = {
     "hang": "no trajectory within 3 s (workflow.timeout_s)",
     "deaf": "no trajectory within 3 s (workflow.timeout_s)",
-    "spin": "kept the loop of its process for 3 s",
-    "task": "kept the loop of its process for 3 s",
+    "spin": "blocked the loop of its process for 3 s",
+    "task": "blocked the loop of its process for 3 s",
 }
 DEATHS = {
     "death": "took its process down: it ended with status 7",
     "fault": "took its process down: it died of SIGSEGV",
     "tool's death": "took its process down: it ended with status 7",
-    "memory": "met the limit of memory of its process (workflow.memory)",
+    "memory": "reached the memory limit of its process (workflow.memory)",
 }
 
 
@@ -282,7 +282,7 @@ def test_a_lost_lease_ends_the_block_while_tools_are_waited_for() -> None:
         ("builtin:calculater", {}, "use builtin:calculator"),
         ("no_such_module:fn", {}, "cannot be imported"),
         ("builtin:calculator", {"turns": 3}, "cannot be called as fn(row, llm, ctx, **params) with params ['turns']"),
-        ("os.path:join", {}, "is no coroutine function; write it with async def"),
+        ("os.path:join", {}, "is not a coroutine function; write it with async def"),
     ],
 )
 def test_a_workflow_that_cannot_be_loaded_is_a_one_line_error(function: str, params: dict[str, Any], says: str) -> None:

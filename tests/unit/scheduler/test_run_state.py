@@ -23,7 +23,7 @@ def test_a_task_moves_only_along_the_table_of_transitions(before: TaskState, aft
         assert tasks.counts == {state: int(state == after) for state in TaskState}
         assert (tasks.find("train/0/0") is None) == (after == TaskState.COLLECTED)
     else:
-        with pytest.raises(ValueError, match=f"train/0/0, fence 1: {before} -> {after} is no transition"):
+        with pytest.raises(ValueError, match=f"train/0/0, fence 1: {before} -> {after} is not a transition"):
             tasks.move(task, after)
         assert task.state == before
 
@@ -53,7 +53,7 @@ def test_story_includes_every_change_of_a_task_with_its_cause() -> None:
     [
         ("state", TaskState.READY, "its fields contradict its state"),
         ("lease", 9, "its fields contradict its state"),
-        ("clears", 1, "1 stores are to acknowledge its last clear"),
+        ("clears", 1, "1 stores have yet to acknowledge its last clear"),
     ],
 )
 def test_validate_names_an_inconsistent_task_and_tells_its_story(field: str, value: object, problem: str) -> None:

@@ -57,7 +57,7 @@ def test_fetch_without_a_client_is_refused() -> None:
 
 def test_duplicate_task_is_refused() -> None:
     one = meta([1])
-    with pytest.raises(ValueError, match="comes twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         Batch(BatchMeta(tasks=[*one.tasks, *one.tasks], parts=one.parts, stores=one.stores))
 
 
@@ -109,7 +109,7 @@ def test_concat_maps_store_numbers_and_part_order() -> None:
 def test_concat_refuses_other_keys_and_equal_tasks() -> None:
     with pytest.raises(ValueError, match="differ"):
         Batch.concat([Batch(meta([1], ["a"])), Batch(meta([1], ["b"], first=5))])
-    with pytest.raises(ValueError, match="comes twice"):
+    with pytest.raises(ValueError, match="occurs twice"):
         Batch.concat([Batch(meta([1])), Batch(meta([1]))])
 
 

@@ -153,7 +153,7 @@ def test_an_unknown_reasoning_gym_data_set_or_option_is_a_one_line_error(source:
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:
-    with pytest.raises(DataError, match=r"x: source 'y' needs the package no_such_package, .* 'rlbus\[data\]'"):
+    with pytest.raises(DataError, match=r"x: source 'y' needs the package no_such_package; .* 'rlbus\[data\]'"):
         require("no_such_package", "data", "x: source 'y'")
 
 
@@ -166,5 +166,5 @@ def test_each_source_asks_for_its_package_first(source: str, module: str, monkey
 
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else found(name))
-    with pytest.raises(DataError, match=f"needs the package {module}, install it with: pip install 'rlbus"):
+    with pytest.raises(DataError, match=f"needs the package {module}; install it with: pip install 'rlbus"):
         open_source(source, where=WHERE)

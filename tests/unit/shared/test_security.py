@@ -127,7 +127,7 @@ def test_a_run_directory_comes_with_its_keys_and_keeps_them(tmp_path: Path) -> N
                 (folder / "public.json").read_text().replace(load(folder, Role.OBSERVER).public.decode(),
                                                              load(folder, Role.SERVICE).public.decode())
             ),
-            "one key twice",
+            "contain a key twice",
         ),
     ],
 )  # fmt: skip

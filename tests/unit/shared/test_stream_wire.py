@@ -244,10 +244,10 @@ def test_arrays_are_withheld_until_the_last_byte_has_arrived_and_is_checked() ->
     table, data = block_file([("train/0/0", 1, arrays)])
     arrival = Arrival(announced(data, table), named(table), ["a", "b"], MIB, Regions())
     for at in range(0, len(data), RANGE):
-        with pytest.raises(WireError, match="not all of them checked"):
+        with pytest.raises(WireError, match="not all were checked"):
             arrival.arrays()
         receive(arrival, data[at : at + RANGE])
-        with pytest.raises(WireError, match="not all of them checked"):
+        with pytest.raises(WireError, match="not all were checked"):
             arrival.arrays()
         arrival.check(arrival.received)
     [got] = arrival.arrays()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def k2(cur: Tensor, ref: Tensor) -> Tensor:
-    """(cur - ref)^2 / 2: biased, but its gradient is that of the KL.
+    """Return (cur - ref)^2 / 2, which is biased, but whose gradient is that of the KL.
 
     Source: Schulman, "Approximating KL divergence", 2020, estimator k2.
     """
@@ -18,7 +18,7 @@ def k2(cur: Tensor, ref: Tensor) -> Tensor:
 
 
 def k3(cur: Tensor, ref: Tensor) -> Tensor:
-    """exp(ref - cur) - (ref - cur) - 1: unbiased and non-negative.
+    """Return exp(ref - cur) - (ref - cur) - 1, which is unbiased and non-negative.
 
     Sources: Schulman, "Approximating KL divergence", 2020, estimator k3; GRPO (arXiv 2402.03300), equation 4.
     """

@@ -15,7 +15,7 @@ from services.policy_trainer.worker.losses.tokens import TokenData, ratio
 
 @torch.no_grad()
 def importance_weight(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
-    """Return [M]: min(exp(prox - rollout), C) with C = `tis_cap`, not truncated if C is 0.
+    """Return [M]: min(exp(prox - rollout), C) with C = `tis_cap`, without truncation if C is 0.
 
     Sources: decoupled PPO (arXiv 2110.00641), the decoupled objective; truncation: Yao et al., "Your efficient RL
     framework secretly brings you off-policy RL training", 2025.

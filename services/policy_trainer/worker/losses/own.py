@@ -43,7 +43,7 @@ def user_loss(function: Callable[..., Any], params: Mapping[str, Any]) -> Policy
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"loss {spec.name} returned {shape}; it must return one value a token, {list(cur.shape)}",
+                f"loss {spec.name} returned {shape}; it must return one value per token, {list(cur.shape)}",
             )
         return found, torch.zeros_like(cur, dtype=torch.bool)
 

@@ -20,7 +20,7 @@ PolicyLoss = Callable[[LossSpec, Tensor, Tensor, TokenData], Terms]
 
 
 def ppo_clip(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-    """-g with g = min(r A, clip(r, 1 - low, 1 + high) A), or g = r A if high is 0.
+    """Return -g with g = min(r A, clip(r, 1 - low, 1 + high) A), or g = r A if high is 0.
 
     With `dual_clip` c, the loss is -max(g, c A) where A < 0.
 
@@ -31,7 +31,7 @@ def ppo_clip(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Te
 
 
 def gspo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-    """The clipped loss with one ratio per sequence, s = exp(mean of log r over the sequence's tokens).
+    """Return the clipped loss with one ratio per sequence, s = exp(mean of log r over the sequence's tokens).
 
     The sum over the sequence carries no gradient. Each token gets its gradient through sg[s] exp(cur - sg[cur]), which
     under seq_mean_token_mean is the gradient of s itself. In the paper a response is one sequence. If a sample has
@@ -44,7 +44,7 @@ def gspo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
 
 
 def cispo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-    """-sg[clamp(r)] A cur: every token keeps a gradient, however far its ratio is from 1.
+    """Return -sg[clamp(r)] A cur. Every token keeps a gradient, however far its ratio is from 1.
 
     With `clamp` upper, r is clamped to at most 1 + high (TRL, whose epsilon_high is our 1 + high); with both, to
     [1 - low, 1 + high] (verl). If high is 0, r has no upper limit.
@@ -58,8 +58,9 @@ def cispo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms
 
 
 def sapo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-    """-f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A (0 counts as negative).
+    """Return -f(r) A with the soft gate f(r) = 4 / tau sigmoid(tau (r - 1)).
 
+    The sign of A selects tau; 0 counts as negative.
     Source: SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347), equations 5 and 6.
     """
     tau = torch.where(
@@ -72,7 +73,7 @@ def sapo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
 
 
 def importance_sampling(_spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
-    """-r A, whose gradient is that of -sg[r] A cur: the policy gradient, corrected for the sampling policy.
+    """Return -r A, whose gradient is that of -sg[r] A cur: the policy gradient, corrected for the sampling policy.
 
     Source: the off-policy policy gradient, as in equation 6 of PPO (arXiv 1707.06347).
     """
@@ -80,7 +81,7 @@ def importance_sampling(_spec: LossSpec, cur: Tensor, anchor: Tensor, data: Toke
 
 
 def cross_entropy(_spec: LossSpec, cur: Tensor, _anchor: Tensor, _data: TokenData) -> Terms:
-    """-cur: maximum likelihood of the tokens regardless of their advantage (supervised fine-tuning)."""
+    """Return -cur: maximum likelihood of the tokens regardless of their advantage (supervised fine-tuning)."""
     return -cur, _none(cur)
 
 

@@ -28,7 +28,7 @@ class Channel(Protocol):
         """Return `offer` with the data that the engine needs to join the communicator or to find `tensors`."""
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Join all ranks of the engine and send them `tensors`. Gives up at the deadline."""
+        """Join all ranks of the engine and send them `tensors`. It gives up at the deadline."""
 
     def ended(self) -> None:
         """Record that the engine has received everything."""

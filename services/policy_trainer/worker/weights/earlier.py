@@ -30,7 +30,7 @@ class EarlierVersion:
 
 
 class EarlierVersions:
-    """The newest version and at most `depth` versions before it. Filled on rank 0, empty elsewhere."""
+    """The newest version and at most `depth` versions before it. It is empty on ranks other than 0."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth

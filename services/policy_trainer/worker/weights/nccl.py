@@ -67,7 +67,7 @@ class NcclGroup:
     def __init__(self, unique_id: bytes, ranks: int, *, device: str, deadline_s: float) -> None:
         """`device` is the device of rank 0, such as `cuda:0`."""
         self._library = _library()
-        self._cuda: Any = torch.cuda  # partly untyped
+        self._cuda: Any = torch.cuda  # torch.cuda is partly untyped
         self._unique_id = _UniqueId.from_buffer_copy(unique_id)
         self._ranks = ranks
         self._device = torch.device(device)

@@ -27,8 +27,8 @@ from shared.weights.drill import canary_error, canary_length, canary_tokens
 
 TOLERANCE = 1e-4
 """Maximum absolute difference of a canary log-prob between trainer and engine for float32 weights: eight times the
-largest one, over 20 canaries of the quickstart's model, between the trainer's scoring and transformers' own prefill and
-token-by-token decode."""
+largest difference, over 20 canaries of the quickstart's model, between the trainer's scoring and transformers' own
+prefill and token-by-token decode."""
 FLOOR = {"bfloat16": 0.02, "float16": 0.003}
 """Minimum tolerance, for the median difference, that an engine calibrates for 16-bit weights: eight and three times the
 median between the same passes of that model. Larger models differ more, so engines calibrate."""
@@ -41,10 +41,10 @@ MAX_FENCES = 16
 
 
 class Canaries:
-    """The fixed sequence of a run and its start-up drill. Compute thread only."""
+    """The fixed sequence of a run and its start-up drill. It belongs to the compute thread."""
 
     def __init__(self, backend: Backend, model_dir: Path, dtype: str, seed: int, *, with_digests: bool) -> None:
-        """`seed` is that of the run. Rank 0 makes the drill from the weights of the model directory. If `with_digests`
+        """`seed` is the run's seed. Rank 0 makes the drill from the weights of the model directory. If `with_digests`
         is true, every version is published with the digests of its weights."""
         self._backend = backend
         self._text = _sequence(backend.vocab_size, seed, canary_length(backend.parameters, dtype))
@@ -81,7 +81,7 @@ class Canaries:
     def digests(self, weights: dict[str, Tensor]) -> list[int]:
         """Return the digests of a version in the order of the sorted names; none if engines use the arrays themselves.
 
-        May run on any thread. Reads all weights on the device where they are.
+        This may run on any thread. It reads all weights on the device where they are.
         """
         return [as_int(digest_whole(weights[name])) for name in sorted(weights)] if self._with_digests else []
 

@@ -1,7 +1,7 @@
 """Sends policy versions to engines over collectives from the rank that puts them. Each engine has its own communicator
 and thread, so neither training nor other engines wait for it.
 
-Versions are read from the store: the bytes are the same as those of the other route, and every version that the store
+Versions are read from the store: the bytes are the same as on the other route, and every version that the store
 still has can be sent, however far training has advanced.
 """
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEPT = 8
-"""Number of published versions to remember. The store has deleted older ones, or will."""
+"""Number of published versions to remember. The store has deleted older ones or will delete them."""
 Emit = Callable[[str, dict[str, float | str]], None]
 
 
@@ -57,7 +57,7 @@ class _ChannelThread:
 
 
 class WeightsSender:
-    """Answers AskTransfer and EndTransfer. Belongs to the event loop, which it does not block."""
+    """Answers AskTransfer and EndTransfer. It belongs to the event loop, which it does not block."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class WeightsSender:
         while len(self._published) > KEPT:
             self._published.popitem(last=False)
         if self._drill_taken:
-            self._drill = None  # for engines that start later it is computed again
+            self._drill = None  # it is computed again for engines that start later
 
     async def ask(self, request: messages.AskTransfer, _: Call) -> messages.TransferOffer:
         """Begin to send the requested version. Raises RpcError: missing, conflict."""

@@ -77,7 +77,7 @@ Effect = GrantTransfer | AbortTransfer | RefuseTransfer
 
 @dataclass
 class _EngineLink:
-    """The communicator of one engine. `deadline` is that of the transfer under way, or None if there is none."""
+    """The communicator of one engine. `deadline` is the deadline of the transfer under way, or None."""
 
     incarnation: int
     communicator: int

@@ -31,7 +31,7 @@ def test_vllm_supports_both_modes(folder: Path) -> None:
 def test_a_temperature_that_vllm_refuses_is_refused_at_the_start(folder: Path) -> None:
     overrides = ["services.rollout.engine=vllm", "sampling.temperature=2.5"]
     (line,) = [each for each in problems(write(folder), *overrides) if "sampling.temperature: " in each]
-    assert "2.5 is more than vllm samples at, use at most 2.0" in line
+    assert "2.5 is more than vllm samples at; use at most 2.0" in line
     assert load(write(folder), ["sampling.temperature=2.5"]).sampling.temperature == 2.5
 
 
@@ -39,7 +39,7 @@ def test_tensor_parallelism_needs_vllm(folder: Path) -> None:
     two = "services.rollout.parallel.tp=2"
     assert load(write(folder), [two, "services.rollout.engine=vllm"]).services.rollout.parallel.tp == 2
     (line,) = [each for each in problems(write(folder), two) if "services.rollout.parallel.tp: " in each]
-    assert "transformers knows no tensor parallelism; use 1" in line
+    assert "transformers has no tensor parallelism; use 1" in line
 
 
 def test_completion_order_is_available(folder: Path) -> None:
@@ -51,7 +51,7 @@ def test_completion_order_is_available(folder: Path) -> None:
     [
         ("services.rollout.engine=openai", "keep", "openai updates between blocks"),
         ("services.rollout.engine=openai", "recompute", "openai updates between blocks"),
-        ("services.rollout.engine=transformers", "recompute", "transformers knows keep; use keep"),
+        ("services.rollout.engine=transformers", "recompute", "transformers supports keep; use keep"),
         ("workflow.function=builtin:single_turn", "keep", "a workflow's calls are short blocks"),
     ],
 )
@@ -68,10 +68,10 @@ def test_keep_is_refused_in_deterministic_mode(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("services.rollout.engine_args.url=x", "engine_args.url: engine openai takes no such argument, use base_url"),
-        ("services.rollout.engine_args.base_url=host:1", "'host:1' is no http address"),
+        ("services.rollout.engine_args.url=x", "engine_args.url: engine openai takes no such argument; use base_url"),
+        ("services.rollout.engine_args.base_url=host:1", "'host:1' is not an http address"),
         ("services.rollout.instances=2", "services.rollout.instances: 2 would load their weights over one another's"),
-        ("services.rollout.parallel.tp=2", "openai knows no tensor parallelism; use 1"),
+        ("services.rollout.parallel.tp=2", "openai has no tensor parallelism; use 1"),
         ("sampling.temperature=2.5", "2.5 is more than openai samples at"),
     ],
 )

@@ -52,16 +52,16 @@ def folder(tmp_path: Path) -> Path:
         (
             "    backend: torch",
             "    parallel: {dp: 2}",
-            "t.yaml:23: services.policy-trainer.parallel.dp: not a key, dp is derived from gpus and "
+            "t.yaml:23: services.policy-trainer.parallel.dp: not a key; dp is derived from gpus and "
             "the other "
-            "parallel sizes, remove it",
+            "parallel sizes; remove it",
         ),
         (
             "  temperature: 1.0",
             "  top_p: 0.9",
             "t.yaml:11: sampling.top_p: not a key, changes the distribution that the log-probs of "
             "training samples "
-            "claim, remove it",
+            "claim; remove it",
         ),
         (
             "  group_size: 4\n",
@@ -111,14 +111,14 @@ def folder(tmp_path: Path) -> Path:
         (
             "memory: 1MiB",
             "memory: 1 potato",
-            "t.yaml:27: services.batch-store.memory: '1 potato' is not a size, write bytes or a "
+            "t.yaml:27: services.batch-store.memory: '1 potato' is not a size; write bytes or a "
             "number with B, kB, "
-            "MB, GB, TB, KiB, MiB, GiB, TiB, as 64GiB",
+            "MB, GB, TB, KiB, MiB, GiB, TiB, such as 64GiB",
         ),
         (
             "jsonl:rows.jsonl",
             "csv:rows.csv",
-            "t.yaml:6: data.train.source: 'csv:rows.csv' is not a source, write builtin:<name>, jsonl:<path>",
+            "t.yaml:6: data.train.source: 'csv:rows.csv' is not a source; write builtin:<name>, jsonl:<path>",
         ),
         (
             'reward: {function: "builtin:exact_match"}',
@@ -128,18 +128,18 @@ def folder(tmp_path: Path) -> Path:
         (
             'function: "builtin:exact_match"}',
             'functions: [{function: "a:b"}], params: {x: 1}}',
-            "t.yaml:9: reward: params belong to function and do nothing with functions, write them inside its items",
+            "t.yaml:9: reward: params belong to function and do nothing with functions; write them inside its items",
         ),
         (
             'function: "builtin:exact_match"}',
             "function: exact_match}",
-            "t.yaml:9: reward.function: 'exact_match' does not have the form asked for (builtin:<name> or "
+            "t.yaml:9: reward.function: 'exact_match' does not have the required form (builtin:<name> or "
             "<module>:<function>)",
         ),
         (
             "    held: {",
             "    a/b: {",
-            "t.yaml:8: data.eval.a/b: 'a/b' does not have the form asked for",
+            "t.yaml:8: data.eval.a/b: 'a/b' does not have the required form",
         ),
     ],
 )
@@ -183,29 +183,29 @@ def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: s
         (
             "  group_size: 4",
             "  group_size: 1",
-            "t.yaml:15: algorithm.group_size: 1 leaves advantage grpo nothing to compare, at least 2",
+            "t.yaml:15: algorithm.group_size: 1 leaves advantage grpo nothing to compare; use at least 2",
         ),
         (
             "  group_size: 4",
             "  group_size: 4\n  mini_batch_tasks: 4",
-            "t.yaml:16: algorithm.mini_batch_tasks: 4 does not divide tasks_per_step (6), use a divisor",
+            "t.yaml:16: algorithm.mini_batch_tasks: 4 does not divide tasks_per_step (6); use a divisor",
         ),
         (
             "    instances: 2",
             "    block_tasks: 4",
             "t.yaml:25: services.rollout.block_tasks: 4 does not divide algorithm.tasks_per_step "
-            "(6), use a divisor "
+            "(6); use a divisor "
             "or leave it out",
         ),
         (
             "aggregation: token_mean",
             "anchor: rollout, clip: [1.5, 0.28]",
-            "t.yaml:16: algorithm.loss.clip.0: 1.5 is out of range, above 0 and below 1, as 0.2",
+            "t.yaml:16: algorithm.loss.clip.0: 1.5 is out of range, above 0 and below 1, such as 0.2",
         ),
         (
             "aggregation: token_mean",
             "anchor: rollout, clip: [0.2, -0.28]",
-            "t.yaml:16: algorithm.loss.clip.1: -0.28 is out of range, above 0, as 0.2",
+            "t.yaml:16: algorithm.loss.clip.1: -0.28 is out of range, above 0, such as 0.2",
         ),
         (
             "aggregation: token_mean",
@@ -224,24 +224,24 @@ def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: s
         (
             "    coef: 0.001",
             "    coef: 0.001\n    estimator: k1",
-            "t.yaml:19: algorithm.kl.estimator: k1 as a loss term has zero expected gradient, use k3 or k2",
+            "t.yaml:19: algorithm.kl.estimator: k1 as a loss term has zero expected gradient; use k3 or k2",
         ),
         (
             "    coef: 0.001\noptimizer:\n  lr: 1e-3\nservices:\n",
             "    coef: 0\noptimizer:\n  lr: 1e-3\nservices:\n  reference: {backend: torch}\n",
-            "t.yaml:22: services.reference: has no effect, algorithm.kl.coef is 0 and no reference "
+            "t.yaml:22: services.reference: has no effect: algorithm.kl.coef is 0, so no reference "
             "is started; remove "
             "it (null) or set a coef above 0",
         ),
         (
             "  lr: 1e-3",
             "  lr: 1e-3\n  betas: [0.9, 1.0]",
-            "t.yaml:21: optimizer.betas.1: 1.0 is out of range, from 0 to below 1, as 0.9",
+            "t.yaml:21: optimizer.betas.1: 1.0 is out of range, from 0 to below 1, such as 0.9",
         ),
         (
             "    held: {",
             "    train: {",
-            "t.yaml:8: data.eval.train: 'train' is the name of the training split, use another",
+            "t.yaml:8: data.eval.train: 'train' is the name of the training split; use another",
         ),
         (
             "every: 5",
@@ -267,7 +267,7 @@ def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: s
         (
             "    backend: torch",
             "    gpus: 3\n    parallel: {cp: 2}",
-            "t.yaml:23: services.policy-trainer.gpus: 3 is no multiple of tp*pp*cp = 2, use 4",
+            "t.yaml:23: services.policy-trainer.gpus: 3 is not a multiple of tp*pp*cp = 2; use 4",
         ),
         (
             "    memory: 1MiB",
@@ -279,7 +279,7 @@ def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: s
         (
             "optimizer:",
             "checkpoint: {every: 20, keep_every: 30}\noptimizer:",
-            "t.yaml:19: checkpoint.keep_every: 30 is no multiple of every (20), so some would never "
+            "t.yaml:19: checkpoint.keep_every: 30 is not a multiple of every (20), so some would never "
             "exist; use a "
             "multiple",
         ),
@@ -292,7 +292,7 @@ def test_a_contradiction_is_one_line_with_its_place(folder: Path, old: str, new:
 def test_spill_needs_a_limit(folder: Path) -> None:
     path = edited(folder, "    memory: 1MiB", "    memory: 1MiB\n    spill: ./disk")
     assert problems(path, check_supported=False) == [
-        f"t.yaml:28: services.batch-store.spill: {folder}/disk has no limit, set spill_limit, as 500GiB"
+        f"t.yaml:28: services.batch-store.spill: {folder}/disk has no limit; set spill_limit, such as 500GiB"
     ]
 
 
@@ -300,8 +300,8 @@ def test_unknown_host_and_colocated_service_are_named(folder: Path) -> None:
     placement = "placement: {hosts: {betta: {gpus: 1}}, colocate: [reference, monitor]}\n"
     path = write(folder, BASE.replace("    instances: 2", "    host: beta") + placement)
     assert problems(path, check_supported=False) == [
-        "t.yaml:25: services.rollout.host: no host 'beta' in placement.hosts, use 'betta'",
-        "t.yaml:28: placement.colocate.1: 'monitor' is no service with devices, use policy-trainer, reference or "
+        "t.yaml:25: services.rollout.host: no host 'beta' in placement.hosts; use 'betta'",
+        "t.yaml:28: placement.colocate.1: 'monitor' is not a service with devices; use policy-trainer, reference or "
         "rollout",
     ]
 
@@ -312,13 +312,13 @@ def test_unknown_host_and_colocated_service_are_named(folder: Path) -> None:
         (
             "[policy-trainer, rollout]",
             "staleness=1",
-            "--set staleness=1: staleness: 1: a colocated rollout cannot run ahead of the trainer, set 0",
+            "--set staleness=1: staleness: 1: a colocated rollout cannot run ahead of the trainer; set 0",
         ),
         (
             "[reference, rollout]",
             "services.rollout.in_flight=keep",
             "--set services.rollout.in_flight=keep: services.rollout.in_flight: keep: a colocated engine sleeps while "
-            "weights are made, use wait",
+            "weights are made; use wait",
         ),
         (
             "[policy-trainer, rollout]",
@@ -326,16 +326,16 @@ def test_unknown_host_and_colocated_service_are_named(folder: Path) -> None:
             "t.yaml:24: services.rollout.gpus: rollout takes 0 GPUs and policy-trainer, which is colocated, 1; use the "
             "same number",
         ),
-        ("[rollout]", "run.seed=1", "t.yaml:28: placement.colocate: rollout alone shares nothing, name two services"),
+        ("[rollout]", "run.seed=1", "t.yaml:28: placement.colocate: rollout alone shares nothing; name two services"),
         (
             "[rollout, policy-trainer, rollout]",
             "run.seed=1",
-            "t.yaml:28: placement.colocate.2: rollout is named twice, remove one",
+            "t.yaml:28: placement.colocate.2: rollout is named twice; remove one",
         ),
         (
             "[policy-trainer, reference]",
             "algorithm.kl.coef=0",
-            "t.yaml:28: placement.colocate.1: no reference is started without algorithm.kl.coef above 0, leave it out",
+            "t.yaml:28: placement.colocate.1: no reference is started without algorithm.kl.coef above 0; leave it out",
         ),
     ],
 )
@@ -382,7 +382,7 @@ def test_deterministic_mode_refuses_what_depends_on_timing(folder: Path, overrid
 
 def test_missing_model_folder_is_named(folder: Path) -> None:
     assert problems(edited(folder, "./model", "./modell")) == [
-        f"t.yaml:3: policy.model: no folder {folder}/modell, relative paths start at the topology's "
+        f"t.yaml:3: policy.model: no folder {folder}/modell; relative paths start at the topology's "
         "folder; put the "
         "model there"
     ]
@@ -391,10 +391,10 @@ def test_missing_model_folder_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("config.json", "has no config.json, a model's folder has one; save the model with save_pretrained"),
+        ("config.json", "has no config.json, which a model's folder has; save the model with save_pretrained"),
         (
             "model.safetensors",
-            "has no *.safetensors, the only weight format read; save the model as safetensors",
+            "has no *.safetensors, the only supported format; save the model as safetensors",
         ),
     ],
 )
@@ -413,7 +413,7 @@ def test_weights_that_are_not_safetensors_are_named(folder: Path, content: bytes
 def test_missing_jsonl_file_is_named(folder: Path) -> None:
     (folder / "rows.jsonl").unlink()
     assert problems(write(folder)) == [
-        f"t.yaml:6: data.train.source: no file {folder}/rows.jsonl, relative paths start at the "
+        f"t.yaml:6: data.train.source: no file {folder}/rows.jsonl; relative paths start at the "
         "topology's folder; "
         "put it there"
     ]
@@ -502,7 +502,7 @@ def test_memory_too_small_names_the_sufficient_number(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (["placement.engine=ray"], "placement.engine: ray has no effect without other hosts, name them in "),
+        (["placement.engine=ray"], "placement.engine: ray has no effect without other hosts; name them in "),
         (["placement.hosts={b: {}}"], "transport.listen: none, but b must reach this machine; give its address"),
         (
             ["placement.hosts={a: {}, b: {}}", *LISTEN, "services.policy-trainer.host=[a, b]"],

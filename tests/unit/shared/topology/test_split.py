@@ -42,8 +42,8 @@ def test_megatron_takes_degrees_that_divide_the_model(folder: Path, degrees: str
 @pytest.mark.parametrize(
     ("degrees", "said"),
     [
-        ("{tp: 6}", "parallel.tp: 6 does not divide the model's 4 key-value heads, use a divisor"),
-        ("{pp: 4}", "parallel.pp: 4 does not divide the model's 6 layers, use a divisor"),
+        ("{tp: 6}", "parallel.tp: 6 does not divide the model's 4 key-value heads; use a divisor"),
+        ("{pp: 4}", "parallel.pp: 4 does not divide the model's 6 layers; use a divisor"),
     ],
 )
 def test_degrees_that_do_not_divide_the_model_are_refused(folder: Path, degrees: str, said: str) -> None:
@@ -76,12 +76,12 @@ def test_a_torch_reference_is_whole_and_a_megatron_one_takes_divisors(folder: Pa
 
 def test_ranks_are_a_multiple_of_the_degrees(folder: Path) -> None:
     [line] = problems(model(folder), MEGATRON, f"{PARALLEL}.tp=2", "services.policy-trainer.workers=3")
-    assert "services.policy-trainer.workers: 3 is no multiple of tp*pp*cp = 2, use 4" in line
+    assert "services.policy-trainer.workers: 3 is not a multiple of tp*pp*cp = 2; use 4" in line
 
 
 def test_a_model_that_megatron_does_not_know_is_refused(folder: Path) -> None:
     [line] = problems(model(folder, model_type="gemma3"), MEGATRON)
-    assert line.endswith("backend: megatron knows llama, qwen2, qwen3, the model is a gemma3; use torch")
+    assert line.endswith("backend: megatron supports llama, qwen2, qwen3, but the model is a gemma3; use torch")
 
 
 def test_megatron_trains_no_float16(folder: Path) -> None:

@@ -143,12 +143,12 @@ def test_tagged_object_is_refused_not_built(folder: Path) -> None:
     for tagged in ("!!python/object/apply:os.getpid []", "!!python/name:os.getpid x", "!own {a: 1}"):
         line = problems(edited(folder, "steps: 3", f"steps: {tagged}"))[0]
         assert line.startswith("t.yaml:1: run.steps: ")
-        assert line.endswith(", write a plain value")
+        assert line.endswith("; write a plain value")
 
 
 def test_alias_that_contains_itself_is_refused(folder: Path) -> None:
     lines = problems(edited(folder, "    coef: 0.001", "    coef: &loop [*loop]"))
-    assert "t.yaml:18: algorithm.kl.coef.0: an alias that contains itself, write the value out" in lines
+    assert "t.yaml:18: algorithm.kl.coef.0: an alias that contains itself; write the value out" in lines
 
 
 def test_aliased_value_is_read_in_both_places(folder: Path) -> None:
@@ -159,7 +159,7 @@ def test_aliased_value_is_read_in_both_places(folder: Path) -> None:
 
 def test_yaml_date_must_be_quoted(folder: Path) -> None:
     lines = problems(edited(folder, "name: small", "name: 2001-01-01"))
-    assert lines[0] == "t.yaml:1: run.name: is a date in YAML ('2001-01-01'), quote it"
+    assert lines[0] == "t.yaml:1: run.name: is a date in YAML ('2001-01-01'); quote it"
 
 
 # ------------------------------------------------------------------------------------------ all at once
@@ -213,18 +213,18 @@ def test_overrides_apply_in_order_and_reach_into_lists(folder: Path) -> None:
             "--set data.train={max_prompt_tokens: 3}: data.train.source: missing, required "
             "(builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder> or reasoning-gym:<data set>)",
         ),
-        ("run.steps", "--set run.steps: not an override, must look like a.b=value"),
-        ("run..steps=1", "--set run..steps=1: not an override, must look like a.b=value"),
+        ("run.steps", "--set run.steps: not an override; it must look like a.b=value"),
+        ("run..steps=1", "--set run..steps=1: not an override; it must look like a.b=value"),
         ("run.steps.x=1", "--set run.steps.x=1: run.steps: no key 'x' below it, it holds 3"),
         (
             "algorithm.group_size=1",
             "--set algorithm.group_size=1: algorithm.group_size: 1 leaves advantage grpo nothing to "
-            "compare, at least 2",
+            "compare; use at least 2",
         ),
         (
             "services.rollout={engine: openai}",
             "--set services.rollout={engine: openai}: services.rollout.engine_args: engine openai needs to know its "
-            "server, set base_url, as http://127.0.0.1:8000",
+            "server; set base_url, such as http://127.0.0.1:8000",
         ),
     ],
 )
@@ -241,7 +241,7 @@ def test_override_past_the_end_of_a_list_is_refused(folder: Path) -> None:
 
 def test_engine_arguments_without_an_engine_that_takes_them_are_refused(folder: Path) -> None:
     [line] = problems(write(folder), "services.rollout.engine_args={max_num_seqs: 4}")
-    assert line.endswith("services.rollout.engine_args: max_num_seqs: the transformers engine takes none, leave it out")
+    assert line.endswith("rollout.engine_args: max_num_seqs: engine transformers takes no arguments; leave it out")
 
 
 def test_override_that_is_not_yaml_is_refused(folder: Path) -> None:
@@ -263,7 +263,7 @@ def test_override_that_is_not_yaml_is_refused(folder: Path) -> None:
 def test_option_without_effect_in_this_build_is_refused(folder: Path, override: str, path: str, use: str) -> None:
     [line] = problems(write(folder), override)
     assert line.startswith(f"--set {override}: {path}: not available in this version: ")
-    assert line.endswith(f", use {use}")
+    assert line.endswith(f"; use {use}")
     assert isinstance(load(write(folder), [override], check_supported=False), Topology)
 
 

@@ -38,7 +38,7 @@ def with_transport(folder: Path, text: str) -> Path:
         ("{monitor_port: 7000}", "t.yaml:28: transport.monitor_port: without transport.listen no process listens"),
         (
             "{listen: 10.0.0.1, monitor_port: 7747}",
-            "t.yaml:28: transport.monitor_port: 7747 is transport.scheduler_port too, choose another",
+            "t.yaml:28: transport.monitor_port: 7747 is transport.scheduler_port too; choose another",
         ),
         ("{listen: 10.0.0.1, supervisor_port: 0}", "t.yaml:28: transport.supervisor_port: "),
         ("{listen: 10.0.0.1, supervisor_port: 65536}", "t.yaml:28: transport.supervisor_port: "),

@@ -46,11 +46,11 @@ def test_nccl_and_ipc_are_for_vllm_on_gpus(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        ([route("gloo"), "services.rollout.gpus=1"], "gloo is for engines on a CPU, this one has 1 GPUs"),
-        ([route("gloo"), "services.rollout.engine=openai"], "engine openai is handed a file, use shards"),
-        ([route("nccl"), "services.rollout.gpus=1", "services.policy-trainer.gpus=1"], "engine transformers has none"),
+        ([route("gloo"), "services.rollout.gpus=1"], "gloo is for engines on a CPU, but this one has 1 GPUs"),
+        ([route("gloo"), "services.rollout.engine=openai"], "engine openai is handed a file; use shards"),
+        ([route("nccl"), "services.rollout.gpus=1", "services.policy-trainer.gpus=1"], "engine transformers lacks"),
         ([route("nccl"), "services.rollout.engine=vllm"], "nccl needs GPUs for policy-trainer (0) and rollout (0)"),
-        ([route("nccl"), *ON_GPUS, *TOGETHER], "nccl knows one process a GPU"),
+        ([route("nccl"), *ON_GPUS, *TOGETHER], "nccl allows one process per GPU"),
         ([route("ipc"), *ON_GPUS], "ipc needs policy-trainer and rollout on the same GPUs"),
         (
             [route("ipc"), *ON_GPUS, *TOGETHER, "services.policy-trainer.gpus=2", "services.rollout.instances=2"],
@@ -67,7 +67,7 @@ def test_an_unsupported_route_is_refused(folder: Path, overrides: list[str], why
     ("overrides", "why"),
     [
         (["services.rollout.transfer_s=5"], "5 has no effect with weights: shards, which are not sent; remove it"),
-        ([route("gloo"), "services.rollout.transfer_s=30"], "30 is no less than lease.lease_s (30)"),
+        ([route("gloo"), "services.rollout.transfer_s=30"], "30 is not less than lease.lease_s (30)"),
         ([route("gloo"), "services.rollout.transfer_s=null"], "null: gloo needs a limit"),
     ],
 )
