@@ -279,3 +279,45 @@ def hurt(run: Cluster, chance: random.Random, steps: list[int]) -> None:
         run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
         for service in chance.sample(SERVICES, chance.choice([1, 1, 1, 2])):
             print(f"step {step}: {service}, process {parity.kill(run, service)}")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_damage_that_the_reference_finds_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+    """A bit flips in a rollout that no reference has read, because the reference is stopped."""
+    with parity.start(tmp_path) as run:
+        run.wait_for("step 1", lambda: parity.committed(run, 1))
+        folder = run.run.shm / "batch-store-0"
+
+        def attempt() -> bool:
+            with parity.stopped(run, "reference"):
+                before = set(folder.glob("*.blk"))
+                until = time.monotonic() + 5
+                while time.monotonic() < until:
+                    for file, task_id, key, offset in shards(folder):
+                        if file not in before and task_id.startswith("train/") and key == "token_ids":
+                            flip(file, offset)
+                            return True
+            return False
+
+        run.wait_for("a rollout that no reference has read", attempt)
+        run.wait_for("the report of the reference", lambda: parity.losses(run) >= 1)
+        assert run.end() == 0, run.output()
+    assert parity.differences(undisturbed, run.path) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_damaged_weights_that_an_engine_finds_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+    """A bit flips in a version of the weights that no engine has read, because the engine is stopped."""
+    with parity.start(tmp_path) as run:
+        run.wait_for("step 2", lambda: parity.committed(run, 2))
+        folder = run.run.shm / "batch-store-0"
+        with parity.stopped(run, "rollout"):
+            held = run.newest_weights()
+            run.wait_for("another version", lambda: run.newest_weights() != held)
+            newest = run.newest_weights()
+            flip(newest, next(offset for file, _, _, offset in shards(folder) if file == newest))
+        run.wait_for("the report of the engine", lambda: parity.losses(run) >= 1)
+        assert run.end() == 0, run.output()
+    assert parity.differences(undisturbed, run.path) == []

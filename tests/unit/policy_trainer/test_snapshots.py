@@ -75,17 +75,16 @@ def test_the_two_newest_are_kept_and_found_by_a_later_incarnation(tmp_path: Path
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_the_snapshot_that_was_loaded_is_not_the_one_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loaded", [1, 2])
+def test_the_snapshot_that_was_loaded_is_not_the_one_overwritten(loaded: int, tmp_path: Path) -> None:
     made = Snapshots(tmp_path, PLACE)
     for step in (1, 2):
         made.take(0, step, state(step))
-    for loaded in (2, 1):
-        later = Snapshots(tmp_path, PLACE)
-        later.keep_only(0, loaded)
-        assert held(later) == {(0, loaded)}
-        later.take(0, 5, state(5))
-        assert held(later) == {(0, loaded), (0, 5)}
-        later.take(0, 1, state(1))
+    later = Snapshots(tmp_path, PLACE)
+    later.keep_only(0, loaded)
+    assert held(later) == {(0, loaded)}
+    later.take(0, 5, state(5))
+    assert held(later) == {(0, loaded), (0, 5)}
 
 
 def test_a_load_of_anything_else_discards_all(tmp_path: Path) -> None:
