@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(folder: Path, tmp_path: Pat
 
 
 def test_a_missing_checkpoint_is_reported_as_missing(tmp_path: Path) -> None:
-    with pytest.raises(RpcError, match="there are: none") as caught:
+    with pytest.raises(RpcError, match="existing checkpoints: none") as caught:
         checkpoint.load(tmp_path, 4)
     assert caught.value.code == ErrorCode.MISSING
 

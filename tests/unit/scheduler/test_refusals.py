@@ -92,7 +92,7 @@ def test_a_surplus_set_of_scalars_is_refused_and_its_lease_stays_open() -> None:
     assert lease is not None
     empty = {"x": np.zeros(0, np.float32)}
     request = Complete(lease_id=granted.lease_id, stage="rollout", incarnation=7, results=[], scalars=empty)
-    assert "x: 65536 different sets" in refused(bench, request)
+    assert "scalars x: a run may have at most 65536 different sets" in refused(bench, request)
     assert len(lease.tasks) == len(granted.batch.tasks)
 
 
