@@ -45,10 +45,14 @@ def check(topology: Topology, file: str) -> Findings:
 
 
 def check_host(topology: Topology) -> list[str]:
-    """Return what this host lacks to run rollouts and references of `topology`, one line each."""
+    """Return what this host lacks to run rollouts and references of `topology`, one line each.
+
+    A model that will be taken from home is not looked at.
+    """
     findings = Findings()
     findings.errors.extend(functions.problems(topology))
-    _check_tokenizer(topology, "", findings)
+    if not topology.policy.distribute:
+        _check_tokenizer(topology, "", findings)
     _check_memory(topology, "", findings)
     return [line.removeprefix(": ") for line in findings.errors]
 

@@ -6,6 +6,7 @@ with another digest is received again, from wherever the next attempt receives.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -66,6 +67,11 @@ class FillingFile:
         """Continue after the last verified chunk. No thread may write or check meanwhile."""
         self.received = self.verified_bytes
 
+    def adopt(self) -> None:
+        """Verify the chunks that an earlier attempt received. Blocks until their digests are known."""
+        with contextlib.suppress(WireError):
+            self.check(self.total_bytes)
+
     def room(self, nbytes: int) -> memoryview:
         end = self.received + nbytes
         if end > self._allocated:
@@ -120,7 +126,11 @@ class FillingFile:
     def _note_head(self) -> None:
         if self.head_bytes or self.verified_bytes < min(blockfile.HEADER_BYTES, self.total_bytes):
             return
-        size = blockfile.HEADER_BYTES + blockfile.table_bytes(self._view[: blockfile.HEADER_BYTES], self.total_bytes)
+        try:
+            table_bytes = blockfile.table_bytes(self._view[: blockfile.HEADER_BYTES], self.total_bytes)
+        except WireError:  # not a block file, so no stream of it can be opened
+            return
+        size = blockfile.HEADER_BYTES + table_bytes
         if self.verified_bytes >= size:
             self.head_checksum = xxhash.xxh3_64_intdigest(self._view[:size])
             self.head_bytes = size

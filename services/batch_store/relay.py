@@ -19,7 +19,6 @@ import structlog
 import xxhash
 
 from proto.errors import WireError
-from proto.ids import split_task_id
 from proto.messages import ErrorCode, Held, Hold, PutTask
 from services.batch_store.filling_file import CHUNK_BYTES, FillingFile
 from services.batch_store.stream_server import Source
@@ -27,7 +26,6 @@ from shared.dataplane.stream import StreamReader
 from shared.dataplane.stream_line import StreamOutcome
 from shared.rpc.client import Client
 from shared.rpc.errors import AWAY, RpcError
-from shared.stages import WEIGHTS
 
 PAGE_CHUNKS = 512
 """Number of digests per request."""
@@ -75,14 +73,17 @@ class Relay:
         seal: Callable[[str], Awaitable[object]],
         abandon: Callable[[str], None],
         on_progress: Callable[[], None],
+        continues: bool = False,
     ) -> None:
         """`begin(put_id, nbytes, task)` grants a file and returns its path, `seal` seals it, and `abandon` gives up an
-        unsealed one. `on_progress` may be called on any thread."""
+        unsealed one. `on_progress` may be called on any thread. With `continues`, files may begin with chunks that an
+        earlier attempt received."""
         self._name = name
         self._client_of = client_of
         self._streams = streams
         self._begin, self._seal, self._abandon = begin, seal, abandon
         self._on_progress = on_progress
+        self._continues = continues
         self._fillings: dict[tuple[str, int], _Filling] = {}
         self.upstream: list[str] = []
         """The stores before this one in the chain, nearest first."""
@@ -91,12 +92,6 @@ class Relay:
     async def hold(self, request: Hold) -> Held:
         """Begin to fetch a version unless that is under way, and return what is here. Raises RpcError if it failed."""
         task = request.task
-        try:
-            split = split_task_id(task.task_id)[0]
-        except WireError as error:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: {error}") from None
-        if split != WEIGHTS:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: {task.task_id} is not a version of the weights")
         if request.origin == self._name:
             raise RpcError(ErrorCode.MISSING, f"{self._name}: {task.task_id} is not here", names=[task.task_id])
         filling = self._fillings.get((task.task_id, task.fence))
@@ -157,7 +152,10 @@ class Relay:
             file.add_digests(held.digests)
             filling.begun.set()
             digests = asyncio.create_task(self._fetch_digests(filling, file))
-            await self._receive(filling, file, digests)
+            if self._continues:
+                await asyncio.to_thread(file.adopt)
+            if file.verified_bytes < file.total_bytes:
+                await self._receive(filling, file, digests)
             await self._seal(put_id)
             sealed = True
             seconds = asyncio.get_running_loop().time() - began

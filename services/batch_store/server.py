@@ -14,7 +14,7 @@ import msgspec
 
 from proto import messages
 from proto.errors import WireError
-from proto.ids import check_task_ids
+from proto.ids import check_task_ids, split_task_id
 from proto.messages import (
     Ack,
     Clear,
@@ -48,8 +48,9 @@ from services.batch_store.retirement import Retirement
 from services.batch_store.room import RETRY_AFTER_S, Tier
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
-from services.batch_store.stream_server import StreamServer
+from services.batch_store.stream_server import Source, StreamServer
 from services.batch_store.stream_source import SealedFile, StreamSource, pin
+from services.batch_store.whole_source import DistributedFiles
 from shared import topology
 from shared.actor.service import Service
 from shared.dataplane.mapping import AGAIN_S, MappingCache
@@ -60,6 +61,8 @@ from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir, parse_service_name
+from shared.stages import WEIGHTS
+from shared.topology import distribution
 
 M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Message)
@@ -110,6 +113,7 @@ class StoreService(Service):
             abandon=self._abandon_fill,
             on_progress=self._streams.look_again,
         )
+        self._distributed = DistributedFiles(self.name, run.topology, loaded)
         handle(Hold, self._busy_without_descriptor(self._hold))
         handle(OpenLine, self._open_line)
         handle(OpenStream, self._busy_without_descriptor(self._open_stream))
@@ -443,6 +447,9 @@ class StoreService(Service):
                 text = f"{self.name}: the head of {tasks[0].task_id} has not arrived yet"
                 raise RpcError(ErrorCode.BUSY, text, retry_after_s=AGAIN_S)
             return self._streams.open_stream(request.line_id, filling)
+        if len(tasks) == 1 and tasks[0].task_id.startswith(f"{distribution.SPLIT}/"):
+            _, whole = await asyncio.to_thread(self._distributed.open, tasks[0])
+            return self._streams.open_stream(request.line_id, whole)
         _, source = await self._pinned(tasks, request.keys, request.max_bytes)
         return self._streams.open_stream(request.line_id, source)
 
@@ -460,12 +467,24 @@ class StoreService(Service):
 
     async def _hold(self, request: Hold, call: Call) -> Held:
         try:
-            found, source = await self._pinned([request.task], (), 1 << 62)
-        except RpcError as error:
-            if error.code != ErrorCode.MISSING:
-                raise
-            return await self._relay.hold(request)
-        digests = await self._digests.page(found[0].path, source, request.first) if request.first >= 0 else []
+            split = split_task_id(request.task.task_id)[0]
+        except WireError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: {error}") from None
+        source: Source
+        if split == distribution.SPLIT:
+            path, source = await asyncio.to_thread(self._distributed.open, request.task)
+        elif split == WEIGHTS:
+            try:
+                found, source = await self._pinned([request.task], (), 1 << 62)
+            except RpcError as error:
+                if error.code != ErrorCode.MISSING:
+                    raise
+                return await self._relay.hold(request)
+            path = found[0].path
+        else:
+            text = f"{self.name}: {request.task.task_id} is neither a version of the weights nor a file of home"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        digests = await self._digests.page(path, source, request.first) if request.first >= 0 else []
         return Held(total_bytes=source.total_bytes, held_bytes=source.total_bytes, digests=digests)
 
     def _client_of(self, store: str) -> Client:

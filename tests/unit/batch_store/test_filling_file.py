@@ -84,3 +84,13 @@ def test_readers_of_a_file_that_was_given_up_are_told_so(file: FillingFile, stre
     file.check(file.received)
     file.close(complete=False)
     assert progress == [CHUNK_BYTES, -1]
+
+
+def test_a_file_continues_after_the_chunks_that_an_earlier_attempt_received(file: FillingFile, stream: bytes) -> None:
+    receive(file, stream[: 2 * CHUNK_BYTES + 5])
+    file.adopt()
+    assert file.available_bytes == 2 * CHUNK_BYTES
+    file.resume()
+    receive(file, stream[2 * CHUNK_BYTES :])
+    file.check(file.received)
+    assert bytes(file.pieces(0, len(stream))[0]) == stream

@@ -14,7 +14,9 @@ from shared.topology import load
 from tests.unit.shared.topology.small_topology import make, write
 
 ROOT = Path(__file__).resolve().parents[3]
-HOME = HostFacts(name="a", code="1", python="3.11.7", torch="2.13.0", gpus=0, niceness=0, problems=[])
+HOME = HostFacts(
+    name="a", code="1", python="3.11.7", torch="2.13.0", gpus=0, niceness=0, free_bytes=1 << 40, problems=[]
+)
 
 
 def test_equal_hosts_and_another_patch_release_of_python_take_part() -> None:
