@@ -19,7 +19,7 @@ import structlog
 import xxhash
 
 from proto.errors import WireError
-from proto.messages import ErrorCode, Held, Hold, PutTask
+from proto.messages import ErrorCode, Held, Hold, PutTask, WaitKind, WaitRow
 from services.batch_store.filling_file import CHUNK_BYTES, FillingFile
 from services.batch_store.stream_server import Source
 from shared.dataplane.stream import StreamReader
@@ -58,6 +58,10 @@ class _Filling:
     work: asyncio.Task[None] | None = None
     damaging: set[str] = field(default_factory=set)
     """The stores that sent a chunk with another digest."""
+    source: str = ""
+    """The store from which it is received now."""
+    since: float = 0.0
+    """Loop time at which that began."""
 
 
 class Relay:
@@ -112,6 +116,19 @@ class Relay:
         if filling.file is None:
             raise RpcError(ErrorCode.NOT_READY, f"{self._name}: {task.task_id} was given up")
         return Held(total_bytes=filling.file.total_bytes, held_bytes=filling.file.verified_bytes)
+
+    def waits(self, now: float) -> list[WaitRow]:
+        """Return the versions that are being received at `now`, in loop time."""
+        return [
+            WaitRow(
+                WaitKind.CALL,
+                f"{each.task.task_id}: {each.file.verified_bytes} of {each.file.total_bytes} bytes",
+                now - each.since,
+                of=each.source,
+            )
+            for each in self._fillings.values()
+            if each.file is not None and each.source
+        ]
 
     def source(self, task: PutTask) -> FillingFile | None:
         """Return the file that is being filled with this version, once its head is here."""
@@ -182,6 +199,7 @@ class Relay:
         since = loop.time()
         while True:
             for store in self._sources(filling):
+                filling.source, filling.since = store, loop.time()
                 tries = 0
                 while tries < TRIES:
                     before = file.verified_bytes

@@ -221,16 +221,17 @@ class StoreService(Service):
 
     async def open_waits(self) -> list[WaitRow]:
         stats, now = self.index.stats(), self.loop.time()
+        rows = self._relay.waits(now)
         refused = self._refused[1] >= 0 and now - self._refused[1] < REFUSED_S
         if stats.bytes < FULL_SHARE * stats.limit_bytes and not refused:
-            return []
+            return rows
         text = (
             f"{stats.bytes / (1 << 20):.1f} of {stats.limit_bytes / (1 << 20):.1f} MiB in use, {stats.tasks} tasks, "
             f"{stats.zombie_bytes / (1 << 20):.1f} MiB collected but still mapped"
         )
         if refused:
             text += f"; puts find no room, the last {now - self._refused[1]:.1f} s ago (services.batch-store.memory)"
-        return [WaitRow(WaitKind.ROOM, text, 0.0)]
+        return [*rows, WaitRow(WaitKind.ROOM, text, 0.0)]
 
     def _recover(self, found: Found) -> None:
         if found.table is not None:

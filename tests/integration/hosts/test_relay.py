@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from proto.messages import Ack, Clear, ErrorCode, GetStoreStats, Held, Hold, PutTask, StoreStats
+from proto.messages import Ack, Clear, ErrorCode, GetStoreStats, GetWaits, Held, Hold, PutTask, StoreStats, Waits
 from shared.rpc.errors import RpcError
 from tests.integration.relay_run import VERSION, WITHIN_S, RelayRun, relay_run, same, weights_of
 from tests.integration.star import Unavailable, star
@@ -36,6 +36,13 @@ def interruptions(run: RelayRun, host: int) -> list[tuple[str, str]]:
     return [(row["source"], row["why"]) for row in rows if row["event"] == "relay interrupted"]
 
 
+async def waited_for(run: RelayRun, host: int) -> list[str]:
+    """Return the processes for whose part of the version a store says that it waits."""
+    async with run.client(host) as client:
+        waits = await client.call(GetWaits(), Waits, deadline_s=WITHIN_S)
+    return [row.of for row in waits.waits if row.what.startswith(VERSION.task_id)]
+
+
 async def half_way(run: RelayRun, host: int) -> None:
     """Wait until a host has a part of the version."""
     async with asyncio.timeout(WITHIN_S):
@@ -53,6 +60,7 @@ def test_hosts_finish_with_the_right_bytes_when_the_host_before_them_is_killed_h
         await run.chained((1, 2, 3))
         takes = [asyncio.create_task(run.take(host)) for host in (2, 3)]
         await half_way(run, 3)
+        assert await waited_for(run, 3) == ["batch-store/2"]
         run.kill_store(1)
         for found, _ in await asyncio.gather(*takes):
             assert same(found, weights)
