@@ -25,6 +25,7 @@ from proto.messages import ErrorCode, Hold, PutTask, Resolve, Resolved
 from services.batch_store.relay import Relay
 from shared.dataplane.stream import StreamReader
 from shared.rpc.client import Client
+from shared.rpc.directory import Directory
 from shared.rpc.errors import AWAY, RpcError
 from shared.rundir import parse_service_name
 from shared.security.access import Access
@@ -59,7 +60,7 @@ async def take(access: Access, folder: Path, host: str, is_over: Callable[[], bo
 
 async def _take(access: Access, data: dict[str, Any], folder: Path, host: str) -> None:
     log = structlog.get_logger("distribution")
-    async with _home(access, plain=not data["transport"]["encrypt_bulk"]) as (client_of, streams):
+    async with _home(access) as store:
         paths: dict[str, Path] = {}
 
         async def begin(_: str, nbytes: int, task: PutTask) -> str:
@@ -71,8 +72,8 @@ async def _take(access: Access, data: dict[str, Any], folder: Path, host: str) -
 
         relay = Relay(
             f"host {host}",
-            client_of,
-            streams,
+            lambda _: store,
+            StreamReader(lambda _: store, plain=not data["transport"]["encrypt_bulk"]),
             begin=begin,
             seal=seal,
             abandon=lambda _: None,
@@ -144,35 +145,23 @@ def _check_room(folder: Path, rows: list[DistributedFile], host: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _home(access: Access, *, plain: bool) -> AsyncIterator[tuple[Callable[[str], Client], StreamReader]]:
-    """Connect to the stores of home."""
+async def _home(access: Access) -> AsyncIterator[Client]:
+    """Connect to the store of home, wherever it is."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    clients: list[Client] = []
+    life = new_incarnation()
+    scheduler = Client(context, access.endpoints["scheduler"], "scheduler/0", life, keys=access.keys)
+    store = Client(context, "", TRAINER_STORE, life, keys=access.keys)
 
-    def connected(endpoint: str, name: str) -> Client:
-        clients.append(Client(context, endpoint, name, new_incarnation(), keys=access.keys))
-        return clients[-1]
+    async def find(service: str, instance: int) -> str:
+        request = Resolve(service=service, instance=instance)
+        return (await scheduler.call(request, Resolved, deadline_s=CALL_S)).endpoint
 
+    directory = Directory(find)
+    directory.follow(*parse_service_name(TRAINER_STORE), store)
     try:
-        scheduler = connected(access.endpoints["scheduler"], "scheduler/0")
-        service, instance = parse_service_name(TRAINER_STORE)
-        until = asyncio.get_running_loop().time() + HOME_S
-        while True:
-            try:
-                request = Resolve(service=service, instance=instance)
-                place = await scheduler.call(request, Resolved, deadline_s=CALL_S)
-                break
-            except RpcError:
-                if asyncio.get_running_loop().time() > until:
-                    raise
-                await asyncio.sleep(RETRY_S)
-        store = connected(place.endpoint, TRAINER_STORE)
-
-        def client_of(_: str) -> Client:
-            return store
-
-        yield client_of, StreamReader(client_of, plain=plain)
+        yield store
     finally:
-        for client in clients:
-            client.close()
+        await directory.close()
+        store.close()
+        scheduler.close()
         await asyncio.to_thread(context.term)
