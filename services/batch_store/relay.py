@@ -9,7 +9,6 @@ passed over: its predecessors follow, and last the store of the trainer. The fin
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
@@ -55,7 +54,7 @@ class _Filling:
     file: FillingFile | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once `file` is there, or there will be none."""
-    work: asyncio.Task[None] | None = None
+    work: asyncio.Task[None] = field(init=False)
     damaging: set[str] = field(default_factory=set)
     """The stores that sent a chunk with another digest."""
     source: str = ""
@@ -102,18 +101,13 @@ class Relay:
         if filling is None:
             filling = self._fillings[task.task_id, task.fence] = _Filling(task, request.origin)
             filling.work = asyncio.create_task(self._fill(filling))
-            filling.work.add_done_callback(_retrieved)
-        if filling.work is not None:
-            begun = asyncio.create_task(filling.begun.wait())
-            try:
-                await asyncio.wait({filling.work, begun}, return_when=asyncio.FIRST_COMPLETED)
-                if request.whole:
-                    await asyncio.wait({filling.work}, timeout=WHOLE_S)
-            finally:
-                begun.cancel()
-            if filling.work.done() and not filling.work.cancelled():
-                filling.work.result()
-        if filling.file is None:
+            filling.work.add_done_callback(lambda work: self._end(filling, work))
+        await filling.begun.wait()
+        if request.whole:
+            await asyncio.wait({filling.work}, timeout=WHOLE_S)
+        if filling.work.done() and not filling.work.cancelled():
+            filling.work.result()
+        if filling.file is None or filling.work.cancelled():
             raise RpcError(ErrorCode.NOT_READY, f"{self._name}: {task.task_id} was given up")
         return Held(total_bytes=filling.file.total_bytes, held_bytes=filling.file.verified_bytes)
 
@@ -142,12 +136,12 @@ class Relay:
     def drop(self, is_over: Callable[[PutTask], bool]) -> None:
         """Give up the versions that are over."""
         for filling in self._fillings.values():
-            if is_over(filling.task) and filling.work is not None:
+            if is_over(filling.task):
                 filling.work.cancel()
 
     async def close(self) -> None:
         """Give up all versions."""
-        works = [filling.work for filling in self._fillings.values() if filling.work is not None]
+        works = [filling.work for filling in self._fillings.values()]
         for work in works:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
@@ -184,14 +178,19 @@ class Relay:
             self._log.warning("version given up", task=task.task_id, why=str(error))
             raise RpcError(ErrorCode.BUSY, f"{self._name}: {task.task_id}: {error}", retry_after_s=PAUSE_S) from None
         finally:
-            del self._fillings[task.task_id, task.fence]
             if digests is not None:
                 digests.cancel()
             if filling.file is not None:
                 filling.file.close(complete=sealed)
             if granted and not sealed:
                 self._abandon(put_id)
-            filling.begun.set()
+
+    def _end(self, filling: _Filling, work: asyncio.Task[None]) -> None:
+        """Forget a version whose fetch has ended, perhaps before it began. Readers that wait for it get its error."""
+        del self._fillings[filling.task.task_id, filling.task.fence]
+        filling.begun.set()
+        if not work.cancelled() and work.exception() is not None and not isinstance(work.exception(), RpcError):
+            self._log.error("relay failed", task=filling.task.task_id, exc_info=work.exception())
 
     async def _receive(self, filling: _Filling, file: FillingFile, digests: asyncio.Task[None]) -> None:
         """Receive the file from the nearest store that sends it. Raises RpcError if no store does."""
@@ -299,10 +298,3 @@ def _digests(source: Source, first: int, end: int) -> list[int]:
             digest.update(piece)
         found.append(digest.intdigest())
     return found
-
-
-def _retrieved(work: asyncio.Task[None]) -> None:
-    """Mark the failure of a version as seen. Readers that wait for it get it, and it is logged."""
-    if not work.cancelled():
-        with contextlib.suppress(RpcError):
-            work.result()
