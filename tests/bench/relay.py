@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -74,7 +75,7 @@ def main(words: Sequence[str] | None = None) -> int:
     def median(shape: str, hosts: int) -> float:
         with tempfile.TemporaryDirectory(prefix="rlbus-relay-") as folder:
             found = asyncio.run(seconds(Path(folder), shape, hosts, nbytes, rate, options.rounds))
-        return sorted(found)[len(found) // 2]
+        return statistics.median(found)
 
     with contextlib.suppress(Unavailable):
         one = median("chain", 1)
