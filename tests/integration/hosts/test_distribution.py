@@ -133,7 +133,8 @@ def test_agents_without_the_model_run_their_rollouts_with_their_own_copy(tmp_pat
         assert launcher.returncode == 0
         assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0]
     model = load(path / "topology.yaml").policy.model
-    for name in ("b", "c"):
+    for number, name in enumerate(("b", "c"), 1):
+        assert "version relayed" in RunDir.open(tmp_path / name).log_file("batch-store", number).read_text()
         own = load(tmp_path / name / "topology.yaml").policy.model
         assert Path(own).is_relative_to(tmp_path / name)
         assert contents(Path(own)) == contents(Path(model))

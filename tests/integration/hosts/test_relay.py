@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from proto.messages import Ack, Clear, ErrorCode, GetStoreStats, GetWaits, Held, Hold, PutTask, StoreStats, Waits
+from proto.messages import (
+    Ack,
+    Clear,
+    ErrorCode,
+    GetStoreStats,
+    GetWaits,
+    Held,
+    Hold,
+    PutTask,
+    StoreStats,
+    Waits,
+    WeightsRef,
+)
+from shared.batch import fetch_weights
+from shared.dataplane.client import DataClient
 from shared.rpc.errors import RpcError
 from tests.integration.relay_run import VERSION, WITHIN_S, RelayRun, relay_run, same, weights_of
 from tests.integration.star import Unavailable, star
-from tests.integration.store_process import STORE
+from tests.integration.store_process import STORE, peer_of
+from tests.integration.store_scheduler import CANARY
 
 LINE_BYTES_PER_S = 10_000_000
 BYTES = 24 << 20
@@ -157,5 +173,36 @@ def test_a_relayed_copy_goes_with_its_version_and_a_version_that_is_over_is_refu
             with pytest.raises(RpcError) as refused:
                 await client.call(Hold(task=VERSION, origin=STORE), Held, deadline_s=WITHIN_S)
         assert refused.value.code == ErrorCode.COLLECTED
+
+    asyncio.run(main())
+
+
+def test_a_damaged_copy_is_dropped_and_readers_get_the_version_from_the_trainers_store(run: RelayRun) -> None:
+    weights = weights_of(BYTES // 8)
+    version = {"lineage": 0, "step": 1, "task_id": VERSION.task_id, "fence": VERSION.fence, "store": STORE}
+    ref = WeightsRef(**version, nbytes=BYTES // 8, canary=CANARY, drill=CANARY, drill_seed=0)
+
+    async def main() -> None:
+        await run.put(weights)
+        run.start_store(1)
+        await run.chained((1,))
+        await run.take(1)
+        (copy,) = (run.run_of(1).shm / "batch-store-1").glob("*.blk")
+        with copy.open("r+b") as file:
+            file.seek(-100, os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-100, os.SEEK_END)
+            file.write(bytes([byte ^ 1]))
+        async with peer_of(run.home) as home, peer_of(run.run_of(1), 1) as away:
+            data = DataClient(lambda _, instance: (home, away)[instance].store)
+            found = await fetch_weights(data, ref, "batch-store/1", deadline_s=WITHIN_S)
+            assert same(found, weights)
+            stats = await away.store.call(GetStoreStats(), StoreStats, deadline_s=WITHIN_S)
+            assert stats.tasks == 0
+            found = await fetch_weights(data, ref, "batch-store/1", deadline_s=WITHIN_S)
+            assert same(found, weights)
+            stats = await away.store.call(GetStoreStats(), StoreStats, deadline_s=WITHIN_S)
+            assert stats.tasks == 1
+            data.close()
 
     asyncio.run(main())
