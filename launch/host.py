@@ -26,7 +26,7 @@ import msgspec
 import structlog
 import typer
 
-from launch import place, preflight
+from launch import distribution, place, preflight
 from launch.heavy import heavy_imports
 from launch.placement.facts import HostFacts, facts, lacking
 from launch.placement.link import HostLink
@@ -105,18 +105,22 @@ def address_towards(endpoint: str) -> str:
 def _checked(text: str) -> HostFacts:
     """Return what this host has, and what it lacks for the topology `text`."""
     try:
-        return facts(_topology(text))
+        topology = _topology(text, check_files=False)
+        return facts(topology if topology.policy.distribute else _topology(text))
     except RpcError as error:
         return lacking(str(error).splitlines())
 
 
-def _topology(text: str) -> Topology:
-    """Read a resolved topology. Raises RpcError(bad_request) with a line for everything that this host lacks."""
+def _topology(text: str, *, check_files: bool = True) -> Topology:
+    """Read a resolved topology. Raises RpcError(bad_request) with a line for everything that this host lacks.
+
+    Without `check_files`, the model and the data may be missing.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "topology.yaml"
         file.write_text(text)
         try:
-            return load(file)
+            return load(file, check_files=check_files)
         except TopologyError as error:
             lines = [str(each).removeprefix(f"{file}:").partition(": ")[2] for each in error.problems]
             raise RpcError(ErrorCode.BAD_REQUEST, "\n".join(lines)) from None
@@ -129,10 +133,15 @@ def _from_input() -> Access:
 
 def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int:
     """Live until the run ends. `held` says that the end of standard input is the end of this host."""
-    topology = _topology(access.topology)
-    root = preflight.shm_root(topology)
+    topology = _topology(access.topology, check_files=False)
+    if not topology.policy.distribute:
+        _topology(access.topology)
     lock = place.lock(path)
     ends = _Ends(held)
+    if topology.policy.distribute:
+        access = asyncio.run(distribution.take(access, path / "files", host, lambda: ends.asked))
+    topology = _topology(access.topology)
+    root = preflight.shm_root(topology)
     while True:
         sweep_abandoned(root)
         run = RunDir.rejoin(path, access, shm_root=root)

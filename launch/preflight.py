@@ -45,10 +45,14 @@ def check(topology: Topology, file: str) -> Findings:
 
 
 def check_host(topology: Topology) -> list[str]:
-    """Return one line for each requirement of the rollouts and references of `topology` that this host lacks."""
+    """Return one line for each requirement of the rollouts and references of `topology` that this host lacks.
+
+    A model that will be taken from home is not checked.
+    """
     findings = Findings()
     findings.errors.extend(functions.problems(topology))
-    _check_tokenizer(topology, "", findings)
+    if not topology.policy.distribute:
+        _check_tokenizer(topology, "", findings)
     _check_memory(topology, "", findings)
     return [line.removeprefix(": ") for line in findings.errors]
 

@@ -7,25 +7,53 @@ All operations return a new batch.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
 import numpy as np
+import structlog
 
-from proto.messages import BatchMeta, BatchPart, ErrorCode, TaskHandle, WeightsRef
+from proto.messages import BatchMeta, BatchPart, ErrorCode, PutTask, TaskHandle, WeightsRef
 from proto.tensors import Array
 from shared.dataplane.client import DataClient
+from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.rpc.errors import RpcError
 
 FETCH_S = 60.0
 
 
-def weights_meta(ref: WeightsRef) -> BatchMeta:
-    """Return the weights of `ref` as a batch of one task."""
+def weights_meta(ref: WeightsRef, store: str = "") -> BatchMeta:
+    """Return the weights of `ref`, or their copy in another store, as a batch of one task."""
     handle = TaskHandle(task_id=ref.task_id, fence=ref.fence, nbytes=ref.nbytes, stores=[0])
-    return BatchMeta(tasks=[handle], stores=[ref.store])
+    return BatchMeta(tasks=[handle], stores=[store or ref.store])
+
+
+async def fetch_weights(
+    data: DataClient, ref: WeightsRef, store: str, *, deadline_s: float, on_progress: OnProgress = ignore_progress
+) -> dict[str, Array]:
+    """Return the weights of `ref` from `store`, the one of the reader's host, which takes them from another host.
+
+    If it cannot, or is "", they come from the store into which they were put. Other arguments and errors are those of
+    `DataClient.fetch`.
+    """
+    if store not in ("", ref.store):
+        task = PutTask(ref.task_id, ref.fence)
+        log = structlog.get_logger("weights")
+        try:
+            await data.hold(task, store=store, origin=ref.store, stall_s=deadline_s, on_progress=on_progress)
+            (weights,) = await data.fetch(weights_meta(ref, store), (), deadline_s=deadline_s, on_progress=on_progress)
+        except RpcError as error:
+            log.warning("weights not relayed", task=ref.task_id, store=store, origin=ref.store, why=str(error))
+            if error.code == ErrorCode.MISSING:
+                with contextlib.suppress(RpcError):
+                    await data.recheck(task, store=store)
+        else:
+            return weights
+    (weights,) = await data.fetch(weights_meta(ref), (), deadline_s=deadline_s, on_progress=on_progress)
+    return weights
 
 
 class BatchStatus(StrEnum):

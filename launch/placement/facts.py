@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shutil
 import socket
 from collections.abc import Sequence
 from functools import cache
@@ -14,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from launch import preflight
-from shared.topology import Topology
+from shared.topology import Topology, distribution
+from shared.topology.fields import format_size
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "shared", "services", "launch")
@@ -36,6 +38,8 @@ class HostFacts(msgspec.Struct, frozen=True):
     """GPUs that the agent may use."""
     niceness: int
     """Niceness with which its processes run."""
+    free_bytes: int
+    """Room on the disk of its working directory, where agents keep the folders of their hosts."""
     problems: list[str]
     """What the topology needs and the host lacks, one line each."""
 
@@ -54,6 +58,7 @@ def lacking(problems: Sequence[str]) -> HostFacts:
         torch=_torch(),
         gpus=len(preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))),
         niceness=os.getpriority(os.PRIO_PROCESS, 0),
+        free_bytes=shutil.disk_usage(".").free,
         problems=list(problems),
     )
 
@@ -68,6 +73,19 @@ def compare(home: HostFacts, there: HostFacts) -> list[str]:
     if there.torch != home.torch:
         found.append(f"torch {there.torch or 'missing'}, here {home.torch}; install the same on both")
     return [*found, *there.problems]
+
+
+def room_problem(topology: Topology, there: HostFacts) -> str:
+    """Return why a host has no room for the files that it would take from home. Empty if it has, or takes none."""
+    if not topology.policy.distribute:
+        return ""
+    needed = sum(file.nbytes for file, _ in distribution.files(topology.document()))
+    if needed <= there.free_bytes:
+        return ""
+    return (
+        f"policy.distribute: {format_size(needed)} of model and data do not fit, the disk of its working directory has "
+        f"{format_size(there.free_bytes)}; make room there"
+    )
 
 
 def clock_problem(sent_at: float, there_at: float, received_at: float) -> str:

@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from launch.placement.desk import HostDesk
-from launch.placement.facts import HostFacts, clock_problem, compare, facts
+from launch.placement.facts import HostFacts, clock_problem, compare, facts, room_problem
 from launch.placement.ray_messages import News, Order
 from launch.preflight import Findings
 from launch.supervisor.programs import child_environment
@@ -74,7 +74,8 @@ class RayEngine:
                     case "checked":
                         there = msgspec.json.decode(news.facts, type=HostFacts)
                         self.machines[news.host] = there.name
-                        problems = [*compare(home, there), clock_problem(*news.times)]
+                        room = room_problem(self._topology, there)
+                        problems = [*compare(home, there), room, clock_problem(*news.times)]
                         findings.errors.extend(f"host {news.host}: {each}" for each in problems if each)
                         if there.niceness > home.niceness:
                             text = f"Ray runs its processes with niceness {there.niceness}, so that all others go first"

@@ -69,7 +69,16 @@ from proto.messages.store import (
     PutTask,
     StoreStats,
 )
-from proto.messages.streams import GetStorePlace, LineOpened, OpenLine, OpenStream, StorePlace, StreamOpened
+from proto.messages.streams import (
+    GetStorePlace,
+    Held,
+    Hold,
+    LineOpened,
+    OpenLine,
+    OpenStream,
+    StorePlace,
+    StreamOpened,
+)
 from proto.messages.tasks import (
     BatchMeta,
     BatchPart,

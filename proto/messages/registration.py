@@ -74,6 +74,9 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
     lost_leases: list[int] = []  # leases that the service no longer holds and on which it stops working
     weights: WeightsRef | None = None
     """The newest version, sent only to an engine that holds an older one. It may be loaded under running samples."""
+    upstream: list[str] = []
+    """To a store on another host than the trainer's: the stores from which to take weights, nearest first, before the
+    trainer's."""
 
 
 @message(23, reply=HeartbeatAck)

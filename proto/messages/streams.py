@@ -1,4 +1,4 @@
-"""Messages between the batch store and readers on other hosts: lines, streams, and shared memory."""
+"""Messages between the batch store and readers on other hosts: lines, streams, shared memory, and relayed weights."""
 
 from __future__ import annotations
 
@@ -68,3 +68,33 @@ class OpenStream(Request, frozen=True, kw_only=True):
     tasks: list[PutTask]  # the tasks, in the order of the stream
     keys: list[str] = []  # the keys of each task, in the order of the stream; none: all, in file order
     max_bytes: int = 1 << 26  # tasks are taken up to this size of their shards; the first is always taken
+
+
+@message(38)
+class Held(Message, frozen=True, kw_only=True):
+    """What the store has of a version, as the bytes of a stream with all its shards (section 11)."""
+
+    total_bytes: int  # size of the stream
+    held_bytes: int  # bytes from the start of the stream that are here
+    digests: list[int] = []
+    """xxh3-64 of each MiB of the stream, from `Hold.first` on, up to 512 of them. The last MiB may be shorter."""
+
+
+@message(39, reply=Held)
+class Hold(Request, frozen=True, kw_only=True):
+    """A reader, or a store on another host, needs this version from this store.
+
+    A store that lacks it begins to fetch it. Readers get the bytes that are there, and wait for the rest.
+
+    Errors:
+        bad_request: the task is not a version of the weights, or `first` is not a chunk of it.
+        busy: there is no room for it.
+        collected: the version (`names`) is tombstoned.
+        missing: the version does not exist, or its bytes cannot be read from `origin`.
+        not_ready: `origin` does not answer.
+    """
+
+    task: PutTask  # the version
+    origin: str  # the store into which the trainer put it
+    whole: bool = False  # answer when all of it is here, or after a second
+    first: int = -1  # index of the first MiB whose digest is wanted; -1: no digests

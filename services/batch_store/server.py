@@ -14,7 +14,7 @@ import msgspec
 
 from proto import messages
 from proto.errors import WireError
-from proto.ids import check_task_ids
+from proto.ids import check_task_ids, split_task_id
 from proto.messages import (
     Ack,
     Clear,
@@ -22,6 +22,8 @@ from proto.messages import (
     GetInventory,
     GetStorePlace,
     GetStoreStats,
+    Held,
+    Hold,
     Inventory,
     LineOpened,
     Locate,
@@ -41,20 +43,26 @@ from proto.messages import (
 )
 from proto.registry import Message
 from services.batch_store.files import Found, StoreFiles
+from services.batch_store.relay import CALL_S, ChunkDigests, Relay
 from services.batch_store.retirement import Retirement
 from services.batch_store.room import RETRY_AFTER_S, Tier
 from services.batch_store.spill import Spiller, spill_folder
 from services.batch_store.state import StoreState
-from services.batch_store.stream_server import StreamServer
-from services.batch_store.stream_source import SealedFile, pin
+from services.batch_store.stream_server import Source, StreamServer
+from services.batch_store.stream_source import SealedFile, StreamSource, pin
+from services.batch_store.whole_source import DistributedFiles
 from shared import topology
 from shared.actor.service import Service
 from shared.dataplane.mapping import AGAIN_S, MappingCache
 from shared.dataplane.reach import write_place
+from shared.dataplane.stream import StreamReader
 from shared.os_limits import DISK_FULL_ERRNOS, NO_DESCRIPTOR
+from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
-from shared.rundir import RunDir
+from shared.rundir import RunDir, parse_service_name
+from shared.stages import WEIGHTS
+from shared.topology import distribution
 
 M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Message)
@@ -95,6 +103,18 @@ class StoreService(Service):
         """Number of puts without room so far, and the loop time at which the last one was noticed, or -1."""
         self._mappings = MappingCache()
         self._streams = StreamServer(self.name, plain=not loaded.transport.encrypt_bulk)
+        self._digests = ChunkDigests()
+        self._relay = Relay(
+            self.name,
+            self._client_of,
+            StreamReader(self._client_of, plain=not loaded.transport.encrypt_bulk),
+            begin=self._begin_fill,
+            seal=self._seal_put,
+            abandon=self._abandon_fill,
+            on_progress=self._streams.look_again,
+        )
+        self._distributed = DistributedFiles(self.name, run.topology, loaded)
+        handle(Hold, self._busy_without_descriptor(self._hold))
         handle(OpenLine, self._open_line)
         handle(OpenStream, self._busy_without_descriptor(self._open_stream))
         handle(GetStorePlace, self._busy_without_descriptor(self._store_place))
@@ -166,6 +186,7 @@ class StoreService(Service):
             self.run.remove_shards()
 
     async def close(self) -> None:
+        await self._relay.close()
         await super().close()
         await asyncio.to_thread(self._streams.close)
         if self._spiller is not None:
@@ -193,18 +214,24 @@ class StoreService(Service):
         stats = self.index.stats()
         return msgspec.structs.replace(super().heartbeat(), store_bytes=stats.bytes, store_shards=stats.shards)
 
+    def on_upstream(self, stores: list[str]) -> None:
+        if stores != self._relay.upstream:
+            self.log.info("weights come from", stores=stores)
+            self._relay.upstream = stores
+
     async def open_waits(self) -> list[WaitRow]:
         stats, now = self.index.stats(), self.loop.time()
+        rows = self._relay.waits(now)
         refused = self._refused[1] >= 0 and now - self._refused[1] < REFUSED_S
         if stats.bytes < FULL_SHARE * stats.limit_bytes and not refused:
-            return []
+            return rows
         text = (
             f"{stats.bytes / (1 << 20):.1f} of {stats.limit_bytes / (1 << 20):.1f} MiB in use, {stats.tasks} tasks, "
             f"{stats.zombie_bytes / (1 << 20):.1f} MiB collected but still mapped"
         )
         if refused:
             text += f"; puts find no room, the last {now - self._refused[1]:.1f} s ago (services.batch-store.memory)"
-        return [WaitRow(WaitKind.ROOM, text, 0.0)]
+        return [*rows, WaitRow(WaitKind.ROOM, text, 0.0)]
 
     def _recover(self, found: Found) -> None:
         if found.table is not None:
@@ -244,6 +271,9 @@ class StoreService(Service):
         return asked
 
     async def _begin(self, request: PutBegin, call: Call) -> PutGrant:
+        return await self._grant(request, call.deadline)
+
+    async def _grant(self, request: PutBegin, deadline: float) -> PutGrant:
         files = await self._ready()
         self._retirement.settle()
         self.index.check(request.put_id, request.nbytes, request.tasks)
@@ -252,7 +282,7 @@ class StoreService(Service):
             raise RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S)
         self._retirement.free(self.index.make_room(request.put_id, request.nbytes))
         if self._spiller is not None:
-            await self._spiller.make_room(request.put_id, request.nbytes, call.deadline)
+            await self._spiller.make_room(request.put_id, request.nbytes, deadline)
         spare = self._claim_spare(files, request)
         try:
             new = self.index.begin(request.put_id, request.nbytes, request.tasks, self.loop.time(), spare)
@@ -295,8 +325,10 @@ class StoreService(Service):
         return spare
 
     async def _seal(self, request: PutSeal, call: Call) -> PutSealed:
+        return await self._seal_put(request.put_id)
+
+    async def _seal_put(self, put_id: str) -> PutSealed:
         files = await self._ready()
-        put_id = request.put_id
         nbytes = self.index.to_seal(put_id)
         if nbytes is None:
             return PutSealed(nbytes=self.index.sealed(put_id).nbytes)
@@ -362,6 +394,7 @@ class StoreService(Service):
         except OSError as error:  # a full mount must not prevent the clear, which makes room
             self.log.error("tombstones not written", error=str(error))
         self._retirement.take(self.index.clear(request.tasks))
+        self._relay.drop(self.index.is_collected)
         try:
             files.tombstones.compact(self.index.tombstones)
         except OSError as error:  # the long list has the same content
@@ -409,15 +442,62 @@ class StoreService(Service):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have at least one task, each once")
         if len(set(request.keys)) != len(request.keys):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have each key once")
+        if len(tasks) == 1 and not request.keys and self._relay.is_coming(tasks[0]):
+            filling = self._relay.source(tasks[0])
+            if filling is None:
+                text = f"{self.name}: the head of {tasks[0].task_id} has not arrived yet"
+                raise RpcError(ErrorCode.BUSY, text, retry_after_s=AGAIN_S)
+            return self._streams.open_stream(request.line_id, filling)
+        if len(tasks) == 1 and tasks[0].task_id.startswith(f"{distribution.SPLIT}/"):
+            _, whole = await asyncio.to_thread(self._distributed.open, tasks[0])
+            return self._streams.open_stream(request.line_id, whole)
+        _, source = await self._pinned(tasks, request.keys, request.max_bytes)
+        return self._streams.open_stream(request.line_id, source)
+
+    async def _pinned(
+        self, tasks: Sequence[PutTask], keys: Sequence[str], max_bytes: int
+    ) -> tuple[list[SealedFile], StreamSource]:
+        """Return the sealed files of the first tasks, and a stream of them. Raises the errors of `OpenStream`."""
         while True:
             found, places = await self._files_of(tasks)
             try:
-                limits = (request.keys, request.max_bytes, self._mappings)
-                source = await asyncio.to_thread(pin, self.name, found, places, tasks, *limits)
+                limits = (keys, max_bytes, self._mappings)
+                return found, await asyncio.to_thread(pin, self.name, found, places, tasks, *limits)
             except FileNotFoundError:
                 await asyncio.sleep(AGAIN_S)  # collected before it was mapped; the index now knows
-                continue
-            return self._streams.open_stream(request.line_id, source)
+
+    async def _hold(self, request: Hold, call: Call) -> Held:
+        try:
+            split = split_task_id(request.task.task_id)[0]
+        except WireError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: {error}") from None
+        source: Source
+        if split == distribution.SPLIT:
+            path, source = await asyncio.to_thread(self._distributed.open, request.task)
+        elif split == WEIGHTS:
+            try:
+                found, source = await self._pinned([request.task], (), 1 << 62)
+            except RpcError as error:
+                if error.code != ErrorCode.MISSING:
+                    raise
+                return await self._relay.hold(request)
+            path = found[0].path
+        else:
+            text = f"{self.name}: {request.task.task_id} is neither a version of the weights nor a file of home"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        digests = await self._digests.page(path, source, request.first) if request.first >= 0 else []
+        return Held(total_bytes=source.total_bytes, held_bytes=source.total_bytes, digests=digests)
+
+    def _client_of(self, store: str) -> Client:
+        return self.client(*parse_service_name(store))
+
+    async def _begin_fill(self, put_id: str, nbytes: int, task: PutTask) -> str:
+        begin = PutBegin(put_id=put_id, nbytes=nbytes, tasks=[task])
+        return (await self._grant(begin, self.loop.time() + CALL_S)).path
+
+    def _abandon_fill(self, put_id: str) -> None:
+        if self.index.is_granted(put_id):
+            self._retirement.take([self.index.abandon(put_id)])
 
     async def _store_place(self, request: GetStorePlace, call: Call) -> StorePlace:
         path = (await self._ready()).path("place")

@@ -181,6 +181,10 @@ class StoreState:
         grant = self._grants.pop(put_id)
         return self.room.retire(f"{put_id}.tmp", grant.nbytes)
 
+    def is_granted(self, put_id: str) -> bool:
+        """Return whether a grant is open."""
+        return put_id in self._grants
+
     def forget(self, put_id: str) -> None:
         """Forget a grant whose file could not be created."""
         self.room.remove(self._grants.pop(put_id).nbytes, Tier.MEMORY)
@@ -289,6 +293,10 @@ class StoreState:
     def entomb(self, tasks: Iterable[PutTask]) -> list[PutTask]:
         """Return the tombstones that are new. The caller makes them durable before `clear`."""
         return [task for task in tasks if self.tombstones.get(task.task_id, -1) < task.fence]
+
+    def is_collected(self, task: PutTask) -> bool:
+        """Return whether a tombstone covers this fence of the task."""
+        return self.tombstones.get(task.task_id, -1) >= task.fence
 
     def clear(self, tasks: Iterable[PutTask]) -> list[Retire]:
         """Set a tombstone for each (task, fence) and drop its shards with that fence or a lower one. Idempotent."""
@@ -406,7 +414,7 @@ class StoreState:
             )
 
     def _refuse_collected(self, tasks: Sequence[PutTask]) -> None:
-        names = [task.task_id for task in tasks if self.tombstones.get(task.task_id, -1) >= task.fence]
+        names = [task.task_id for task in tasks if self.is_collected(task)]
         if names:
             raise RpcError(
                 ErrorCode.COLLECTED,

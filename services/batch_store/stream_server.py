@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import structlog
 
@@ -25,7 +26,6 @@ from proto.errors import WireError
 from proto.messages import ErrorCode, LineOpened, StreamOpened
 from proto.tensors import Buffer
 from services.batch_store.stream_places import Places, ReaderPlace
-from services.batch_store.stream_source import StreamSource
 from shared.dataplane import bulk_socket
 from shared.dataplane.bulk_seal import KEY_LIMIT_BYTES, SECRET_BYTES, TO_READER, TO_STORE, Seal
 from shared.os_limits import raise_descriptor_limit
@@ -46,10 +46,37 @@ _MAX_PIECES = 256
 _TICK_S = 1.0
 
 
+class Source(Protocol):
+    """The content of a stream. Other threads read it."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the stream."""
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes from the start that can be sent. Others follow, unless it is -1: then no byte can be sent any more."""
+
+    @property
+    def head_bytes(self) -> int:
+        """Length of header and table."""
+
+    @property
+    def head_checksum(self) -> int:
+        """xxh3-64 of these."""
+
+    @property
+    def covered(self) -> int:
+        """Number of tasks."""
+
+    def pieces(self, at: int, nbytes: int) -> list[memoryview]:
+        """Return views whose concatenation is the available bytes `at` to `at + nbytes`."""
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
     number: int
-    source: StreamSource
+    source: Source
     used: float
 
 
@@ -92,6 +119,8 @@ class _Reader:
     buffer: bytearray | None = None
     """The memory of `out`, None if `out` refers to mapped files."""
     events: int = select.EPOLLIN
+    waits: bool = False
+    """Whether the next range is not available yet."""
 
     @property
     def is_full(self) -> bool:
@@ -187,7 +216,7 @@ class StreamServer:
             self._lines[line_id.hex()] = _ReaderLine(line_id.hex(), sealer, opener, time.monotonic())
         return LineOpened(line_id=line_id.hex(), endpoint=self._endpoint, secret="" if self._plain else secret.hex())
 
-    def open_stream(self, line_id: str, source: StreamSource) -> StreamOpened:
+    def open_stream(self, line_id: str, source: Source) -> StreamOpened:
         """Serve `source` on a line. Raises RpcError: lost (no such line), busy (too many streams), draining."""
         self.check()
         with self._lock:
@@ -208,6 +237,11 @@ class StreamServer:
             head_bytes=source.head_bytes,
             head_checksum=source.head_checksum,
         )
+
+    def look_again(self) -> None:
+        """Send what has become available since readers requested it. May be called on any thread."""
+        if not self._closing:
+            os.eventfd_write(self._wake, 1)
 
     def stats(self) -> StreamStats:
         """Return the current counts."""
@@ -246,6 +280,8 @@ class StreamServer:
                 for descriptor, events in self._epoll.poll(_TICK_S):
                     if descriptor == self._wake:
                         os.eventfd_read(self._wake)
+                        for reader in [each for each in self._readers.values() if each.waits]:
+                            self._serve(reader, 0)
                     elif descriptor == listener.fileno():
                         self._accept(listener)
                     elif descriptor in self._readers:
@@ -385,7 +421,8 @@ class StreamServer:
 
     def _send(self, reader: _Reader) -> None:
         """Send as much of one message as the kernel takes."""
-        if not reader.out and reader.ranges and reader.line is not None:
+        reader.waits = not reader.out and bool(reader.ranges) and not _is_available(reader.ranges[0])
+        if not reader.out and reader.ranges and reader.line is not None and not reader.waits:
             self._next(reader, reader.line)
         if reader.out:
             try:
@@ -394,7 +431,8 @@ class StreamServer:
                 sent = 0
             if sent:
                 self._progress(reader, sent)
-        events = (0 if reader.is_full else select.EPOLLIN) | (select.EPOLLOUT if reader.out or reader.ranges else 0)
+        can_send = bool(reader.out or reader.ranges) and not reader.waits
+        events = (0 if reader.is_full else select.EPOLLIN) | (select.EPOLLOUT if can_send else 0)
         if events != reader.events:
             reader.events = events
             self._epoll.modify(reader.socket, events)
@@ -450,6 +488,14 @@ class StreamServer:
         reader.buffer = self._free.pop() if self._free else bytearray(bulk.MAX_RANGE_BYTES + bulk.TAG_BYTES)
         self._counts.buffer_bytes += len(reader.buffer)
         return memoryview(reader.buffer)
+
+
+def _is_available(wanted: _Range) -> bool:
+    """Return whether a range can be sent. Raises ConnectionAbortedError if it never will be."""
+    available = wanted.stream.source.available_bytes
+    if available < 0:
+        raise ConnectionAbortedError("the rest of the stream will not come")
+    return wanted.offset + wanted.nbytes <= available
 
 
 def _peer(reader: _Reader) -> str:

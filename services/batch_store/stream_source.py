@@ -36,7 +36,7 @@ class StreamSource:
     """The block file that a stream sends, composed of pieces of other files. Immutable and thread-safe."""
 
     def __init__(self, made: Excerpt, files: Sequence[mmap.mmap]) -> None:
-        self.total_bytes = made.total_bytes
+        self.total_bytes = self.available_bytes = made.total_bytes
         self.head_bytes = len(made.head)
         self.head_checksum = xxhash.xxh3_64_intdigest(made.head)
         self.covered = made.covered

@@ -16,7 +16,7 @@ from proto.messages import Ack, ErrorCode, ScoreTogether, WeightsRef
 from proto.tensors import Array
 from services.reference.scorer import BEGINNING, FrozenScorer
 from shared.actor.service import Service
-from shared.batch import weights_meta
+from shared.batch import fetch_weights
 from shared.colocation.devices import REFERENCE as WEIGHTS
 from shared.colocation.devices import Parts
 from shared.colocation.turns import Turns
@@ -32,7 +32,7 @@ from shared.stages import REFERENCE
 T = TypeVar("T")
 Weights = Mapping[str, Array]
 Asked = asyncio.Queue[tuple[ScoreTogether, Call]]
-Fetch = Callable[[OnProgress], Coroutine[Any, Any, list[dict[str, Array]]]]
+Fetch = Callable[[OnProgress], Coroutine[Any, Any, dict[str, Array]]]
 
 TOGETHER_S = 3600.0
 """Maximum seconds that a block may take, including the turns of other processes on shared devices."""
@@ -52,14 +52,18 @@ class Scoring:
         turns: Turns,
         group: Group,
         others: Sequence[Client],
+        store: str,
     ) -> None:
-        """`turns` are turns on the scorer's devices. `others` are clients of the other ranks, used by rank 0."""
+        """`turns` are turns on the scorer's devices. `others` are clients of the other ranks, used by rank 0. `store`
+        is the store of this host.
+        """
         self.turns = turns
         self._service = service
         self._scorer = scorer
         self._data = data
         self._group = group
         self._others = others
+        self._store = store
         self._number = 0
 
     # ---- rank 0
@@ -151,17 +155,16 @@ class Scoring:
         await self._scorer.come_back()
 
     async def _weights(
-        self, ref: WeightsRef | None, attempt: Callable[[Fetch], Awaitable[list[dict[str, Array]]]]
+        self, ref: WeightsRef | None, attempt: Callable[[Fetch], Awaitable[dict[str, Array]]]
     ) -> Weights | None:
         """Fetch the weights of version `ref`, or return None if the scorer holds that version."""
         if ref is None or self._scorer.version == _wanted(ref):
             return None
-        (weights,) = await attempt(
-            lambda on_progress: self._data.fetch(
-                weights_meta(ref), (), deadline_s=WEIGHTS_CALL_S, on_progress=on_progress
+        return await attempt(
+            lambda on_progress: fetch_weights(
+                self._data, ref, self._store, deadline_s=WEIGHTS_CALL_S, on_progress=on_progress
             )
         )
-        return weights
 
     async def _compute(
         self,

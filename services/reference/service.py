@@ -100,13 +100,13 @@ class ReferenceService(Service):
 
         others = [self.client(self.NAME, self._first + rank) for rank in range(1, self._group.world_size)]
         leads = self._group.rank == 0
-        self._scoring = Scoring(self, scorer, self._data, turns, self._group, others if leads else ())
-        if leads:
-            self._worker = await self._make_worker(scorer, self._scoring)
-
-    async def _make_worker(self, scorer: FrozenScorer, scoring: Scoring) -> ReferenceWorker:
-        topology = self._topology
         store = await own_store(self)
+        self._scoring = Scoring(self, scorer, self._data, turns, self._group, others if leads else (), store)
+        if leads:
+            self._worker = self._make_worker(scorer, self._scoring, store)
+
+    def _make_worker(self, scorer: FrozenScorer, scoring: Scoring, store: str) -> ReferenceWorker:
+        topology = self._topology
         self.keep(own_store_stays(self, store))
         kl = topology.algorithm.kl
         reward_kl = kl.estimator if kl is not None and kl.place == "reward" and kl.coef > 0 else ""

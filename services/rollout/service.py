@@ -100,7 +100,8 @@ class RolloutService(Service):
                 deterministic=topology.run.deterministic,
             )
         )
-        source = SharedSource(self._weights_source(settings, engine))
+        store = await own_store(self)
+        source = SharedSource(self._weights_source(settings, engine, store))
         sync = WeightsSync(engine, self.name, self.telemetry.emit, source)
         self.progress = lambda: engine.progress
 
@@ -129,7 +130,6 @@ class RolloutService(Service):
                 on_text=self._on_text,
                 max_tokens=chosen.max_tokens,
             )
-        store = await own_store(self)
         self.keep(own_store_stays(self, store))
         every_s = settings.partial_s
         journal = PartialJournal(self.run.path / "partial", every_s) if every_s is not None else None
@@ -154,8 +154,8 @@ class RolloutService(Service):
             on_text=self._on_text,
         )
 
-    def _weights_source(self, settings: Rollout, engine: Engine) -> WeightsSource:
-        shards = ShardSource(self._data)
+    def _weights_source(self, settings: Rollout, engine: Engine, store: str) -> WeightsSource:
+        shards = ShardSource(self._data, store)
         if settings.weights == SHARDS or settings.transfer_s is None:
             return shards
         transfers = EngineTransfers(

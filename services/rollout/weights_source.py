@@ -19,7 +19,7 @@ from proto.messages import ErrorCode, TransferOffer, WeightsRef
 from proto.tensors import Array
 from services.rollout.engine import Engine
 from services.rollout.transfer import EngineTransfers, HostMemory, Receiver, TransferFailed
-from shared.batch import weights_meta
+from shared.batch import fetch_weights
 from shared.dataplane.client import DataClient
 from shared.dataplane.stream import OnProgress, ignore_progress
 from shared.rpc.errors import RpcError
@@ -114,14 +114,16 @@ class WeightsSource(Protocol):
 
 
 class ShardSource:
-    """A source that reads the store: shards are mapped on this host and streamed from other hosts."""
+    """A source that reads from the store of this host, which takes versions from other hosts."""
 
-    def __init__(self, data: DataClient) -> None:
+    def __init__(self, data: DataClient, store: str = "") -> None:
+        """`store` is the store of this host; without it, versions are read where the trainer put them."""
         self._data = data
+        self._store = store
 
     async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
-        (weights,) = await self._data.fetch(weights_meta(ref), (), deadline_s=FETCH_S, on_progress=on_progress)
-        return Arrays(weights)
+        fetching = fetch_weights(self._data, ref, self._store, deadline_s=FETCH_S, on_progress=on_progress)
+        return Arrays(await fetching)
 
     async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
         return await self.fetch(ref, on_progress)

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from proto.messages import PutTask, WeightsRef
-from services.scheduler.stores import count_uncovered, stores_of
+from services.scheduler.stores import away_stores, count_uncovered, stores_of
 from services.scheduler.tasks import Task, TaskState
 from shared.stages import WEIGHTS
 from shared.topology import TRAINER_STORE
@@ -93,8 +93,8 @@ def clear(run: RunState, task: Task, *, last: bool) -> int:
 
 
 def clear_weights(run: RunState, ref: WeightsRef) -> None:
-    """Clear the shards of a version."""
-    run.clears.push((ref.task_id, ref.fence, False), [ref.store])
+    """Clear the shards of a version and its copies."""
+    run.clears.push((ref.task_id, ref.fence, False), [ref.store, *away_stores(run)])
 
 
 def release(run: RunState, task: Task) -> None:

@@ -25,7 +25,7 @@ from proto.messages import PutTask
 from services.scheduler.events import Claim, ShardsLost, Tell
 from services.scheduler.leases import Version
 from services.scheduler.store_loss import lose_evaluations
-from services.scheduler.stores import lies_in
+from services.scheduler.stores import away_stores, lies_in
 from services.scheduler.tasks import Task, TaskState
 from shared.stages import WEIGHTS
 
@@ -137,5 +137,6 @@ def _lose_version(run: RunState, each: PutTask) -> None:
     """Forget a version. The store holds nothing of it, so it may be put again under the same fence."""
     version = _version(each.task_id)
     if version is not None and run.versions.remove(version) is not None:
+        run.clears.push((each.task_id, each.fence, False), away_stores(run))  # copies of damaged bytes, perhaps
         run.lost_version = each.task_id
         lose_evaluations(run, run.committed_step)

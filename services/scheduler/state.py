@@ -86,7 +86,7 @@ from services.scheduler.plausible import check_numbers
 from services.scheduler.run_state import Reply, RunState
 from services.scheduler.shard_loss import Audit, claims, whole_steps
 from services.scheduler.steps import batch, check_driver, check_versions
-from services.scheduler.stores import STORE
+from services.scheduler.stores import STORE, upstream
 from services.scheduler.view import Seen
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
@@ -98,6 +98,8 @@ RECONCILE_S = 30.0
 GONE_S = 120.0
 """Seconds of silence after which a process counts as gone if its end cannot be confirmed, because its host may be gone,
 too. The trainer's store is waited for: the run's own supervisor restarts it, and the run needs it."""
+ABSENT_S = 3.0
+"""Seconds without a heartbeat after which no other store is told to take weights from a store."""
 MARGIN_S = 0.5
 """Seconds before its deadline at which a deferred call is answered, at most a quarter of the time it had left."""
 TELL_S = 1.0
@@ -415,9 +417,17 @@ class Scheduler:
             else:
                 self._paces.heard(report, self._now)
         ack = HeartbeatAck(
-            scheduler_incarnation=self.incarnation, registered=True, lost_leases=lost, weights=self._newer(beat)
+            scheduler_incarnation=self.incarnation,
+            registered=True,
+            lost_leases=lost,
+            weights=self._newer(beat),
+            upstream=upstream(self.run, holder, self._is_present) if beat.service == STORE else [],
         )
         self._answer(asked, ack)
+
+    def _is_present(self, holder: Holder) -> bool:
+        seen = self._seen.get(holder)
+        return seen is not None and self._now - seen.at < ABSENT_S
 
     def is_over(self, service: str, instance: int, incarnation: int, now: float) -> bool:
         """Return whether a life of a process counts as over at `now` although its end was not observed: another

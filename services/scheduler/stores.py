@@ -8,18 +8,21 @@ those that a store holds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from services.scheduler.leases import Holder
 from services.scheduler.tasks import Task
-from shared.rundir import service_name
+from shared.rundir import parse_service_name, service_name
 from shared.topology import TRAINER_STORE
 
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 STORE = "batch-store"
+FORERUNNERS = 2
+"""Maximum number of stores that a store tries for a version before the trainer's."""
 FULL_SHARE = 0.8
 """Share of a store's room for trained tasks above which their bytes cause a checkpoint."""
 
@@ -39,6 +42,30 @@ def holders_without_store(run: RunState, host_id: str) -> set[Holder]:
     """Return all holders on a host, or none if the host has a store."""
     there = {holder for holder, row in run.registry.items() if row.host_id == host_id}
     return set() if any(service == STORE for service, _ in there) else there
+
+
+def is_away(run: RunState, store: str) -> bool:
+    """Return whether a store is, or may be, on another host than the trainer's. It may hold copies of versions."""
+    home, row = (run.registry.get(parse_service_name(name)) for name in (TRAINER_STORE, store))
+    return row is not None and row is not home and (home is None or row.host_id != home.host_id)
+
+
+def away_stores(run: RunState) -> list[str]:
+    """Return the stores on other hosts than the trainer's."""
+    return [store for store in run.clears.stores if is_away(run, store)]
+
+
+def upstream(run: RunState, store: Holder, is_present: Callable[[Holder], bool]) -> list[str]:
+    """Return up to `FORERUNNERS` stores from which `store` takes weights before the trainer's, nearest first.
+
+    The stores on other hosts than the trainer's form a chain in the order of their numbers, because each host then
+    sends a version once: with two successors each, a host needs twice the time for both (tests/bench/relay.py).
+    """
+    if not is_away(run, service_name(*store)):
+        return []
+    before = ((STORE, number) for number in range(store[1] - 1, -1, -1))
+    names = (service_name(*holder) for holder in before if holder in run.registry and is_present(holder))
+    return list(islice((name for name in names if is_away(run, name)), FORERUNNERS))
 
 
 def lies_in(run: RunState, task: Task, store: str) -> bool:
@@ -84,12 +111,14 @@ def room_for_tasks(run: RunState) -> int:
 
 
 def _set_aside_bytes(run: RunState, store: str) -> int:
-    """Return the bytes reserved for weight versions and for a step that is replayed."""
-    if store != TRAINER_STORE:
+    """Return the bytes reserved for weight versions and, in the trainer's store, for a step that is replayed."""
+    is_home = store == TRAINER_STORE
+    if not is_home and not is_away(run, store):
         return 0
     newest = run.versions.get(run.versions.newest) if run.versions.newest is not None else None
     one = max(run.plan.weight_bytes, newest.nbytes if newest else 0)
-    return max(run.versions.nbytes, run.plan.weight_versions * one) + run.plan.replay_bytes
+    versions = max(run.versions.nbytes, run.plan.weight_versions * one)
+    return versions + run.plan.replay_bytes if is_home else versions
 
 
 def held_in(run: RunState, tasks: Iterable[Task]) -> Counter[str]:

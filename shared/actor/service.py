@@ -166,6 +166,9 @@ class Service:
     def on_newer_weights(self, ref: messages.WeightsRef) -> None:
         """Take note that `ref` is newer than the version that this engine holds."""
 
+    def on_upstream(self, stores: list[str]) -> None:
+        """Note the stores from which this store takes weights, nearest first."""
+
     # ---- for services
 
     def client(self, service: str, instance: int = 0) -> Client:
@@ -379,6 +382,7 @@ class Service:
                     self.on_leases_lost(list(beat.lost_leases))
                 if beat.weights is not None:
                     self.on_newer_weights(beat.weights)
+                self.on_upstream(list(beat.upstream))
                 pause_s = HEARTBEAT_S if registered else REGISTER_AGAIN_S
             except (RpcError, WireError) as error:
                 self.log.warning("scheduler does not answer", error=str(error))

@@ -26,7 +26,11 @@ from proto.messages import (
     Ack,
     BatchMeta,
     ErrorCode,
+    GetInventory,
     GetStorePlace,
+    Held,
+    Hold,
+    Inventory,
     Locate,
     Located,
     PutBegin,
@@ -207,6 +211,30 @@ class DataClient:
         if all(wants.keys in (None, order) for wants in wanted):
             return results
         return [{key: found[key] for key in order} for found in results]
+
+    async def hold(
+        self, task: PutTask, *, store: str, origin: str, stall_s: float, on_progress: OnProgress = ignore_progress
+    ) -> None:
+        """Have `store` fetch a version that the trainer put into `origin`, and return once all of it is there.
+
+        Progress calls `on_progress`. Raises DeadlineExceeded after `stall_s` without any, and the errors of `Hold`.
+        """
+        loop = asyncio.get_running_loop()
+        client = self._client_of(*parse_service_name(store))
+        since, most = loop.time(), -1
+        while True:
+            left_s = since + stall_s - loop.time()
+            held = await client.call(Hold(task=task, origin=origin, whole=True), Held, deadline_s=left_s)
+            if held.held_bytes == held.total_bytes:
+                return
+            if held.held_bytes > most:
+                most, since = held.held_bytes, loop.time()
+                on_progress()
+
+    async def recheck(self, task: PutTask, *, store: str) -> None:
+        """Have a store read the shards of a task again and drop those that are damaged. Raises RpcError."""
+        client = self._client_of(*parse_service_name(store))
+        await client.call(GetInventory(tasks=[task]), Inventory, deadline_s=REPORT_S)
 
     def is_streamed(self, store: str) -> bool:
         """Return whether fetches from `store` are streamed, or False while that is unknown."""

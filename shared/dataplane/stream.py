@@ -23,7 +23,15 @@ from proto.registry import Message, Request
 from proto.tensors import Array
 from shared.dataplane.memory import Regions
 from shared.dataplane.stream_arrival import Arrival
-from shared.dataplane.stream_line import Counts, Incoming, RequestWindow, StreamGroup, StreamLine, StreamOutcome
+from shared.dataplane.stream_line import (
+    Counts,
+    Incoming,
+    RequestWindow,
+    StreamGroup,
+    StreamLine,
+    StreamOutcome,
+    Target,
+)
 from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 
@@ -209,7 +217,27 @@ class StreamReader:
                     retry_after_s=AGAIN_S,
                 )
 
-    async def _receive(self, load: _Load, line: StreamLine, arrival: Arrival, number: int) -> tuple[StreamOutcome, str]:
+    async def receive_into(self, target: Target, store: str, task: PutTask, open_s: float) -> tuple[StreamOutcome, str]:
+        """Receive what `target` lacks of a stream with all shards of `task`, and return the outcome of this attempt.
+
+        The line is not used again after a failure, and nothing is written to `target` after the return. Raises
+        RpcError and WireError if no such stream opens within `open_s`.
+        """
+        load = _Load(store, self._client_of(store), [task], ())
+        try:
+            async with asyncio.timeout(open_s):
+                line, opened = await self._open(load, load.tasks, 1 << 62)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{store}: no stream of {task.task_id} opened within {open_s:g} s") from None
+        if opened.total_bytes != target.total_bytes:
+            raise WireError(f"{store}: {task.task_id} has {opened.total_bytes} bytes, not {target.total_bytes}")
+        outcome, why = await self._receive(load, line, target, opened.stream)
+        if outcome is not StreamOutcome.COMPLETE:
+            await asyncio.to_thread(line.close)
+            await asyncio.wrap_future(self._checker.submit(int))  # after the checks that were submitted
+        return outcome, why
+
+    async def _receive(self, load: _Load, line: StreamLine, arrival: Target, number: int) -> tuple[StreamOutcome, str]:
         """Receive `arrival` over the line and return the outcome. If cancelled, wait until the line has released it."""
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[tuple[StreamOutcome, str]] = loop.create_future()

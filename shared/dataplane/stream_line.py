@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import structlog
 
@@ -27,7 +28,6 @@ from proto.errors import WireError
 from proto.messages import LineOpened
 from shared.dataplane import bulk_socket
 from shared.dataplane.bulk_seal import SECRET_BYTES, TO_READER, TO_STORE, Seal
-from shared.dataplane.stream_arrival import Arrival
 
 SILENT_S = 10.0
 """Seconds after which a line over which nothing arrives, although ranges are due, is considered lost."""
@@ -48,6 +48,23 @@ class StreamOutcome(StrEnum):
     LOST = "lost"  # the line ended, or the stream was cancelled; received bytes are kept
     CORRUPT = "corrupt"  # the bytes are not those that were put
     FAILED = "failed"  # a defect in the reader
+
+
+class Target(Protocol):
+    """The memory into which a line receives one stream. The line's thread writes to it, another thread checks it."""
+
+    received: int
+    """Number of bytes, counted from the start, that have arrived."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the stream."""
+
+    def room(self, nbytes: int) -> memoryview:
+        """Return the memory for the next `nbytes` bytes."""
+
+    def check(self, upto: int) -> None:
+        """Check the first `upto` bytes, which have arrived. Raises WireError if they are not the expected ones."""
 
 
 @dataclass(slots=True)
@@ -118,7 +135,7 @@ class StreamGroup:
 class Incoming:
     """An opened stream on a line. `settle` may be called repeatedly and on any thread; only the first call counts."""
 
-    arrival: Arrival
+    arrival: Target
     group: StreamGroup
     number: int
     settle: Callable[[StreamOutcome, str], None]

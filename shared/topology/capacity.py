@@ -7,6 +7,7 @@ the time in which a stopping run saves its state, for launcher, guard and servic
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from shared.topology.model_files import weight_shapes
 from shared.topology.schema import Topology
@@ -113,19 +114,19 @@ def live_versions(staleness: int) -> int:
 
 
 def weight_versions(topology: Topology) -> int:
-    """Return the number of weight versions that the batch-store may have to hold at once.
+    """Return the number of weight versions that a batch-store may have to hold at once.
 
-    A transformers engine on a CPU of the trainer's host computes with the mapped version itself, which counts until the
-    engine takes another one. Except for the engine that got a lease last, engines may hold older versions than any
-    lease.
+    A transformers engine on a CPU computes with the version that it has mapped from its host's store, which counts
+    until the engine takes another one. Except for the engine that got a lease last, engines may hold older versions
+    than any lease.
     """
     rollout, kl = topology.services.rollout, topology.algorithm.kl
     reference = _REFERENCE_VERSIONS if kl is not None and kl.refresh_every else 0
     if topology.run.deterministic:  # engines copy the versions
         return topology.staleness + _EXACT_VERSIONS + reference
     maps = rollout.engine == "transformers" and rollout.device == "cpu"
-    at_home = sum(topology.host_of(rollout, i) == topology.home for i in range(rollout.instances))
-    mapped = max(at_home - 1, 0) if maps else 0
+    engines = Counter(topology.host_of(rollout, i) for i in range(rollout.instances))
+    mapped = max(engines.values()) - 1 if maps else 0
     return live_versions(topology.staleness) + _SPARE_VERSIONS + mapped + reference
 
 

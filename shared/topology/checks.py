@@ -216,6 +216,8 @@ def _partial(topology: Topology) -> Found:
 def _transport(topology: Topology) -> Found:
     """Check the doors for other hosts. With Ray, the launcher fills in the address of its node."""
     transport = topology.transport
+    if topology.policy.distribute and not topology.placement.hosts:
+        yield ("policy", "distribute"), "true has no effect without other hosts (placement.hosts); leave it out"
     ports = ("scheduler_port", "supervisor_port", "monitor_port")
     if transport.listen is None and topology.placement.engine == "local":
         if not transport.encrypt_bulk:

@@ -20,12 +20,22 @@ from shared.topology.problem import Path, TopologyError
 from shared.topology.schema import Topology
 from shared.topology.supported import unsupported
 
+_FILES = (("policy", "model"), ("data",))
+"""Keys whose values name files."""
 
-def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, check_supported: bool = True) -> Topology:
+
+def load(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    check_supported: bool = True,
+    check_files: bool = True,
+) -> Topology:
     """Load the topology in the YAML file `path` with the overrides `a.b=value` applied in order.
 
     Relative paths, also those in overrides, start at the file's folder. `check_supported=False` accepts options on
-    which this build does not act. Raises TopologyError with every problem found.
+    which this build does not act, `check_files=False` a model and data that are not on this host (yet). Raises
+    TopologyError with every problem found.
     """
     document = read(path)
     for setting in overrides:
@@ -33,7 +43,10 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, check_s
     folder = os.path.dirname(os.path.abspath(document.file))
     topology, broken = _validate(document, folder)
     if topology is not None:
-        _report(document, check(topology), broken)
+        found = check(topology)
+        if not check_files:
+            found = (each for each in found if not any(each[0][: len(key)] == key for key in _FILES))
+        _report(document, found, broken)
         if check_supported:
             _report(document, unsupported(topology), broken)
     if topology is None or document.problems:

@@ -67,6 +67,9 @@ class ChatTemplate(Section):
 
 class Policy(Section):
     model: ModelFolder = Field(description="folder of the model, or a hub name in the local cache")
+    distribute: bool = Field(
+        default=False, description="other hosts take the files of the model and the data from the trainer's host"
+    )
     dtype: Dtype = Field("float32", description="data type of the weights")
     chat_template: ChatTemplate = Field(default_factory=ChatTemplate, description="how messages become a prompt")
 

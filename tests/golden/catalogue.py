@@ -78,6 +78,7 @@ ROUTES = {
     "GetStoreStats": ("anyone", "batch-store"),
     "OpenStream": ("readers on other hosts", "batch-store"),
     "OpenLine": ("readers on other hosts", "batch-store"),
+    "Hold": ("rollout, reference, batch-store", "batch-store"),
     "GetStorePlace": ("readers", "batch-store"),
     "InitModel": ("policy-trainer", "policy-trainer-worker"),
     "Forward": ("policy-trainer", "policy-trainer-worker"),

@@ -82,4 +82,25 @@ HOSTS = [
         "if self._hosts and index > len(DRAIN_ORDER):",
         "tests/unit/launch/test_supervisor_hosts.py::test_what_other_hosts_talk_to_stays_until_they_have_ended",
     ),
+    Mutation(
+        "a damaged chunk of a version is passed on",
+        "services/batch_store/filling_file.py",
+        "if xxhash.xxh3_64_intdigest(self._view[at:end]) != self._digest(at // CHUNK_BYTES):",
+        "if self._digest(at // CHUNK_BYTES) < 0:",
+        "tests/unit/batch_store/test_filling_file.py::test_a_damaged_chunk_stays_unavailable_and_is_received_again",
+    ),
+    Mutation(
+        "copies of a version outlive it",
+        "services/scheduler/collection.py",
+        "[ref.store, *away_stores(run)]",
+        "[ref.store]",
+        f"{STORES}::test_a_version_is_cleared_with_its_copies",
+    ),
+    Mutation(
+        "stores are told to take weights from silent ones",
+        SCHEDULER,
+        "self._now - seen.at < ABSENT_S",
+        "self._now - seen.at < GONE_S",
+        f"{STORES}::test_stores_take_weights_from_those_before_them_on_other_hosts_unless_they_are_silent",
+    ),
 ]

@@ -79,6 +79,8 @@ class NoStreams:
 
     def check(self) -> None: ...
 
+    def look_again(self) -> None: ...
+
     def stats(self) -> StreamStats:
         return StreamStats()
 

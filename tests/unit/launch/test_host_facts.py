@@ -9,12 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.placement.facts import CLOCK_LIMIT_S, HostFacts, clock_problem, code_digest, compare
+from launch.placement.facts import CLOCK_LIMIT_S, HostFacts, clock_problem, code_digest, compare, room_problem
 from shared.topology import load
 from tests.unit.shared.topology.small_topology import make, write
 
 ROOT = Path(__file__).resolve().parents[3]
-HOME = HostFacts(name="a", code="1", python="3.11.7", torch="2.13.0", gpus=0, niceness=0, problems=[])
+HOME = HostFacts(
+    name="a", code="1", python="3.11.7", torch="2.13.0", gpus=0, niceness=0, free_bytes=1 << 40, problems=[]
+)
 
 
 def test_equal_hosts_and_another_patch_release_of_python_take_part() -> None:
@@ -57,6 +59,18 @@ def test_a_host_checks_itself_for_a_resolved_topology_and_names_missing_resource
     lacks = _checked(text.replace(str(tmp_path / "model"), str(tmp_path / "elsewhere")))
     assert [line for line in lacks.problems if line.startswith(f"policy.model: no folder {tmp_path}/elsewhere")]
     assert not [line for line in there.problems if "elsewhere" in line]
+
+
+def test_a_host_that_takes_the_model_and_the_data_from_home_needs_room_instead_of_them(tmp_path: Path) -> None:
+    hosts = ["placement.hosts={b: {}}", "transport.listen=10.0.0.1", "policy.distribute=true"]
+    topology = load(write(make(tmp_path)), hosts)
+    there = _checked(topology.to_yaml().replace(str(tmp_path), "/elsewhere"))
+    assert there.problems == []
+    needed = sum(file.stat().st_size for file in (tmp_path / "model").iterdir())
+    assert room_problem(topology, msgspec.structs.replace(there, free_bytes=2 * needed)) == ""
+    line = room_problem(topology, msgspec.structs.replace(there, free_bytes=needed // 2))
+    assert line.startswith("policy.distribute: ")
+    assert line.endswith("make room there")
 
 
 def _checked(topology: str) -> HostFacts:

@@ -189,7 +189,7 @@ def test_a_lease_stays_alive_while_its_rank_waits_for_another_rank_that_still_fe
         async def call(*_: Any, **__: Any) -> None:
             await there.wait()
 
-        parts: list[Any] = [None, NoModel(), None, OwnDevices(), Group(), [SimpleNamespace(call=call)]]
+        parts: list[Any] = [None, NoModel(), None, OwnDevices(), Group(), [SimpleNamespace(call=call)], ""]
         made = Scoring(*parts)
         leading = asyncio.create_task(made.lead(lease, book, []))
         await asyncio.sleep(0.01)

@@ -19,10 +19,21 @@ from proto.messages import (
     StepBatch,
 )
 from services.scheduler import snapshot
-from services.scheduler.events import Asked, ClearDone, Configure, Listed, SendClear, StopClear, Tick
+from services.scheduler.events import (
+    Asked,
+    Checked,
+    CheckShards,
+    Claim,
+    ClearDone,
+    Configure,
+    Listed,
+    SendClear,
+    StopClear,
+    Tick,
+)
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
-from services.scheduler.state import GONE_S
+from services.scheduler.state import ABSENT_S, GONE_S
 from shared.stages import train_graph
 from shared.topology import load
 from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, ids, plan
@@ -76,9 +87,9 @@ def steps(bench: TwoHosts, store: str) -> list[bool]:
 
 
 def test_a_full_store_orders_a_checkpoint_even_if_the_other_is_empty() -> None:
-    """A step puts 200 bytes; 400 bytes are reserved for live tasks, and 300 on the home host for weights."""
+    """A step puts 200 bytes; 400 bytes are reserved for live tasks, and 300 for weights or their copies."""
     made = plan(task_bytes=50, weight_bytes=100)
-    away = steps(TwoHosts(made, NINE).begin(1 << 20, 400 + 1000), AWAY)
+    away = steps(TwoHosts(made, NINE).begin(1 << 20, 300 + 400 + 1000), AWAY)
     assert away == [False] * 4 + [True] * 5  # After five steps 1000 of 1000 bytes are in use, which is over 0.8.
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), AWAY) == [False] * 9
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), STORE) == [False] * 2 + [True] * 7
@@ -113,7 +124,7 @@ def test_results_of_each_stage_count_in_the_store_where_they_were_put() -> None:
 def test_a_task_is_admitted_only_if_every_store_could_hold_it() -> None:
     made = plan(staleness=3, task_bytes=100, weight_bytes=100)
     assert TwoHosts(made).begin(900, 1 << 20).machine.run.window.live == 6
-    assert TwoHosts(made).begin(1 << 20, 500).machine.run.window.live == 5
+    assert TwoHosts(made).begin(1 << 20, 800).machine.run.window.live == 5
     assert TwoHosts(made).begin(1 << 20, 1 << 20).machine.run.window.live == 16
 
 
@@ -123,7 +134,8 @@ def test_a_task_is_admitted_only_if_every_store_could_hold_it() -> None:
 def test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_only_for_them() -> None:
     bench = TwoHosts(config=AT_COMMIT).begin()
     home = {task.task_id for task in bench.step(1, STORE).batch.tasks}
-    assert {store: set(tasks) for store, tasks in bench.sent().items()} == {STORE: home}
+    copies = {"weights/0/0"}
+    assert {store: set(tasks) for store, tasks in bench.sent().items()} == {STORE: home, AWAY: copies}
     bench.acknowledges(STORE)
     assert bench.counts()["COLLECTED"] == 4
     bench.step(2, AWAY)  # The trainer's log-probs may be in the home store.
@@ -161,7 +173,8 @@ def test_a_store_that_never_answers_does_not_delay_the_others() -> None:
         assert isinstance(bench.step(step, STORE), StepBatch)
         bench.acknowledges(STORE)
     assert bench.counts()["COLLECTED"] == 32
-    assert bench.machine.run.clears.pending() == 0
+    assert bench.machine.run.clears.pending_at(STORE) == 0
+    assert [task for task, _, _ in bench.machine.run.clears.entries()[AWAY]] == [f"weights/0/{i}" for i in range(8)]
     assert len(bench.machine.run.tasks) == bench.machine.run.window.live
 
 
@@ -428,3 +441,41 @@ def test_a_process_whose_end_was_not_observed_counts_as_ended_after_another_regi
     bench.register("rollout", 1, 9)
     assert bench.machine.is_over("rollout", 1, 8, bench.now)
     assert not bench.machine.is_over("rollout", 1, 9, bench.now)
+
+
+# ------------------------------------------------------------------------------------------------ relay
+
+
+def upstream_of(bench: TwoHosts, instance: int, life: int) -> list[str]:
+    beat = Heartbeat(service="batch-store", instance=instance, incarnation=life, state="READY")
+    found: list[str] = bench.ask(beat).upstream
+    return found
+
+
+def test_stores_take_weights_from_those_before_them_on_other_hosts_unless_they_are_silent() -> None:
+    bench = TwoHosts().begin()
+    for number in (2, 3, 4):
+        bench.register("batch-store", number, 10 + number, limit_bytes=1 << 30, host_id=f"host {number}")
+    bench.register("batch-store", 5, 15, limit_bytes=1 << 30, host_id="home")
+    bench.register("batch-store", 6, 16, limit_bytes=1 << 30, host_id="host 6")
+    assert upstream_of(bench, 0, 1) == upstream_of(bench, 5, 15) == []
+    assert upstream_of(bench, 1, 5) == []
+    assert upstream_of(bench, 2, 12) == ["batch-store/1"]
+    assert upstream_of(bench, 6, 16) == ["batch-store/4", "batch-store/3"]
+    bench.now += ABSENT_S
+    for number, life in ((2, 12), (3, 13)):
+        upstream_of(bench, number, life)
+    assert upstream_of(bench, 6, 16) == ["batch-store/3", "batch-store/2"]
+
+
+def test_a_version_is_cleared_with_its_copies() -> None:
+    bench = TwoHosts(config=AT_COMMIT).begin()
+    bench.step(1, STORE)
+    for store in (STORE, AWAY):
+        assert ("weights/0/0", 1, False) in bench.machine.run.clears.entries()[store]
+
+
+def test_copies_of_a_version_that_its_store_has_lost_are_cleared() -> None:
+    bench = TwoHosts().begin()
+    bench.event(Checked(CheckShards(STORE, [Claim(PutTask("weights/0/0", 1))]), {}))
+    assert bench.sent()[AWAY] == ["weights/0/0"]

@@ -166,6 +166,11 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.run.on_bad_step",
         "unit/policy_trainer/test_numbers.py::test_only_bad_data_is_skipped_and_only_when_the_run_allows_it",
     ),
+    "policy.distribute": (
+        "launch/host.py",
+        "topology.policy.distribute",
+        "integration/hosts/test_distribution.py::test_a_host_has_the_files_of_home_and_its_topology_names_them",
+    ),
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
         "topology.policy.chat_template.add_generation_prompt",

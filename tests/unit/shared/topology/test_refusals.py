@@ -438,6 +438,11 @@ def test_hub_name_resolves_to_its_local_snapshot(
     assert load(path).policy.model == str(repository / "snapshots" / "abc123")
 
 
+def test_files_cannot_be_distributed_without_other_hosts(folder: Path) -> None:
+    [line] = problems(write(folder), "policy.distribute=true")
+    assert "policy.distribute: true has no effect without other hosts (placement.hosts)" in line
+
+
 def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     topology = load(write(folder), ["algorithm.num_iterations=2"])
     per_token = 4 + 1 + 4 + 4 + 4 + 4  # The terms include reference and proximal log-probs.
@@ -465,6 +470,9 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     assert worst_case_bytes(lean, 32, 0) == (6 + 2 * block) * task_bytes(lean, 32)
 
 
+HOSTS = ("placement.hosts={b: {}, c: {}}", "transport.listen=10.0.0.1")
+
+
 @pytest.mark.parametrize(
     ("versions", "overrides"),
     [
@@ -474,6 +482,7 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
         # These engines compute with weights that they have mapped.
         (9, ["staleness=4", "services.rollout.instances=4"]),
         (6, ["staleness=4", "services.rollout.instances=4", "services.rollout.gpus=1"]),
+        (7, ["staleness=4", *HOSTS, "services.rollout={instances: 4, host: [b, c]}"]),
         (7, ["staleness=4", "run.deterministic=true"]),
         (5, ["staleness=1", "services.rollout.instances=1", "checkpoint.every=2", "algorithm.kl.refresh_every=2"]),
     ],

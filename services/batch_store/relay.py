@@ -1,0 +1,300 @@
+"""Fetches versions of the weights from other stores, so that each host receives a version once and serves it on.
+
+The stores on other hosts than the trainer's form a chain (`HeartbeatAck.upstream`). A store takes a version from the
+one before it, which passes verified chunks on before it has the whole version. Every chunk is compared with a digest
+that comes directly from the store of the trainer. A store that fails, does not progress or sends a damaged chunk is
+passed over: its predecessors follow, and last the store of the trainer. The finished file is sealed like any other put.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+import structlog
+import xxhash
+
+from proto.errors import WireError
+from proto.messages import ErrorCode, Held, Hold, PutTask, WaitKind, WaitRow
+from services.batch_store.filling_file import CHUNK_BYTES, FillingFile
+from services.batch_store.stream_server import Source
+from shared.dataplane.stream import StreamReader
+from shared.dataplane.stream_line import StreamOutcome
+from shared.rpc.client import Client
+from shared.rpc.errors import AWAY, RpcError
+
+PAGE_CHUNKS = 512
+"""Number of digests per request."""
+AT_ONCE_CHUNKS = 32
+"""Number of digests computed at a time. They are kept even if the request ends before its page is complete."""
+CALL_S, OPEN_S = 5.0, 5.0
+TRIES = 2
+"""Number of attempts without a verified chunk after which a store is passed over. A store that was itself waiting for
+its predecessor continues after one."""
+STALL_S = 60.0
+"""Seconds without a verified chunk from any store after which a version is given up."""
+PAUSE_S = 0.2
+WHOLE_S = 1.0
+"""Maximum seconds for which an answer waits for the whole version."""
+KEPT_VERSIONS = 16
+"""Number of versions whose digests are kept."""
+GIVE_UP = (ErrorCode.COLLECTED, ErrorCode.MISSING, ErrorCode.BAD_REQUEST)
+"""Errors of the trainer's store after which a version is given up at once."""
+
+
+@dataclass(eq=False)
+class _Filling:
+    """A version on its way here."""
+
+    task: PutTask
+    origin: str
+    file: FillingFile | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once `file` is there, or there will be none."""
+    work: asyncio.Task[None] = field(init=False)
+    damaging: set[str] = field(default_factory=set)
+    """The stores that sent a chunk with another digest."""
+    source: str = ""
+    """The store from which it is received now."""
+    since: float = 0.0
+    """Loop time at which that began."""
+
+
+class Relay:
+    """The versions that a store is fetching. Belongs to the store's event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        client_of: Callable[[str], Client],
+        streams: StreamReader,
+        *,
+        begin: Callable[[str, int, PutTask], Awaitable[str]],
+        seal: Callable[[str], Awaitable[object]],
+        abandon: Callable[[str], None],
+        on_progress: Callable[[], None],
+        continues: bool = False,
+    ) -> None:
+        """`begin(put_id, nbytes, task)` grants a file and returns its path, `seal` seals it, and `abandon` gives up an
+        unsealed one. `on_progress` may be called on any thread. With `continues`, files may begin with chunks that an
+        earlier attempt received."""
+        self._name = name
+        self._client_of = client_of
+        self._streams = streams
+        self._begin, self._seal, self._abandon = begin, seal, abandon
+        self._on_progress = on_progress
+        self._continues = continues
+        self._fillings: dict[tuple[str, int], _Filling] = {}
+        self.upstream: list[str] = []
+        """The stores before this one in the chain, nearest first."""
+        self._log = structlog.get_logger("relay")
+
+    async def hold(self, request: Hold) -> Held:
+        """Begin to fetch a version unless that is under way, and return what is here. Raises RpcError if it failed."""
+        task = request.task
+        if request.origin == self._name:
+            raise RpcError(ErrorCode.MISSING, f"{self._name}: {task.task_id} is not here", names=[task.task_id])
+        filling = self._fillings.get((task.task_id, task.fence))
+        if filling is None:
+            filling = self._fillings[task.task_id, task.fence] = _Filling(task, request.origin)
+            filling.work = asyncio.create_task(self._fill(filling))
+            filling.work.add_done_callback(lambda work: self._end(filling, work))
+        await filling.begun.wait()
+        if request.whole:
+            await asyncio.wait({filling.work}, timeout=WHOLE_S)
+        if filling.work.done() and not filling.work.cancelled():
+            filling.work.result()
+        if filling.file is None or filling.work.cancelled():
+            raise RpcError(ErrorCode.NOT_READY, f"{self._name}: {task.task_id} was given up")
+        return Held(total_bytes=filling.file.total_bytes, held_bytes=filling.file.verified_bytes)
+
+    def waits(self, now: float) -> list[WaitRow]:
+        """Return the versions that are being received at `now`, in loop time."""
+        return [
+            WaitRow(
+                WaitKind.CALL,
+                f"{each.task.task_id}: {each.file.verified_bytes} of {each.file.total_bytes} bytes",
+                now - each.since,
+                of=each.source,
+            )
+            for each in self._fillings.values()
+            if each.file is not None and each.source
+        ]
+
+    def source(self, task: PutTask) -> FillingFile | None:
+        """Return the file that is being filled with this version, once its head is here."""
+        filling = self._fillings.get((task.task_id, task.fence))
+        return filling.file if filling is not None and filling.file is not None and filling.file.head_bytes else None
+
+    def is_coming(self, task: PutTask) -> bool:
+        """Return whether this version is being fetched."""
+        return (task.task_id, task.fence) in self._fillings
+
+    def drop(self, is_over: Callable[[PutTask], bool]) -> None:
+        """Give up the versions that are over."""
+        for filling in self._fillings.values():
+            if is_over(filling.task):
+                filling.work.cancel()
+
+    async def close(self) -> None:
+        """Give up all versions."""
+        works = [filling.work for filling in self._fillings.values()]
+        for work in works:
+            work.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
+        self._streams.close()
+
+    # ---- one version
+
+    async def _fill(self, filling: _Filling) -> None:
+        """Fetch a version and seal it. Raises RpcError."""
+        task, put_id = filling.task, secrets.token_hex(16)
+        began = asyncio.get_running_loop().time()
+        granted = sealed = False
+        digests: asyncio.Task[None] | None = None
+        try:
+            held = await self._from_origin(filling, 0)
+            path = await self._begin(put_id, held.total_bytes, task)
+            granted = True
+            file = filling.file = FillingFile(path, held.total_bytes, self._on_progress)
+            file.add_digests(held.digests)
+            filling.begun.set()
+            digests = asyncio.create_task(self._fetch_digests(filling, file))
+            if self._continues:
+                await asyncio.to_thread(file.adopt)
+            if file.verified_bytes < file.total_bytes:
+                await self._receive(filling, file, digests)
+            await self._seal(put_id)
+            sealed = True
+            seconds = asyncio.get_running_loop().time() - began
+            self._log.info("version relayed", task=task.task_id, bytes=file.total_bytes, seconds=round(seconds, 3))
+        except RpcError as error:
+            self._log.warning("version given up", task=task.task_id, why=str(error))
+            raise
+        except OSError as error:
+            self._log.warning("version given up", task=task.task_id, why=str(error))
+            raise RpcError(ErrorCode.BUSY, f"{self._name}: {task.task_id}: {error}", retry_after_s=PAUSE_S) from None
+        finally:
+            if digests is not None:
+                digests.cancel()
+            if filling.file is not None:
+                filling.file.close(complete=sealed)
+            if granted and not sealed:
+                self._abandon(put_id)
+
+    def _end(self, filling: _Filling, work: asyncio.Task[None]) -> None:
+        """Forget a version whose fetch has ended, perhaps before it began. Readers that wait for it get its error."""
+        del self._fillings[filling.task.task_id, filling.task.fence]
+        filling.begun.set()
+        if not work.cancelled() and work.exception() is not None and not isinstance(work.exception(), RpcError):
+            self._log.error("relay failed", task=filling.task.task_id, exc_info=work.exception())
+
+    async def _receive(self, filling: _Filling, file: FillingFile, digests: asyncio.Task[None]) -> None:
+        """Receive the file from the nearest store that sends it. Raises RpcError if no store does."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        while True:
+            for store in self._sources(filling):
+                filling.source, filling.since = store, loop.time()
+                tries = 0
+                while tries < TRIES:
+                    before = file.verified_bytes
+                    outcome, why = await self._attempt(filling, file, store)
+                    if outcome is StreamOutcome.COMPLETE:
+                        return
+                    self._log.warning("relay interrupted", task=filling.task.task_id, source=store, why=why)
+                    if file.verified_bytes > before:
+                        since, tries = loop.time(), 0
+                    tries += 1
+                    if outcome is StreamOutcome.CORRUPT:
+                        filling.damaging.add(store)
+                        break
+                if digests.done():
+                    digests.result()
+            if filling.origin in filling.damaging:
+                names = [f"{filling.task.task_id}#*"]
+                raise RpcError(ErrorCode.MISSING, f"{filling.origin}: damaged shards: {why}", names=names)
+            if loop.time() - since > STALL_S:
+                raise RpcError(ErrorCode.NOT_READY, f"{self._name}: {filling.task.task_id} does not arrive: {why}")
+            await asyncio.sleep(PAUSE_S)  # paces the retries
+
+    def _sources(self, filling: _Filling) -> Iterator[str]:
+        """Yield the stores to try, nearest first."""
+        for store in [*self.upstream, filling.origin]:
+            if store not in filling.damaging:
+                yield store
+
+    async def _attempt(self, filling: _Filling, file: FillingFile, store: str) -> tuple[StreamOutcome, str]:
+        try:
+            if store != filling.origin:
+                hold = Hold(task=filling.task, origin=filling.origin)
+                await self._client_of(store).call(hold, Held, deadline_s=CALL_S)
+            file.resume()
+            return await self._streams.receive_into(file, store, filling.task, OPEN_S)
+        except (RpcError, WireError) as error:
+            if store == filling.origin and isinstance(error, RpcError) and error.code in GIVE_UP:
+                raise
+            return StreamOutcome.LOST, str(error)
+
+    async def _fetch_digests(self, filling: _Filling, file: FillingFile) -> None:
+        """Fetch the digests of all chunks, ahead of the chunks."""
+        while file.digests < file.chunks:
+            held = await self._from_origin(filling, file.digests)
+            if held.total_bytes != file.total_bytes:
+                text = f"{filling.origin}: {filling.task.task_id} has {held.total_bytes} bytes now"
+                raise RpcError(ErrorCode.CONFLICT, text)
+            file.add_digests(held.digests)
+
+    async def _from_origin(self, filling: _Filling, first: int) -> Held:
+        """Return the size of a version and a page of its digests. Raises RpcError."""
+        request = Hold(task=filling.task, origin=filling.origin, first=first)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + STALL_S
+        while True:
+            try:
+                held = await self._client_of(filling.origin).call(request, Held, deadline_s=CALL_S)
+            except RpcError as error:
+                if error.code in GIVE_UP or error.code not in AWAY or loop.time() > until:
+                    raise
+                await asyncio.sleep(max(PAUSE_S, error.retry_after_s))
+                continue
+            if not held.digests or held.total_bytes <= 0:
+                raise RpcError(ErrorCode.INTERNAL, f"{filling.origin}: no digests of {filling.task.task_id}")
+            return held
+
+
+class ChunkDigests:
+    """Digests of the chunks of the versions asked for last, computed when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, list[int]] = OrderedDict()
+        self._lock = asyncio.Lock()
+
+    async def page(self, path: str, source: Source, first: int) -> list[int]:
+        """Return up to `PAGE_CHUNKS` digests of the stream of the sealed file at `path`, from chunk `first` on.
+
+        Raises RpcError(bad_request).
+        """
+        chunks = -(-source.total_bytes // CHUNK_BYTES)
+        if not 0 <= first < chunks:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{path}: chunk {first} of {chunks}")
+        async with self._lock:  # stores of several hosts ask at the same time
+            known = self._known.setdefault(path, [])
+            while len(known) < min(first + PAGE_CHUNKS, chunks):
+                known += await asyncio.to_thread(_digests, source, len(known), len(known) + AT_ONCE_CHUNKS)
+            while len(self._known) > KEPT_VERSIONS:
+                self._known.popitem(last=False)
+        return known[first : first + PAGE_CHUNKS]
+
+
+def _digests(source: Source, first: int, end: int) -> list[int]:
+    found: list[int] = []
+    for at in range(first * CHUNK_BYTES, min(end * CHUNK_BYTES, source.total_bytes), CHUNK_BYTES):
+        digest = xxhash.xxh3_64()
+        for piece in source.pieces(at, min(CHUNK_BYTES, source.total_bytes - at)):
+            digest.update(piece)
+        found.append(digest.intdigest())
+    return found

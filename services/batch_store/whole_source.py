@@ -1,0 +1,62 @@
+"""Bytes that a store serves as they are: files of home that other hosts take, and the list of them."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from proto.ids import split_task_id
+from proto.messages import ErrorCode, PutTask
+from shared.rpc.errors import RpcError
+from shared.topology import Topology, distribution
+
+
+class WholeSource:
+    """The content of a stream without a head: all of some bytes."""
+
+    covered = 1
+    head_bytes = head_checksum = 0
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self.total_bytes = self.available_bytes = len(data)
+
+    def pieces(self, at: int, nbytes: int) -> list[memoryview]:
+        """Return the bytes `at` to `at + nbytes`."""
+        return [self._data[at : at + nbytes]]
+
+
+class DistributedFiles:
+    """The files of the topology that hosts take from home, as `files/0/<index>`. Index 0 is the list of them."""
+
+    def __init__(self, name: str, file: Path, topology: Topology) -> None:
+        """`name` is the store's, for errors; `file` holds the resolved topology."""
+        self._name = name
+        self._file = file
+        self._is_distributed = topology.policy.distribute
+        self._lock = threading.Lock()
+        self._paths: list[Path] = []
+        self._list = b""
+
+    def open(self, task: PutTask) -> tuple[str, WholeSource]:
+        """Return a name for the content, and the content. Blocks, so call it on a thread. Raises RpcError(missing)."""
+        try:
+            index = split_task_id(task.task_id)[2]
+            if not self._is_distributed:
+                raise IndexError("policy.distribute is false")
+            with self._lock:
+                if not self._list:
+                    found = distribution.files(yaml.safe_load(self._file.read_bytes()))
+                    self._paths = [path for _, path in found]
+                    self._list = msgspec.json.encode([file for file, _ in found])
+            if index == 0:
+                return "list", WholeSource(memoryview(self._list))
+            path = self._paths[index - 1]
+            with path.open("rb") as file:
+                return str(path), WholeSource(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+        except (OSError, IndexError, ValueError) as error:  # ValueError: an empty file
+            raise RpcError(ErrorCode.MISSING, f"{self._name}: {task.task_id}: {error}", names=[task.task_id]) from None

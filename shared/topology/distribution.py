@@ -1,0 +1,81 @@
+"""The files that hosts take from home (`policy.distribute`): the folder of the model and the files of the data.
+
+Both ends work on the resolved topology as plain data, because the files do not exist yet where they are taken to.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path as FilePath
+from pathlib import PurePosixPath
+from typing import Any
+
+import msgspec
+
+from proto.errors import WireError
+from shared.topology.problem import Path
+
+SPLIT = "files"
+"""Split of the task ids by which a store serves them. Index 0 is the list of the files, in JSON."""
+_FILES = ("jsonl", "parquet", "datasets")
+
+
+class DistributedFile(msgspec.Struct, frozen=True):
+    """One row of the list."""
+
+    path: str
+    """Relative path under the folder of a host that takes the files."""
+    nbytes: int
+
+
+def files(data: Mapping[str, Any]) -> list[tuple[DistributedFile, FilePath]]:
+    """Return every file with its path at home, where `data` is the topology."""
+    found = []
+    for path, place in _places(data).items():
+        root = FilePath(path)
+        every = sorted(each for each in root.rglob("*") if each.is_file()) if root.is_dir() else [root]
+        for each in every:
+            name = PurePosixPath(place, *each.relative_to(root).parts)
+            found.append((DistributedFile(str(name), each.stat().st_size), each))
+    return found
+
+
+def relocated(data: Mapping[str, Any], folder: FilePath) -> dict[str, Any]:
+    """Return the topology `data` with all distributed files in `folder`."""
+    made = copy.deepcopy(dict(data))
+    places = _places(data)
+    for key, path in _keys(data):
+        section: Any = made
+        for part in key[:-1]:
+            section = section[part]
+        section[key[-1]] = section[key[-1]].replace(path, str(folder / places[path]), 1)
+    return made
+
+
+def inside(folder: FilePath, file: DistributedFile) -> FilePath:
+    """Return where a host keeps a file. Raises WireError if that is not inside `folder`."""
+    path = PurePosixPath(file.path)
+    if path.is_absolute() or ".." in path.parts or not path.parts or file.nbytes < 0:
+        raise WireError(f"distributed file {file.path[:80]!r} of {file.nbytes} bytes: not inside the folder of a host")
+    return folder / path
+
+
+def _places(data: Mapping[str, Any]) -> dict[str, str]:
+    """Return path at home -> place under the folder of a host, which ends with the same name."""
+    paths = dict.fromkeys(path for _, path in _keys(data))
+    return {path: f"{number}/{FilePath(path).name}" for number, path in enumerate(paths)}
+
+
+def _keys(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Yield each key that names a distributed file or folder, and the path that its value contains."""
+    yield ("policy", "model"), data["policy"]["model"]
+    sets = {("train",): data["data"]["train"]} | {("eval", name): each for name, each in _evals(data).items()}
+    for key, each in sets.items():
+        scheme, _, path = each["source"].partition(":")
+        if scheme in _FILES:
+            yield ("data", *key, "source"), path.partition("?")[0] if scheme == "datasets" else path
+
+
+def _evals(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    return data["data"].get("eval") or {}
