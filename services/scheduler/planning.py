@@ -23,6 +23,13 @@ from shared.topology.capacity import (
     worst_case_bytes,
 )
 
+HEARTBEAT_S = 1.0
+"""Seconds between the heartbeats of a process in a small run."""
+HEARTBEAT_MOST_S = 5.0
+HEARTBEATS_A_SECOND = 2000
+"""Number of heartbeats a second that the scheduler takes from all processes of a large run."""
+HEARTBEATS_A_LEASE = 6
+"""Minimum number of heartbeats within the time after which a lease without progress is lost."""
 _TEMPLATE_TOKENS = 256
 """Assumed maximum number of tokens that a chat template adds to a prompt."""
 
@@ -94,6 +101,12 @@ def configuration(topology: Topology) -> Configure:
         keep_last=topology.checkpoint.keep_last,
         collect_at_commit=topology.gc.after == "commit",
     )
+
+
+def heartbeat_s(topology: Topology) -> float:
+    """Return the seconds between the heartbeats of a process: more in large runs, but several within a lease."""
+    longest = min(topology.lease.lease_s / HEARTBEATS_A_LEASE, HEARTBEAT_MOST_S)
+    return max(min(len(topology.services_plan()) / HEARTBEATS_A_SECOND, longest), HEARTBEAT_S)
 
 
 def device_limits(topology: Topology) -> dict[Holder, float]:

@@ -116,7 +116,7 @@ def remove_departed_store(run: RunState, store: str) -> bool:
     Its pending clears count as done and its room is no longer used. Unfinished tasks with shards there are sampled
     again. So are tasks leased on its host if that has no other store, as their results would have no store.
     """
-    row = run.registry.pop(parse_service_name(store), None)
+    row = run.registry.remove(parse_service_name(store))
     if row is None:
         return False
     run.gone[store] = row.data_id

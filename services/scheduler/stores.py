@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from services.scheduler.leases import Holder
+from services.scheduler.registry import STORE
 from services.scheduler.tasks import Task
 from shared.rundir import service_name
 from shared.topology import TRAINER_STORE
@@ -19,7 +20,6 @@ from shared.topology import TRAINER_STORE
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
-STORE = "batch-store"
 FULL_SHARE = 0.8
 """Share of a store's room for trained tasks above which their bytes cause a checkpoint."""
 
@@ -27,17 +27,16 @@ FULL_SHARE = 0.8
 # ---- locations of shards
 
 
-def stores_of(run: RunState, holder: Holder) -> set[str]:
+def stores_of(run: RunState, holder: Holder) -> list[str]:
     """Return the stores on the host of `holder`, or all stores if there are none."""
-    every = {service_name(*each): row for each, row in run.registry.items() if each[0] == STORE}
     row = run.registry.get(holder)
-    same = {name for name, store in every.items() if row is not None and store.host_id == row.host_id}
-    return same or set(every)
+    there = run.registry.on_host(row.host_id) if row is not None else []
+    return [service_name(*each) for each in there if each[0] == STORE] or list(run.registry.stores)
 
 
 def holders_without_store(run: RunState, host_id: str) -> set[Holder]:
     """Return all holders on a host, or none if the host has a store."""
-    there = {holder for holder, row in run.registry.items() if row.host_id == host_id}
+    there = set(run.registry.on_host(host_id))
     return set() if any(service == STORE for service, _ in there) else there
 
 
@@ -66,7 +65,7 @@ def store_index(run: RunState, store: str) -> int:
 
 def limits(run: RunState) -> dict[str, int]:
     """Return the limit of each store in bytes."""
-    return {service_name(*holder): row.limit_bytes for holder, row in run.registry.items() if holder[0] == STORE}
+    return {name: row.limit_bytes for name, row in run.registry.stores.items()}
 
 
 def room_for_tasks(run: RunState) -> int:

@@ -11,8 +11,9 @@ from proto.messages import NextBatch, ServiceRow, Status, Trouble, TroubleKind, 
 from services.scheduler.events import Tell
 from services.scheduler.leases import Holder
 from services.scheduler.leasing import waits as waits_for_stage
+from services.scheduler.registry import STORE
 from services.scheduler.run_state import RunState
-from services.scheduler.stores import STORE, room_for_tasks
+from services.scheduler.stores import room_for_tasks
 from services.scheduler.tasks import Task, TaskState
 from shared.rundir import service_name
 from shared.stages import TRAIN
@@ -78,7 +79,7 @@ def troubles(seen: Mapping[Holder, Seen]) -> list[TroubleRow]:
     """Return the troubles that services report, ordered by service and instance."""
     return [
         TroubleRow(service, instance, each.kind, each.text)
-        for (service, instance), one in sorted(seen.items())
+        for (service, instance), one in sorted(item for item in seen.items() if item[1].troubles)
         for each in one.troubles
     ]
 
