@@ -104,7 +104,8 @@ def configuration(topology: Topology) -> Configure:
 
 
 def heartbeat_s(topology: Topology) -> float:
-    """Return the seconds between the heartbeats of a process: more in large runs, but several within a lease."""
+    """Return the seconds between the heartbeats of a process that holds leases: more in large runs, but several within
+    a lease."""
     longest = min(topology.lease.lease_s / HEARTBEATS_A_LEASE, HEARTBEAT_MOST_S)
     return max(min(len(topology.services_plan()) / HEARTBEATS_A_SECOND, longest), HEARTBEAT_S)
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from proto.messages import Register
 from services.scheduler.leases import Holder
+from services.scheduler.stores import STORE
 from shared.rundir import service_name
-
-STORE = "batch-store"
 
 
 class Registry(Mapping[Holder, Register]):

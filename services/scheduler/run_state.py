@@ -50,12 +50,12 @@ from services.scheduler.events import (
 from services.scheduler.leases import CallId, Leases
 from services.scheduler.losses import Losses
 from services.scheduler.plan import EpochOrder, Plan
-from services.scheduler.registry import STORE, Registry
+from services.scheduler.registry import Registry
 from services.scheduler.shard_loss import lose_shards
 from services.scheduler.staleness import BY_COMPLETION
 from services.scheduler.steps import check_driver, checkpoint, commit, form_batch, take_over
 from services.scheduler.store_loss import come_back_empty, lose_tail, lost_data, remove_departed_store
-from services.scheduler.stores import held_in, limits
+from services.scheduler.stores import STORE, held_in, limits
 from services.scheduler.tasks import Task, Tasks, TaskState, Transition
 from services.scheduler.versions import Versions, publish
 from services.scheduler.window import AdmissionWindow

@@ -83,10 +83,10 @@ from services.scheduler.leasing import describe, measures, stage_of
 from services.scheduler.pace import Paces
 from services.scheduler.plan import Plan
 from services.scheduler.plausible import check_numbers
-from services.scheduler.registry import STORE
 from services.scheduler.run_state import Reply, RunState
 from services.scheduler.shard_loss import Audits, claims, whole_steps
 from services.scheduler.steps import batch, check_driver, check_versions
+from services.scheduler.stores import STORE
 from services.scheduler.view import Seen
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
@@ -129,7 +129,7 @@ class Scheduler:
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """`devices` assigns turns on shared devices if services are colocated. `heartbeat_s` are the seconds between
-        the heartbeats of a service."""
+        the heartbeats of every service but the stores, which send one each `HEARTBEAT_S`."""
         self.run = RunState(plan)
         self._devices = devices or DeviceTurns({})
         self.lease_s = lease_s
@@ -404,7 +404,8 @@ class Scheduler:
         self._see(holder, Seen(self._now))
         if request.service == STORE:
             self._out.append(RequestInventory(service_name(*holder)))
-        self._answer(asked, Registered(scheduler_incarnation=self.incarnation, heartbeat_s=self._heartbeat_s))
+        every_s = HEARTBEAT_S if request.service == STORE else self._heartbeat_s
+        self._answer(asked, Registered(scheduler_incarnation=self.incarnation, heartbeat_s=every_s))
 
     def where(self, service: str, instance: int) -> Resolved:
         """Return the registered endpoint of an instance. Raises RpcError(missing) if it has not registered."""

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from services.scheduler.leases import Holder
-from services.scheduler.registry import STORE
 from services.scheduler.tasks import Task
 from shared.rundir import service_name
 from shared.topology import TRAINER_STORE
@@ -20,6 +19,7 @@ from shared.topology import TRAINER_STORE
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
+STORE = "batch-store"
 FULL_SHARE = 0.8
 """Share of a store's room for trained tasks above which their bytes cause a checkpoint."""
 

@@ -11,9 +11,8 @@ from proto.messages import NextBatch, ServiceRow, Status, Trouble, TroubleKind, 
 from services.scheduler.events import Tell
 from services.scheduler.leases import Holder
 from services.scheduler.leasing import waits as waits_for_stage
-from services.scheduler.registry import STORE
 from services.scheduler.run_state import RunState
-from services.scheduler.stores import room_for_tasks
+from services.scheduler.stores import STORE, room_for_tasks
 from services.scheduler.tasks import Task, TaskState
 from shared.rundir import service_name
 from shared.stages import TRAIN

@@ -12,7 +12,7 @@ from proto.messages import Heartbeat, LeaseGrant, NextBatch, PutTask, Trouble
 from services.scheduler import shard_loss
 from services.scheduler.events import CheckShards, Configure, Fail, Listed, Tick
 from services.scheduler.planning import heartbeat_s
-from services.scheduler.state import ANSWERED_AT_ONCE
+from services.scheduler.state import ANSWERED_AT_ONCE, Scheduler
 from shared.topology import load
 from tests.opcodes import opcodes
 from tests.unit.scheduler.bench import STORE, Bench, plan
@@ -109,6 +109,14 @@ def test_a_trouble_that_ends_the_run_ends_it_until_its_service_takes_it_back() -
     beat(bench, 1)
     assert bench.ask(NextBatch(driver=1, step=1)) is None
     assert bench.machine.run.clears.stores[0] == STORE
+
+
+def test_stores_send_a_heartbeat_each_second_in_runs_of_any_size() -> None:
+    machine = Scheduler(plan(), lease_s=30.0, incarnation=9, heartbeat_s=4.0)
+    bench = Bench()
+    bench.machine = machine
+    assert bench.register("rollout", 0, 7).heartbeat_s == 4.0
+    assert bench.register("batch-store", 0, 1).heartbeat_s == 1.0
 
 
 @pytest.mark.parametrize(
