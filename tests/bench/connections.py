@@ -58,6 +58,7 @@ ADDRESS = "tcp://127.0.0.1:17493"
 IN_FLIGHT = 64
 CALL_S = 60.0
 BEATS = 5
+IDLE_S = 5.0
 TASKS = 12_500
 BLOCK = 4
 STORE = ("batch-store", 0)
@@ -150,6 +151,10 @@ async def measure(run: RunDir, process: psutil.Process, count: int) -> None:
             "cpu_us_each": round((_cpu_s(process) - cpu_s) / more * 1e6, 1),
         }
         print(json.dumps(line), flush=True)
+        cpu_s = _cpu_s(process)
+        await asyncio.sleep(IDLE_S)  # the length of the measurement
+        idle = (_cpu_s(process) - cpu_s) / IDLE_S
+        print(json.dumps({"idle_connections": count, "cores": round(idle, 4)}), flush=True)
         await crowd.cost([_register("rollout", i, life) for i, life in enumerate(crowd.lives)], Registered)
         await crowd.cost([Resolve(service="batch-store", instance=0)] * count, Resolved, BEATS)
         asked = [_of(i, lease_request(life, BLOCK)) for i, life in enumerate(crowd.lives)]

@@ -6,6 +6,7 @@ from tests.mutants.mutation import Mutation
 
 BOOK = "launch/placement/book.py"
 SCHEDULER = "services/scheduler/state.py"
+LARGE = "tests/unit/scheduler/test_large_runs.py"
 STORES = "tests/unit/scheduler/test_stores.py"
 PLACES = "tests/property/test_host_book.py::test_every_process_has_one_place_whatever_happens_to_the_hosts"
 RETURNS = "tests/unit/launch/test_host_book.py::test_a_host_that_returns_runs_what_found_no_other_place"
@@ -74,6 +75,37 @@ HOSTS = [
         "if report.incarnation in host.given_up:",
         "if report.incarnation in host.given_up and not host.report:",
         RETURNS,
+    ),
+    Mutation(
+        "a service sends heartbeats as often as it likes",
+        "shared/actor/service.py",
+        "registered, every_s = True, answer.heartbeat_s",
+        "registered, every_s = True, HEARTBEAT_S",
+        "tests/unit/shared/actor/test_actor.py::test_heartbeats_come_as_often_as_the_scheduler_asks_for",
+    ),
+    Mutation(
+        "one event answers all deferred leases",
+        SCHEDULER,
+        "for _ in range(min(len(queue), ANSWERED_AT_ONCE)):",
+        "for _ in range(len(queue)):",
+        f"{LARGE}::test_a_burst_of_deferred_leases_is_answered_in_parts_so_that_others_are_answered_in_between",
+    ),
+    Mutation(
+        "every event looks at the clears of every store",
+        SCHEDULER,
+        "for store in self.run.clears.take_changed():",
+        "for store in self.run.clears.stores:",
+        f"{LARGE}::test_the_work_for_a_request_does_not_depend_on_the_number_of_processes",
+    ),
+    Mutation(
+        "the next clears of a store are sent only with new ones",
+        "services/scheduler/collection.py",
+        """        queue = self._queues[store]
+        self._changed[store] = None
+""",
+        """        queue = self._queues[store]
+""",
+        f"{LARGE}::test_clears_beyond_those_of_one_message_follow_its_acknowledgement",
     ),
     Mutation(
         "the scheduler ends before the processes of other hosts",
