@@ -27,12 +27,10 @@ from proto.ids import new_incarnation
 from proto.messages import (
     Ack,
     CompleteAck,
-    GetInventory,
     GetRunInfo,
     GetStatus,
     Heartbeat,
     HeartbeatAck,
-    Inventory,
     LeaseGrant,
     LeaseProgress,
     LeaseRequest,
@@ -46,7 +44,6 @@ from proto.messages import (
 )
 from proto.registry import Message, Request
 from shared.rpc.client import Client
-from shared.rpc.mailbox import Mailbox
 from shared.rundir import RunDir
 from shared.security import keys
 from shared.security.roles import Role
@@ -58,7 +55,7 @@ ADDRESS = "tcp://127.0.0.1:17493"
 IN_FLIGHT = 64
 CALL_S = 60.0
 BEATS = 5
-IDLE_S = 5.0
+IDLE_S = 4.0
 TASKS = 12_500
 BLOCK = 4
 STORE = ("batch-store", 0)
@@ -74,10 +71,6 @@ class Crowd:
         self.lives = [new_incarnation() for _ in range(count)]
         self.clients: list[Client] = []
         self._ring = keys.load(run.keys, Role.SERVICE)
-        self.store_life = new_incarnation()
-        self.store = Mailbox("batch-store/0", self.store_life)
-        self.store.handle(GetInventory, lambda _request, _call: Inventory(tasks=[], cursor=0))
-        self.store.bind(self.context, run.endpoint(*STORE))
 
     def connect(self, count: int) -> None:
         """Connect clients until there are `count`."""
@@ -85,7 +78,6 @@ class Crowd:
         self.clients += [Client(self.context, ADDRESS, "scheduler/0", life, keys=self._ring) for life in lives]
 
     async def close(self) -> None:
-        await self.store.close()
         for client in self.clients:
             client.close()
         await asyncio.to_thread(self.context.term)
@@ -137,7 +129,7 @@ async def measure(run: RunDir, process: psutil.Process, count: int) -> None:
         await crowd.ask([GetStatus()], Status)  # the process has started
         fds, rss, cpu_s = process.num_fds(), process.memory_info().rss, _cpu_s(process)
         first, [life, *_] = crowd.clients[0], crowd.lives
-        registration = _register(*STORE, crowd.store_life, limit_bytes=1 << 50)
+        registration = _register(*STORE, life, limit_bytes=1 << 50)
         await first.call(registration, Registered, deadline_s=CALL_S)
         await first.call(GetRunInfo(driver=life), RunInfo, deadline_s=CALL_S)
         await first.call(PublishWeights(driver=life, ref=weights_ref(0)), Ack, deadline_s=CALL_S)

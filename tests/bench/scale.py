@@ -3,7 +3,8 @@
 The state machine of the scheduler and the book of hosts, both the production classes, are driven by a simulated
 population on a virtual clock: every process registers, sends heartbeats, leases, completes and is cleared as the real
 ones do, agents report, a driver consumes steps, and 5 % of the hosts are lost at one moment. The CPU time inside the
-two state machines is measured. `tests.bench.connections` measures what decoding, the journal and sockets add.
+two state machines is measured, without garbage collections. `tests.bench.connections` measures what decoding, the
+journal and sockets add.
 
 It prints a JSON object for each phase of each size: the join of all processes, a steady run, and the loss of hosts.
 """
@@ -11,6 +12,7 @@ It prints a JSON object for each phase of each size: the join of all processes, 
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
 import itertools
 import json
@@ -505,6 +507,7 @@ def measure(hosts: int, seconds: float) -> Iterator[dict[str, Any]]:
         began = time.thread_time()
         topology = make_topology(Path(folder), hosts)
         load_s = time.thread_time() - began
+    gc.disable()  # a collection would traverse the population, too
     population = Population(topology, hosts)
     run, book = population.machine.run, population.book
     population.run_until(WARM_S)
