@@ -199,7 +199,7 @@ def main() -> None:
         run = make_run(Path(folder), TASKS)
         keys.create(run.keys)
         command = [sys.executable, "-m", "services.scheduler", "--run", str(run.path), "--listen", ADDRESS]
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             asyncio.run(measure(run, psutil.Process(child.pid), count))
         finally:
