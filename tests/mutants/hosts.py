@@ -29,8 +29,8 @@ HOSTS = [
     Mutation(
         "a store that the topology places is waited for indefinitely",
         SCHEDULER,
-        "service_name(*holder) != TRAINER_STORE and self._now - seen.at > GONE_S",
-        "holder[1] > 1 and self._now - seen.at > GONE_S",
+        "> GONE_S and holder[0] == STORE and service_name(*holder) != TRAINER_STORE",
+        "> GONE_S and holder[0] == STORE and holder[1] > 1",
         f"{STORES}::test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_made_again",
     ),
     Mutation(
@@ -58,8 +58,8 @@ HOSTS = [
     Mutation(
         "a process gets GPUs that another one has",
         BOOK,
-        "if name == host.name and other is not unit",
-        "if name != host.name and other is not unit",
+        "if place.unit is not unit",
+        "if place.unit is unit",
         PLACES,
     ),
     Mutation(
