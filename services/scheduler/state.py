@@ -142,6 +142,8 @@ class Scheduler:
         self._out: list[Effect] = []
         self._leasing: list[deque[Waiting]] = [deque() for _ in plan.stages]
         """Deferred lease requests by stage. They are answered in the order in which they came."""
+        self._deferred: dict[Holder, list[Waiting]] = {}
+        """The same by process, with some that are answered."""
         self._polls: list[Waiting] = []
         """Deferred requests of the driver."""
         self._paces = Paces(lease_s)
@@ -375,13 +377,9 @@ class Scheduler:
 
     def _fail_waiting(self, holder: Holder, why: str, *, but: int = 0) -> None:
         """Fail the deferred lease requests of a process, except those of its life `but`."""
-        for waiting in chain(*self._leasing):
+        for waiting in self._deferred.get(holder, ()):
             asked = waiting.asked.request
-            if (
-                isinstance(asked, LeaseRequest)
-                and (asked.service, asked.instance) == holder
-                and asked.incarnation != but
-            ):
+            if waiting.open and isinstance(asked, LeaseRequest) and asked.incarnation != but:
                 waiting.open = False
                 self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, why))
 
@@ -513,8 +511,9 @@ class Scheduler:
             return
         stage = stage_of(self.run, request)
         if self._leasing[stage] or not self._try_lease(asked, request):
-            attempt = partial(self._try_lease, asked, request)
-            self._leasing[stage].append(Waiting(asked, attempt, self._answer_by(asked)))
+            waiting = Waiting(asked, partial(self._try_lease, asked, request), self._answer_by(asked))
+            self._leasing[stage].append(waiting)
+            self._deferred[holder] = [*(each for each in self._deferred.get(holder, ()) if each.open), waiting]
 
     def _try_lease(self, asked: Asked, request: LeaseRequest) -> bool:
         grant = self.run.lease(request, asked.call)

@@ -51,13 +51,29 @@ def complete(bench: Bench) -> None:
     bench.complete(bench.granted(instance=2, life=1002, most=1), life=1002, store="batch-store/2")
 
 
-@pytest.mark.parametrize("work", [heartbeat, lease, complete])
+def register(bench: Bench) -> None:
+    bench.register("rollout", 2, bench.calls, host_id="h2")
+
+
+@pytest.mark.parametrize("work", [heartbeat, lease, complete, register])
 def test_the_work_for_a_request_does_not_depend_on_the_number_of_processes(work: Callable[[Bench], None]) -> None:
     counts = []
     for hosts in (FEW, MANY):
         bench = large(hosts)
         work(bench)  # the first one of its kind fills caches
         counts.append(opcodes(lambda bench=bench: work(bench)))  # type: ignore[misc]
+    few, many = counts
+    assert many < 1.2 * few
+
+
+def test_a_registration_does_not_look_at_the_deferred_leases_of_others() -> None:
+    counts = []
+    for waiting in (FEW, MANY):
+        bench = Bench()
+        for instance in range(waiting):
+            assert bench.lease(instance=instance, life=100 + instance) is None
+        counts.append(opcodes(lambda bench=bench: register(bench)))  # type: ignore[misc]
+        assert [effect.ref for effect in bench.effects if isinstance(effect, Fail)] == [3]
     few, many = counts
     assert many < 1.2 * few
 
