@@ -150,6 +150,8 @@ class Scheduler:
         self._seen: dict[Holder, Seen] = {}
         self._ending: dict[Holder, str] = {}
         """The troubles that end the run, by the service that reports them."""
+        self._lost_lives: set[int] = set()
+        """Incarnations that were lost with their hosts. They may be alive and heard again, until their agents end them."""
         self._audits = Audits()
         self._clearing: dict[str, float] = {}
         """Stores with a clear in flight, and the time at which it was sent."""
@@ -364,6 +366,7 @@ class Scheduler:
 
     def _lose_host(self, lives: frozenset[int]) -> None:
         """Give up the stores and the leases of a host's processes, which hold and wait for nothing any longer."""
+        self._lost_lives |= lives
         lost = [holder for holder, row in self.run.registry.items() if row.incarnation in lives]
         for holder in lost:
             self._fail_waiting(holder, f"{service_name(*holder)} was lost with its host")
@@ -395,6 +398,8 @@ class Scheduler:
     def _register(self, asked: Asked, request: Register) -> None:
         check_numbers(request)
         holder = (request.service, request.instance)
+        if request.incarnation in self._lost_lives:
+            raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: this life was lost with its host; end it")
         if self.run.registry.get(holder) != request:
             self._fail_waiting(holder, f"{service_name(*holder)} restarted", but=request.incarnation)
             self._durable(request)

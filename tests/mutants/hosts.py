@@ -48,6 +48,13 @@ HOSTS = [
         f"{STORES}::test_the_leases_of_a_lost_process_are_given_up_although_a_store_of_its_host_is_alive",
     ),
     Mutation(
+        "a store of a lost host is taken again when it is heard again",
+        SCHEDULER,
+        "if request.incarnation in self._lost_lives:",
+        "if request.incarnation in self._lost_lives and request.service != STORE:",
+        f"{STORES}::test_a_store_that_is_heard_again_after_its_host_was_lost_is_not_registered_again",
+    ),
+    Mutation(
         "the processes of a lost host stay there",
         BOOK,
         """        effects.append(Told(f"host {name} is lost: {cause}"))
