@@ -151,7 +151,7 @@ class Scheduler:
         self._ending: dict[Holder, str] = {}
         """The troubles that end the run, by the service that reports them."""
         self._lost_lives: set[int] = set()
-        """Incarnations that were lost with their hosts. They may be alive and heard again, until their agents end them."""
+        """Incarnations that were lost with their hosts. They may be heard again until their agents end them."""
         self._audits = Audits()
         self._clearing: dict[str, float] = {}
         """Stores with a clear in flight, and the time at which it was sent."""
