@@ -10,6 +10,7 @@ from proto.messages import ErrorCode
 from services.scheduler.events import Configure
 from services.scheduler.leases import Holder
 from services.scheduler.plan import EvalPlan, Plan
+from services.scheduler.state import HEARTBEAT_S
 from shared.data import DataError, RowError, Source, open_source
 from shared.rpc.errors import RpcError
 from shared.stages import train_graph
@@ -23,9 +24,8 @@ from shared.topology.capacity import (
     worst_case_bytes,
 )
 
-HEARTBEAT_S = 1.0
-"""Seconds between the heartbeats of a process in a small run."""
 HEARTBEAT_MOST_S = 5.0
+"""Maximum seconds between the heartbeats of a process."""
 HEARTBEATS_A_SECOND = 2000
 """Number of heartbeats a second that the scheduler takes from all processes of a large run."""
 HEARTBEATS_A_LEASE = 6
