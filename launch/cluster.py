@@ -158,8 +158,7 @@ def _refuse(lines: Iterable[str]) -> NoReturn:
 
 def _plan(topology: Topology) -> list[Key]:
     """Return the processes of this machine."""
-    away = topology.away_plan()
-    return [(spec.service, spec.instance) for spec in topology.services_plan() if spec not in away]
+    return [(spec.service, spec.instance) for spec in topology.services_plan() if spec.host == topology.home]
 
 
 def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import socket
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from pathlib import Path
 from launch import functions, gpus
 from shared.data import DataError, open_source
 from shared.rundir import SHM_ROOT
+from shared.security.connections import MOST_CONNECTIONS, most_connections
 from shared.topology import Topology, model_files, snapshot_bytes
 from shared.topology.fields import format_size
 from shared.topology.services import DEVICE_SERVICE
@@ -40,6 +42,7 @@ def check(topology: Topology, file: str) -> Findings:
     if refused := _refused_snapshots(topology):
         findings.warnings.append(f"{file}: {refused}: a killed trainer returns to its checkpoint")
     _check_gpus(topology, file, findings)
+    _check_connections(topology, file, findings)
     check_doors(topology, file, findings)
     return findings
 
@@ -193,6 +196,17 @@ def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
         findings.errors.append(
             f"{file}: services.*.gpus: {needed} GPUs wanted ({gpus.described(topology)}), {seen} {len(names)}; "
             "lower them, or let services take turns (placement.colocate)"
+        )
+
+
+def _check_connections(topology: Topology, file: str, findings: Findings) -> None:
+    """Check that the scheduler takes a connection from every process of the other hosts."""
+    _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, most = len(topology.away_plan()), most_connections(descriptors)
+    if needed > most:
+        findings.errors.append(
+            f"{file}: placement: {needed} processes of other hosts connect to the scheduler, which takes {most} "
+            f"connections (of at most {MOST_CONNECTIONS}, as ulimit -Hn allows); lower services.rollout.instances"
         )
 
 

@@ -9,8 +9,11 @@ given up is told so and begins a new one, because its processes may run elsewher
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from launch.gpus import visible_gpus
@@ -75,6 +78,17 @@ class Unable:
 Effect = HostLost | Told | Unable
 
 
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a unit runs, or is to run."""
+
+    unit: Unit
+    host: str
+    first_gpu: int
+    number: int
+    """Rank of the unit where several have no host: those that were planned first go first."""
+
+
 @dataclass
 class Host:
     """One host as the book knows it: its state, its GPUs and its last report."""
@@ -103,8 +117,11 @@ class HostBook:
         for number, name in enumerate(topology.store_hosts()):
             if name is not None and name != topology.home:
                 self.hosts[name] = Host(name, topology.placement.hosts[name].gpus, ("batch-store", number))
-        self._places: dict[frozenset[Key], tuple[Unit, str, int]] = {}
-        """Every unit with its host and its first GPU there."""
+        self._places: dict[Key, _Place] = {}
+        """The place of every process but the stores."""
+        self._on: dict[str, dict[_Place, None]] = {name: {} for name in self.hosts}
+        """The places on each host. No report of one host looks at the others."""
+        self._numbers = itertools.count()
         self._next_store = len(topology.store_hosts())
         self.ending = False
         self.plan(topology)
@@ -114,15 +131,14 @@ class HostBook:
     def keys(self) -> Iterable[Key]:
         """Return every process that belongs on one of these hosts."""
         yield from (host.store for host in self.hosts.values())
-        for unit, _, _ in self._places.values():
-            yield from unit.processes
+        yield from self._places
 
     def host_of(self, key: Key) -> Host | None:
         """Return the host that runs, or is to run, a process, or None if none of these hosts does."""
-        for host in self.hosts.values():
-            if host.store == key:
-                return host
-        return next((self.hosts[name] for unit, name, _ in self._places.values() if key in unit.processes), None)
+        place = self._places.get(key)
+        if place is not None:
+            return self.hosts[place.host]
+        return next((host for host in self.hosts.values() if host.store == key), None)
 
     def rows(self) -> list[ProcessRow]:
         """Return the processes of all hosts, as their agents reported them; WAITING while no agent runs them."""
@@ -149,12 +165,14 @@ class HostBook:
 
     def plan(self, topology: Topology) -> None:
         """Take the processes of `topology`. Those that are placed already stay where they are."""
+        placed = {frozenset(place.unit.processes): place for place in self._places.values()}
         units = {frozenset(unit.processes): unit for unit in _units(topology)}
-        self._places = {keys: place for keys, place in self._places.items() if keys in units}
+        for keys in placed.keys() - units.keys():
+            self._remove(placed[keys])
         for keys, unit in units.items():
-            if keys not in self._places:
+            if keys not in placed:
                 first = self._first_gpu(self.hosts[unit.host], unit)
-                self._places[keys] = (unit, unit.host, first or 0)
+                self._put(_Place(unit, unit.host, first or 0, next(self._numbers)))
 
     def report(self, report: HostReport, now: float) -> tuple[HostOrders, list[Effect]]:
         """Take a report of an agent and return its orders. Raises RpcError for an agent that cannot take part."""
@@ -216,9 +234,8 @@ class HostBook:
 
     def _orders(self, host: Host) -> HostOrders:
         placed: dict[Key, list[int]] = {host.store: []}
-        for unit, name, first in self._places.values():
-            if name == host.name:
-                placed.update({key: [first + gpu for gpu in gpus] for key, gpus in unit.processes.items()})
+        for place in self._on[host.name]:
+            placed.update({key: [place.first_gpu + gpu for gpu in gpus] for key, gpus in place.unit.processes.items()})
         rows = [HostProcess(*key, self._threads.get(key[0], 1), gpus) for key, gpus in placed.items()]
         return HostOrders(processes=rows, ends=self.ending)
 
@@ -226,30 +243,54 @@ class HostBook:
         """Move the units of lost hosts to joined hosts with room, those with the fewest processes first."""
         if self.ending:
             return
-        for keys, (unit, name, _) in list(self._places.items()):
-            if self.hosts[name].state != HostState.LOST:
+        lost = [host.name for host in self.hosts.values() if host.state == HostState.LOST]
+        homeless = sorted((place for name in lost for place in self._on[name]), key=lambda place: place.number)
+        joined = [host for host in self.hosts.values() if host.state == HostState.JOINED] if homeless else []
+        loads = [(self._load(host), at) for at, host in enumerate(joined)]
+        heapq.heapify(loads)
+        too_large: float = math.inf  # a number of adjacent GPUs that no host has
+        for place in homeless:
+            if place.unit.gpus >= too_large:
                 continue
-            for host in sorted(self._joined(), key=self._load):
-                first = self._first_gpu(host, unit)
+            full = []
+            while loads:
+                load, at = heapq.heappop(loads)
+                full.append((load, at))
+                first = self._first_gpu(joined[at], place.unit)
                 if first is not None:
-                    self._places[keys] = (unit, host.name, first)
-                    names = ", ".join(service_name(*key) for key in unit.processes)
-                    effects.append(Told(f"{names}: placed on host {host.name} instead of {name}"))
+                    full[-1] = (load + len(place.unit.processes), at)
+                    self._move(place, joined[at], first, effects)
                     break
+            else:
+                too_large = place.unit.gpus
+            for each in full:
+                heapq.heappush(loads, each)
 
-    def _joined(self) -> list[Host]:
-        return [host for host in self.hosts.values() if host.state == HostState.JOINED]
+    def _move(self, place: _Place, host: Host, first_gpu: int, effects: list[Effect]) -> None:
+        self._remove(place)
+        self._put(replace(place, host=host.name, first_gpu=first_gpu))
+        names = ", ".join(service_name(*key) for key in place.unit.processes)
+        effects.append(Told(f"{names}: placed on host {host.name} instead of {place.host}"))
+
+    def _put(self, place: _Place) -> None:
+        self._places.update(dict.fromkeys(place.unit.processes, place))
+        self._on[place.host][place] = None
+
+    def _remove(self, place: _Place) -> None:
+        for key in place.unit.processes:
+            del self._places[key]
+        del self._on[place.host][place]
 
     def _load(self, host: Host) -> int:
-        return sum(len(unit.processes) for unit, name, _ in self._places.values() if name == host.name)
+        return sum(len(place.unit.processes) for place in self._on[host.name])
 
     def _first_gpu(self, host: Host, unit: Unit) -> int | None:
         """Return the first of the adjacent free GPUs that a unit would get on a host, or None if there is no room."""
         taken = {
             gpu
-            for other, name, first in self._places.values()
-            if name == host.name and other is not unit
-            for gpu in range(first, first + other.gpus)
+            for place in self._on[host.name]
+            if place.unit is not unit
+            for gpu in range(place.first_gpu, place.first_gpu + place.unit.gpus)
         }
         starts = range(host.gpus - unit.gpus + 1)
         return next((at for at in starts if taken.isdisjoint(range(at, at + unit.gpus))), None)

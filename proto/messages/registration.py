@@ -22,6 +22,7 @@ class Register(Request, frozen=True, kw_only=True):
 
     Errors:
         bad_request: a number is out of range, or a text is too long.
+        lost: this life was lost with its host (`HostGone`). Its agent ends it.
     """
 
     service: str

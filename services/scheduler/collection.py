@@ -33,6 +33,14 @@ class ClearQueues:
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[Entry]] = {}
+        self._changed: dict[str, None] = {}
+        """Stores whose next clears may have changed since `take_changed`."""
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def __contains__(self, store: str) -> bool:
+        return store in self._queues
 
     @property
     def stores(self) -> list[str]:
@@ -44,12 +52,20 @@ class ClearQueues:
     def remove_store(self, store: str) -> None:
         """Remove the queue of a store that is gone. Call `pop` for its remaining clears first."""
         del self._queues[store]
+        self._changed.pop(store, None)
+
+    def take_changed(self) -> list[str]:
+        """Return the stores whose next clears may have changed since the last call."""
+        changed = list(self._changed)
+        self._changed.clear()
+        return changed
 
     def push(self, entry: Entry, stores: Iterable[str]) -> None:
         """Queue a clear at each of these stores. Unknown stores are skipped: reconciliation clears what they hold."""
         for store in stores:
             if store in self._queues:
                 self._queues[store].append(entry)
+                self._changed[store] = None
 
     def head(self, store: str) -> list[PutTask]:
         """Return the clears to send next, at most MAX_CLEARS."""
@@ -57,6 +73,7 @@ class ClearQueues:
 
     def pop(self, store: str, count: int) -> list[Entry]:
         queue = self._queues[store]
+        self._changed[store] = None
         return [queue.popleft() for _ in range(min(count, len(queue)))]
 
     def pending(self) -> int:
@@ -73,6 +90,7 @@ class ClearQueues:
         """Append entries of a snapshot to the queue of a store."""
         self.add_store(store)
         self._queues[store].extend(entries)
+        self._changed[store] = None
 
 
 def clear(run: RunState, task: Task, *, last: bool) -> int:
@@ -81,13 +99,14 @@ def clear(run: RunState, task: Task, *, last: bool) -> int:
     The clear goes to the stores of the task's results and of its lease, and to the trainer's. Shards elsewhere (a late
     put of an earlier attempt) are strays, which reconciliation finds.
     """
-    stores = run.clears.stores
-    if len(stores) > 1:
-        may = {TRAINER_STORE, *(run.store_names[part.store] for part in task.made)}
+    if len(run.clears) > 1:
+        may = dict.fromkeys([TRAINER_STORE, *(run.store_names[part.store] for part in task.made)])
         lease = run.leases.get(task.lease)
         if lease is not None:
-            may |= stores_of(run, lease.holder)
-        stores = [store for store in stores if store in may]
+            may |= dict.fromkeys(stores_of(run, lease.holder))
+        stores = [store for store in may if store in run.clears]
+    else:
+        stores = run.clears.stores
     run.clears.push((task.task_id, task.fence, last), stores)
     return len(stores)
 

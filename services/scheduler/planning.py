@@ -10,6 +10,7 @@ from proto.messages import ErrorCode
 from services.scheduler.events import Configure
 from services.scheduler.leases import Holder
 from services.scheduler.plan import EvalPlan, Plan
+from services.scheduler.state import HEARTBEAT_S
 from shared.data import DataError, RowError, Source, open_source
 from shared.rpc.errors import RpcError
 from shared.stages import train_graph
@@ -23,6 +24,12 @@ from shared.topology.capacity import (
     worst_case_bytes,
 )
 
+HEARTBEAT_MOST_S = 5.0
+"""Maximum seconds between the heartbeats of a process."""
+HEARTBEATS_A_SECOND = 2000
+"""Number of heartbeats a second that the scheduler takes from all processes of a large run."""
+HEARTBEATS_A_LEASE = 6
+"""Minimum number of heartbeats within the time after which a lease without progress is lost."""
 _TEMPLATE_TOKENS = 256
 """Assumed maximum number of tokens that a chat template adds to a prompt."""
 
@@ -94,6 +101,13 @@ def configuration(topology: Topology) -> Configure:
         keep_last=topology.checkpoint.keep_last,
         collect_at_commit=topology.gc.after == "commit",
     )
+
+
+def heartbeat_s(topology: Topology) -> float:
+    """Return the seconds between the heartbeats of a process that holds leases: more in large runs, but several within
+    a lease."""
+    longest = min(topology.lease.lease_s / HEARTBEATS_A_LEASE, HEARTBEAT_MOST_S)
+    return max(min(len(topology.services_plan()) / HEARTBEATS_A_SECOND, longest), HEARTBEAT_S)
 
 
 def device_limits(topology: Topology) -> dict[Holder, float]:

@@ -47,9 +47,10 @@ from services.scheduler.events import (
     StoreGone,
     TailLost,
 )
-from services.scheduler.leases import CallId, Holder, Leases
+from services.scheduler.leases import CallId, Leases
 from services.scheduler.losses import Losses
 from services.scheduler.plan import EpochOrder, Plan
+from services.scheduler.registry import Registry
 from services.scheduler.shard_loss import lose_shards
 from services.scheduler.staleness import BY_COMPLETION
 from services.scheduler.steps import check_driver, checkpoint, commit, form_batch, take_over
@@ -80,7 +81,7 @@ class RunState:
         self.out: list[Effect] = []
         """Effects of the events that were applied. The caller takes them."""
         self.config = Configure(steps=0, attempts=3, keep_last=2, collect_at_commit=False)
-        self.registry: dict[Holder, Register] = {}
+        self.registry = Registry()
 
         self.tasks = Tasks(len(plan.stages))
         self.window: AdmissionWindow = AdmissionWindow()
@@ -210,7 +211,7 @@ class RunState:
         for lease in self.leases.held_by(holder):
             if lease.incarnation != request.incarnation:
                 leasing.give_up(self, lease, DEATH)
-        self.registry[holder] = request
+        self.registry.put(request)
         if request.service == STORE:
             if lost_data(self, old, request):
                 come_back_empty(self, service_name(*holder))

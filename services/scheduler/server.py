@@ -49,7 +49,7 @@ from services.scheduler.events import (
 )
 from services.scheduler.journal import Journal
 from services.scheduler.metrics_file import MetricsFile, traces
-from services.scheduler.planning import configuration, device_limits, make_plan
+from services.scheduler.planning import configuration, device_limits, heartbeat_s, make_plan
 from services.scheduler.state import Scheduler
 from shared.actor.service import Service
 from shared.rpc.errors import RpcError
@@ -134,6 +134,7 @@ class SchedulerService(Service):
             lease_s=topology.lease.lease_s,
             incarnation=self.incarnation,
             devices=DeviceTurns(device_limits(topology)),
+            heartbeat_s=heartbeat_s(topology),
         )
         self._journal = Journal(self.run.journal, plan.fingerprint())
         gc.disable()  # objects made from the journal stay alive: garbage collections would only traverse them

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from proto.ids import split_task_id
 from proto.messages import PutTask
-from services.scheduler.events import Claim, ShardsLost, Tell
+from services.scheduler.events import Claim, Listed, ShardsLost, Tell
 from services.scheduler.leases import Version
 from services.scheduler.store_loss import lose_evaluations
 from services.scheduler.stores import away_stores, lies_in
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 AUDITED_AT_ONCE = 8192
-"""Maximum number of tasks that are compared with an inventory at a time, which bounds the delay of requests."""
+"""Maximum number of tasks that are compared with inventories between two ticks, which bounds the delay of requests."""
 _HOLDING = frozenset({TaskState.ROLLED_OUT, TaskState.READY, TaskState.BATCHED, TaskState.TRAINED})
 
 
@@ -61,37 +61,80 @@ def whole_steps(run: RunState, tasks: Iterable[PutTask]) -> list[PutTask]:
 
 @dataclass
 class Audit:
-    """An inventory of one store, page by page, and then its comparison with the accepted results, part by part."""
+    """The inventory of one store, and what it lacks."""
 
     store: str
     held: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     missing: list[Claim] = field(default_factory=list)
-    _left: Iterator[Task] | None = None
 
-    def add(self, tasks: Iterable[PutTask], hashes: Iterable[list[int]]) -> None:
-        """Add a page of the inventory."""
-        self.held.update(((task.task_id, task.fence), each) for task, each in zip(tasks, hashes, strict=True))
+    def expect(self, claim: Claim) -> None:
+        """Note a claim that the inventory does not meet."""
+        if not claim.met(self.held):
+            self.missing.append(claim)
 
-    def end(self, run: RunState) -> None:
-        """Begin the comparison after the last page."""
-        self._left = iter(list(run.tasks))
-        refs = (PutTask(ref.task_id, ref.fence) for ref in run.versions.refs if ref.store == self.store)
-        self.missing += [each for each in map(Claim, refs) if not each.met(self.held)]
 
-    def compare(self, run: RunState) -> bool:
-        """Compare up to `AUDITED_AT_ONCE` tasks. Return whether the comparison is complete.
+class Audits:
+    """The inventories of all stores, read page by page, and their comparison with the accepted results.
 
-        Results accepted since the inventory began may be in `missing`, too, so the store is asked again about each.
+    One pass over the tasks serves all stores whose inventories are complete when it begins, so that the work does not
+    grow with the number of stores.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, Audit] = {}
+        """Inventories that are being read, by store."""
+        self._complete: dict[str, Audit] = {}
+        """Complete inventories that wait for the next pass."""
+        self._compared: dict[str, Audit] = {}
+        """The inventories of the present pass."""
+        self._left: Iterator[Task] = iter(())
+        self._room = AUDITED_AT_ONCE
+        """Number of tasks that may still be compared before the next tick."""
+
+    def add(self, page: Listed) -> None:
+        """Add a page of an inventory. Pages without a first one are ignored."""
+        if page.first:
+            self._read[page.store] = Audit(page.store)
+        audit = self._read.get(page.store)
+        if audit is None:
+            return
+        audit.held.update(
+            ((task.task_id, task.fence), each) for task, each in zip(page.tasks, page.hashes, strict=True)
+        )
+        if page.last:
+            self._complete[page.store] = self._read.pop(page.store)
+
+    def tick(self) -> None:
+        """Allow the comparison of `AUDITED_AT_ONCE` more tasks."""
+        self._room = AUDITED_AT_ONCE
+
+    def compare(self, run: RunState) -> list[Audit]:
+        """Compare as many tasks as is allowed now, and return the audits that are over.
+
+        Results accepted since an inventory began may be in `missing`, too, so the store is asked again about each.
         """
-        if self._left is None:
-            return False
-        some = list(islice(self._left, AUDITED_AT_ONCE))
-        for task in some:
-            if task.state in _HOLDING and not task.lost and not task.clears and lies_in(run, task, self.store):
-                claim = _claim(run, self.store, task)
-                if not claim.met(self.held):
-                    self.missing.append(claim)
-        return len(some) < AUDITED_AT_ONCE
+        over: list[Audit] = []
+        while self._room > 0 and (self._compared or self._complete):
+            if not self._compared:
+                self._begin(run)
+            some = list(islice(self._left, self._room))
+            for task in some:
+                if task.state in _HOLDING and not task.lost and not task.clears:
+                    for store in {run.store_names[part.store] for part in task.made}:
+                        if store in self._compared:
+                            self._compared[store].expect(_claim(run, store, task))
+            if len(some) < self._room:
+                over += self._compared.values()
+                self._compared = {}
+            self._room -= max(len(some), 1)
+        return over
+
+    def _begin(self, run: RunState) -> None:
+        self._compared, self._complete = self._complete, {}
+        self._left = iter(list(run.tasks))
+        for ref in run.versions.refs:
+            if ref.store in self._compared:
+                self._compared[ref.store].expect(Claim(PutTask(ref.task_id, ref.fence)))
 
 
 def lose_shards(run: RunState, event: ShardsLost) -> bool:

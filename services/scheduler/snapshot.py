@@ -109,7 +109,8 @@ def load(plan: Plan, parts: Iterable[bytes]) -> RunState:
     for name in _VALUES:
         setattr(run, name, head.values[name])
     run.config = head.config
-    run.registry = {(row.service, row.instance): row for row in head.registry}
+    for row in head.registry:
+        run.registry.put(row)
     run.tasks.counts[TaskState.COLLECTED] = head.collected
     run.tasks.least_fence = head.least_fence
     for part in rest:

@@ -84,7 +84,7 @@ from services.scheduler.pace import Paces
 from services.scheduler.plan import Plan
 from services.scheduler.plausible import check_numbers
 from services.scheduler.run_state import Reply, RunState
-from services.scheduler.shard_loss import Audit, claims, whole_steps
+from services.scheduler.shard_loss import Audits, claims, whole_steps
 from services.scheduler.steps import batch, check_driver, check_versions
 from services.scheduler.stores import STORE, upstream
 from services.scheduler.view import Seen
@@ -103,6 +103,9 @@ ABSENT_S = 3.0
 MARGIN_S = 0.5
 """Seconds before its deadline at which a deferred call is answered, at most a quarter of the time it had left."""
 TELL_S = 1.0
+ANSWERED_AT_ONCE = 256
+"""Maximum number of deferred lease requests of a stage that one event answers, which bounds the delay of others. The
+next event, at the latest a tick, continues."""
 
 
 @dataclass(eq=False)
@@ -118,11 +121,21 @@ class Waiting:
 class Scheduler:
     """The state machine of the scheduler. The journal rebuilds `run`; all other state is volatile."""
 
-    def __init__(self, plan: Plan, *, lease_s: float, incarnation: int, devices: DeviceTurns | None = None) -> None:
-        """`devices` assigns turns on shared devices if services are colocated."""
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        lease_s: float,
+        incarnation: int,
+        devices: DeviceTurns | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        """`devices` assigns turns on shared devices if services are colocated. `heartbeat_s` are the seconds between
+        the heartbeats of every service but the stores, which send one each `HEARTBEAT_S`."""
         self.run = RunState(plan)
         self._devices = devices or DeviceTurns({})
         self.lease_s = lease_s
+        self._heartbeat_s = heartbeat_s
         self.incarnation = incarnation
         self.last_row: dict[str, float] = {}
         self.bad_rows = 0
@@ -131,12 +144,17 @@ class Scheduler:
         self._out: list[Effect] = []
         self._leasing: list[deque[Waiting]] = [deque() for _ in plan.stages]
         """Deferred lease requests by stage. They are answered in the order in which they came."""
+        self._deferred: dict[Holder, list[Waiting]] = {}
+        """The same by process, with some that are answered."""
         self._polls: list[Waiting] = []
         """Deferred requests of the driver."""
         self._paces = Paces(lease_s)
         self._seen: dict[Holder, Seen] = {}
-        self._audits: dict[str, Audit] = {}
-        """Inventories that are being read or compared, by store."""
+        self._ending: dict[Holder, str] = {}
+        """The troubles that end the run, by the service that reports them."""
+        self._lost_lives: set[int] = set()
+        """Incarnations that were lost with their hosts. They may be heard again until their agents end them."""
+        self._audits = Audits()
         self._clearing: dict[str, float] = {}
         """Stores with a clear in flight, and the time at which it was sent."""
         self._awaited: dict[tuple[str, int], float] = {}
@@ -167,7 +185,7 @@ class Scheduler:
         for lease in self.run.leases:
             self._paces.begin(lease.lease_id, now)
         for holder in self.run.registry:
-            self._seen[holder] = Seen(now)
+            self._see(holder, Seen(now))
         self._devices.begin(self.run.registry, now)
         self.run.dropped_in_a_row = 0  # the reward function may have been fixed before resuming
         if config != self.run.config:
@@ -265,12 +283,14 @@ class Scheduler:
     def _settle(self) -> None:
         """After any event: answer the deferred calls that can be answered, and send pending clears to stores."""
         for queue in self._leasing:
-            while queue and self._retry(queue[0]):
+            for _ in range(min(len(queue), ANSWERED_AT_ONCE)):
+                if not self._retry(queue[0]):
+                    break
                 queue.popleft()
         if self._polls:
             self._polls = [waiting for waiting in self._polls if not self._retry(waiting)]
         self._out.extend(self._devices.settle(self._now))
-        for store in self.run.clears.stores:
+        for store in self.run.clears.take_changed():
             if store not in self._clearing:
                 tasks = self.run.clears.head(store)
                 if tasks:
@@ -328,8 +348,8 @@ class Scheduler:
                 self._durable(expired)
         for holder in self._silent_stores():
             self._give_up_store(holder)
-        for audit in list(self._audits.values()):
-            self._audit(audit)
+        self._audits.tick()
+        self._audit()
         if self._reconcile_at <= self._now:
             self._reconcile_at = self._now + RECONCILE_S
             self._out.extend(RequestInventory(store) for store in self.run.clears.stores)
@@ -342,11 +362,13 @@ class Scheduler:
         store = service_name(*holder)
         self._durable(StoreGone(store))
         self._seen.pop(holder, None)
+        self._ending.pop(holder, None)
         if self._clearing.pop(store, None) is not None:
             self._out.append(StopClear(store))
 
     def _lose_host(self, lives: frozenset[int]) -> None:
         """Give up the stores, leases, deferred requests and device turns of the processes of a lost host."""
+        self._lost_lives |= lives
         lost = [holder for holder, row in self.run.registry.items() if row.incarnation in lives]
         for holder in lost:
             self._fail_waiting(holder, f"{service_name(*holder)} was lost with its host")
@@ -360,13 +382,9 @@ class Scheduler:
 
     def _fail_waiting(self, holder: Holder, why: str, *, but: int = 0) -> None:
         """Fail the deferred lease requests of a process, except those of its life `but`."""
-        for waiting in chain(*self._leasing):
+        for waiting in self._deferred.get(holder, ()):
             asked = waiting.asked.request
-            if (
-                isinstance(asked, LeaseRequest)
-                and (asked.service, asked.instance) == holder
-                and asked.incarnation != but
-            ):
+            if waiting.open and isinstance(asked, LeaseRequest) and asked.incarnation != but:
                 waiting.open = False
                 self._out.append(Fail(waiting.asked.ref, ErrorCode.LOST, why))
 
@@ -374,7 +392,7 @@ class Scheduler:
         return [
             holder
             for holder, seen in self._seen.items()
-            if holder[0] == STORE and service_name(*holder) != TRAINER_STORE and self._now - seen.at > GONE_S
+            if self._now - seen.at > GONE_S and holder[0] == STORE and service_name(*holder) != TRAINER_STORE
         ]
 
     # ---------------------------------------------------------------------------------------------- registry
@@ -382,14 +400,17 @@ class Scheduler:
     def _register(self, asked: Asked, request: Register) -> None:
         check_numbers(request)
         holder = (request.service, request.instance)
+        if request.incarnation in self._lost_lives:
+            raise RpcError(ErrorCode.LOST, f"{service_name(*holder)}: this life was lost with its host; end it")
         if self.run.registry.get(holder) != request:
             self._fail_waiting(holder, f"{service_name(*holder)} restarted", but=request.incarnation)
             self._durable(request)
             self._devices.registered(request, self._now)
-        self._seen[holder] = Seen(self._now)
+        self._see(holder, Seen(self._now))
         if request.service == STORE:
             self._out.append(RequestInventory(service_name(*holder)))
-        self._answer(asked, Registered(scheduler_incarnation=self.incarnation, heartbeat_s=HEARTBEAT_S))
+        every_s = HEARTBEAT_S if request.service == STORE else self._heartbeat_s
+        self._answer(asked, Registered(scheduler_incarnation=self.incarnation, heartbeat_s=every_s))
 
     def where(self, service: str, instance: int) -> Resolved:
         """Return the registered endpoint of an instance. Raises RpcError(missing) if it has not registered."""
@@ -405,9 +426,8 @@ class Scheduler:
         if known is None or known.incarnation != beat.incarnation:
             self._answer(asked, HeartbeatAck(scheduler_incarnation=self.incarnation, registered=False))
             return
-        self._seen[holder] = Seen(
-            self._now, beat.state, beat.rss_bytes, beat.store_bytes, beat.store_shards, list(beat.troubles)
-        )
+        troubles = list(beat.troubles)
+        self._see(holder, Seen(self._now, beat.state, beat.rss_bytes, beat.store_bytes, beat.store_shards, troubles))
         self._devices.beat(beat, self._now)
         lost: list[int] = []
         for report in beat.leases:
@@ -428,6 +448,14 @@ class Scheduler:
     def _is_present(self, holder: Holder) -> bool:
         seen = self._seen.get(holder)
         return seen is not None and self._now - seen.at < ABSENT_S
+
+    def _see(self, holder: Holder, seen: Seen) -> None:
+        self._seen[holder] = seen
+        ends = next((each.text for each in seen.troubles if each.ends_run), None)
+        if ends is None:
+            self._ending.pop(holder, None)
+        else:
+            self._ending[holder] = ends
 
     def is_over(self, service: str, instance: int, incarnation: int, now: float) -> bool:
         """Return whether a life of a process counts as over at `now` although its end was not observed: another
@@ -455,23 +483,14 @@ class Scheduler:
         if strays:
             self._out.append(SendClear(page.store, strays, tracked=False))
             self._tell("scheduler/gc", {"strays": float(len(strays)), "store": page.store})
-        if page.first:
-            self._audits[page.store] = Audit(page.store)
-        audit = self._audits.get(page.store)
-        if audit is None:
-            return
-        audit.add(page.tasks, page.hashes)
-        if page.last:
-            audit.end(self.run)
-            self._audit(audit)
+        self._audits.add(page)
+        self._audit()
 
-    def _audit(self, audit: Audit) -> None:
-        """Continue to compare an inventory with the accepted results, and have the store check the missing ones."""
-        if not audit.compare(self.run):
-            return
-        del self._audits[audit.store]
-        if audit.missing:
-            self._out.append(CheckShards(audit.store, audit.missing))
+    def _audit(self) -> None:
+        """Continue to compare inventories with the accepted results, and have the stores check the missing ones."""
+        for audit in self._audits.compare(self.run):
+            if audit.missing:
+                self._out.append(CheckShards(audit.store, audit.missing))
 
     def _report(self, asked: Asked, request: ReportShards) -> None:
         """Have the store check what a reader could not read, and the other tasks of the same steps."""
@@ -507,8 +526,9 @@ class Scheduler:
             return
         stage = stage_of(self.run, request)
         if self._leasing[stage] or not self._try_lease(asked, request):
-            attempt = partial(self._try_lease, asked, request)
-            self._leasing[stage].append(Waiting(asked, attempt, self._answer_by(asked)))
+            waiting = Waiting(asked, partial(self._try_lease, asked, request), self._answer_by(asked))
+            self._leasing[stage].append(waiting)
+            self._deferred[holder] = [*(each for each in self._deferred.get(holder, ()) if each.open), waiting]
 
     def _try_lease(self, asked: Asked, request: LeaseRequest) -> bool:
         grant = self.run.lease(request, asked.call)
@@ -551,10 +571,8 @@ class Scheduler:
 
     def _check_troubles(self) -> None:
         """Raise RpcError(bad_data) if a service gave up waiting for something that tasks need."""
-        for holder, seen in self._seen.items():
-            for each in seen.troubles:
-                if each.ends_run:
-                    raise RpcError(ErrorCode.BAD_DATA, f"{service_name(*holder)}: {each.text}")
+        for holder, text in self._ending.items():
+            raise RpcError(ErrorCode.BAD_DATA, f"{service_name(*holder)}: {text}")
 
     def _tell(self, topic: str, values: dict[str, float | str]) -> None:
         self._out.extend(self._teller.tell(topic, values))

@@ -117,7 +117,7 @@ def remove_departed_store(run: RunState, store: str) -> bool:
     Its pending clears count as done and its room is no longer used. Unfinished tasks with shards there are sampled
     again. So are tasks leased on its host if the host has no other store, because no store could take their results.
     """
-    row = run.registry.pop(parse_service_name(store), None)
+    row = run.registry.remove(parse_service_name(store))
     if row is None:
         return False
     run.gone[store] = row.data_id

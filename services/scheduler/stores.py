@@ -8,13 +8,13 @@ those that a store holds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from services.scheduler.leases import Holder
 from services.scheduler.tasks import Task
-from shared.rundir import parse_service_name, service_name
+from shared.rundir import service_name
 from shared.topology import TRAINER_STORE
 
 if TYPE_CHECKING:
@@ -30,29 +30,28 @@ FULL_SHARE = 0.8
 # ---- locations of shards
 
 
-def stores_of(run: RunState, holder: Holder) -> set[str]:
+def stores_of(run: RunState, holder: Holder) -> list[str]:
     """Return the stores on the host of `holder`, or all stores if there are none."""
-    every = {service_name(*each): row for each, row in run.registry.items() if each[0] == STORE}
     row = run.registry.get(holder)
-    same = {name for name, store in every.items() if row is not None and store.host_id == row.host_id}
-    return same or set(every)
+    there = run.registry.on_host(row.host_id) if row is not None else []
+    return [service_name(*each) for each in there if each[0] == STORE] or list(run.registry.stores)
 
 
 def holders_without_store(run: RunState, host_id: str) -> set[Holder]:
     """Return all holders on a host, or none if the host has a store."""
-    there = {holder for holder, row in run.registry.items() if row.host_id == host_id}
+    there = set(run.registry.on_host(host_id))
     return set() if any(service == STORE for service, _ in there) else there
 
 
 def is_away(run: RunState, store: str) -> bool:
     """Return whether a store is, or may be, on another host than the trainer's. It may hold copies of versions."""
-    home, row = (run.registry.get(parse_service_name(name)) for name in (TRAINER_STORE, store))
+    home, row = run.registry.stores.get(TRAINER_STORE), run.registry.stores.get(store)
     return row is not None and row is not home and (home is None or row.host_id != home.host_id)
 
 
 def away_stores(run: RunState) -> list[str]:
     """Return the stores on other hosts than the trainer's."""
-    return [store for store in run.clears.stores if is_away(run, store)]
+    return [store for store in run.registry.stores if is_away(run, store)]
 
 
 def upstream(run: RunState, store: Holder, is_present: Callable[[Holder], bool]) -> list[str]:
@@ -70,7 +69,10 @@ def upstream(run: RunState, store: Holder, is_present: Callable[[Holder], bool])
 
 def lies_in(run: RunState, task: Task, store: str) -> bool:
     """Return whether the store has accepted shards of a task."""
-    return any(run.store_names[part.store] == store for part in task.made)
+    for part in task.parts:  # noqa: SIM110  # a lost store asks this about every live task, a generator takes longer
+        if part is not None and run.store_names[part.store] == store:
+            return True
+    return False
 
 
 def replayable(run: RunState, step: int) -> bool:
@@ -93,7 +95,7 @@ def store_index(run: RunState, store: str) -> int:
 
 def limits(run: RunState) -> dict[str, int]:
     """Return the limit of each store in bytes."""
-    return {service_name(*holder): row.limit_bytes for holder, row in run.registry.items() if holder[0] == STORE}
+    return {name: row.limit_bytes for name, row in run.registry.stores.items()}
 
 
 def room_for_tasks(run: RunState) -> int:
@@ -103,22 +105,21 @@ def room_for_tasks(run: RunState) -> int:
     """
     if not run.plan.task_bytes:
         return run.plan.max_live
-    free = min(
-        (limit - _set_aside_bytes(run, store) - run.uncovered.get(store, 0) for store, limit in limits(run).items()),
-        default=0,
-    )
+    free = min((room - run.uncovered.get(store, 0) for store, room in _rooms(run)), default=0)
     return free // run.plan.task_bytes - len(run.open_batch)
 
 
-def _set_aside_bytes(run: RunState, store: str) -> int:
-    """Return the bytes reserved for weight versions and, in the trainer's store, for a step that is replayed."""
-    is_home = store == TRAINER_STORE
-    if not is_home and not is_away(run, store):
-        return 0
+def _rooms(run: RunState) -> Iterator[tuple[str, int]]:
+    """Yield each store with its limit in bytes, less the bytes reserved for weight versions and, in the trainer's
+    store, for a step that is replayed.
+    """
     newest = run.versions.get(run.versions.newest) if run.versions.newest is not None else None
     one = max(run.plan.weight_bytes, newest.nbytes if newest else 0)
     versions = max(run.versions.nbytes, run.plan.weight_versions * one)
-    return versions + run.plan.replay_bytes if is_home else versions
+    for store, row in run.registry.stores.items():
+        is_home = store == TRAINER_STORE
+        reserved = versions + run.plan.replay_bytes if is_home else versions if is_away(run, store) else 0
+        yield store, row.limit_bytes - reserved
 
 
 def held_in(run: RunState, tasks: Iterable[Task]) -> Counter[str]:
@@ -158,6 +159,5 @@ def wants_checkpoint(run: RunState, batch: Mapping[str, int]) -> bool:
         return False
     live = run.plan.max_live * run.plan.task_bytes
     return any(
-        run.uncovered.get(store, 0) + batch.get(store, 0) > FULL_SHARE * (limit - _set_aside_bytes(run, store) - live)
-        for store, limit in limits(run).items()
+        run.uncovered.get(store, 0) + batch.get(store, 0) > FULL_SHARE * (room - live) for store, room in _rooms(run)
     )

@@ -78,7 +78,7 @@ def troubles(seen: Mapping[Holder, Seen]) -> list[TroubleRow]:
     """Return the troubles that services report, ordered by service and instance."""
     return [
         TroubleRow(service, instance, each.kind, each.text)
-        for (service, instance), one in sorted(seen.items())
+        for (service, instance), one in sorted(item for item in seen.items() if item[1].troubles)
         for each in one.troubles
     ]
 

@@ -368,13 +368,13 @@ class Service:
             self.stopping.set()
 
     async def _heartbeats(self) -> None:
-        registered = False
+        registered, every_s = False, HEARTBEAT_S
         while True:
             try:
                 if not registered:
                     answer = await self.scheduler.call(self.registration(), messages.Registered, deadline_s=CALL_S)
                     self._scheduler_incarnation = answer.scheduler_incarnation
-                    registered = True
+                    registered, every_s = True, answer.heartbeat_s
                 self._note_progress()
                 beat = await self.scheduler.call(self.heartbeat(), messages.HeartbeatAck, deadline_s=CALL_S)
                 registered = beat.registered and beat.scheduler_incarnation == self._scheduler_incarnation
@@ -383,7 +383,7 @@ class Service:
                 if beat.weights is not None:
                     self.on_newer_weights(beat.weights)
                 self.on_upstream(list(beat.upstream))
-                pause_s = HEARTBEAT_S if registered else REGISTER_AGAIN_S
+                pause_s = every_s if registered else REGISTER_AGAIN_S
             except (RpcError, WireError) as error:
                 self.log.warning("scheduler does not answer", error=str(error))
                 pause_s = HEARTBEAT_S

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from pathlib import Path as FilePath
 
+from proto.limits import MAX_INLINE_BYTES
 from shared.topology import algorithm_checks, colocate_checks, engine_checks, split_checks
 from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
 from shared.topology.fields import format_size
@@ -18,6 +19,9 @@ from shared.topology.model_files import read_config
 from shared.topology.problem import Found, Path
 from shared.topology.schema import Topology
 from shared.topology.services import DEVICE_SERVICE
+
+MOST_SAMPLES = MAX_INLINE_BYTES // 4
+"""Maximum number of samples of a step: a column of their scalars, of four bytes each, is one array of a message."""
 
 
 def check(topology: Topology) -> Found:
@@ -69,6 +73,13 @@ def _algorithm(topology: Topology) -> Found:
     if tasks % block:
         message = f"{block} does not divide algorithm.tasks_per_step ({tasks}); use a divisor or leave it out"
         yield ("services", "rollout", "block_tasks"), message
+    samples = tasks * algorithm.group_size
+    if samples > MOST_SAMPLES:
+        message = (
+            f"{tasks} tasks of {algorithm.group_size} samples: a step has at most {MOST_SAMPLES} samples, because each "
+            "of their scalars (reward, length) travels in one message; lower it or group_size"
+        )
+        yield ("algorithm", "tasks_per_step"), message
     for index, beta in enumerate(topology.optimizer.betas):
         if not 0 <= beta < 1:
             yield ("optimizer", "betas", index), f"{beta} is out of range, from 0 to below 1, such as 0.9"

@@ -6,6 +6,7 @@ from tests.mutants.mutation import Mutation
 
 BOOK = "launch/placement/book.py"
 SCHEDULER = "services/scheduler/state.py"
+LARGE = "tests/unit/scheduler/test_large_runs.py"
 STORES = "tests/unit/scheduler/test_stores.py"
 PLACES = "tests/property/test_host_book.py::test_every_process_has_one_place_whatever_happens_to_the_hosts"
 RETURNS = "tests/unit/launch/test_host_book.py::test_a_host_that_returns_runs_processes_that_found_no_other_place"
@@ -28,8 +29,8 @@ HOSTS = [
     Mutation(
         "a store that the topology places is waited for indefinitely",
         SCHEDULER,
-        "service_name(*holder) != TRAINER_STORE and self._now - seen.at > GONE_S",
-        "holder[1] > 1 and self._now - seen.at > GONE_S",
+        "> GONE_S and holder[0] == STORE and service_name(*holder) != TRAINER_STORE",
+        "> GONE_S and holder[0] == STORE and holder[1] > 1",
         f"{STORES}::test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_made_again",
     ),
     Mutation(
@@ -47,6 +48,13 @@ HOSTS = [
         f"{STORES}::test_the_leases_of_a_lost_process_are_given_up_although_a_store_of_its_host_is_alive",
     ),
     Mutation(
+        "a store of a lost host is taken again when it is heard again",
+        SCHEDULER,
+        "if request.incarnation in self._lost_lives:",
+        "if request.incarnation in self._lost_lives and request.service != STORE:",
+        f"{STORES}::test_a_store_that_is_heard_again_after_its_host_was_lost_is_not_registered_again",
+    ),
+    Mutation(
         "the processes of a lost host stay there",
         BOOK,
         """        effects.append(Told(f"host {name} is lost: {cause}"))
@@ -57,8 +65,8 @@ HOSTS = [
     Mutation(
         "a process gets GPUs of another process",
         BOOK,
-        "if name == host.name and other is not unit",
-        "if name != host.name and other is not unit",
+        "if place.unit is not unit",
+        "if place.unit is unit",
         PLACES,
     ),
     Mutation(
@@ -74,6 +82,37 @@ HOSTS = [
         "if report.incarnation in host.given_up:",
         "if report.incarnation in host.given_up and not host.report:",
         RETURNS,
+    ),
+    Mutation(
+        "a service sends heartbeats as often as it likes",
+        "shared/actor/service.py",
+        "registered, every_s = True, answer.heartbeat_s",
+        "registered, every_s = True, HEARTBEAT_S",
+        "tests/unit/shared/actor/test_actor.py::test_heartbeats_come_as_often_as_the_scheduler_asks_for",
+    ),
+    Mutation(
+        "one event answers all deferred leases",
+        SCHEDULER,
+        "for _ in range(min(len(queue), ANSWERED_AT_ONCE)):",
+        "for _ in range(len(queue)):",
+        f"{LARGE}::test_a_burst_of_deferred_leases_is_answered_in_parts_so_that_others_are_answered_in_between",
+    ),
+    Mutation(
+        "every event looks at the clears of every store",
+        SCHEDULER,
+        "for store in self.run.clears.take_changed():",
+        "for store in self.run.clears.stores:",
+        f"{LARGE}::test_the_work_for_a_request_does_not_depend_on_the_number_of_processes",
+    ),
+    Mutation(
+        "the next clears of a store are sent only with new ones",
+        "services/scheduler/collection.py",
+        """        queue = self._queues[store]
+        self._changed[store] = None
+""",
+        """        queue = self._queues[store]
+""",
+        f"{LARGE}::test_clears_beyond_those_of_one_message_follow_its_acknowledgement",
     ),
     Mutation(
         "the scheduler ends before the processes of other hosts",

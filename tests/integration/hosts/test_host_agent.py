@@ -1,11 +1,16 @@
-"""An agent on another network: it runs its part of a run that it reaches over TCP only, and survives a partition."""
+"""An agent on another network: it runs its part of a run that it reaches over TCP only, over lines that lose and delay
+packets, and after partitions and the loss of its host."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,13 +18,16 @@ import pytest
 from launch import access
 from shared.rundir import RunDir
 from shared.security.roles import Role
-from tests.integration.hosts.ray_cluster import Told, assert_nothing_left, volatile_folders
+from tests.integration.hosts.ray_cluster import Told, assert_nothing_left, processes_of, volatile_folders
 from tests.integration.netns import Host, two_hosts
 from tests.integration.tiny.harness import QUICKSTART, ROOT, ctl, environment, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 LIMIT_S = 240.0
+HEARS_NOTHING = ("INPUT", "!", "-i", "lo", "-j", "DROP")
+LOSES = ("INPUT", "!", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability", "0.1", "-j", "DROP")
+"""One packet of ten that come in over the link is lost."""
 
 
 @contextlib.contextmanager
@@ -40,42 +48,150 @@ def on(host: Host, module: str, *arguments: str) -> Iterator[subprocess.Popen[st
         child.wait(20)
 
 
-def cut(host: Host, action: str) -> None:
-    """Drop everything that comes in over the link (-I), or no longer (-D)."""
-    rule = ["INPUT", "!", "-i", "lo", "-j", "DROP"]
+def firewall(host: Host, action: str, rule: tuple[str, ...]) -> None:
+    """Add (-I) or remove (-D) a rule for what comes in."""
     subprocess.run(host.command("iptables", action, *rule), check=True, capture_output=True, timeout=10)
 
 
-def test_a_partition_costs_leases_and_the_host_joins_again_when_it_heals(tmp_path: Path) -> None:
-    path, away_path = tmp_path / "run", tmp_path / "away"
+def dropped(host: Host) -> int:
+    """Return the number of packets that the host's rules dropped."""
+    listed = subprocess.run(host.command("iptables", "-nvxL", "INPUT"), check=True, capture_output=True, text=True)
+    return sum(int(count) for count in re.findall(r"^\s*(\d+)\s+\d+\s+DROP", listed.stdout, re.M))
+
+
+@dataclass
+class Run:
+    """A run of the quickstart whose rollout is on the host `away`."""
+
+    folder: Path
+    home: Host
+    away: Host
+    launcher: subprocess.Popen[str]
+    told: Told
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def away_path(self) -> Path:
+        return self.folder / "away"
+
+    @contextlib.contextmanager
+    def agent(self) -> Iterator[subprocess.Popen[str]]:
+        given = ("--access", str(self.folder / "file"), "--name", "b", "--run-dir", str(self.away_path))
+        with on(self.away, "launch.host", *given) as agent:
+            yield agent
+
+    def goes_on(self) -> None:
+        """Wait for two more steps."""
+        step = self.told.step()
+        wait_for("two more steps", lambda: self.told.step() >= step + 2, LIMIT_S)
+
+    def ends(self, agent: subprocess.Popen[str]) -> None:
+        """Stop the run and check what it leaves."""
+        folders = volatile_folders(self.path) + volatile_folders(self.away_path)
+        assert ctl(self.path, "stop").returncode == 0
+        self.launcher.wait(LIMIT_S)
+        assert agent.wait(LIMIT_S) == 0
+        assert_nothing_left(self.folder, folders)
+
+
+@contextlib.contextmanager
+def running(folder: Path, delay_s: float = 0.0) -> Iterator[Run]:
+    """Start a run on one of two hosts, for an agent on the other one."""
     sets = [
         "placement.hosts={b: {}}",
         "services.rollout.host=b",
+        "services.batch-store.memory=256MiB",
         "run.steps=100000",
         "data.eval={}",
         "run.spares=false",
     ]
-    with two_hosts() as (home, away), contextlib.ExitStack() as stack:
-        sets += [f"transport.listen={home.address}", "services.batch-store.memory=256MiB"]
-        words = [word for each in sets for word in ("--set", each)]
-        launcher = stack.enter_context(on(home, "launch.cluster", str(QUICKSTART), "--run-dir", str(path), *words))
-        told = Told(launcher)
-        wait_for("the run directory", lambda: (path / "run.json").exists(), LIMIT_S)
-        access.export(RunDir.open(path), Role.SERVICE, tmp_path / "file")
-        given = ("--access", str(tmp_path / "file"), "--name", "b", "--run-dir", str(away_path))
-        agent = stack.enter_context(on(away, "launch.host", *given))
-        told.wait_for("host b has joined")
-        wait_for("training", lambda: told.step() >= 2, LIMIT_S)
-        before = volatile_folders(away_path)
-        cut(away, "-I")
-        lost = told.wait_for("host b is lost: its agent is silent")
-        cut(away, "-D")
-        told.wait_for("host b has joined", lost)
-        step = told.step()
-        wait_for("two more steps", lambda: told.step() >= step + 2, LIMIT_S)
+    with two_hosts(delay_s) as (home, away):
+        words = [word for each in [*sets, f"transport.listen={home.address}"] for word in ("--set", each)]
+        path = folder / "run"
+        with on(home, "launch.cluster", str(QUICKSTART), "--run-dir", str(path), *words) as launcher:
+            wait_for("the run directory", (path / "run.json").exists, LIMIT_S)
+            access.export(RunDir.open(path), Role.SERVICE, folder / "file")
+            yield Run(folder, home, away, launcher, Told(launcher))
+
+
+@pytest.mark.parametrize("deaf", [("away",), ("home",), ("home", "away")])
+def test_a_partition_costs_leases_and_the_host_joins_again_when_it_heals(deaf: tuple[str, ...], tmp_path: Path) -> None:
+    with running(tmp_path) as run, run.agent() as agent:
+        run.told.wait_for("host b has joined")
+        run.goes_on()
+        before = volatile_folders(run.away_path)
+        for side in deaf:
+            firewall(getattr(run, side), "-I", HEARS_NOTHING)
+        lost = run.told.wait_for("host b is lost: its agent is silent")
+        for side in deaf:
+            firewall(getattr(run, side), "-D", HEARS_NOTHING)
+        run.told.wait_for("host b has joined", lost)
+        run.goes_on()
         assert not any(folder.exists() for folder in before)
-        folders = volatile_folders(path) + volatile_folders(away_path)
-        assert ctl(path, "stop").returncode == 0
-        launcher.wait(LIMIT_S)
-        assert agent.wait(LIMIT_S) == 0
-        assert_nothing_left(tmp_path, folders)
+        run.ends(agent)
+
+
+@pytest.mark.parametrize("side", ["home", "away"])
+def test_a_line_that_loses_packets_in_one_direction_costs_no_host(side: str, tmp_path: Path) -> None:
+    with running(tmp_path) as run, run.agent() as agent:
+        run.told.wait_for("host b has joined")
+        firewall(getattr(run, side), "-I", LOSES)
+        run.goes_on()
+        run.goes_on()
+        assert dropped(getattr(run, side)) > 10
+        assert not [line for line in run.told.lines if "is lost" in line]
+        run.ends(agent)
+
+
+def test_a_line_with_a_delay_of_a_tenth_of_a_second_costs_no_host(tmp_path: Path) -> None:
+    with running(tmp_path, delay_s=0.1) as run, run.agent() as agent:
+        run.told.wait_for("host b has joined")
+        run.goes_on()
+        run.goes_on()
+        assert not [line for line in run.told.lines if "is lost" in line]
+        run.ends(agent)
+
+
+def test_a_host_that_lost_its_power_is_lost_and_returns_with_a_new_agent(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        with run.agent():
+            run.told.wait_for("host b has joined")
+            run.goes_on()
+            firewall(run.away, "-I", HEARS_NOTHING)  # and home hears nothing of the deaths, as without power
+            firewall(run.home, "-I", HEARS_NOTHING)
+            for process in processes_of(run.away_path):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        before = volatile_folders(run.away_path)
+        lost = run.told.wait_for("host b is lost: its agent is silent")
+        firewall(run.away, "-D", HEARS_NOTHING)
+        firewall(run.home, "-D", HEARS_NOTHING)
+        with run.agent() as agent:
+            run.told.wait_for("host b has joined", lost)
+            run.goes_on()
+            assert not any(folder.exists() for folder in before)
+            run.ends(agent)
+
+
+def test_an_agent_whose_host_lacks_the_model_ends_with_one_line(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        model = ROOT / "launch" / "topologies" / "models"
+        agent = subprocess.run(
+            run.away.command(
+                *("sh", "-c", f'mount -t tmpfs none {model} && exec "$@"', "host", sys.executable, "-m", "launch.host"),
+                *("--access", str(tmp_path / "file"), "--name", "b", "--run-dir", str(run.away_path)),
+            ),
+            cwd=ROOT,
+            env=environment(""),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert agent.returncode == 2
+        [line] = agent.stderr.splitlines()
+        assert line.startswith(f"launch.host: policy.model: no folder {model}/"), line
+        assert not processes_of(run.away_path)

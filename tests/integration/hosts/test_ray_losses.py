@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -104,31 +103,6 @@ def test_a_killed_launcher_leaves_nothing_on_any_host(tmp_path: Path) -> None:
         assert_nothing_left(path, folders)
 
 
-@pytest.mark.parametrize(
-    ("settings", "address", "line"),
-    [
-        (
-            ("placement.hosts.nobody={}",),
-            "",
-            "placement: host nobody: no node has the label rlbus-host=nobody, and no other free node has 0 GPUs",
-        ),
-        (("placement.hosts.b={gpus: 2}",), "", "placement: host b: its node has 0 GPUs, placement.hosts.b.gpus is 2"),
-        ((), "127.0.0.1:9", "placement: no Ray cluster at '127.0.0.1:9' (Connection refused); begin one with `ray "),
-    ],
-)
-def test_a_cluster_that_cannot_do_it_is_refused_in_one_line(
-    settings: tuple[str, ...], address: str, line: str, tmp_path: Path
-) -> None:
-    with ray_cluster("b", "c") as cluster:
-        given = (*PLACES, ENDLESS, *settings)
-        environment = {"RAY_ADDRESS": address} if address else {}
-        with run_on(cluster, tmp_path / "run", *given, **environment) as launcher:
-            output, _ = launcher.communicate(timeout=LIMIT_S)
-    assert launcher.returncode == 2
-    assert [each for each in output.splitlines() if not each.startswith("warning: ")][-1].startswith(line), output
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_second_run_on_the_same_nodes_is_refused(tmp_path: Path) -> None:
     with three_nodes(tmp_path / "first") as (cluster, _launcher, told):
         ports = ("transport.scheduler_port=17747", "transport.supervisor_port=17748", "transport.monitor_port=17749")
@@ -137,18 +111,3 @@ def test_a_second_run_on_the_same_nodes_is_refused(tmp_path: Path) -> None:
         assert second.returncode == 2
         assert "host b: its node already is a host of run 'first'; end that run first" in output
         goes_on(told)
-
-
-def test_a_dry_run_says_where_everything_would_run_and_starts_nothing(tmp_path: Path) -> None:
-    with ray_cluster("b", "c") as cluster:
-        begun = time.monotonic()
-        with run_on(cluster, tmp_path / "run", *PLACES, ENDLESS, dry_run=True) as launcher:
-            output, _ = launcher.communicate(timeout=LIMIT_S)
-        print(f"the hosts were asked within {time.monotonic() - begun:.1f} s")
-    assert launcher.returncode == 0, output
-    rows = {line.split()[0]: line for line in output.splitlines() if line.startswith(("rollout/", "scheduler/"))}
-    assert " b " in rows["rollout/0"]
-    assert " c " in rows["rollout/1"]
-    assert " this machine " in rows["scheduler/0"]
-    assert f"hosts          b: {socket.gethostname()}, c: {socket.gethostname()}" in output.splitlines()
-    assert not (tmp_path / "run").exists()

@@ -12,6 +12,7 @@ from launch.supervisor.plan import Key
 from proto.messages import ErrorCode, HostOrders, HostReport, ProcessRow
 from shared.rpc.errors import RpcError
 from shared.topology import load
+from tests.opcodes import opcodes
 from tests.unit.shared.topology.small_topology import BASE, make, write
 
 PLACES = (
@@ -171,3 +172,22 @@ def test_a_host_that_cannot_continue_ends_the_run_and_an_ended_host_runs_nothing
     assert made.running
     made.report(report("b", ended=True), 3)
     assert not made.running
+
+
+def test_the_work_for_a_report_and_for_a_lost_host_does_not_depend_on_the_number_of_other_hosts(folder: Path) -> None:
+    counts = []
+    for hosts in (4, 64):
+        names = [f"h{number}" for number in range(hosts)]
+        places = (
+            f"placement.hosts={{{', '.join(f'{name}: {{}}' for name in names)}}}",
+            f"services.rollout={{host: [{', '.join(names)}], instances: {2 * hosts}}}",
+            "services.batch-store.memory=1GiB",
+        )
+        made = book(folder, *places)
+        joined(made, *names)
+        reported = opcodes(lambda made=made: made.report(report("h1"), 1.0))  # type: ignore[misc]
+        lost = opcodes(lambda made=made: made.lose("h2", "power cut", 2.0))  # type: ignore[misc]
+        counts.append((reported, lost / hosts))
+    (report_few, lose_few), (report_many, lose_many) = counts
+    assert report_many < 1.2 * report_few
+    assert lose_many < 1.2 * lose_few  # it looks at each host, and at no process of the others

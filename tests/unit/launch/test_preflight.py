@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from launch import functions, preflight
 from launch.supervisor.programs import child_environment
+from shared.security.connections import most_connections
 from shared.topology import load, snapshot_bytes
 from shared.topology.fields import format_size
 from tests.unit.shared.topology.small_topology import edited, make, problems, write
@@ -273,3 +275,14 @@ def test_snapshots_that_shared_memory_cannot_hold_beside_the_store_are_off() -> 
     (line,) = [each for each in preflight.check(tight, "t.yaml").warnings if "snapshots" in each]
     assert "besides services.batch-store.memory" in line
     assert preflight.with_room(tight).checkpoint.memory_every is None
+
+
+def test_more_processes_on_other_hosts_than_the_scheduler_takes_connections_are_refused() -> None:
+    places = ("placement.hosts={b: {}}", "services.rollout.host=b", "transport.listen=127.0.0.1")
+    most = most_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    with_store = f"services.rollout.instances={most}"
+    [line] = [each for each in errors(*places, with_store) if each.startswith("placement")]
+    assert line.startswith(
+        f"placement: {most + 1} processes of other hosts connect to the scheduler, which takes {most}"
+    )
+    assert not [each for each in errors(*places, f"services.rollout.instances={most - 1}") if "connect" in each]

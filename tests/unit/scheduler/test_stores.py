@@ -411,6 +411,18 @@ def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
     assert replays_alike(bench)
 
 
+def test_a_store_that_is_heard_again_after_its_host_was_lost_is_not_registered_again() -> None:
+    bench = TwoHosts(config=NINE).begin()
+    bench.step(1)
+    assert isinstance(bench.ask(HostGone(host="b", incarnations=[5, 8], cause="test")), Ack)
+    again = bench.register("batch-store", 1, 5, limit_bytes=1 << 30, host_id="away", data_id="data of away")
+    assert again.code == "lost"
+    assert bench.machine.run.clears.stores == [STORE]
+    bench.register("batch-store", 2, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
+    assert bench.machine.run.clears.stores == [STORE, "batch-store/2"]
+    assert replays_alike(bench)
+
+
 def test_the_leases_of_a_lost_process_are_given_up_although_a_store_of_its_host_is_alive() -> None:
     bench = TwoHosts().begin()
     there = bench.granted(most=2, instance=1, life=8)

@@ -185,6 +185,27 @@ def test_service_registers_sends_heartbeats_and_registers_again_at_a_restarted_s
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("every_s", "least", "most"), [(0.01, 20, 1000), (3600.0, 1, 1)])
+def test_heartbeats_come_as_often_as_the_scheduler_asks_for(every_s: float, least: int, most: int, run: RunDir) -> None:
+    async def main() -> None:
+        beats: list[Heartbeat] = []
+
+        def beat(body: Heartbeat, _: Any) -> HeartbeatAck:
+            beats.append(body)
+            return HeartbeatAck(scheduler_incarnation=1, registered=True)
+
+        answer = Registered(scheduler_incarnation=1, heartbeat_s=every_s)
+        async with (
+            serving(run.endpoint("scheduler", 0), (Register, lambda _, __: answer), (Heartbeat, beat)),
+            living(Beating(run, 0)),
+        ):
+            await eventually(lambda: len(beats) >= least)
+            await asyncio.sleep(1.5)  # longer than the interval in a small run
+        assert least <= len(beats) <= most
+
+    asyncio.run(main())
+
+
 def test_registration_that_is_refused_is_retried_slowly(run: RunDir) -> None:
     async def main() -> None:
         asked = 0

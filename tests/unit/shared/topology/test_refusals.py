@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from proto import codec
+from proto.errors import WireError
+from proto.messages import BatchMeta, StepBatch
 from shared.topology import load, task_bytes, weight_bytes, worst_case_bytes
 from shared.topology.capacity import weight_versions
+from shared.topology.checks import MOST_SAMPLES
 from tests.unit.shared.topology.small_topology import BASE, WEIGHTS, edited, make, problems, write
 
 LISTEN = ["transport.listen=10.0.0.1"]
@@ -529,3 +534,16 @@ def test_memory_too_small_names_the_sufficient_number(folder: Path) -> None:
 )
 def test_hosts_that_cannot_do_their_part_are_refused(folder: Path, overrides: list[str], line: str) -> None:
     assert any(line in each for each in problems(write(folder), *overrides))
+
+
+def test_a_step_whose_scalars_fit_into_no_message_is_refused(folder: Path) -> None:
+    def batch(samples: int) -> StepBatch:
+        return StepBatch(step=1, batch=BatchMeta(tasks=[]), scalars={"reward": np.zeros(samples, np.float32)})
+
+    room = ("services.batch-store.memory=9GiB", "algorithm.group_size=4")
+    load(write(folder), [*room, f"algorithm.tasks_per_step={MOST_SAMPLES // 4}"])
+    codec.encode_body(batch(MOST_SAMPLES))
+    [line] = problems(folder / "t.yaml", *room, f"algorithm.tasks_per_step={MOST_SAMPLES // 4 + 1}")
+    assert "algorithm.tasks_per_step: 4097 tasks of 4 samples: a step has at most 16384 samples" in line
+    with pytest.raises(WireError):
+        codec.encode_body(batch(MOST_SAMPLES + 1))

@@ -1,0 +1,62 @@
+"""The registered life of every instance, found by instance, by store and by host. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from proto.messages import Register
+from services.scheduler.leases import Holder
+from services.scheduler.stores import STORE
+from shared.rundir import service_name
+
+
+class Registry(Mapping[Holder, Register]):
+    """The last registration of every instance. No question about one host looks at the others."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Holder, Register] = {}
+        self._stores: dict[str, Register] = {}
+        self._hosts: dict[str, dict[Holder, None]] = {}
+
+    def __getitem__(self, holder: Holder) -> Register:
+        return self._rows[holder]
+
+    def __iter__(self) -> Iterator[Holder]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def stores(self) -> Mapping[str, Register]:
+        """The stores by name."""
+        return self._stores
+
+    def on_host(self, host_id: str) -> list[Holder]:
+        """Return all instances on a host."""
+        return list(self._hosts.get(host_id, ()))
+
+    def put(self, row: Register) -> None:
+        """Add a registration, which replaces that of an earlier life."""
+        holder = (row.service, row.instance)
+        old = self._rows.get(holder)
+        if old is not None:
+            self._leave_host(holder, old)
+        self._rows[holder] = row
+        self._hosts.setdefault(row.host_id, {})[holder] = None
+        if row.service == STORE:
+            self._stores[service_name(*holder)] = row
+
+    def remove(self, holder: Holder) -> Register | None:
+        """Remove and return the registration of an instance, None if there is none."""
+        row = self._rows.pop(holder, None)
+        if row is not None:
+            self._leave_host(holder, row)
+            self._stores.pop(service_name(*holder), None)
+        return row
+
+    def _leave_host(self, holder: Holder, row: Register) -> None:
+        there = self._hosts[row.host_id]
+        del there[holder]
+        if not there:
+            del self._hosts[row.host_id]

@@ -1,0 +1,181 @@
+"""What Ray adds to a run on another host, and how soon the work of a lost host is leased again:
+`python -m tests.bench.hosts`.
+
+All nodes are on this machine. The start and the steps of the quickstart are measured with its rollout on another host,
+alternately placed by Ray on a running cluster and with an agent that is started as soon as the run exists. Then a node
+is killed in each of some longer runs. It prints one JSON object for each run and each loss, and the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import access
+from launch.logs import Follower
+from services.scheduler import snapshot
+from services.scheduler.events import LeaseExpired
+from services.scheduler.journal import reading
+from services.scheduler.planning import make_plan
+from services.scheduler.run_state import RunState
+from shared.rundir import RunDir
+from shared.security.roles import Role
+from shared.topology import load
+from tests.bench.turns import by_turns, heading, ratios, spread
+from tests.integration.hosts.ray_cluster import RayCluster, Told, ray_cluster, run_on
+from tests.integration.tiny.harness import ROOT, ctl, environment, wait_for
+
+STEPS = 25
+WARM_STEPS = 5
+"""Steps before the first one whose time counts."""
+LIMIT_S = 240.0
+ROLLOUT_ON_B = ("services.rollout.host=b", "transport.listen=127.0.0.1")
+TWO_HOSTS = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={host: [b, c], instances: 2}")
+VICTIM = ("rollout", 1)
+"""The rollout whose host is killed."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds from the command to the first committed step, and of a step."""
+
+    start_s: float
+    step_s: float
+
+
+def timed_run(cluster: RayCluster, engine: str) -> Timed:
+    """Run the quickstart with its rollout on host b."""
+    settings = (*ROLLOUT_ON_B, f"placement={{engine: {engine}, hosts: {{b: {{}}}}}}", f"run.steps={STEPS}")
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.ExitStack() as stack:
+        path = Path(folder) / "run"
+        begun = time.monotonic()
+        launcher = stack.enter_context(run_on(cluster, path, *settings))
+        told = Told(launcher)
+        if engine == "local":
+            stack.enter_context(_agent(path, launcher))
+        rows, follower = [], Follower(path / "metrics.jsonl")
+        while launcher.poll() is None or len(rows) < STEPS:
+            rows += [time.monotonic() - begun for _ in follower.new_lines()]
+            if launcher.poll() not in (None, 0):
+                sys.exit("hosts: " + "\n    ".join(told.lines[-15:]))
+            time.sleep(0.01)  # the resolution of the times
+        steps = [after - before for before, after in itertools.pairwise(rows)]
+        done = Timed(rows[0], statistics.median(steps[WARM_STEPS:]))
+    _print(engine=engine, start_s=done.start_s, step_s=done.step_s)
+    return done
+
+
+def _print(**values: float | str) -> None:
+    rounded = {key: round(value, 4) if isinstance(value, float) else value for key, value in values.items()}
+    print(json.dumps(rounded), flush=True)
+
+
+@contextlib.contextmanager
+def _agent(path: Path, launcher: subprocess.Popen[str]) -> Iterator[None]:
+    wait_for("the run", lambda: (path / "run.json").exists() or launcher.poll() is not None, LIMIT_S)
+    access.export(RunDir.open(path), Role.SERVICE, path / "access")
+    command = [sys.executable, "-m", "launch.host", "--access", str(path / "access"), "--name", "b"]
+    agent = subprocess.Popen(
+        [*command, "--run-dir", str(path / "hosts" / "b")], cwd=ROOT, env=environment(""), stdin=subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        try:
+            agent.wait(30)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Seconds from the kill of a node until Ray noticed it, and from then until its work was leased elsewhere."""
+
+    noticed_s: float
+    leased_s: float
+    tasks: int
+
+
+def loss(cluster: RayCluster) -> Loss:
+    """Kill a node while a rollout on it works, in a run with a rollout on each of two nodes."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        path = Path(folder) / "run"
+        with run_on(cluster, path, *TWO_HOSTS, "run.steps=100000") as launcher:
+            told = Told(launcher)
+            wait_for("training", lambda: told.step() >= WARM_STEPS or launcher.poll() is not None, LIMIT_S)
+            killed_at = time.time()
+            cluster.kill("c")
+            told.wait_for("host c is lost")
+            noticed_at = time.time()
+            step = told.step()
+            wait_for("more steps", lambda: told.step() >= step + 2, LIMIT_S)
+            leased_at, tasks = _leased_again(path, killed_at)
+            ctl(path, "stop")
+            launcher.wait(LIMIT_S)
+        cluster.add("c")
+    found = Loss(noticed_at - killed_at, leased_at - noticed_at, tasks)
+    _print(noticed_s=found.noticed_s, leased_s=found.leased_s, tasks=found.tasks)
+    return found
+
+
+def _leased_again(path: Path, killed_at: float) -> tuple[float, int]:
+    """Return when the last task that the lost rollout had leased was leased again, and their number."""
+    run = RunDir.open(path)
+    plan, _ = make_plan(load(run.topology), run.topology)
+    lost: set[str] = set()
+    count, last_at = 0, 0.0
+    with reading(run.journal) as recorded:
+        parts = recorded.snapshot()
+        state = snapshot.load(plan, parts) if parts else RunState(plan)
+        for at, event in recorded.events():
+            if isinstance(event, LeaseExpired) and at > killed_at:
+                lease = state.leases.get(event.lease_id)
+                if lease is not None and lease.holder == VICTIM:
+                    lost |= lease.tasks.keys()
+                    count += len(lease.tasks)
+            newest = state.leases.next_id
+            state.apply(event)
+            state.out.clear()
+            granted = state.leases.get(newest)
+            if granted is not None and lost & granted.tasks.keys():
+                lost -= granted.tasks.keys()
+                last_at = at
+    if lost or not count:
+        sys.exit(f"hosts: {len(lost)} of {count} tasks of the lost host were not leased again")
+    return last_at, count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What Ray adds to a run, and how soon a lost host is replaced.")
+    parser.add_argument("--turns", type=int, default=2, help="runs of each engine")
+    parser.add_argument("--losses", type=int, default=2, help="nodes to kill, one in each run")
+    args = parser.parse_args()
+    print(heading())
+    with ray_cluster("b", "c") as cluster:
+        engines = {engine: functools.partial(timed_run, cluster, engine) for engine in ("local", "ray")}
+        runs = by_turns(engines, args.turns)
+        lost = [loss(cluster) for _ in range(args.losses)]
+    local, ray = runs["local"], runs["ray"]
+    added = spread(mine.start_s - theirs.start_s for mine, theirs in zip(ray, local, strict=True))
+    print(f"Ray adds to a start, s        {added.text('.1f')}")
+    steps = ratios((each.step_s for each in ray), (each.step_s for each in local))
+    print(f"a step, of one without Ray    {steps.text('.3f')}")
+    if lost:
+        print(f"loss noticed after, s         {spread(each.noticed_s for each in lost).text('.1f')}")
+        print(f"work leased again after, s    {spread(each.leased_s for each in lost).text('.2f')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What a launcher says of a real Ray cluster before anything starts: one line for each thing that is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from tests.integration.hosts.ray_cluster import (
+    STORE_BYTES,
+    RayCluster,
+    processes_of,
+    ray_cluster,
+    run_on,
+)
+from tests.integration.tiny.harness import ROOT
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+LIMIT_S = 240.0
+MODELS = ROOT / "launch" / "topologies" / "models"
+PLACES = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={host: [b, c], instances: 2}")
+LATE_CLOCK = "import time\n_read = time.time\ntime.time = lambda: _read() - 100.0\n"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster("b", "c") as made:
+        yield made
+
+
+def refused(cluster: RayCluster, path: Path, *settings: str, **environment: str) -> list[str]:
+    """Start a run that must not begin, and return the lines that are no warnings."""
+    with run_on(cluster, path, *settings, **environment) as launcher:
+        output, _ = launcher.communicate(timeout=LIMIT_S)
+    assert launcher.returncode == 2, output
+    assert not path.exists()
+    assert not processes_of(path)
+    return [line for line in output.splitlines() if not line.startswith(("warning: ", "  "))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "address", "line"),
+    [
+        (
+            ("placement.hosts.nobody={}",),
+            "",
+            "placement: host nobody: no node has the label rlbus-host=nobody, and no other free node has 0 GPUs",
+        ),
+        (("placement.hosts.b={gpus: 2}",), "", "placement: host b: its node has 0 GPUs, placement.hosts.b.gpus is 2"),
+        ((), "127.0.0.1:9", "placement: no Ray cluster at '127.0.0.1:9' (Connection refused); begin one with `ray "),
+    ],
+)
+def test_a_cluster_that_cannot_do_it_is_refused_in_one_line(
+    settings: tuple[str, ...], address: str, line: str, cluster: RayCluster, tmp_path: Path
+) -> None:
+    environment = {"RAY_ADDRESS": address} if address else {}
+    [said] = refused(cluster, tmp_path / "run", *PLACES, *settings, **environment)
+    assert said.startswith(line)
+
+
+def test_a_port_of_home_that_is_in_use_is_named(cluster: RayCluster, tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        [said] = refused(cluster, tmp_path / "run", *PLACES, f"transport.scheduler_port={port}")
+    assert said.endswith(f"transport.scheduler_port: {port} cannot be used (Address already in use); choose another")
+
+
+@contextlib.contextmanager
+def another_node(cluster: RayCluster, label: str, folder: Path) -> Iterator[None]:
+    """Start a node as a user would, whose host has another rlbus, another torch, no model, and a clock that is late.
+
+    It has its own view of the file system, and Python's start-up hook sets its clock.
+    """
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        pytest.skip("a node with other files needs root and `unshare` (apt package util-linux)")
+    other = folder / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text(LATE_CLOCK)
+    torch = distribution("torch")
+    installed = Path(str(torch.locate_file(f"torch-{torch.version}.dist-info/METADATA")))
+    (other / "METADATA").write_text(installed.read_text().replace(f"Version: {torch.version}", "Version: 1.0"))
+    source = ROOT / "shared" / "stages.py"
+    (other / "stages.py").write_text(source.read_text() + "# another release\n")
+    mounts = [f"mount --bind {other / 'METADATA'} {installed}", f"mount --bind {other / 'stages.py'} {source}"]
+    setup = " && ".join([*mounts, f"mount -t tmpfs none {MODELS}", 'exec "$@"'])
+    node = subprocess.Popen(
+        [
+            *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", setup, "node"),
+            *(
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                "start",
+                "--address",
+                cluster.address,
+                "--labels",
+                f"rlbus-host={label}",
+            ),
+            *("--num-cpus", "1", "--object-store-memory", str(STORE_BYTES), "--disable-usage-stats", "--block"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(other)},
+    )
+    try:
+        assert node.stdout is not None
+        said = []
+        for line in node.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                break
+        assert node.poll() is None, "".join(said)
+        yield
+    finally:
+        node.kill()
+        node.communicate()
+
+
+def test_a_node_with_another_release_and_without_the_model_is_refused_with_a_line_for_each(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    with another_node(cluster, "odd", tmp_path):
+        places = ("placement={engine: ray, hosts: {odd: {}}}", "services.rollout.host=odd")
+        said = refused(cluster, tmp_path / "run", *places)
+    begins = [
+        "host odd: another rlbus (code ",
+        "host odd: torch 1.0, here ",
+        f"host odd: policy.model: no folder {MODELS}/",
+        "host odd: its clock is 1",
+    ]
+    assert [next((each for each in begins if line.startswith(each)), line) for line in said] == begins
+
+
+def test_a_dry_run_says_where_everything_would_run_and_starts_nothing(cluster: RayCluster, tmp_path: Path) -> None:
+    with run_on(cluster, tmp_path / "run", *PLACES, dry_run=True) as launcher:
+        output, _ = launcher.communicate(timeout=LIMIT_S)
+    assert launcher.returncode == 0, output
+    rows = {line.split()[0]: line for line in output.splitlines() if line.startswith(("rollout/", "scheduler/"))}
+    assert " b " in rows["rollout/0"]
+    assert " c " in rows["rollout/1"]
+    assert " this machine " in rows["scheduler/0"]
+    assert f"hosts          b: {socket.gethostname()}, c: {socket.gethostname()}" in output.splitlines()
+    assert not (tmp_path / "run").exists()
