@@ -45,7 +45,7 @@ def check(topology: Topology, file: str) -> Findings:
 
 
 def check_host(topology: Topology) -> list[str]:
-    """Return what this host lacks to run rollouts and references of `topology`, one line each."""
+    """Return what this host lacks to run processes of `topology` that compute, one line each."""
     findings = Findings()
     findings.errors.extend(functions.problems(topology))
     _check_tokenizer(topology, "", findings)

@@ -1,8 +1,8 @@
 """The room left in each store, and the stores that hold shards of each task. Pure.
 
-Room of different stores is not added up, because a put goes into one store: those of rollouts and references into the
-store of their host, those of the trainer into `TRAINER_STORE`. The bytes counted here are an upper bound of those that
-a store holds.
+Room of different stores is not added up, because a put goes into the store of its host: those of weights into
+`TRAINER_STORE`, the log-probs of the trainer into the stores of its ranks' hosts. The bytes counted here are an upper
+bound of those that a store holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.topology import TRAINER_STORE
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
-STORE = "batch-store"
+STORE, RANK = "batch-store", "policy-trainer-worker"
 FULL_SHARE = 0.8
 """Share of a store's room for trained tasks above which their bytes cause a checkpoint."""
 
@@ -39,6 +39,24 @@ def holders_without_store(run: RunState, host_id: str) -> set[Holder]:
     """Return all holders on a host, or none if the host has a store."""
     there = {holder for holder, row in run.registry.items() if row.host_id == host_id}
     return set() if any(service == STORE for service, _ in there) else there
+
+
+def trainer_stores(run: RunState) -> tuple[str, ...]:
+    """Return the stores into which ranks of the trainer put log-probs, in order."""
+    if not run.plan.unleased_token_bytes:
+        return (TRAINER_STORE,)
+    hosts = {row.host_id for (service, _), row in run.registry.items() if service == RANK}
+    there = (each for each, row in run.registry.items() if each[0] == STORE and row.host_id in hosts)
+    return tuple(sorted({TRAINER_STORE, *(service_name(*each) for each in there)}))
+
+
+def note_trainer_stores(run: RunState) -> None:
+    """Bring `run.trainer_stores` up to date. If it has changed, count again what waits for a checkpoint."""
+    stores = trainer_stores(run)
+    if stores != run.trainer_stores:
+        run.trainer_stores = stores
+        trained = (task for step, tasks in run.batches.items() if step <= run.committed_step for task in tasks)
+        run.uncovered = dict(held_in(run, trained))
 
 
 def lies_in(run: RunState, task: Task, store: str) -> bool:
@@ -85,15 +103,16 @@ def room_for_tasks(run: RunState) -> int:
 
 def _set_aside_bytes(run: RunState, store: str) -> int:
     """Return the bytes reserved for weight versions and for a step that is replayed."""
+    replay = run.plan.replay_bytes if store in run.trainer_stores else 0
     if store != TRAINER_STORE:
-        return 0
+        return replay
     newest = run.versions.get(run.versions.newest) if run.versions.newest is not None else None
     one = max(run.plan.weight_bytes, newest.nbytes if newest else 0)
-    return max(run.versions.nbytes, run.plan.weight_versions * one) + run.plan.replay_bytes
+    return max(run.versions.nbytes, run.plan.weight_versions * one) + replay
 
 
 def held_in(run: RunState, tasks: Iterable[Task]) -> Counter[str]:
-    """Return the maximum bytes that trained tasks take in each store."""
+    """Return the maximum bytes that trained tasks take in each store. Any rank may have put the log-probs of a task."""
     plan = run.plan
     held: Counter[str] = Counter()
     for task in tasks:
@@ -102,10 +121,10 @@ def held_in(run: RunState, tasks: Iterable[Task]) -> Counter[str]:
             held[run.store_names[part.store]] += part.nbytes
         for store in stores:
             held[run.store_names[store]] += plan.overhead_bytes
-        if plan.unleased_token_bytes:
-            if all(run.store_names[store] != TRAINER_STORE for store in stores):
-                held[TRAINER_STORE] += plan.overhead_bytes
-            held[TRAINER_STORE] += task.tokens * plan.unleased_token_bytes
+        for name in run.trainer_stores if plan.unleased_token_bytes else ():
+            if all(run.store_names[store] != name for store in stores):
+                held[name] += plan.overhead_bytes
+            held[name] += task.tokens * plan.unleased_token_bytes
     return held
 
 

@@ -124,7 +124,7 @@ def weight_versions(topology: Topology) -> int:
     if topology.run.deterministic:  # engines copy the versions
         return topology.staleness + _EXACT_VERSIONS + reference
     maps = rollout.engine == "transformers" and rollout.device == "cpu"
-    at_home = sum(topology.host_of(rollout, i) == topology.home for i in range(rollout.instances))
+    at_home = topology.hosts_of(rollout, rollout.instances).count(topology.home)
     mapped = max(at_home - 1, 0) if maps else 0
     return live_versions(topology.staleness) + _SPARE_VERSIONS + mapped + reference
 
