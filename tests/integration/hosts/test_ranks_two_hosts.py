@@ -24,7 +24,7 @@ from tests.integration.hosts.test_host_agent import cut
 from tests.integration.netns import Host, two_hosts
 from tests.integration.reference.test_reference_group import assert_scored_as_one_rank_scores, scored_tasks
 from tests.integration.tiny.harness import QUICKSTART, ROOT, environment, processes_of, wait_for
-from tests.integration.two_hosts import OWN_MEMORY
+from tests.integration.two_hosts import OWN_MEMORY, command
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -58,6 +58,7 @@ class Run:
     path: Path
     told: Told
     launcher: subprocess.Popen[str]
+    home: Host
     away: Host
     agents: dict[str, subprocess.Popen[str]]
 
@@ -102,7 +103,7 @@ def started(path: Path, hosts: str, *settings: str, small: tuple[str, ...] = par
         given = [*small, *settings, f"placement.hosts={{{places}}}", f"transport.listen={home.address}"]
         words = [word for each in given for word in ("--set", each)]
         launcher = stack.enter_context(on(home, "launch.cluster", str(QUICKSTART), "--run-dir", str(path), *words))
-        made = Run(path, Told(launcher), launcher, away, {})
+        made = Run(path, Told(launcher), launcher, home, away, {})
 
         def begun() -> bool:
             assert launcher.poll() is None, "\n".join(made.told.lines)
@@ -117,6 +118,11 @@ def started(path: Path, hosts: str, *settings: str, small: tuple[str, ...] = par
         yield made
 
 
+def listening(host: Host) -> set[str]:
+    """Return the addresses at which processes on a host accept connections."""
+    return {line.split()[3].rpartition(":")[0] for line in command(*host.command("ss", "-Hltn")).splitlines()}
+
+
 @pytest.fixture(scope="module")
 def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with parity.start(tmp_path_factory.mktemp("one"), *RANKS) as run:
@@ -129,6 +135,8 @@ def test_ranks_on_two_hosts_give_the_bits_of_one_host_also_when_one_is_killed(
 ) -> None:
     with started(tmp_path / "run", "b", *RANKS, "services.policy-trainer.host=[a, b]") as run:
         run.wait_for_step(4)
+        for host in (run.home, run.away):
+            assert listening(host) <= {"127.0.0.1", host.address}
         run.kill_rank("b")
         run.done()
         loaded = [line for line in run.log("", "policy-trainer") if line["event"] == "workers loaded"][-1]
