@@ -180,10 +180,13 @@ def test_weights_sent_by_gloo_to_another_host_give_the_bits_of_one_host(on_one_h
 
 
 def test_a_reference_in_two_stages_on_two_hosts_scores_as_one_and_survives_the_loss_of_a_host(tmp_path: Path) -> None:
-    stages = "services.reference={host: [a, b], backend: megatron, parallel: {pp: 2}}"
+    places = (
+        "services.policy-trainer.host=a",
+        "services.reference={host: [a, b], backend: megatron, parallel: {pp: 2}}",
+    )
     small = ("run.steps=30", "data.eval={}", "algorithm.tasks_per_step=16", "checkpoint.every=100")
     memory = "services.batch-store.memory=256MiB"
-    with started(tmp_path / "run", "bc", stages, memory, "run.spares=false", small=small) as run:
+    with started(tmp_path / "run", "bc", *places, memory, "run.spares=false", small=small) as run:
         run.wait_for_step(1)
         shards = scored_tasks(run.shm)
         run.agents["b"].kill()
