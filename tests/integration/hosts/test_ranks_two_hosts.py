@@ -29,6 +29,13 @@ from tests.integration.two_hosts import OWN_MEMORY, command
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 LIMIT_S = 400.0
+PLAIN = (
+    "data.eval={}",
+    "algorithm.tasks_per_step=16",
+    "services.batch-store.memory=256MiB",
+    "checkpoint.every=100",
+    "run.spares=false",
+)
 RANKS = ("services.policy-trainer.workers=2", "run.spares=false")
 
 
@@ -179,14 +186,22 @@ def test_weights_sent_by_gloo_to_another_host_give_the_bits_of_one_host(on_one_h
     assert parity.differences(on_one_host, run.path) == []
 
 
+def test_a_trainer_of_megatron_in_two_stages_on_two_hosts_trains_on_after_a_kill(tmp_path: Path) -> None:
+    stages = "services.policy-trainer={host: [a, b], backend: megatron, parallel: {pp: 2}}"
+    with started(tmp_path / "run", "b", stages, *PLAIN, "run.steps=6", "staleness=0", small=()) as run:
+        run.wait_for_step(2)
+        run.kill_rank("b")
+        run.done()
+    assert [row["step"] for row in run.rows()] == list(range(1, 7))
+    assert max(row["rollout/logprob_mismatch"] for row in run.rows()) <= 1e-4
+
+
 def test_a_reference_in_two_stages_on_two_hosts_scores_as_one_and_survives_the_loss_of_a_host(tmp_path: Path) -> None:
     places = (
         "services.policy-trainer.host=a",
         "services.reference={host: [a, b], backend: megatron, parallel: {pp: 2}}",
     )
-    small = ("run.steps=30", "data.eval={}", "algorithm.tasks_per_step=16", "checkpoint.every=100")
-    memory = "services.batch-store.memory=256MiB"
-    with started(tmp_path / "run", "bc", *places, memory, "run.spares=false", small=small) as run:
+    with started(tmp_path / "run", "bc", *places, *PLAIN, "run.steps=30", small=()) as run:
         run.wait_for_step(1)
         shards = scored_tasks(run.shm)
         run.agents["b"].kill()
