@@ -1,9 +1,9 @@
 """`python -m launch.host --access FILE` runs the part of a run that belongs on this host.
 
 It joins the run that the access file describes (`launch.ctl export-access --role service`). Under a supervisor and a
-guard of its own it runs what the run's supervisor orders: a store, rollouts and references. It ends with the run, and
-when the run no longer answers. An agent that the run gave up joins again. Exit status: 0 if the run ended, 1 if the
-host failed or lost the run, 2 if the command line or the access is wrong.
+guard of its own it runs what the run's supervisor orders: a store, rollouts, references and ranks of the trainer. It
+ends with the run, and when the run no longer answers. An agent that the run gave up joins again. Exit status: 0 if the
+run ended, 1 if the host failed or lost the run, 2 if the command line or the access is wrong.
 
 Whatever starts it (Ray, srun, ssh, a container) may pass the access on standard input instead (`--access -`): one line,
 after which the input stays open. When the input ends, this host ends.

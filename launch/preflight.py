@@ -48,7 +48,7 @@ def check(topology: Topology, file: str) -> Findings:
 
 
 def check_host(topology: Topology) -> list[str]:
-    """Return one line for each requirement of the rollouts and references of `topology` that this host lacks.
+    """Return one line for each requirement of the processes of `topology` that compute which this host lacks.
 
     A model that will be taken from home is not checked.
     """

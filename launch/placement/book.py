@@ -1,7 +1,7 @@
 """Decides which host runs what: `report`, `lose` and `look` in, orders and effects out. Pure: no socket, no clock.
 
 A host is AWAITED until its agent reports, then JOINED. It is LOST once the engine that placed it says so, its agent is
-silent, or its agent leaves before the run ends; then its rollouts and references move to a joined host with room, and
+silent, or its agent leaves before the run ends; then its processes move to a joined host with room, and
 the scheduler is told. A lost host that reports under a new incarnation is JOINED again, with a new store. It gets back
 only what no other host had room for, because moving a process that works costs its leases. An agent whose life was
 given up is told so and begins a new one, because its processes may run elsewhere by now.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from launch.gpus import visible_gpus
-from launch.supervisor.plan import LEASING, Key
+from launch.supervisor.plan import RANK, Key
 from proto.messages import ErrorCode, HostOrders, HostProcess, HostReport, ProcessRow, WaitKind, WaitRow
 from shared.rpc.errors import RpcError
 from shared.rundir import service_name
@@ -38,7 +38,8 @@ class HostState(StrEnum):
 
 @dataclass(frozen=True)
 class Unit:
-    """Processes that run on one host together: an instance, the ranks of one model, or services that share GPUs."""
+    """Processes that run on one host together: an instance, the ranks of one model that the topology places there, or
+    services that share GPUs."""
 
     host: str
     """The host that the topology names."""
@@ -299,11 +300,13 @@ class HostBook:
 def _units(topology: Topology) -> list[Unit]:
     """Return what the topology places on other hosts, except their stores."""
     seen = visible_gpus(topology)
-    reference = topology.services.reference
-    ranks = {"reference": reference.parallel.model_ranks if reference is not None else 1, "rollout": 1}
+    services = topology.services
+    ranks = {RANK: services.policy_trainer.world_size, "rollout": 1}
+    if services.reference is not None:
+        ranks["reference"] = services.reference.parallel.model_ranks
     groups: dict[tuple[str, str, int], list[Key]] = {}
     for spec in topology.away_plan():
-        if spec.service in LEASING:
+        if spec.service in ranks:
             shared = spec.service in topology.colocated_services
             group = ("", 0) if shared else (spec.service, spec.instance // ranks[spec.service])
             groups.setdefault((str(spec.host), *group), []).append((spec.service, spec.instance))

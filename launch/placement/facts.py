@@ -45,7 +45,7 @@ class HostFacts(msgspec.Struct, frozen=True):
 
 
 def facts(topology: Topology) -> HostFacts:
-    """Return the facts of this host, with what it lacks for the rollouts and references of `topology`."""
+    """Return the facts of this host, with what it lacks for those processes of `topology` that compute."""
     return lacking(preflight.check_host(topology))
 
 

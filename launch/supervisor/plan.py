@@ -15,6 +15,7 @@ Key = tuple[str, int]
 """(service, instance) of one process."""
 
 DRIVER = "policy-trainer"
+RANK = "policy-trainer-worker"
 SUPERVISOR = "supervisor"
 
 FIRST = ("scheduler", "batch-store", "monitor")
@@ -23,7 +24,7 @@ FIRST = ("scheduler", "batch-store", "monitor")
 LAST = (("batch-store",), ("monitor",), ("scheduler",))
 """Services that all others talk to. They end after the others, in this order."""
 
-DRAIN_ORDER = ((DRIVER,), ("rollout", "reference"), ("policy-trainer-worker",), *LAST)
+DRAIN_ORDER = ((DRIVER,), ("rollout", "reference"), (RANK,), *LAST)
 """Each group ends before the next is told to end. Services not named here end with the first group."""
 
 
@@ -31,8 +32,8 @@ ROLLING_ORDER = (
     "monitor",
     "rollout",
     "reference",
-    "policy-trainer-worker",
-    "policy-trainer",
+    RANK,
+    DRIVER,
     "batch-store",
     "scheduler",
 )
@@ -60,7 +61,7 @@ class Resized:
 
 def module_of(service: str) -> str:
     """Return the module for `python -m`: `batch-store` -> `services.batch_store`."""
-    if service == "policy-trainer-worker":
+    if service == RANK:
         return "services.policy_trainer.worker"
     return f"services.{service.replace('-', '_')}"
 

@@ -236,6 +236,10 @@ class Met(Message, frozen=True, kw_only=True):
 
     generation: int  # generation of the group
     failures: list[str] = []  # the ranks that cannot continue, each with its reason; empty: the round begins
+    store: str = ""
+    """Round "join", ranks on several hosts: the address `HOST:PORT` at which rank 0 keeps the store of their process
+    group.
+    """
 
 
 @message(99, reply=Met)

@@ -41,7 +41,8 @@ class TransferOffer(Message, frozen=True, kw_only=True):
     number: int  # number of the transfer in the communicator
     deadline_s: float  # seconds within which joining and transfer end
     parameters: list[TransferParameter]  # the tensors, in the order in which they are sent
-    meeting: str = ""  # gloo: the file in the run's private folder at which ranks join
+    meeting: str = ""  # gloo on one host: the file in the run's private folder at which ranks join
+    store: str = ""  # gloo between hosts: the address `HOST:PORT` of the trainer at which ranks join
     unique_id: bytes = b""  # NCCL: the id with which ranks join
     memory: DeviceMemory | None = None
     """CUDA IPC: nothing is joined or sent; the parameters are in this memory, one after the other."""

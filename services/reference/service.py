@@ -27,6 +27,7 @@ from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
 from shared.ranks.group import Group, ends_with_its_peers
 from shared.ranks.layout import Layout
+from shared.ranks.meeting import Meeting, join
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
@@ -68,6 +69,8 @@ class ReferenceService(Service):
             self.incarnation,
             deadline_s=DATA_CALL_S if settings is None else settings.collective_s,
         )
+        every = [spec.host for spec in self._topology.services_plan() if spec.service == self.NAME]
+        self._hosts = every[self._first : self._first + ranks] or [None]
         self._scorer: FrozenScorer | None = None
         self._scoring: Scoring | None = None
         self._asked: Asked = asyncio.Queue()
@@ -78,12 +81,12 @@ class ReferenceService(Service):
 
     async def start(self) -> None:
         with ends_with_its_peers(self):
-            await self._group.join()
-            await self._group.until_ended(self._start())
+            meeting = await join(self._group, self, self._hosts)
+            await self._group.until_ended(self._start(meeting))
 
-    async def _start(self) -> None:
+    async def _start(self, meeting: Meeting) -> None:
         # Imports take seconds. They run off the loop, so that the mailbox answers meanwhile.
-        scorer = await asyncio.to_thread(make_scorer, self.run, self.name, self._topology, self._group)
+        scorer = await asyncio.to_thread(make_scorer, self.run, self.name, self._topology, self._group, meeting)
         self._scorer = scorer
         self.progress = lambda: scorer.progress
 
@@ -257,10 +260,11 @@ def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
     )
 
 
-def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> FrozenScorer:
+def make_scorer(run: RunDir, name: str, topology: Topology, group: Group, meeting: Meeting) -> FrozenScorer:
     """Return a scorer that makes the model of `topology` on its compute thread. Raises RpcError(bad_request).
 
-    This imports torch. `group` holds the ranks that share the model; they have met.
+    This imports torch. `group` holds the ranks that share the model; they have met, and open their process group at
+    `meeting`.
     """
     from services.reference.scorer import FrozenScorer
 
@@ -284,8 +288,7 @@ def make_scorer(run: RunDir, name: str, topology: Topology, group: Group) -> Fro
         place = Layout(parallel.model_ranks, parallel.tp, parallel.pp, parallel.cp).place(group.rank)
         device = own_device(settings.device, place.rank)
         if group.world_size > 1:
-            file = run.sockets / f"reference-{group.generation:x}"
-            open_group(file, place, device, deadline_s=settings.collective_s)
+            open_group(meeting, place, device, deadline_s=settings.collective_s)
         return FrozenMegatron(model, dtype, max_tokens, place, device)
 
     shared = ReferenceService.NAME in topology.colocated_services

@@ -36,6 +36,7 @@ from shared.actor.service import Service
 from shared.colocation.devices import ENGINE, WEIGHTS, Parts
 from shared.colocation.turns import OwnDevices, Turns, take_turns
 from shared.dataplane.client import DataClient
+from shared.ranks.meeting import reach_hosts_by_nccl
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
@@ -111,6 +112,8 @@ class RolloutService(Service):
             return ENGINE
 
         turns: Turns = take_turns(self, leave) if self.NAME in topology.colocated_services else OwnDevices()
+        if settings.weights == "nccl" and self.run.scheduler and self.listen:  # the trainer is on another host
+            reach_hosts_by_nccl(self.listen)
         # vLLM allocates all its memory when it starts.
         await turns.acquire(ENGINE if settings.engine == "vllm" else frozenset({WEIGHTS}))
         await engine.start()
@@ -164,6 +167,7 @@ class RolloutService(Service):
             instance=self.instance,
             incarnation=self.incarnation,
             deadline_s=settings.transfer_s,
+            listen=lambda: self.listen,
         )
         receiver = engine if isinstance(engine, Receiver) else None
         self._source = TransferSource(

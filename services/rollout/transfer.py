@@ -7,6 +7,7 @@ this process (`HostMemory`), or an engine's own (vLLM).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 from proto.errors import WireError
 from proto.messages import Ack, AskTransfer, EndTransfer, TransferOffer, WeightsRef
 from proto.tensors import Array
+from shared.ranks.meeting import LOOPBACK, Meeting, announced_interface
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -37,7 +39,7 @@ class Receiver(Protocol[R]):
     def ranks(self) -> int:
         """Number of processes that join."""
 
-    async def receive(self, offer: TransferOffer, meeting: Path) -> R:
+    async def receive(self, offer: TransferOffer, meeting: Meeting) -> R:
         """Receive all of `offer`. Join its communicator first (gloo: at `meeting`) if it differs from the last one.
 
         This ends at the offer's deadline. After any exception the communicator has been left. An engine that no
@@ -51,9 +53,20 @@ class Receiver(Protocol[R]):
 class EngineTransfers:
     """The communicator of one engine. It belongs to the service's loop; transfers never overlap."""
 
-    def __init__(self, run: RunDir, trainer: Client, *, instance: int, incarnation: int, deadline_s: float) -> None:
-        """`trainer` is a client of the trainer's rank 0; `incarnation` identifies this life of the engine."""
+    def __init__(
+        self,
+        run: RunDir,
+        trainer: Client,
+        *,
+        instance: int,
+        incarnation: int,
+        deadline_s: float,
+        listen: Callable[[], str] = str,
+    ) -> None:
+        """`trainer` is a client of the trainer's rank 0; `incarnation` identifies this life of the engine; `listen()`
+        is where this process answers other hosts, or empty."""
         self._run = run
+        self._listen = listen
         self._trainer = trainer
         self._instance = instance
         self._incarnation = incarnation
@@ -89,7 +102,7 @@ class EngineTransfers:
             raise TransferFailed("another transfer began in between")
         self._offer = None
         try:
-            received = await receiver.receive(offer, self._run.sockets / Path(offer.meeting).name)
+            received = await receiver.receive(offer, self._meeting(offer))
         except BaseException as error:
             why = str(error) or type(error).__name__
             self._leave(offer, receiver, "" if isinstance(error, asyncio.CancelledError) else why)
@@ -99,6 +112,16 @@ class EngineTransfers:
         if not await self._end(offer, ""):
             self._leave(offer, receiver, "")
         return received
+
+    def _meeting(self, offer: TransferOffer) -> Meeting:
+        """Return where this engine meets the trainer. Raises TransferFailed if it is on another host and listens
+        nowhere."""
+        if not offer.store:
+            return Meeting(LOOPBACK, file=self._run.sockets / Path(offer.meeting).name)
+        try:
+            return Meeting(announced_interface(self._listen()), store=offer.store)
+        except RpcError as error:
+            raise TransferFailed(str(error)) from None
 
     def decline(self, offer: TransferOffer, receiver: Receiver[R]) -> None:
         """Decline an offer that will not be taken."""
@@ -164,7 +187,7 @@ class HostMemory:
     def __init__(self) -> None:
         self._line: _ReceivingLine | None = None
 
-    async def receive(self, offer: TransferOffer, meeting: Path) -> dict[str, Array]:
+    async def receive(self, offer: TransferOffer, meeting: Meeting) -> dict[str, Array]:
         """Return the arrays by parameter name."""
         if self._line is None or self._line.communicator != offer.communicator:
             self.leave()
@@ -187,7 +210,7 @@ class _ReceivingLine:
         self.thread = ThreadPoolExecutor(1, "transfer")
         self._group: GlooGroup | None = None
 
-    def take(self, offer: TransferOffer, meeting: Path) -> dict[str, Array]:
+    def take(self, offer: TransferOffer, meeting: Meeting) -> dict[str, Array]:
         from shared.tensors_torch import to_numpy
         from shared.weights.gloo import GlooGroup
         from shared.weights.table import room_for

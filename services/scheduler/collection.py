@@ -16,7 +16,6 @@ from proto.messages import PutTask, WeightsRef
 from services.scheduler.stores import away_stores, count_uncovered, stores_of
 from services.scheduler.tasks import Task, TaskState
 from shared.stages import WEIGHTS
-from shared.topology import TRAINER_STORE
 
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
@@ -96,11 +95,11 @@ class ClearQueues:
 def clear(run: RunState, task: Task, *, last: bool) -> int:
     """Clear what was made under the task's fence, and return the number of acknowledgements to wait for.
 
-    The clear goes to the stores of the task's results and of its lease, and to the trainer's. Shards elsewhere (a late
-    put of an earlier attempt) are strays, which reconciliation finds.
+    The clear goes to the stores of the task's results, of its lease, and of the trainer's ranks. Shards elsewhere (a
+    late put of an earlier attempt) are strays, which reconciliation finds.
     """
     if len(run.clears) > 1:
-        may = dict.fromkeys([TRAINER_STORE, *(run.store_names[part.store] for part in task.made)])
+        may = dict.fromkeys([*run.trainer_stores, *(run.store_names[part.store] for part in task.made)])
         lease = run.leases.get(task.lease)
         if lease is not None:
             may |= dict.fromkeys(stores_of(run, lease.holder))

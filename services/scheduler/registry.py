@@ -1,4 +1,4 @@
-"""The registered life of every instance, found by instance, by store and by host. Pure."""
+"""The registered life of every instance, found by instance, by store and by host. The module is pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from proto.messages import Register
 from services.scheduler.leases import Holder
-from services.scheduler.stores import STORE
+from services.scheduler.stores import RANK, STORE
 from shared.rundir import service_name
 
 
@@ -17,6 +17,8 @@ class Registry(Mapping[Holder, Register]):
         self._rows: dict[Holder, Register] = {}
         self._stores: dict[str, Register] = {}
         self._hosts: dict[str, dict[Holder, None]] = {}
+        self.ranks: dict[Holder, None] = {}
+        """The ranks of the trainer."""
 
     def __getitem__(self, holder: Holder) -> Register:
         return self._rows[holder]
@@ -46,6 +48,8 @@ class Registry(Mapping[Holder, Register]):
         self._hosts.setdefault(row.host_id, {})[holder] = None
         if row.service == STORE:
             self._stores[service_name(*holder)] = row
+        elif row.service == RANK:
+            self.ranks[holder] = None
 
     def remove(self, holder: Holder) -> Register | None:
         """Remove and return the registration of an instance, None if there is none."""
@@ -53,6 +57,7 @@ class Registry(Mapping[Holder, Register]):
         if row is not None:
             self._leave_host(holder, row)
             self._stores.pop(service_name(*holder), None)
+            self.ranks.pop(holder, None)
         return row
 
     def _leave_host(self, holder: Holder, row: Register) -> None:

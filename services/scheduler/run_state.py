@@ -55,11 +55,12 @@ from services.scheduler.shard_loss import lose_shards
 from services.scheduler.staleness import BY_COMPLETION
 from services.scheduler.steps import check_driver, checkpoint, commit, form_batch, take_over
 from services.scheduler.store_loss import come_back_empty, lose_tail, lost_data, remove_departed_store
-from services.scheduler.stores import STORE, held_in, limits
+from services.scheduler.stores import RANK, STORE, held_in, limits, note_trainer_stores
 from services.scheduler.tasks import Task, Tasks, TaskState, Transition
 from services.scheduler.versions import Versions, publish
 from services.scheduler.window import AdmissionWindow
 from shared.rundir import service_name
+from shared.topology import TRAINER_STORE
 
 Reply = LeaseGrant | CompleteAck | StepBatch | RunInfo | Ack
 _LEASABLE = frozenset({TaskState.LEASED, TaskState.ROLLED_OUT})
@@ -117,6 +118,8 @@ class RunState:
         """Deterministic mode: the reason why the run cannot continue with the same bits, or empty."""
         self.uncovered: dict[str, int] = {}
         """Bytes of trained tasks that wait for a checkpoint, by store."""
+        self.trainer_stores: tuple[str, ...] = (TRAINER_STORE,)
+        """The stores into which ranks of the trainer put log-probs (`stores.trainer_stores`)."""
         self.gone: dict[str, str] = {}
         """Joined stores that are gone for good, each with the `data_id` of its data."""
         self.lost_version = ""
@@ -216,6 +219,8 @@ class RunState:
             if lost_data(self, old, request):
                 come_back_empty(self, service_name(*holder))
             self.clears.add_store(service_name(*holder))
+        if request.service in (STORE, RANK):
+            note_trainer_stores(self)
 
     def _expire(self, event: LeaseExpired) -> bool:
         """End a lease without progress and retry its tasks. It counts as a failed attempt if their work had begun."""

@@ -22,6 +22,7 @@ from services.scheduler.losses import Losses
 from services.scheduler.plan import Plan
 from services.scheduler.run_state import RunState
 from services.scheduler.scalars import Layout
+from services.scheduler.stores import trainer_stores
 from services.scheduler.tasks import Row, TaskState
 
 LAYOUT = 13
@@ -131,5 +132,6 @@ def load(plan: Plan, parts: Iterable[bytes]) -> RunState:
     run.evaluations, run.losses, run.layouts = head.evaluations, head.losses, head.layouts
     run.batches = {step: [run.tasks.known(name) for name in names] for step, names in head.batches.items()}
     run.identities, run.waiting_rows = head.identities, head.waiting_rows
+    run.trainer_stores = trainer_stores(run)
     run.line_up()
     return run

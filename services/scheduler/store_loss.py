@@ -26,7 +26,7 @@ from services.scheduler.collection import clear_weights, cleared, collect_steps
 from services.scheduler.events import TailLost, Tell
 from services.scheduler.leasing import give_up, measures
 from services.scheduler.steps import rewind
-from services.scheduler.stores import holders_without_store, lies_in, stores_of
+from services.scheduler.stores import holders_without_store, lies_in, note_trainer_stores, stores_of
 from services.scheduler.tasks import Task, TaskState
 from shared.rundir import parse_service_name, service_name
 from shared.topology import TRAINER_STORE
@@ -123,6 +123,7 @@ def remove_departed_store(run: RunState, store: str) -> bool:
     run.gone[store] = row.data_id
     cleared(run, store, run.clears.pending_at(store))
     run.clears.remove_store(store)
+    note_trainer_stores(run)
     wanted: list[Task] = list(run.batches.get(run.committed_step + 1, ()))
     if run.order.fixed:
         wanted = [*run.window.tasks.values(), *(task for tasks in run.batches.values() for task in tasks)]

@@ -1,8 +1,8 @@
 """The room left in each store, and the stores that hold shards of each task. The module is pure.
 
-The room of different stores is not added up, because each put goes into a single store: rollouts and references put
-into the store of their host, and the trainer puts into `TRAINER_STORE`. The bytes counted here are an upper bound of
-those that a store holds.
+The room of different stores is not added up, because each put goes into a single store: rollouts, references and ranks
+of the trainer put into the store of their host, and weights are put into `TRAINER_STORE`. The bytes counted here are an
+upper bound of those that a store holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.topology import TRAINER_STORE
 if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
-STORE = "batch-store"
+STORE, RANK = "batch-store", "policy-trainer-worker"
 FORERUNNERS = 2
 """Maximum number of stores that a store tries for a version before the trainer's."""
 FULL_SHARE = 0.8
@@ -67,6 +67,24 @@ def upstream(run: RunState, store: Holder, is_present: Callable[[Holder], bool])
     return list(islice((name for name in names if is_away(run, name)), FORERUNNERS))
 
 
+def trainer_stores(run: RunState) -> tuple[str, ...]:
+    """Return the stores into which ranks of the trainer put log-probs, in order."""
+    if not run.plan.unleased_token_bytes:
+        return (TRAINER_STORE,)
+    hosts = {run.registry[rank].host_id for rank in run.registry.ranks}
+    there = (each for host in hosts for each in run.registry.on_host(host) if each[0] == STORE)
+    return tuple(sorted({TRAINER_STORE, *(service_name(*each) for each in there)}))
+
+
+def note_trainer_stores(run: RunState) -> None:
+    """Bring `run.trainer_stores` up to date. If it has changed, count again what waits for a checkpoint."""
+    stores = trainer_stores(run)
+    if stores != run.trainer_stores:
+        run.trainer_stores = stores
+        trained = (task for step, tasks in run.batches.items() if step <= run.committed_step for task in tasks)
+        run.uncovered = dict(held_in(run, trained))
+
+
 def lies_in(run: RunState, task: Task, store: str) -> bool:
     """Return whether the store has accepted shards of a task."""
     for part in task.parts:  # noqa: SIM110  # a lost store asks this about every live task, a generator takes longer
@@ -110,20 +128,21 @@ def room_for_tasks(run: RunState) -> int:
 
 
 def _rooms(run: RunState) -> Iterator[tuple[str, int]]:
-    """Yield each store with its limit in bytes, less the bytes reserved for weight versions and, in the trainer's
-    store, for a step that is replayed.
+    """Yield each store with its limit in bytes, less the bytes reserved for weight versions and, in the stores of the
+    trainer's ranks, for a step that is replayed.
     """
     newest = run.versions.get(run.versions.newest) if run.versions.newest is not None else None
     one = max(run.plan.weight_bytes, newest.nbytes if newest else 0)
     versions = max(run.versions.nbytes, run.plan.weight_versions * one)
     for store, row in run.registry.stores.items():
-        is_home = store == TRAINER_STORE
-        reserved = versions + run.plan.replay_bytes if is_home else versions if is_away(run, store) else 0
+        reserved = run.plan.replay_bytes if store in run.trainer_stores else 0
+        if store == TRAINER_STORE or is_away(run, store):
+            reserved += versions
         yield store, row.limit_bytes - reserved
 
 
 def held_in(run: RunState, tasks: Iterable[Task]) -> Counter[str]:
-    """Return the maximum bytes that trained tasks take in each store."""
+    """Return the maximum bytes that trained tasks take in each store. Any rank may have put the log-probs of a task."""
     plan = run.plan
     held: Counter[str] = Counter()
     for task in tasks:
@@ -132,10 +151,10 @@ def held_in(run: RunState, tasks: Iterable[Task]) -> Counter[str]:
             held[run.store_names[part.store]] += part.nbytes
         for store in stores:
             held[run.store_names[store]] += plan.overhead_bytes
-        if plan.unleased_token_bytes:
-            if all(run.store_names[store] != TRAINER_STORE for store in stores):
-                held[TRAINER_STORE] += plan.overhead_bytes
-            held[TRAINER_STORE] += task.tokens * plan.unleased_token_bytes
+        for name in run.trainer_stores if plan.unleased_token_bytes else ():
+            if all(run.store_names[store] != name for store in stores):
+                held[name] += plan.overhead_bytes
+            held[name] += task.tokens * plan.unleased_token_bytes
     return held
 
 

@@ -69,6 +69,8 @@ class Group:
         self.world_size = len(names)
         self._names = names
         self.generation = 0
+        self.store = ""
+        """Address of the store of the process group (`shared.ranks.meeting`), empty for ranks of one host."""
         self._client_of = client_of
         self.deadline_s = deadline_s
         """Maximum seconds for which one rank waits for another."""
@@ -109,17 +111,22 @@ class Group:
 
     # ---- every rank
 
-    async def join(self) -> None:
-        """Wait until all ranks have joined. Raises DeadlineExceeded, and GroupEnded if rank 0's group is ending."""
+    async def join(self, store: str = "") -> None:
+        """Wait until all ranks have joined. `store` is given by rank 0 if ranks of other hosts need it.
+
+        Raises DeadlineExceeded, and GroupEnded if rank 0's group is ending.
+        """
         if self.world_size == 1:
             return
+        if self._rendezvous is not None:
+            self._rendezvous.store = store
         try:
             met = await self._ask(Meet(generation=0, round=JOIN, rank=self.rank), JOIN_S)
         except DeadlineExceeded:
             raise
         except RpcError as error:
             raise GroupEnded(str(error)) from None
-        self.generation = met.generation
+        self.generation, self.store = met.generation, met.store
         self._lives = await self._answering_lives()
 
     async def watch(self) -> None:

@@ -1,30 +1,28 @@
-"""Opens the process group of ranks that have met. It uses the loopback interface only."""
+"""Opens the process group of ranks that have met."""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from shared.ranks.layout import Place
+from shared.ranks.meeting import NCCL_INTERFACE, Meeting, exactly
+from shared.ranks.store import open_store
 
 
-def open_group(file: Path, place: Place, device: str, *, deadline_s: float) -> None:
-    """Join the group of all ranks, which meet through `file` (private to the run's owner). It blocks until all joined.
+def open_group(meeting: Meeting, place: Place, device: str, *, deadline_s: float) -> None:
+    """Join the group of all ranks, which meet at `meeting`. It blocks until all joined.
 
     A collective that takes longer than `deadline_s` raises RuntimeError.
     """
-    for library in ("GLOO", "NCCL"):  # all ranks are on this host: loopback only
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    store = FileStore(str(file), place.layout.world_size)
-    store.set_timeout(timedelta(seconds=deadline_s))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
+    os.environ.setdefault(NCCL_INTERFACE, exactly(meeting.interface))
     dist.init_process_group(
         "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        store=store,
+        store=open_store(meeting, place.layout.world_size, timedelta(seconds=deadline_s)),
         rank=place.rank,
         world_size=place.layout.world_size,
         timeout=timedelta(seconds=deadline_s),

@@ -40,6 +40,8 @@ class Rendezvous:
         """`names` are the names of the processes by rank, such as `policy-trainer-worker/0`. `generation` identifies
         the group and is not 0. A round that takes longer than `deadline_s` ends the group."""
         self.ended = ""
+        self.store = ""
+        """Address of the store of the process group, which the ranks learn when they have joined."""
         self._names = names
         self._generation = generation
         self._deadline_s = deadline_s
@@ -104,7 +106,7 @@ class Rendezvous:
             self._formed = True
             joined, self._parked = self._parked, {}
             for each in joined.values():
-                each(Met(generation=self._generation))
+                each(Met(generation=self._generation, store=self.store))
 
     def _decide(self, name: str, failures: list[str]) -> None:
         met = Met(generation=self._generation, failures=failures)

@@ -125,7 +125,7 @@ def weight_versions(topology: Topology) -> int:
     if topology.run.deterministic:  # engines copy the versions
         return topology.staleness + _EXACT_VERSIONS + reference
     maps = rollout.engine == "transformers" and rollout.device == "cpu"
-    engines = Counter(topology.host_of(rollout, i) for i in range(rollout.instances))
+    engines = Counter(topology.hosts_of(rollout, rollout.instances))
     mapped = max(engines.values()) - 1 if maps else 0
     return live_versions(topology.staleness) + _SPARE_VERSIONS + mapped + reference
 

@@ -166,10 +166,6 @@ def _placement(topology: Topology) -> Found:
                 yield ("services", key, "host"), f"no host {name!r} in placement.hosts; {remedy}"
         if service.host is not None and len(set(service.host)) < max(len(service.host), 1):
             yield ("services", key, "host"), f"{list(service.host)}: name a host, or several different ones"
-    trainer = services.policy_trainer
-    if trainer.host is not None and len(trainer.host) > 1:
-        message = f"{len(trainer.host)} hosts, but the ranks of the trainer meet on one; name the one of the launcher"
-        yield ("services", "policy-trainer", "host"), message
     needed = _gpus_needed(topology)
     for name, host in hosts.items():
         if needed[name] > host.gpus:
@@ -187,9 +183,9 @@ def _placement(topology: Topology) -> Found:
         message = f"none, but {', '.join(map(str, others))} must reach this machine; give its address"
         yield ("transport", "listen"), message
     away = sorted({str(spec.host) for spec in topology.away_plan() if spec.service == "rollout"})
-    if away and services.rollout.weights != "shards":
-        message = f"{services.rollout.weights} reaches rollouts on the trainer's host only, not on {', '.join(away)}"
-        yield ("services", "rollout", "weights"), f"{message}; use shards"
+    if away and services.rollout.weights == "ipc":
+        message = f"ipc reaches rollouts on the trainer's GPUs only, not on {', '.join(away)}"
+        yield ("services", "rollout", "weights"), f"{message}; use shards or nccl"
 
 
 def _gpus_needed(topology: Topology) -> Counter[str | None]:

@@ -27,7 +27,7 @@ from shared.topology.services import (
 )
 
 TRAINER_STORE = "batch-store/0"
-"""The store of the trainer's host (see `Topology.store_hosts`), into which the trainer puts weights and log-probs."""
+"""The store of the host of the trainer's rank 0 (see `Topology.store_hosts`), into which weights are put."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Part of a task id ("<split>/<epoch>/<index>") and of metric names.
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -240,12 +240,19 @@ class Topology(Section):
 
     @property
     def home(self) -> str | None:
-        """The host on which the run is started, which is the trainer's. None if it has no name."""
+        """The host on which the run is started, which is that of the trainer's first ranks. None if it has no name."""
         return self.services.policy_trainer.host[0] if self.services.policy_trainer.host else None
 
-    def host_of(self, service: Placed, copy: int = 0) -> str | None:
-        """Return the host of a copy of the model of `service`. Its hosts take turns."""
-        return service.host[copy % len(service.host)] if service.host else self.home
+    def hosts_of(self, service: Placed, copies: int, ranks: int = 1) -> list[str | None]:
+        """Return the host of each process of `service`, which runs `copies` of a model on `ranks` ranks each.
+
+        Copies take turns on the hosts. With more hosts than copies, each copy is divided over as many hosts, in blocks
+        of consecutive ranks.
+        """
+        hosts = service.host or (self.home,)
+        spread = min(max(len(hosts) // copies, 1), ranks)
+        blocks = [copy * spread + rank * spread // ranks for copy in range(copies) for rank in range(ranks)]
+        return [hosts[block % len(hosts)] for block in blocks]
 
     def store_hosts(self) -> list[str | None]:
         """The host of each batch-store: every host has one. The trainer's is first, because it puts into
@@ -259,15 +266,14 @@ class Topology(Section):
         plan = [ServiceSpec("scheduler", 0, home)]
         plan += [ServiceSpec("batch-store", i, host) for i, host in enumerate(self.store_hosts())]
         plan += [ServiceSpec("monitor", 0, home)]
-        plan += [ServiceSpec("policy-trainer-worker", i, home) for i in range(trainer.world_size)]
+        workers = self.hosts_of(trainer, 1, trainer.world_size)
+        plan += [ServiceSpec("policy-trainer-worker", i, host) for i, host in enumerate(workers)]
         plan += [ServiceSpec("policy-trainer", 0, home)]
         if self.services.reference is not None:
             reference = self.services.reference
-            ranks = reference.parallel.model_ranks
-            plan += [
-                ServiceSpec("reference", i, self.host_of(reference, i // ranks)) for i in range(reference.world_size)
-            ]
-        plan += [ServiceSpec("rollout", i, self.host_of(rollout, i)) for i in range(rollout.instances)]
+            scorers = self.hosts_of(reference, max(reference.dp, 1), reference.parallel.model_ranks)
+            plan += [ServiceSpec("reference", i, host) for i, host in enumerate(scorers)]
+        plan += [ServiceSpec("rollout", i, host) for i, host in enumerate(self.hosts_of(rollout, rollout.instances))]
         return plan
 
     def away_plan(self) -> list[ServiceSpec]:

@@ -35,8 +35,9 @@ class Parallel(Section):
 class Placed(Section):
     host: Strings | None = Field(
         default=None,
-        description="a host of placement.hosts, or several among which copies of the model take turns; default: the "
-        "trainer's, on which the run is started",
+        description="a host of placement.hosts, or several: copies of the model take turns on them, and the ranks of a "
+        "copy are divided over them if there are fewer copies; the first host of the trainer is the one on which the "
+        "run is started; default: that one",
     )
     gpus: int = Field(default=0, ge=0, description="total GPUs, for rollout GPUs per instance; 0: compute on the CPU")
     threads: Count | None = Field(default=None, description="CPU threads of each process; default: a share of the CPUs")

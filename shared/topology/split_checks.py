@@ -1,5 +1,7 @@
 """Checks that the trainer's and the reference's models can be split as the topology says: the degrees against the
-backend and against the numbers in the model's config.json. It imports no model library.
+backend and against the numbers in the model's config.json, and the ranks against the hosts.
+
+The module imports no model library.
 """
 
 from __future__ import annotations
@@ -13,9 +15,26 @@ MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def check(topology: Topology) -> Found:
-    """Yield degrees that the backend does not support, and degrees that do not divide what they split."""
+    """Yield degrees that the backend does not support, that do not divide what they split, or that cross hosts."""
+    trainer, reference = topology.services.policy_trainer, topology.services.reference
+    yield from _hosts("policy-trainer", trainer, trainer.world_size, len(trainer.host or ()))
+    if reference is not None:
+        copies, ranks = max(reference.dp, 1), reference.parallel.model_ranks
+        yield from _hosts("reference", reference, ranks, min(len(reference.host or ()) // copies, ranks))
     for name, service in topology.services.scorers.items():
         yield from _check(topology, name, service, {"tp", "pp"} if name == "policy-trainer" else {"tp", "pp", "cp"})
+
+
+def _hosts(name: str, service: ScorerSettings, ranks: int, hosts: int) -> Found:
+    """Check `ranks` that are divided over `hosts`. Tensor and context parallel ranks exchange data in every layer."""
+    if hosts < 2:
+        return
+    close = service.parallel.tp * service.parallel.cp
+    each = ranks // hosts
+    if ranks % hosts or each % close:
+        rule = f"each takes the same number, a multiple of tp*cp = {close}"
+        remedy = f"use {hosts * close * max(each // close, 1)} ranks, or fewer hosts"
+        yield ("services", name, "host"), f"{hosts} hosts for {ranks} rank{'s' * (ranks > 1)}: {rule}; {remedy}"
 
 
 def _check(topology: Topology, name: str, service: ScorerSettings, torch_has_no: set[str]) -> Found:

@@ -1,8 +1,7 @@
-"""A gloo group of the trainer (rank 0) and the ranks of one engine, on the CPUs of one host. It uses the loopback
-interface only, and every wait has a deadline.
+"""A gloo group of the trainer (rank 0) and the ranks of one engine, on CPUs. Every wait has a deadline.
 
-The ranks meet through a file in the run's private folder. The group is independent of torch.distributed's default
-group: a process may have several, and the failure of one does not affect the others.
+The group is independent of torch.distributed's default group: a process may have several, and the failure of one does
+not affect the others.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import BroadcastOptions, FileStore, ProcessGroupGloo
+from torch._C._distributed_c10d import BroadcastOptions, ProcessGroupGloo
 
-LOOPBACK = "lo"
+from shared.ranks.meeting import Meeting
+from shared.ranks.store import open_store
 
 
 class TransferLost(Exception):
@@ -27,22 +26,20 @@ class TransferLost(Exception):
 class GlooGroup:
     """A group whose constructor blocks until all ranks have joined."""
 
-    def __init__(self, meeting: Path, rank: int, ranks: int, *, deadline_s: float) -> None:
-        """`meeting` is the path of a new file, which must exist until all ranks know that all have joined. Rank 0 sends
-        and the other ranks receive.
+    def __init__(self, meeting: Meeting, rank: int, ranks: int, *, deadline_s: float) -> None:
+        """`meeting` is at a new file, which must exist until all ranks know that all have joined, or at a port of rank
+        0. Rank 0 sends and the other ranks receive.
 
         Raises TransferLost if not all ranks join within `deadline_s`.
         """
         self._deadline_s = deadline_s
         gloo: Any = ProcessGroupGloo  # its stubs are incomplete
         options = gloo._Options()
-        options._devices = [gloo.create_device(interface=LOOPBACK)]
-        options._timeout = timedelta(seconds=deadline_s)
+        options._devices = [gloo.create_device(interface=meeting.interface)]
+        options._timeout = limit = timedelta(seconds=deadline_s)
         options._threads = 1
-        store = FileStore(str(meeting), ranks)
-        store.set_timeout(timedelta(seconds=deadline_s))
         try:
-            self._group = gloo(store, rank, ranks, options)
+            self._group = gloo(open_store(meeting, ranks, limit), rank, ranks, options)
         except RuntimeError as error:
             raise TransferLost(
                 f"gloo group of {ranks} not formed within {deadline_s:g} s: {_first_line(error)}"

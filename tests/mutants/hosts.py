@@ -142,4 +142,26 @@ HOSTS = [
         "self._now - seen.at < GONE_S",
         f"{STORES}::test_stores_take_weights_from_those_before_them_on_other_hosts_unless_they_are_silent",
     ),
+    Mutation(
+        "the log-probs of ranks on other hosts are not counted and stay for good",
+        "services/scheduler/stores.py",
+        "for each in run.registry.on_host(host) if each[0] == STORE)",
+        "for each in run.registry.on_host(host) if False)",
+        f"{STORES}::test_log_probs_of_ranks_on_two_hosts_count_in_the_stores_of_both",
+    ),
+    Mutation(
+        "ranks take turns on the hosts",
+        "shared/topology/schema.py",
+        "blocks = [copy * spread + rank * spread // ranks for",
+        "blocks = [copy * spread + rank % spread for",
+        "tests/unit/shared/topology/test_topology.py::"
+        "test_copies_take_turns_on_hosts_and_ranks_of_one_copy_are_divided_in_blocks",
+    ),
+    Mutation(
+        "tensor parallel ranks are on two hosts",
+        "shared/topology/split_checks.py",
+        "if ranks % hosts or each % close:",
+        "if ranks % hosts:",
+        "tests/unit/shared/topology/test_refusals.py::test_hosts_that_could_not_do_their_part_are_refused",
+    ),
 ]

@@ -72,6 +72,7 @@ def _server() -> ForkServerContext:
 def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: int, device: str) -> None:
     import torch.distributed as dist
 
+    from shared.ranks.meeting import LOOPBACK, Meeting
     from shared.ranks.process_group import open_group
 
     with (Path(folder) / f"rank-{rank}.txt").open("wb", buffering=0) as output:
@@ -83,7 +84,7 @@ def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: 
         place = Layout(*degrees).place(rank)
         module, _, name = function.partition(":")
         work = getattr(importlib.import_module(module), name)
-        open_group(Path(folder) / "group", place, device, deadline_s=COLLECTIVE_S)
+        open_group(Meeting(LOOPBACK, file=Path(folder) / "group"), place, device, deadline_s=COLLECTIVE_S)
         work(place, Path(folder))
         dist.barrier()
         code = 0

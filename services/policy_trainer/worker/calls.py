@@ -30,15 +30,17 @@ from services.policy_trainer.worker.colocation.devices import Devices
 from services.policy_trainer.worker.colocation.residency import NEEDS, Part, parts_named
 from services.policy_trainer.worker.snapshot_keeper import SnapshotKeeper
 from services.policy_trainer.worker.snapshots import Snapshots
+from shared.actor.own_store import own_store
 from shared.actor.service import Service
 from shared.dataplane.client import DataClient, TaskShards
 from shared.ranks.group import Group, GroupEnded
 from shared.ranks.layout import Place
+from shared.ranks.meeting import Meeting
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
 from shared.stages import PROXIMAL
-from shared.topology import TRAINER_STORE, Topology
+from shared.topology import Topology
 
 if TYPE_CHECKING:
     from services.policy_trainer.worker.backend import Backend, OptimizerUpdate
@@ -77,6 +79,9 @@ class Calls:
         self._backend: Backend
         self._canaries: Canaries
         self._earlier: EarlierVersions
+        self._meeting: Meeting
+        self._store = ""
+        """The store of this rank's host, into which it puts log-probs, once it has put any."""
         self._own_loss: PolicyLoss | None = None
         self._pristine = True
         """Whether the weights are those of the model directory, with fresh optimizer state."""
@@ -101,8 +106,12 @@ class Calls:
 
     # ---- life
 
-    async def load(self) -> None:
-        """Open the process group and load the model, on the compute thread. Raises RpcError, GroupEnded."""
+    async def load(self, meeting: Meeting) -> None:
+        """Open the process group at `meeting` and load the model, on the compute thread.
+
+        Raises RpcError, GroupEnded.
+        """
+        self._meeting = meeting
         if self._service.NAME in self._topology.colocated_services:
             self.devices.share(self._service)
         await self.devices.acquire_room()
@@ -121,7 +130,7 @@ class Calls:
         if deterministic:
             require_deterministic_algorithms()
         self._earlier = EarlierVersions(self._topology.staleness if deterministic else 0)
-        self._backend = make_backend(self._run, self._topology, self._place, self._group.generation)
+        self._backend = make_backend(self._run, self._topology, self._place, self._meeting)
         self._backend.model.register_forward_hook(lambda *_: self._advance())
         self._own_loss = own_policy_loss(self._topology.algorithm.loss)
         policy = self._topology.policy
@@ -210,6 +219,7 @@ class Calls:
     async def _load_checkpoint(self, request: messages.LoadCheckpoint, _: Call) -> Message:
         from services.policy_trainer.worker import checkpoint
         from services.policy_trainer.worker.backend import TrainingState
+        from services.policy_trainer.worker.checkpoint_broadcast import from_rank_0
         from services.policy_trainer.worker.rank_state import load_rank_state
 
         async def read() -> Callable[[], None]:
@@ -217,9 +227,12 @@ class Calls:
             if request.snapshot_lineage >= 0:
                 state = await asyncio.to_thread(self.snapshots.read, request.snapshot_lineage, request.step)
                 return lambda: load_rank_state(state, self._backend, self._earlier, self._canaries)
-            saved = await asyncio.to_thread(checkpoint.load, self._run.checkpoints, request.step)
+            several_hosts = bool(self._meeting.store)
+            reads = self._place.rank == 0 or not several_hosts
+            mine = await asyncio.to_thread(checkpoint.load, self._run.checkpoints, request.step) if reads else None
 
             def load() -> None:
+                saved = from_rank_0(mine) if mine is None or several_hosts else mine
                 self._backend.load_state(TrainingState(saved.weights, saved.optimizer))
                 self._earlier.restore(saved.earlier, self._canaries)
 
@@ -269,12 +282,13 @@ class Calls:
         # The key is unique to this call: an earlier life may have put other bits for these tasks and fences.
         key = f"{samples.PROX_KEY}{REVISION}{request.driver:x}-{request.order}"
         if named:
+            self._store = self._store or await own_store(self._service)
             shards = [TaskShards(task.task_id, task.fence, {key: piece}) for task, piece in named]
-            await self._data.put(shards, store=TRAINER_STORE, deadline_s=PUT_S)
+            await self._data.put(shards, store=self._store, deadline_s=PUT_S)
         handles = [
             TaskHandle(task.task_id, task.fence, task.samples, task.tokens, piece.nbytes, [0]) for task, piece in named
         ]
-        meta = BatchMeta(tasks=handles, parts=[BatchPart(PROXIMAL.name, [key])], stores=[TRAINER_STORE])
+        meta = BatchMeta(tasks=handles, parts=[BatchPart(PROXIMAL.name, [key])], stores=[self._store])
         return messages.ForwardDone(meta=meta, seconds=time.perf_counter() - began)
 
     async def _forward_backward(self, request: messages.ForwardBackward, _: Call) -> Message:

@@ -23,6 +23,7 @@ from shared.actor.service import Service
 from shared.dataplane.client import DataClient
 from shared.ranks.group import Group, GroupEnded, ends_with_its_peers
 from shared.ranks.layout import Layout
+from shared.ranks.meeting import join, reach_hosts_by_nccl
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
@@ -47,6 +48,7 @@ class PolicyTrainerWorker(Service):
             self.incarnation,
             deadline_s=options.collective_s,
         )
+        self._hosts = topology.hosts_of(options, 1, options.world_size)
         self._pending = CallQueue()
         self._compute = ThreadPoolExecutor(1, "compute")
         self._data = DataClient(self.client, reports=True, plain=not topology.transport.encrypt_bulk)
@@ -54,6 +56,7 @@ class PolicyTrainerWorker(Service):
         self.progress = lambda: self._calls.progress
         self.drain_s = stop_limit_s(topology)
         self._sender: WeightsSender | None = None
+        self._sends_by_nccl = instance == 0 and topology.services.rollout.weights == "nccl"
         if instance == 0 and topology.services.rollout.transfer_s is not None:
             self._send_weights(topology, topology.services.rollout.transfer_s)
         self._running = asyncio.Lock()
@@ -75,6 +78,7 @@ class PolicyTrainerWorker(Service):
             deadline_s=deadline_s,
             perturbed=functools.partial(perturbed_weights, Path(policy.model), policy.dtype),
             emit=self.telemetry.emit,
+            listen=lambda: self.listen,
         )
         self._calls.on_published = sender.published
         self.mailbox.handle(messages.AskTransfer, sender.ask)
@@ -84,9 +88,11 @@ class PolicyTrainerWorker(Service):
 
     async def start(self) -> None:
         """Join the group, then import torch and load the model before the driver's first call."""
+        if self._sends_by_nccl and self.listen:
+            reach_hosts_by_nccl(self.listen)
         with ends_with_its_peers(self):
-            await self._group.join()
-            await self._group.until_ended(self._calls.load())
+            meeting = await join(self._group, self, self._hosts)
+            await self._group.until_ended(self._calls.load(meeting))
 
     async def serve(self) -> None:
         with ends_with_its_peers(self):

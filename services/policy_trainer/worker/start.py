@@ -7,17 +7,18 @@ from pathlib import Path
 from services.policy_trainer.worker.backend import Backend, BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from shared.ranks.layout import Place
+from shared.ranks.meeting import Meeting
 from shared.ranks.process_group import open_group, own_device
 from shared.rundir import RunDir
 from shared.topology import Topology
 
 
-def make_backend(run: RunDir, topology: Topology, place: Place, generation: int) -> Backend:
-    """Return this rank's backend with the topology's model. With several ranks, open process group `generation`."""
+def make_backend(run: RunDir, topology: Topology, place: Place, meeting: Meeting) -> Backend:
+    """Return this rank's backend with the topology's model. With several ranks, open their process group."""
     options = topology.services.policy_trainer
     device = own_device(options.device, place.rank)
     if place.layout.world_size > 1:
-        open_group(run.sockets / f"group-{generation:x}", place, device, deadline_s=options.collective_s)
+        open_group(meeting, place, device, deadline_s=options.collective_s)
     settings = BackendOptions(
         max_tokens=options.max_tokens_per_micro_batch,
         threads=options.threads or 1,

@@ -46,6 +46,7 @@ from services.rollout.engines.vllm_setup import (
 from services.rollout.engines.weights import Expected, check_proofs, expected_weights, fitting, memory_file
 from shared.colocation.devices import ENGINE, NOTHING, Parts
 from shared.model.load import load_model, named_weights
+from shared.ranks.meeting import Meeting
 from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy, to_torch
 from shared.topology.services import WeightsRoute
@@ -177,7 +178,7 @@ class VllmEngine:
     def ranks(self) -> int:
         return self._tensor_parallel
 
-    async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
+    async def receive(self, offer: TransferOffer, meeting: Meeting) -> TransferOffer:
         """Receive weights from the trainer through vLLM's weight-transfer API, in place of the current ones.
 
         Raises TransferFailed or WeightsMismatch if none arrived and the old ones are whole, and RpcError if they are
@@ -380,7 +381,7 @@ class VllmEngine:
         self._placed = placed
         self._compute.progress += 1
 
-    def _receive(self, offer: TransferOffer, meeting: Path) -> None:
+    def _receive(self, offer: TransferOffer, meeting: Meeting) -> None:
         check_offer(self._expected, offer.parameters)
         try:
             self._taker.take(self._llm.collective_rpc, offer, meeting)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from proto.messages import TransferOffer, TransferParameter
 from services.rollout.engine import WeightsMismatch
 from services.rollout.engines.weights import Expected
 from services.rollout.transfer import TransferFailed
+from shared.ranks.meeting import Meeting
 from shared.topology.services import WeightsRoute
 from shared.weights.memory import opening
 from shared.weights.table import nbytes
@@ -31,7 +31,7 @@ class OfferTaker:
         self._ranks = ranks
         self.communicator = 0
 
-    def take(self, call: Callable[..., list[str]], offer: TransferOffer, meeting: Path) -> None:
+    def take(self, call: Callable[..., list[str]], offer: TransferOffer, meeting: Meeting) -> None:
         """Take an offer. `call(method, args=...)` calls a method of `TransferredWeights` on all ranks.
 
         Raises TransferFailed while the model is whole, HalfTaken afterwards.
@@ -70,7 +70,7 @@ def check_offer(expected: Expected, offered: Sequence[TransferParameter]) -> Non
         )
 
 
-def joining(route: WeightsRoute, offer: TransferOffer, meeting: Path, *, ranks: int) -> dict[str, Any]:
+def joining(route: WeightsRoute, offer: TransferOffer, meeting: Meeting, *, ranks: int) -> dict[str, Any]:
     """Return the `init_info` for the route. The trainer is rank 0, and the engine's `ranks` follow."""
     if route == "ipc":
         return {"packed": True}
@@ -82,7 +82,9 @@ def joining(route: WeightsRoute, offer: TransferOffer, meeting: Path, *, ranks: 
             "packed": False,
         }
     return {
-        "meeting": str(meeting),
+        "interface": meeting.interface,
+        "file": str(meeting.file or ""),
+        "store": meeting.store,
         "rank_offset": 1,
         "world_size": 1 + ranks,
         "deadline_s": offer.deadline_s,

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from proto.messages import TransferParameter
 from services.rollout.engines.vllm_worker import PolicyWeights, rebuild_tied_heads
 from shared.actor.service import PEER_LOST_STATUS
+from shared.ranks.meeting import Meeting
 from shared.weights.gloo import GlooGroup
 from shared.weights.table import room_for
 
@@ -39,7 +40,9 @@ ABORT_S = 10.0
 class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's sources are not read by mypy
     """The place where `world_size` ranks meet: the trainer as rank 0, and this engine's from `rank_offset` on."""
 
-    meeting: str
+    interface: str
+    file: str
+    store: str
     rank_offset: int
     world_size: int
     deadline_s: float
@@ -66,7 +69,8 @@ class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Join the group. Raises TransferLost."""
         self._group = None
         rank = self.parallel_config.rank + init_info.rank_offset
-        meeting = Path(init_info.meeting)
+        file = Path(init_info.file) if init_info.file else None
+        meeting = Meeting(init_info.interface, file=file, store=init_info.store)
         self._group = GlooGroup(meeting, rank, init_info.world_size, deadline_s=init_info.deadline_s)
 
     def start_weight_update(self) -> None:

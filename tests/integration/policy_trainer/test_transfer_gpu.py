@@ -16,6 +16,7 @@ import torch
 
 from proto.messages import DeviceMemory
 from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
+from shared.ranks.meeting import LOOPBACK
 from shared.weights.gloo import TransferLost
 from shared.weights.memory import exported, give_back, packed
 from tests.integration.store_process import REPOSITORY
@@ -68,7 +69,7 @@ def test_another_process_reads_exported_memory_which_is_then_freed() -> None:
 
 
 def test_a_communicator_that_no_peer_joins_is_given_up_at_the_deadline() -> None:
-    group = NcclGroup(new_unique_id(), 2, device=DEVICE, deadline_s=3.0)
+    group = NcclGroup(new_unique_id(LOOPBACK), 2, device=DEVICE, deadline_s=3.0)
     began = time.monotonic()
     with pytest.raises(TransferLost, match="join: not done within 3 s"):
         group.broadcast(tensors().values())
@@ -78,7 +79,7 @@ def test_a_communicator_that_no_peer_joins_is_given_up_at_the_deadline() -> None
 
 
 def test_a_communicator_of_one_rank_sends_and_is_closed() -> None:
-    group = NcclGroup(new_unique_id(), 1, device=DEVICE, deadline_s=30.0)
+    group = NcclGroup(new_unique_id(LOOPBACK), 1, device=DEVICE, deadline_s=30.0)
     for _ in range(2):
         group.broadcast(tensors().values())
     group.abort()
@@ -89,7 +90,7 @@ def test_a_communicator_of_one_rank_sends_and_is_closed() -> None:
     torch.cuda.device_count() < 2 or importlib.util.find_spec("vllm") is None, reason="needs two GPUs, and vllm"
 )
 def test_vllm_receives_the_weights_that_are_sent() -> None:
-    unique_id = new_unique_id()
+    unique_id = new_unique_id(LOOPBACK)
     command = [sys.executable, "-c", RECEIVES]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdin is not None

@@ -33,6 +33,7 @@ from services.rollout.transfer import EngineTransfers, HostMemory, TransferFaile
 from services.rollout.weights_source import ShardSource, TransferSource
 from services.rollout.weights_sync import WeightsSync
 from shared.dataplane.client import DataClient, TaskShards
+from shared.ranks.meeting import Meeting
 from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
 from shared.rundir import RunDir, service_name
@@ -150,7 +151,7 @@ class Sampler(ToldEngine):
         self.longest_s = 0.0
         """Longest time between two steps in seconds."""
 
-    async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
+    async def receive(self, offer: TransferOffer, meeting: Meeting) -> TransferOffer:
         await self.set_weights(await self._memory.receive(offer, meeting))
         return offer
 

@@ -34,10 +34,10 @@ SMALL = (
 KEYS = ("token_ids", "lengths", "loss_mask", "ref_logprobs")
 
 
-def scored_tasks(running: Cluster) -> dict[str, dict[str, Array]]:
-    """Return the shards of step 1's tasks, scored before any refresh, from the store's memory."""
+def scored_tasks(shm: Path) -> dict[str, dict[str, Array]]:
+    """Return the shards of step 1's tasks, scored before any refresh, from the memory of the run's stores."""
     found: dict[str, dict[str, Array]] = {}
-    for file in running.run.shm.glob("*/*"):
+    for file in shm.glob("*/*"):
         with contextlib.suppress(FileNotFoundError, WireError):
             data = file.read_bytes()
             block = blockfile.parse(data, len(data))
@@ -48,6 +48,17 @@ def scored_tasks(running: Cluster) -> dict[str, dict[str, Array]]:
                         values = np.frombuffer(data, dtype, shard.nbytes // dtype.itemsize, shard.offset)
                         found.setdefault(task_id, {})[shard.key] = values
     return {task_id: shards for task_id, shards in found.items() if set(KEYS) <= shards.keys()}
+
+
+def assert_scored_as_one_rank_scores(shards: dict[str, dict[str, Array]]) -> None:
+    """Check the log-probs of the initial model in at least 16 tasks."""
+    frozen = FrozenTorch(MODEL, "float32", 4096)
+    frozen.load()
+    assert len(shards) >= 16
+    assert max(np.abs(task["ref_logprobs"]).max() for task in shards.values()) > 1
+    for task_id, task in shards.items():
+        expected = frozen.logprobs(task["token_ids"], task["lengths"], task["loss_mask"], 1.0, lambda: None)
+        assert np.abs(task["ref_logprobs"] - expected).max() <= 1e-5, task_id
 
 
 def rank_pid(running: Cluster, instance: int) -> int | None:
@@ -70,7 +81,7 @@ def test_two_ranks_score_as_one_follow_the_policy_and_survive_the_death_of_one(
 ) -> None:
     with cluster(QUICKSTART, tmp_path, *SMALL, *place, limit_s=260) as running:
         running.wait_for("the first step", lambda: len(running.rows()) >= 1)
-        shards = scored_tasks(running)
+        shards = scored_tasks(running.run.shm)
         assert len(running.rows()) < EVERY, "too late: the reference may have been refreshed"
         follower = running.wait_for("rank 1", lambda: rank_pid(running, 1))
         running.wait_for("the first refresh", lambda: refreshed(running, 0) and refreshed(running, 1))
@@ -78,13 +89,7 @@ def test_two_ranks_score_as_one_follow_the_policy_and_survive_the_death_of_one(
         assert running.end() == 0, running.output()
         rows = running.rows()
         loads = [set(refreshed(running, instance)) for instance in (0, 1)]
-    frozen = FrozenTorch(MODEL, "float32", 4096)
-    frozen.load()
-    assert len(shards) >= 16
-    assert max(np.abs(task["ref_logprobs"]).max() for task in shards.values()) > 1
-    for task_id, task in shards.items():
-        expected = frozen.logprobs(task["token_ids"], task["lengths"], task["loss_mask"], 1.0, lambda: None)
-        assert np.abs(task["ref_logprobs"] - expected).max() <= 1e-5, task_id
+    assert_scored_as_one_rank_scores(shards)
     assert_follows(rows, every=EVERY, steps=STEPS, least_kl=1e-5)
     # After the death both ranks restart, and their leases name the version to load.
     assert loads == [{EVERY, 2 * EVERY}] * 2

@@ -25,6 +25,7 @@ from services.rollout.engines.vllm_engine import VllmEngine
 from services.rollout.engines.vllm_offer import announcing, joining
 from services.rollout.transfer import TransferFailed
 from services.rollout.weights_sync import WeightsSync
+from shared.ranks.meeting import LOOPBACK, Meeting
 from shared.tensors_torch import to_torch
 from shared.weights.gloo import GlooGroup
 from shared.weights.table import described
@@ -126,11 +127,11 @@ def understood() -> dict[str, Any]:
     offer = TransferOffer(
         communicator=1, number=1, deadline_s=20.0, parameters=parameters, unique_id=bytes(range(128)), memory=memory
     )
-    nccl = NCCLWeightTransferInitInfo(**joining("nccl", offer, Path("x"), ranks=2))
+    nccl = NCCLWeightTransferInitInfo(**joining("nccl", offer, Meeting(LOOPBACK), ranks=2))
     NCCLWeightTransferUpdateInfo(**announcing(msgspec.structs.replace(offer, memory=None)))
     ipc = IPCWeightTransferUpdateInfo(**announcing(offer))
     return {
-        "packed": IPCWeightTransferInitInfo(**joining("ipc", offer, Path("x"), ranks=1)).packed,
+        "packed": IPCWeightTransferInitInfo(**joining("ipc", offer, Meeting(LOOPBACK), ranks=1)).packed,
         "unique_id": list(nccl.nccl_unique_id_bytes),
         "world_size": nccl.world_size,
         "sizes": ipc.tensor_sizes,
@@ -142,7 +143,7 @@ class Sender:
     """The trainer's end of transfers to an engine of two ranks."""
 
     def __init__(self, meeting: Path) -> None:
-        self._meeting = meeting
+        self._meeting = Meeting(LOOPBACK, file=meeting)
         self._thread = ThreadPoolExecutor(1)
         self._group: GlooGroup | None = None
 

@@ -66,6 +66,16 @@ def test_a_run_on_the_cpu_sees_no_gpu_whatever_the_machine_has(folder: Path) -> 
     assert wanted(made) == 0
 
 
+def test_ranks_on_two_hosts_see_the_gpus_of_each(folder: Path) -> None:
+    places = ["placement.hosts={a: {gpus: 8}, b: {gpus: 8}}", "transport.listen=10.0.0.1"]
+    made = topology(folder, *places, "services.policy-trainer.host=[a, b]", "services.reference.host=b", *TP)
+    seen = visible_gpus(made, gpu_names("7,6,5,4,3,2"))
+    assert [seen["policy-trainer-worker", rank] for rank in range(4)] == ["7", "6", "0", "1"]
+    assert [seen["reference", i] for i in range(4)] == ["2", "3", "4", "5"]
+    assert [seen["rollout", i] for i in range(2)] == ["5,4", "3,2"]
+    assert wanted(made) == 6
+
+
 def test_the_large_example_is_planned_on_two_hosts_of_eight(folder: Path) -> None:
     text = (REPOSITORY / "launch" / "topologies" / "qwen7b-math.yaml").read_text()
     for old in ("/data/math.jsonl", "/data/math500.jsonl", "/data/aime24.jsonl"):

@@ -68,6 +68,24 @@ def test_instances_take_turns_on_the_hosts_of_their_service_and_every_host_has_a
     assert threads == 3
 
 
+def test_the_ranks_of_a_trainer_on_two_hosts_stay_at_home_or_move_together(folder: Path) -> None:
+    places = (
+        "placement.hosts={a: {gpus: 2}, b: {gpus: 2}, c: {gpus: 2}, spare: {gpus: 2}}",
+        "services.policy-trainer={host: [a, b], gpus: 4}",
+        "services.rollout={host: c, instances: 1, gpus: 2, engine: vllm, parallel: {tp: 2}}",
+    )
+    made = book(folder, *places)
+    ranks = {("policy-trainer-worker", 2): [0], ("policy-trainer-worker", 3): [1]}
+    assert made.host_of(("policy-trainer-worker", 1)) is None
+    assert {host: set(keys) & ranks.keys() for host, keys in joined(made, "b", "c", "spare").items()} == {
+        "b": ranks.keys(),
+        "c": set(),
+        "spare": set(),
+    }
+    made.lose("b", "power cut", 1.0)
+    assert joined(made, "spare")["spare"] == {("batch-store", 3): [], **ranks}
+
+
 def test_processes_of_a_lost_host_move_as_far_as_others_have_gpus(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import pytest
 import torch
 from msgspec import structs
 
 from proto.messages import AskTransfer, Canary, TransferOffer, WeightsRef
 from services.policy_trainer.worker.weights.sender import WeightsSender
 from shared.dataplane.client import DataClient
+from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
+from shared.topology.services import WeightsRoute
 
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1.0)
 FIRST = WeightsRef(
@@ -40,18 +43,19 @@ LATER = structs.replace(FIRST, step=2, task_id="weights/1/2")
 class Trainer:
     """Rank 0, whose drills last until `may_end` is set."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, route: WeightsRoute = "gloo", listen: str = "") -> None:
         run = RunDir(folder, folder, folder)
         self.made = 0
         self.may_end = threading.Event()
         self.sender = WeightsSender(
             run,
             cast(DataClient, None),  # A drill reads nothing from a store.
-            route="gloo",
+            route=route,
             device="cpu",
             deadline_s=0.2,
             perturbed=self._perturbed,
             emit=lambda topic, values: None,
+            listen=lambda: listen,
         )
         self._host_id = run.host_id
 
@@ -60,14 +64,14 @@ class Trainer:
         assert self.may_end.wait(10)
         return {"w": torch.zeros(1)}
 
-    async def asked(self, engine: int, *, within_s: float) -> TransferOffer:
+    async def asked(self, engine: int, *, within_s: float, host_id: str = "") -> TransferOffer:
         """Ask as the mailbox does: it cancels a handler at the request's deadline."""
         request = AskTransfer(
             instance=engine,
             incarnation=1,
             communicator=0,
             ranks=1,
-            host_id=self._host_id,
+            host_id=host_id or self._host_id,
             lineage=1,
             step=1,
             drill=True,
@@ -106,3 +110,27 @@ def test_a_drill_that_was_taken_is_not_kept(tmp_path: Path) -> None:
         trainer.sender.close()
 
     asyncio.run(scenario())
+
+
+def test_an_engine_on_another_host_joins_at_the_announced_address(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        trainer = Trainer(tmp_path, listen="tcp://127.0.0.1:7747")
+        trainer.may_end.set()
+        trainer.sender.published(FIRST)
+        here = await trainer.asked(0, within_s=5)
+        there = await trainer.asked(1, within_s=5, host_id="another host")
+        assert (bool(here.meeting), here.store) == (True, "")
+        assert (there.meeting, there.store.rpartition(":")[0]) == ("", "127.0.0.1")
+        trainer.sender.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("route", "listen"), [("ipc", "tcp://127.0.0.1:7747"), ("gloo", ""), ("nccl", "")])
+def test_a_route_that_does_not_reach_another_host_is_refused_there(
+    route: WeightsRoute, listen: str, tmp_path: Path
+) -> None:
+    trainer = Trainer(tmp_path, route, listen)
+    trainer.sender.published(FIRST)
+    with pytest.raises(RpcError, match=f"route {route} stays on one host; take the shards"):
+        asyncio.run(trainer.asked(0, within_s=5, host_id="another host"))

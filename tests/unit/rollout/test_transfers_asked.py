@@ -17,6 +17,7 @@ from proto.messages import Ack, AskTransfer, EndTransfer, TransferOffer
 from services.rollout.engine import Engine
 from services.rollout.transfer import EngineTransfers, TransferFailed
 from services.rollout.weights_source import ShardSource, TransferSource
+from shared.ranks.meeting import Meeting
 from shared.rpc.client import Client
 from shared.rundir import RunDir
 from tests.unit.rollout.told_engine import ref_of
@@ -56,7 +57,7 @@ class Receiver:
         self.received: list[int] = []
         self.left = 0
 
-    async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
+    async def receive(self, offer: TransferOffer, meeting: Meeting) -> TransferOffer:
         self.received.append(offer.number)
         return offer
 

@@ -24,6 +24,7 @@ from services.rollout.transfer import EngineTransfers, TransferFailed
 from services.rollout.weights_source import Arrays, Delivery, ShardSource, TransferSource, own_drill
 from services.rollout.weights_sync import HeldVersion, WeightsSync
 from shared.dataplane.stream import OnProgress
+from shared.ranks.meeting import LOOPBACK, Meeting
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -40,7 +41,7 @@ class InPlace(TransformersEngine):
     ranks = 1
     deaf = ""
 
-    async def receive(self, offer: TransferOffer, meeting: Path) -> TransferOffer:
+    async def receive(self, offer: TransferOffer, meeting: Meeting) -> TransferOffer:
         sent = SENT[offer.number]
         kept = {self.deaf: (await self.base_weights())[self.deaf]} if self.deaf else {}
         await self.set_weights({**sent, **kept})
@@ -74,7 +75,7 @@ class Trainer:
             raise TransferFailed("the drill was not made in time")
         parameters: list[TransferParameter] = described({key: to_torch(each) for key, each in SENT[number].items()})
         return await receiver.receive(
-            TransferOffer(communicator=1, number=number, deadline_s=1.0, parameters=parameters), Path("meeting")
+            TransferOffer(communicator=1, number=number, deadline_s=1.0, parameters=parameters), Meeting(LOOPBACK)
         )
 
 
@@ -164,7 +165,7 @@ def test_every_failed_transfer_is_reported_although_the_trainer_answers_slowly(t
     class Breaking:
         ranks = 1
 
-        async def receive(self, offer: TransferOffer, meeting: Path) -> None:
+        async def receive(self, offer: TransferOffer, meeting: Meeting) -> None:
             raise OSError("broken")
 
         def leave(self) -> None: ...

@@ -103,6 +103,29 @@ def test_log_probs_of_the_trainer_fill_its_own_store() -> None:
     assert bench.machine.run.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
 
 
+def test_log_probs_of_ranks_on_two_hosts_count_in_the_stores_of_both(tmp_path: Path) -> None:
+    made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1, replay_bytes=10)
+    bench = TwoHosts(made, NINE).begin()
+    bench.register("policy-trainer-worker", 0, 21, host_id="home")
+    bench.step(1, AWAY)
+    run = bench.machine.run
+    assert run.uncovered == {AWAY: 200, STORE: 80}
+    bench.register("policy-trainer-worker", 1, 22, host_id="away")  # from now on it may put there
+    assert run.uncovered == {AWAY: 280, STORE: 80}
+    bench.step(2, STORE)
+    assert run.uncovered == {AWAY: 280 + 80, STORE: 80 + 280}
+    run.validate()
+    again = snapshot.load(bench.plan, snapshot.dump(run))
+    assert again.trainer_stores == run.trainer_stores == (STORE, AWAY)
+    bench.ask(CheckpointSaved(driver=1, step=2, kept=[2]))
+    clears = {store: {entry[0] for entry in entries if entry[2]} for store, entries in run.clears.entries().items()}
+    assert clears[AWAY] == clears[STORE]
+    assert len(clears[AWAY]) == 8
+    bench.ask(HostGone(host="b", incarnations=[22, 5], cause="power cut"))
+    assert run.trainer_stores == (STORE,)
+    run.validate()
+
+
 def test_results_of_each_stage_count_in_the_store_where_they_were_put() -> None:
     bench = TwoHosts(plan(overhead_bytes=3, stages=train_graph(with_reference=True))).begin()
     run = bench.machine.run

@@ -30,6 +30,14 @@ class Ranks:
         return self
 
 
+def test_ranks_that_have_joined_know_where_their_process_group_meets() -> None:
+    ranks = Ranks(2)
+    ranks.rendezvous.store = "10.0.0.1:4711"
+    ranks.come(1, JOIN)
+    ranks.come(0, JOIN)
+    assert ranks.answers[0, JOIN] == ranks.answers[1, JOIN] == [Met(generation=GENERATION, store="10.0.0.1:4711")]
+
+
 def test_no_rank_continues_before_all_have_arrived() -> None:
     ranks = Ranks(3).formed()
     ranks.come(0, "a")

@@ -6,12 +6,12 @@ Except for `ended` and `close`, a channel must not be used by two threads at onc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from proto.messages import TransferOffer
+from shared.ranks.meeting import Meeting
 from shared.topology.services import WeightsRoute
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ class Channel(Protocol):
         """Destroy the communicator. A thread in `send` returns from it by its deadline at the latest."""
 
 
-def open_channel(route: WeightsRoute, meeting: Path, ranks: int, *, device: str, deadline_s: float) -> Channel:
-    """Return a channel that is not joined yet. `meeting` is a new file for gloo, `ranks` counts those of the engine and
-    this one, and `device` belongs to this rank. Raises ValueError for route shards, which needs no channel."""
+def open_channel(route: WeightsRoute, meeting: Meeting, ranks: int, *, device: str, deadline_s: float) -> Channel:
+    """Return a channel that is not joined yet. Gloo meets at `meeting`, `ranks` counts those of the engine and this
+    one, and `device` belongs to this rank. Raises ValueError for route shards, which needs no channel."""
     match route:
         case "gloo":
             return GlooChannel(meeting, ranks, deadline_s)
         case "nccl":
-            return NcclChannel(ranks, device, deadline_s)
+            return NcclChannel(meeting.interface, ranks, device, deadline_s)
         case "ipc":
             return MemoryChannel(device)
         case "shards":
@@ -52,14 +52,15 @@ def open_channel(route: WeightsRoute, meeting: Path, ranks: int, *, device: str,
 
 
 class GlooChannel:
-    def __init__(self, meeting: Path, ranks: int, deadline_s: float) -> None:
+    def __init__(self, meeting: Meeting, ranks: int, deadline_s: float) -> None:
         self._meeting = meeting
         self._ranks = ranks
         self._deadline_s = deadline_s
         self._group: GlooGroup | None = None
 
     def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
-        return msgspec.structs.replace(offer, meeting=self._meeting.name)
+        file = self._meeting.file
+        return msgspec.structs.replace(offer, meeting=file.name if file is not None else "", store=self._meeting.store)
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         from shared.weights.gloo import GlooGroup
@@ -69,15 +70,17 @@ class GlooChannel:
         self._group.broadcast(tensors.values())
 
     def ended(self) -> None:
-        self._meeting.unlink(missing_ok=True)  # not earlier: another rank may read it after this one has joined
+        if self._meeting.file is not None:  # not earlier: another rank may read it after this one has joined
+            self._meeting.file.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._group = None  # its sockets close once no thread uses it
-        self._meeting.unlink(missing_ok=True)
+        self.ended()
 
 
 class NcclChannel:
-    def __init__(self, ranks: int, device: str, deadline_s: float) -> None:
+    def __init__(self, interface: str, ranks: int, device: str, deadline_s: float) -> None:
+        self._interface = interface
         self._ranks = ranks
         self._device = device
         self._deadline_s = deadline_s
@@ -88,7 +91,7 @@ class NcclChannel:
         from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
 
         if self._group is None:
-            self._unique_id = new_unique_id()
+            self._unique_id = new_unique_id(self._interface)
             self._group = NcclGroup(self._unique_id, self._ranks, device=self._device, deadline_s=self._deadline_s)
         return msgspec.structs.replace(offer, unique_id=self._unique_id)
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.weights.gloo import LOOPBACK, TransferLost
+from shared.ranks.meeting import NCCL_INTERFACE, exactly
+from shared.weights.gloo import TransferLost
 
 UNIQUE_ID_BYTES = 128
 _SUCCESS, _IN_PROGRESS = 0, 7
@@ -53,9 +54,12 @@ class _Config(ctypes.Structure):
     )
 
 
-def new_unique_id() -> bytes:
-    """Return the id by which the ranks of a new communicator find each other. Raises TransferLost without NCCL."""
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)  # both ends are on this host: loopback only
+def new_unique_id(interface: str) -> bytes:
+    """Return the id by which the ranks of a new communicator find each other. Raises TransferLost without NCCL.
+
+    NCCL uses `interface` in this process from its first use on.
+    """
+    os.environ.setdefault(NCCL_INTERFACE, exactly(interface))
     made = _UniqueId()
     _check(_library(), _library().ncclGetUniqueId(ctypes.byref(made)))
     return bytes(made)

@@ -35,6 +35,7 @@ from services.policy_trainer.worker.weights.transfers import (
 )
 from shared.batch import weights_meta
 from shared.dataplane.client import DataClient
+from shared.ranks.meeting import LOOPBACK, Meeting, announced_interface, opened
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
@@ -69,9 +70,10 @@ class WeightsSender:
         deadline_s: float,
         perturbed: Callable[[WeightsRef], dict[str, Tensor]],
         emit: Emit,
+        listen: Callable[[], str] = str,
     ) -> None:
         """`device` is the one on which this rank computes. `perturbed(ref)` computes the weights of the start-up drill.
-        `emit(topic, values)` sends telemetry."""
+        `emit(topic, values)` sends telemetry. `listen()` is where this process answers other hosts, or empty."""
         self._run = run
         self._data = data
         self._route: WeightsRoute = route
@@ -79,6 +81,7 @@ class WeightsSender:
         self._deadline_s = deadline_s
         self._perturbed = perturbed
         self._emit = emit
+        self._listen = listen
         self._transfers = TransferState(new_incarnation, deadline_s)
         self._lines: dict[int, _ChannelThread] = {}
         self._published: OrderedDict[tuple[int, int], WeightsRef] = OrderedDict()
@@ -100,7 +103,8 @@ class WeightsSender:
         """Begin to send the requested version. Raises RpcError: missing, conflict."""
         from shared.weights.table import described
 
-        if request.host_id != self._run.host_id:
+        here = request.host_id == self._run.host_id
+        if not here and (self._route == "ipc" or not self._listen()):
             raise RpcError(ErrorCode.MISSING, f"route {self._route} stays on one host; take the shards")
         tensors = await self._tensors(request)
         parameters = described(tensors)
@@ -109,7 +113,7 @@ class WeightsSender:
         if grant is None:
             raise RpcError(ErrorCode.INTERNAL, f"transfer to rollout/{request.instance} neither granted nor refused")
         if grant.new:
-            meeting = self._run.sockets / f"meet-{grant.communicator:x}"
+            meeting = self._meeting(grant.communicator, here=here)
             channel = open_channel(
                 self._route, meeting, 1 + request.ranks, device=self._device, deadline_s=self._deadline_s
             )
@@ -147,6 +151,13 @@ class WeightsSender:
             self._timer.cancel()
         for communicator in list(self._lines):
             self._drop(communicator)
+
+    def _meeting(self, communicator: int, *, here: bool) -> Meeting:
+        """Return where the engine, which is `here` or on another host, meets this rank."""
+        if here:
+            return Meeting(LOOPBACK, file=self._run.sockets / f"meet-{communicator:x}")
+        listen = self._listen()
+        return opened(listen) if self._route == "gloo" else Meeting(announced_interface(listen))
 
     async def _tensors(self, request: messages.AskTransfer) -> Mapping[str, Tensor]:
         from shared.tensors_torch import to_torch

@@ -520,15 +520,34 @@ def test_memory_too_small_names_the_sufficient_number(folder: Path) -> None:
         (["placement.hosts={b: {}}"], "transport.listen: none, but b must reach this machine; give its address"),
         (
             ["placement.hosts={a: {}, b: {}}", *LISTEN, "services.policy-trainer.host=[a, b]"],
-            "services.policy-trainer.host: 2 hosts, but the ranks of the trainer meet on one; name the one of the ",
+            "services.policy-trainer.host: 2 hosts for 1 rank: each takes the same number, a multiple of tp*cp = 1; "
+            "use 2 ranks, or fewer hosts",
+        ),
+        (
+            [
+                "placement.hosts={a: {}, b: {}}",
+                *LISTEN,
+                "services.policy-trainer={host: [a, b], backend: megatron, parallel: {tp: 2}}",
+            ],
+            "services.policy-trainer.host: 2 hosts for 2 ranks: each takes the same number, a multiple of tp*cp = 2; "
+            "use 4 ranks, or fewer hosts",
+        ),
+        (
+            [
+                "placement.hosts={b: {}, c: {}}",
+                *LISTEN,
+                "services.reference={host: [b, c], backend: megatron, parallel: {cp: 2}}",
+            ],
+            "services.reference.host: 2 hosts for 2 ranks: each takes the same number, a multiple of tp*cp = 2; "
+            "use 4 ranks, or fewer hosts",
         ),
         (
             ["placement.hosts={b: {}}", *LISTEN, "services.rollout.host=[b, b]"],
             "services.rollout.host: ['b', 'b']: name a host, or several different ones",
         ),
         (
-            ["placement.hosts={b: {}}", *LISTEN, "services.rollout={host: b, weights: gloo}"],
-            "services.rollout.weights: gloo reaches rollouts on the trainer's host only, not on b; use shards",
+            ["placement.hosts={b: {}}", *LISTEN, "services.rollout={host: b, weights: ipc, engine: vllm}"],
+            "services.rollout.weights: ipc reaches rollouts on the trainer's GPUs only, not on b; use shards or nccl",
         ),
     ],
 )

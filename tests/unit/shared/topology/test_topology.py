@@ -338,6 +338,33 @@ def test_the_trainers_host_has_the_store_into_which_the_trainer_puts(folder: Pat
     assert rollout in stores.values()
 
 
+@pytest.mark.parametrize(
+    ("service", "settings", "hosts"),
+    [
+        ("policy-trainer-worker", "services.policy-trainer={host: [a, b], workers: 4}", "aabb"),
+        ("policy-trainer-worker", "services.policy-trainer={host: [a, b, c], workers: 3}", "abc"),
+        ("reference", "services.reference={host: [b, c], gpus: 4, backend: megatron, parallel: {tp: 2}}", "bbcc"),
+        ("reference", "services.reference={host: [b, c], gpus: 6, backend: megatron, parallel: {tp: 2}}", "bbccbb"),
+        ("reference", "services.reference={host: [b, c], backend: megatron, parallel: {pp: 2}}", "bc"),
+        (
+            "reference",
+            "services.reference={host: [b, c], gpus: 4, backend: megatron, parallel: {tp: 2, pp: 2}}",
+            "bbcc",
+        ),
+        ("reference", "services.reference={host: [b, c]}", "b"),
+        ("rollout", "services.rollout={host: [b, c, a], instances: 2}", "bc"),
+        ("rollout", "services.rollout={host: [b, c], instances: 3}", "bcb"),
+    ],
+)
+def test_copies_take_turns_on_hosts_and_ranks_of_one_copy_are_divided_in_blocks(
+    folder: Path, service: str, settings: str, hosts: str
+) -> None:
+    places = "placement.hosts={a: {gpus: 8}, b: {gpus: 8}, c: {gpus: 8}}"
+    home = [] if "policy-trainer" in settings else ["services.policy-trainer.host=a"]
+    topology = load(write(folder), [places, *home, settings, "transport.listen=10.0.0.1"], check_supported=False)
+    assert [spec.host for spec in topology.services_plan() if spec.service == service] == list(hosts)
+
+
 # ------------------------------------------------------------------------------ the cost of importing
 
 

@@ -1,0 +1,48 @@
+"""Sends a checkpoint from rank 0, which has read it, to the ranks of other hosts, which do not see its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from proto.messages import TransferParameter
+from services.policy_trainer.worker.checkpoint import SavedState
+from shared.weights.table import described, room_for
+
+
+def from_rank_0(state: SavedState | None) -> SavedState:
+    """Return rank 0's `state` on every rank, the same in every byte. Every rank has to call this.
+
+    Ranks other than 0 need room for all of it on the host, as if they had read it.
+    """
+    step = torch.tensor([0 if state is None else state.step])
+    dist.broadcast(step, 0)
+    weights = _tensors(None if state is None else state.weights)
+    optimizer = _tensors(None if state is None else state.optimizer)
+    earlier = _tensors(None if state is None else state.earlier)
+    return SavedState(int(step), weights, optimizer, earlier)
+
+
+def _tensors(mine: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    table = b"" if mine is None else msgspec.msgpack.encode(described(mine))
+    size = torch.tensor([len(table)])
+    dist.broadcast(size, 0)
+    packed = (
+        torch.zeros(int(size), dtype=torch.uint8)
+        if mine is None
+        else torch.frombuffer(bytearray(table), dtype=torch.uint8)
+    )
+    dist.broadcast(packed, 0)
+    tensors = dict(mine) if mine is not None else room_for(_rows(packed))
+    for tensor in tensors.values():
+        if tensor.numel():
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0)
+    return tensors
+
+
+def _rows(packed: Tensor) -> list[TransferParameter]:
+    return msgspec.msgpack.decode(bytes(packed.tolist()), type=list[TransferParameter])

@@ -1,0 +1,113 @@
+"""Where the ranks of a process group meet, and over which network interface they then talk.
+
+The ranks of one host meet at a file in its private folder and use the loopback interface. The ranks of several hosts
+meet at a port that rank 0 opens at the announced address of its host, and each uses the interface that has the
+announced address of its own. Neither torch's store nor gloo nor NCCL authenticates its peers (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from proto.messages import ErrorCode
+from shared.actor.service import Service
+from shared.ranks.group import Group
+from shared.rpc.errors import RpcError
+
+LOOPBACK = "lo"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What one rank needs to open its process group."""
+
+    interface: str
+    """Network interface of the collectives."""
+    file: Path | None = None
+    """Where the ranks of one host meet."""
+    store: str = ""
+    """Where the ranks of several hosts meet, `HOST:PORT`."""
+    listener: socket.socket | None = None
+    """Rank 0: the socket that listens at `store`."""
+
+
+async def join(group: Group, service: Service, hosts: Collection[str | None]) -> Meeting:
+    """Wait until all ranks have joined `group`, and return how they open their process group.
+
+    `hosts` are those of the ranks. Raises DeadlineExceeded, GroupEnded, and RpcError(bad_request) if this process
+    answers no other host.
+    """
+    if len(set(hosts)) == 1:
+        await group.join()
+        return Meeting(LOOPBACK, file=service.run.sockets / f"{service.NAME}-group-{group.generation:x}")
+    if group.rank == 0:
+        meeting = opened(service.listen)
+        await group.join(meeting.store)
+        return meeting
+    interface = announced_interface(service.listen)
+    await group.join()
+    return Meeting(interface, store=group.store)
+
+
+def opened(listen: str) -> Meeting:
+    """Open the port at which rank 0, which answers other hosts at `listen`, meets their ranks.
+
+    Raises RpcError(bad_request) as `announced_address` does.
+    """
+    address = announced_address(listen)
+    interface = interface_of(address)
+    listener = socket.create_server((address, 0))
+    return Meeting(interface, store=f"{address}:{listener.getsockname()[1]}", listener=listener)
+
+
+def announced_interface(listen: str) -> str:
+    """Return the interface on which this process answers other hosts at `listen`. Raises RpcError(bad_request)."""
+    return interface_of(announced_address(listen))
+
+
+def reach_hosts_by_nccl(listen: str) -> None:
+    """Have NCCL in this process, which has not used it yet, use the interface on which it answers other hosts.
+
+    Another interface that the environment names stays. Raises RpcError(bad_request) as `announced_address` does.
+    """
+    if os.environ.get(NCCL_INTERFACE, LOOPBACK) == LOOPBACK:
+        os.environ[NCCL_INTERFACE] = exactly(announced_interface(listen))
+
+
+def exactly(interface: str) -> str:
+    """Return the value of NCCL_SOCKET_IFNAME for this interface. Without "=" it would be a prefix."""
+    return f"={interface}"
+
+
+def announced_address(listen: str) -> str:
+    """Return the IPv4 address in `tcp://ADDRESS:PORT`, where this process answers other hosts.
+
+    Raises RpcError(bad_request) if it answers none, or the name has no address.
+    """
+    name = listen.removeprefix("tcp://").rpartition(":")[0]
+    if not name:
+        raise _refused("this process answers no other host (--listen)")
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise _refused(f"{name} has no address ({error.strerror})") from None
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface of this host that has `address`. Raises RpcError(bad_request) if none has it."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.family == socket.AF_INET and each.address == address for each in addresses):
+            return name
+    raise _refused(f"no network interface of this host has the address {address}")
+
+
+def _refused(why: str) -> RpcError:
+    remedy = "give each of their hosts an address of its own (transport.listen, --address)"
+    return RpcError(ErrorCode.BAD_REQUEST, f"ranks on several hosts: {why}; {remedy}")
