@@ -82,4 +82,12 @@ HOSTS = [
         "if self._hosts and index > len(DRAIN_ORDER):",
         "tests/unit/launch/test_supervisor_hosts.py::test_what_other_hosts_talk_to_stays_until_they_have_ended",
     ),
+    Mutation(
+        "the access that agents wait for stays when the run is over",
+        "launch/cluster.py",
+        "                stack.callback(access.unlink, missing_ok=True)\n",
+        "",
+        "tests/integration/hosts/test_exported_access.py"
+        "::test_an_agent_waits_for_the_access_that_lasts_as_long_as_the_run",
+    ),
 ]

@@ -98,7 +98,7 @@ def _node(name: str, host: Host, configuration: Path, *, controls: bool) -> Iter
     """Run the daemons of one node. Its first process takes all others with it when it ends."""
     script = f"hostname {name}; mount -t tmpfs none /dev/shm; "
     script += f"slurmctld -D -f {configuration} & " if controls else ""
-    script += f"exec slurmd -D -N {name} -f {configuration}"
+    script += f"slurmd -D -N {name} -f {configuration} & wait"  # the shell is process 1, which reaps
     log = configuration.parent / f"{name}.log"
     with log.open("wb") as output:
         child = subprocess.Popen(
