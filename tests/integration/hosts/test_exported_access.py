@@ -26,11 +26,15 @@ def host(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def ports() -> list[str]:
+    """Return the settings for ports that no other run has."""
+    keys = ("scheduler_port", "supervisor_port", "monitor_port")
+    return [f"transport.{key}={port}" for key, port in zip(keys, free_ports(len(keys)), strict=True)]
+
+
 def test_an_agent_waits_for_the_access_that_lasts_as_long_as_the_run(tmp_path: Path) -> None:
     file, path = tmp_path / "run.access", tmp_path / "run"
-    keys = ("scheduler_port", "supervisor_port", "monitor_port")
-    sets = [f"transport.{key}={port}" for key, port in zip(keys, free_ports(len(keys)), strict=True)]
-    sets += [f"transport.listen={ADDRESS}", f"placement.hosts={{{HOST}: {{}}}}"]
+    sets = [*ports(), f"transport.listen={ADDRESS}", f"placement.hosts={{{HOST}: {{}}}}"]
     words = [word for each in sets for word in ("--set", each)]
     agent = host("--access", str(file), "--wait", f"{LIMIT_S:g}", "--run-dir", str(tmp_path / "away"))
     try:
@@ -57,19 +61,20 @@ def test_an_agent_gives_up_when_no_run_writes_its_access(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("listen", "folder", "why"),
+    ("listens", "folder", "why"),
     [
-        ("null", ".", "the run answers this machine only; set transport.listen"),
-        (ADDRESS, "missing", "missing is not a writable folder; name another"),
+        (False, ".", "the run answers this machine only; set transport.listen"),
+        (True, "missing", "missing is not a writable folder; name another"),
     ],
 )
 def test_an_access_that_cannot_be_exported_is_refused_before_the_start(
-    listen: str, folder: str, why: str, tmp_path: Path
+    listens: bool, folder: str, why: str, tmp_path: Path
 ) -> None:
+    sets = [f"--set={each}" for each in (f"transport.listen={ADDRESS}", *ports())] if listens else []
     done = subprocess.run(
         [
             *(sys.executable, "-m", "launch.cluster", str(QUICKSTART), "--run-dir", str(tmp_path / "run")),
-            *("--set", f"transport.listen={listen}", "--export-access", str(tmp_path / folder / "run.access")),
+            *("--export-access", str(tmp_path / folder / "run.access"), *sets),
         ],
         cwd=ROOT,
         env=environment(),
