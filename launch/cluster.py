@@ -19,7 +19,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from launch import detached, place, preflight, scaling
-from launch.access import access_of
+from launch.access import access_of, export
 from launch.gpus import visible_gpus, wanted
 from launch.heavy import heavy_imports
 from launch.interrupts import Interrupts
@@ -75,17 +75,25 @@ def main(
             "--attach", help="show the console of a detached run (--run-dir, or the newest); Ctrl-C leaves it alone"
         ),
     ] = False,
+    access: Annotated[
+        Path | None,
+        typer.Option(
+            "--export-access", metavar="FILE", help="write the access of role service for agents, while the run lasts"
+        ),
+    ] = None,
 ) -> None:
     """Start the services of a topology and keep them running until the run is done."""
     interrupts = Interrupts()
     if attach:
-        if overrides or resume or dry_run or detach:
+        if overrides or resume or dry_run or detach or access is not None:
             _refuse(["--attach: shows a running run and accepts no option other than --run-dir"])
         raise typer.Exit(_attach(topology_file, run_dir))
     if topology_file is None:
         _refuse(["TOPOLOGY.yaml: missing; name the file that describes the run (see launch/topologies/)"])
     try:
-        _main(topology_file, overrides or [], run_dir, interrupts, resume=resume, dry_run=dry_run, detach=detach)
+        _main(
+            topology_file, overrides or [], run_dir, access, interrupts, resume=resume, dry_run=dry_run, detach=detach
+        )
     except KeyboardInterrupt:
         print("interrupted before anything was started", file=sys.stderr)
         raise typer.Exit(EXIT_FAILED) from None
@@ -95,6 +103,7 @@ def _main(
     topology_file: Path,
     overrides: list[str],
     run_dir: Path | None,
+    access: Path | None,
     interrupts: Interrupts,
     *,
     resume: bool,
@@ -119,6 +128,12 @@ def _main(
         if topology.transport.listen is None and engine.address:
             topology = _reachable(topology, engine.address)
             preflight.check_doors(topology, str(topology_file), findings)
+    if access is not None:
+        if topology.transport.listen is None:
+            findings.errors.append(f"--export-access {access}: the run answers this machine only; set transport.listen")
+        if not os.access(access.parent, os.W_OK):
+            findings.errors.append(f"--export-access {access}: {access.parent} is not a writable folder; name another")
+        access = access.absolute()
     for line in findings.warnings:
         print(f"warning: {line}" if not line.startswith(" ") else line, file=sys.stderr)
     if findings.errors and not dry_run:
@@ -132,7 +147,7 @@ def _main(
         if findings.errors:
             _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
-    raise typer.Exit(_launch(topology, path, interrupts, engine, resume=resume, detach=detach))
+    raise typer.Exit(_launch(topology, path, access, interrupts, engine, resume=resume, detach=detach))
 
 
 def _reachable(topology: Topology, address: str) -> Topology:
@@ -185,7 +200,14 @@ def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> N
 
 
 def _launch(
-    topology: Topology, path: Path, interrupts: Interrupts, engine: RayEngine | None, *, resume: bool, detach: bool
+    topology: Topology,
+    path: Path,
+    access: Path | None,
+    interrupts: Interrupts,
+    engine: RayEngine | None,
+    *,
+    resume: bool,
+    detach: bool,
 ) -> int:
     root = preflight.shm_root(topology)
     with ExitStack() as stack:
@@ -205,6 +227,9 @@ def _launch(
                 stack.callback(run.remove_volatile)
                 stack.callback(interrupts.ignore)
                 run.hold()
+            if access is not None:
+                stack.callback(access.unlink, missing_ok=True)
+                export(run, Role.SERVICE, access)
             logging.configure(run.log_file(SUPERVISOR, 0), service=SUPERVISOR, instance=0, run=run.name)
             detached.console_of(run).unlink(missing_ok=True)
         except (RpcError, TopologyError) as error:

@@ -6,7 +6,8 @@ ends with the run, and when the run no longer answers. An agent that the run gav
 run ended, 1 if the host failed or lost the run, 2 if the command line or the access is wrong.
 
 Whatever starts it (Ray, srun, ssh, a container) may pass the access on standard input instead (`--access -`): one line,
-after which the input stays open. When the input ends, this host ends.
+after which the input stays open. When the input ends, this host ends. With `--wait` the file may be written later, so
+that a job can start agents together with the run (`launch.cluster --export-access`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -55,6 +57,10 @@ def main(
     access: Annotated[
         str, typer.Option("--access", metavar="FILE", help="access file with the role service; -: standard input")
     ] = "",
+    wait_s: Annotated[
+        float,
+        typer.Option("--wait", metavar="SECONDS", min=0, help="time in which FILE may still be written"),
+    ] = 0.0,
     name: Annotated[
         str, typer.Option("--name", help="the host's name in placement.hosts (default: its host name)")
     ] = "",
@@ -77,7 +83,7 @@ def main(
     try:
         if not access:
             raise RpcError(ErrorCode.BAD_REQUEST, "--access: missing; name the file from `launch.ctl export-access`")
-        given = _from_input() if access == "-" else accesses.read(Path(access))
+        given = _from_input() if access == "-" else _from_file(Path(access), wait_s)
         host = name or socket.gethostname()
         path = (run_dir or place.BASE / given.name / "hosts" / host).absolute()
         status = _run(given, host, path, address or address_towards(given.endpoints[SUPERVISOR]), access == "-")
@@ -129,6 +135,17 @@ def _topology(text: str, *, check_files: bool = True) -> Topology:
 def _from_input() -> Access:
     line = sys.stdin.buffer.readline(accesses.FILE_LIMIT_BYTES)
     return accesses.decode(line)
+
+
+def _from_file(path: Path, wait_s: float) -> Access:
+    """Return the access in the file `path`, which may be written later. Raises RpcError: not_ready if it is not."""
+    until = time.monotonic() + wait_s
+    while wait_s and not path.exists():
+        if time.monotonic() >= until:
+            text = f"{path}: not written within {wait_s:g} s; is its launch.cluster --export-access running?"
+            raise RpcError(ErrorCode.NOT_READY, text)
+        time.sleep(min(RETRY_S, wait_s))
+    return accesses.read(path)
 
 
 def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int:

@@ -164,4 +164,12 @@ HOSTS = [
         "if ranks % hosts:",
         "tests/unit/shared/topology/test_refusals.py::test_hosts_that_could_not_do_their_part_are_refused",
     ),
+    Mutation(
+        "the access that agents wait for stays when the run is over",
+        "launch/cluster.py",
+        "                stack.callback(access.unlink, missing_ok=True)\n",
+        "",
+        "tests/integration/hosts/test_exported_access.py"
+        "::test_an_agent_waits_for_the_access_that_lasts_as_long_as_the_run",
+    ),
 ]
