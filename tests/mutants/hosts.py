@@ -162,7 +162,7 @@ HOSTS = [
         "shared/topology/split_checks.py",
         "if ranks % hosts or each % close:",
         "if ranks % hosts:",
-        "tests/unit/shared/topology/test_refusals.py::test_hosts_that_could_not_do_their_part_are_refused",
+        "tests/unit/shared/topology/test_refusals.py::test_hosts_that_cannot_do_their_part_are_refused",
     ),
     Mutation(
         "the access that agents wait for stays when the run is over",
