@@ -259,7 +259,7 @@ def _launch(
     try:
         _summarise(run, ended, metrics, time.monotonic() - begun)
         sys.stdout.flush()
-    except OSError:  # stdout is closed; the exit status still tells the outcome, also when Python flushes at exit.
+    except OSError:  # stdout is closed; the exit status still tells the outcome, even if Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return EXIT_DONE if ended.outcome == RunOutcome.DONE else EXIT_FAILED
 

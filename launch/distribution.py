@@ -52,7 +52,7 @@ async def take(access: Access, folder: Path, host: str, is_over: Callable[[], bo
         if is_over() and not taking.done():
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
-            raise RpcError(ErrorCode.DRAINING, f"host {host}: ended before it had taken the files of the run")
+            raise RpcError(ErrorCode.DRAINING, f"host {host}: ended before it had received the files of the run")
     taking.result()
     text = yaml.safe_dump(distribution.relocated(data, folder), sort_keys=False, allow_unicode=True)
     return dataclasses.replace(access, topology=text)

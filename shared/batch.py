@@ -158,8 +158,8 @@ class Batch:
     async def fetch(self, keys: Sequence[str] | None = None, *, deadline_s: float = FETCH_S) -> Batch:
         """Return a LOCAL batch with `keys` (default: all). This batch does not change.
 
-        Arrays are private copy-on-write views, so writing to them has no effect elsewhere. Raises RpcError (missing,
-        which names the shards; collected) and DeadlineExceeded.
+        Arrays are private copy-on-write views, so writing to them has no effect elsewhere. Raises RpcError
+        with code missing (it names the shards) or collected, and DeadlineExceeded.
         """
         wanted = tuple(self.keys if keys is None else keys)
         if not self._meta.tasks:

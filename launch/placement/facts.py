@@ -76,7 +76,9 @@ def compare(home: HostFacts, there: HostFacts) -> list[str]:
 
 
 def room_problem(topology: Topology, there: HostFacts) -> str:
-    """Return why a host has no room for the files that it would take from home. Empty if it has, or takes none."""
+    """Return why a host has no room for the files that it would take from home, or an empty string if it has room or
+    takes no files.
+    """
     if not topology.policy.distribute:
         return ""
     needed = sum(file.nbytes for file, _ in distribution.files(topology.document()))
@@ -89,7 +91,7 @@ def room_problem(topology: Topology, there: HostFacts) -> str:
 
 
 def clock_problem(sent_at: float, there_at: float, received_at: float) -> str:
-    """Return what is wrong with the clock of a host that read it between two times of ours (seconds). Empty if nothing.
+    """Return what is wrong with the clock of a host that read it between two of our times (seconds) or an empty string.
 
     Only the part that the round trip cannot explain counts.
     """

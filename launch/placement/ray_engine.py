@@ -94,7 +94,7 @@ class RayEngine:
         self._watch()
 
     def close(self) -> None:
-        """End every agent that is left, and the keeper. Waits for it."""
+        """End every agent that is left and the keeper, and wait for the keeper."""
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return

@@ -5,7 +5,7 @@ and because the launcher forks (`--detach`). It reads one JSON object per line f
 its output (`Order`, `News`). The end of its input ends it and every agent.
 
 Each host has one actor, which only holds the agent: a process in a session of its own whose standard input is a pipe
-from the actor. However the actor ends, also with its node's raylet, the pipe closes and the agent ends everything on
+from the actor. However the actor ends, even with its node's raylet, the pipe closes and the agent ends everything on
 its host. Ray would leave such processes alive. The actor's class travels by value and uses the standard library
 only, so that it can tell of a node that has another rlbus, or none. No tensor and no message of the run goes through
 Ray, and the access to the run goes through a method, because constructor arguments stay in Ray's tables.

@@ -25,7 +25,7 @@ REPORT_S = 1.0
 
 
 class SupervisorDoor:
-    """The socket and its keys. Belongs to the event loop on which it was made. `close` it after the mailbox."""
+    """The socket and its keys. It belongs to the event loop on which it was made. `close` it after the mailbox."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ class SpareNotice:
 
 
 class SpareProcesses:
-    """The spares of one run. Belongs to the event loop of the main thread, on which it was made."""
+    """The spares of one run. They belong to the event loop of the main thread, on which it was made."""
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ def _what(process: Process) -> tuple[str, float | None] | None:
 
 
 def stopped_processes(pids: Mapping[Key, int]) -> list[WaitRow]:
-    """Return a row for each process of the run, also of those that services started, that a signal has stopped."""
+    """Return a row for each process of the run, including those that services started, that a signal has stopped."""
     owners = {pid: key for key, pid in pids.items()}
     processes = {each.pid: each for each in psutil.process_iter(["ppid", "status"])}
     rows: list[WaitRow] = []

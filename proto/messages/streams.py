@@ -29,7 +29,7 @@ class LineOpened(Message, frozen=True, kw_only=True):
 
     line_id: str  # 32 hexadecimal digits
     endpoint: str  # endpoint to which to connect
-    secret: str = ""  # 64 hexadecimal digits, drawn for this line only; empty: its bytes travel in clear
+    secret: str = ""  # 64 hexadecimal digits, drawn for this line only; empty: its bytes travel unencrypted
 
 
 @message(78, reply=LineOpened)

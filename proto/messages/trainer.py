@@ -38,7 +38,7 @@ class WorkerRequest(Request, frozen=True, kw_only=True):
 
     Errors:
         bad_data: shards or gradients (of the tasks in `names`) are not finite, or have wrong shapes.
-        conflict: another driver has taken over, or `order` was used.
+        conflict: another driver has taken over, or `order` was already used.
         lost: this life of the worker has no driver yet, or an earlier call failed.
     """
 

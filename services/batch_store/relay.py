@@ -64,7 +64,7 @@ class _Filling:
 
 
 class Relay:
-    """The versions that a store is fetching. Belongs to the store's event loop."""
+    """The versions that a store is fetching. It belongs to the store's event loop."""
 
     def __init__(
         self,

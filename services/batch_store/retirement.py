@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Retirement:
-    """Carries out the removals that the index of one store decided. Belongs to the store's event loop."""
+    """Carries out the removals that the index of one store decided. It belongs to the store's event loop."""
 
     def __init__(self, name: str, room: Room, files: StoreFiles, now: Callable[[], float]) -> None:
         """`now` returns the loop's time in seconds."""

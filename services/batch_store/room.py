@@ -136,7 +136,7 @@ class Room:
         return [self.give_up_spare(name) for name in self._spares.all_but(None)]
 
     def give_up_spare(self, name: str) -> str:
-        """Turn a spare into a zombie, to be deleted and then `reaped`. Returns its name."""
+        """Turn a spare into a zombie, to be deleted and then `reaped`, and return its name."""
         held = self._take_spare(name)
         self._zombies[name] = (Tier.MEMORY, held)
         self.zombie_bytes += held

@@ -63,7 +63,7 @@ def _read(path: Path) -> str:
 
 
 class Spiller:
-    """Moves one file at a time. Belongs to the store's event loop."""
+    """Moves one file at a time. It belongs to the store's event loop."""
 
     def __init__(self, name: str, index: StoreState, files: StoreFiles, retirement: Retirement) -> None:
         self._index = index

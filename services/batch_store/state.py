@@ -97,7 +97,7 @@ class StoreState:
         """Reserve room for a put. Returns True if the caller has to create its file, from `spare` if there is one, and
         False if the same grant is open already.
 
-        Raises RpcError (bad_request, collected with `names`, conflict, busy), which leaves the spare unused.
+        Raises RpcError: bad_request, collected (with `names`), conflict or busy. The spare then stays unused.
         """
         self.check(put_id, nbytes, tasks)
         grant = self._grants.get(put_id)
@@ -266,7 +266,7 @@ class StoreState:
         return page, 0
 
     def content_hashes(self, task: PutTask) -> list[int]:
-        """Return the content hash of a task's shards in each file that holds some. Empty if there are none."""
+        """Return the content hash of a task's shards in each file that holds some; an empty list if no file does."""
         held = self._tasks.get(task.task_id)
         tables = [self._sealed[put_id].table for put_id in held.files.get(task.fence, ())] if held is not None else []
         return [table.content_hash(table.index[task.task_id, task.fence]) for table in tables]

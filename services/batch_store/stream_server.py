@@ -55,7 +55,7 @@ class Source(Protocol):
 
     @property
     def available_bytes(self) -> int:
-        """Bytes from the start that can be sent. Others follow, unless it is -1: then no byte can be sent any more."""
+        """Bytes from the start that can be sent. Others follow. If it is -1, no more bytes can be sent."""
 
     @property
     def head_bytes(self) -> int:
@@ -152,7 +152,7 @@ class StreamServer:
     """Serves streams. Its methods are called on one thread; it sends on another, which it starts."""
 
     def __init__(self, name: str, *, plain: bool = False, key_limit_bytes: int = KEY_LIMIT_BYTES) -> None:
-        """With `plain`, lines carry everything in clear and serve any peer that knows their id.
+        """With `plain`, lines carry everything unencrypted and serve any peer that knows their id.
 
         `key_limit_bytes` is the maximum number of bytes that a line seals before it ends. Its reader opens another.
         """

@@ -2,7 +2,7 @@
 
 The file is an SQLite database in WAL mode, committed once per burst. Effects are carried out only after their event is
 in it. A snapshot is written in parts, between which new events are accepted. It takes effect when its row is in the
-table `snapshot`; the events before it are then deleted, also in parts. The journal does not interpret events. A killed
+table `snapshot`; the events before it are then deleted, in parts, too. The journal does not interpret events. A killed
 process loses nothing. Because of `synchronous=NORMAL`, a power cut may lose the last commits, but never their order.
 """
 

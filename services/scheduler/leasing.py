@@ -58,7 +58,7 @@ def lease(run: RunState, request: LeaseRequest, call: CallId) -> LeaseGrant | No
 
 
 def training_version(run: RunState, request: LeaseRequest, measured: set[Version]) -> Version | None:
-    """Return the version for the oldest waiting task. None if no task waits or its version is not published yet.
+    """Return the version for the oldest waiting task, or None if no task waits or its version is not published yet.
 
     `measured` are the versions under evaluation, which an engine that holds one of them keeps if it may.
     """

@@ -1,9 +1,10 @@
 """`consume: completion`: a step takes the tasks that finished first, unless their tokens are too old.
 
 The module is pure.
-In admission order leases alone bound the staleness, because their oldest version follows from the step. In order of
-completion a task may be overtaken by others, so the oldest token of every finished task is checked before each step
-that might take it. Only finished tasks are dropped as stale, so none of them is held by another service.
+In admission order, leases alone bound the staleness, because the step that takes a task determines the oldest version
+that its lease allows. In order of completion, others may overtake a task, so the oldest token of every finished task is
+checked before each step that might take it. Only finished tasks are dropped as stale, so none of them is held by
+another service.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ class DataClient:
     async def _write(
         self, path: str, tasks: Sequence[TaskShards], layout: BlockLayout, store: str
     ) -> tuple[int, list[Receipt]] | None:
-        """Return the descriptor, whose lock shows a live producer, and the receipts. None if the file is gone."""
+        """Return the descriptor, whose lock shows a live producer, and the receipts, or None if the file is gone."""
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._fill, path, tasks, layout, store)
         try:
             return await asyncio.shield(work)

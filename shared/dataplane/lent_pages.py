@@ -249,7 +249,10 @@ def _unwritten(kept: KeptMapping, helper: Executor) -> bool:
 
 
 def _all_of_file(first: int, pages: int) -> bool:
-    """Return whether `pages` pages from number `first` on are the file's. False if a container hides the page map."""
+    """Return whether the `pages` pages from number `first` on are the file's.
+
+    Return False if a container hides the page map.
+    """
     try:
         with open(_PAGEMAP, "rb", buffering=0) as file:
             read = os.pread(file.fileno(), pages * _ENTRY_BYTES, first * _ENTRY_BYTES)

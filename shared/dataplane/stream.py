@@ -80,7 +80,7 @@ class StreamReader:
     ) -> None:
         """`client_of` returns the bus client of a store by name.
 
-        With `plain`, streams in clear are accepted, too; otherwise they are refused. `inflight_bytes` is the maximum
+        With `plain`, unencrypted streams are accepted, too; otherwise they are refused. `inflight_bytes` is the maximum
         number of bytes that are requested and have not arrived.
         """
         self._client_of = client_of
@@ -119,8 +119,8 @@ class StreamReader:
     ) -> list[dict[str, Array]]:
         """Return the arrays under `keys` (all arrays if it is empty) of each task. They are private to the caller.
 
-        `on_progress` is called when data has arrived, at least every `stall_s`. Raises RpcError (missing and collected
-        have `names`), and DeadlineExceeded if nothing arrives for `stall_s`.
+        `on_progress` is called when data has arrived, at least every `stall_s`. Raises RpcError, which has
+        `names` if its code is missing or collected, and DeadlineExceeded if nothing arrives for `stall_s`.
         """
         load = _Load(store, self._client_of(store), _once(tasks), keys)
         work = asyncio.create_task(self._load(load))
@@ -285,8 +285,8 @@ class StreamReader:
                 if not opened.secret and not self.plain:
                     raise RpcError(
                         ErrorCode.BAD_REQUEST,
-                        f"{store} streams in clear, which this reader refuses: transport.encrypt_bulk must be the same "
-                        "on both sides",
+                        f"{store} streams without encryption, which this reader refuses: transport.encrypt_bulk must "
+                        "be the same on both sides",
                     )
                 line = self._lines[store] = StreamLine(opened, self._window, self._checker, self.counts)
             return line

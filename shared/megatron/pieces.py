@@ -41,7 +41,7 @@ class Pieces:
         Raises RpcError(bad_request) for a model that cannot be loaded, ValueError for degrees that do not divide it.
         """
         if dtype not in DTYPES:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: backend megatron has float32 and bfloat16")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: backend megatron supports float32 and bfloat16")
         self.place = place
         self.dtype = DTYPES[dtype]
         self.config = architecture.read_config(model_dir)

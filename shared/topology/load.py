@@ -33,7 +33,7 @@ def load(
 ) -> Topology:
     """Load the topology in the YAML file `path` with the overrides `a.b=value` applied in order.
 
-    Relative paths, also those in overrides, start at the file's folder. `check_supported=False` accepts options on
+    Relative paths, including those in overrides, start at the file's folder. `check_supported=False` accepts options on
     which this build does not act, `check_files=False` a model and data that are not on this host (yet). Raises
     TopologyError with every problem found.
     """

@@ -49,7 +49,7 @@ def _check(topology: Topology, name: str, service: ScorerSettings, torch_has_no:
                 yield (*place, "parallel", degree), message
         return
     if topology.policy.dtype not in ("float32", "bfloat16"):
-        yield ("policy", "dtype"), f"{topology.policy.dtype}: backend megatron has float32 and bfloat16"
+        yield ("policy", "dtype"), f"{topology.policy.dtype}: backend megatron supports float32 and bfloat16"
     config = read_config(topology.policy.model)
     kind = config.get("model_type")
     if kind is not None and kind not in MEGATRON_FAMILIES:

@@ -463,7 +463,7 @@ def peer_rounds(system: str, settings: Mapping[str, Any], rounds: int) -> Rows:
 
 
 def our_rounds(rounds: int) -> Rows:
-    """Return the seconds of the same work by a newly started store."""
+    """Return the seconds that a newly started store takes for the same work."""
 
     async def run() -> Rows:
         tasks, keys = regular(1)

@@ -52,7 +52,7 @@ HOSTS = [
         SCHEDULER,
         "if request.incarnation in self._lost_lives:",
         "if request.incarnation in self._lost_lives and request.service != STORE:",
-        f"{STORES}::test_a_store_that_is_heard_again_after_its_host_was_lost_is_not_registered_again",
+        f"{STORES}::test_a_store_that_is_heard_from_again_after_its_host_was_lost_is_not_registered_again",
     ),
     Mutation(
         "the processes of a lost host stay there",

@@ -49,7 +49,7 @@ POLL_S = 20.0
 
 @dataclass
 class Process:
-    """One process with turns to take. `there` holds the parts that are actually on the device, also while they
+    """One process with turns to take. `there` holds the parts that are actually on the device, even while they
     leave."""
 
     holder: Holder
@@ -307,7 +307,7 @@ def test_a_step_has_the_same_order_for_any_timing(seed: int) -> None:
         ]
 
 
-def test_a_process_that_hangs_is_killed_at_once_if_it_works_and_once_others_need_the_device_if_idle() -> None:
+def test_a_hung_process_is_killed_at_once_if_busy_or_when_others_need_the_device_if_idle() -> None:
     world = World(0, {WORKER: 1, ENGINE: 1})
     engine, worker = world.processes[(ENGINE, 0)], world.processes[(WORKER, 0)]
     worker.turns, engine.turns = [], [TURNS[ENGINE][0]]

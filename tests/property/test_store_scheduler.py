@@ -2,7 +2,7 @@
 compared.
 
 Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages that are
-delivered late, twice or not at all. Either side may be killed, also in the middle of a put: the scheduler returns from
+delivered late, twice or not at all. Either side may be killed, even in the middle of a put: the scheduler returns from
 its journal, or from a snapshot and the rest of the journal; the store from its files (sealed, granted, being retired,
 kept for their pages) and tombstones. Files may be damaged. A producer may be killed between its grant and its seal.
 Everything may be killed at once, together with the stores' memory: the run then continues from its newest checkpoint.

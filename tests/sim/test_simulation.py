@@ -36,7 +36,7 @@ def test_every_promise_is_kept_in_every_simulated_run() -> None:
     assert "2000 seeds" in output
 
 
-def test_a_user_could_write_the_topology_of_every_size() -> None:
+def test_every_drawn_size_has_a_valid_topology() -> None:
     for seed in range(20):
         check_topology(draw(seed).size)
 

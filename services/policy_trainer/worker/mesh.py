@@ -20,7 +20,9 @@ class Mesh:
         """Raises ValueError if tp or pp is above 1, because only the megatron backend splits layers."""
         layout = place.layout
         if layout.tp * layout.pp > 1:
-            raise ValueError(f"tp {layout.tp}, pp {layout.pp}: backend torch has dp and cp only; use backend megatron")
+            raise ValueError(
+                f"tp {layout.tp}, pp {layout.pp}: backend torch supports only dp and cp; use backend megatron"
+            )
         self.place = place
         self._context: ContextRank | None = None
         if layout.cp > 1:

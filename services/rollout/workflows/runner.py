@@ -47,7 +47,7 @@ class Made:
 
 
 class WorkflowRunner:
-    """Runs on the service's loop. User coroutines run in the processes of a `UserPool`."""
+    """Runs workflows, on the service's loop. User coroutines run in the processes of a `UserPool`."""
 
     def __init__(
         self,

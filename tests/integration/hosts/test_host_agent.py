@@ -135,7 +135,7 @@ def test_a_partition_costs_leases_and_the_host_joins_again_when_it_heals(deaf: t
 
 
 @pytest.mark.parametrize("side", ["home", "away"])
-def test_a_line_that_loses_packets_in_one_direction_costs_no_host(side: str, tmp_path: Path) -> None:
+def test_packet_loss_in_one_direction_loses_no_host(side: str, tmp_path: Path) -> None:
     with running(tmp_path) as run, run.agent() as agent:
         run.told.wait_for("host b has joined")
         firewall(getattr(run, side), "-I", LOSES)
@@ -146,7 +146,7 @@ def test_a_line_that_loses_packets_in_one_direction_costs_no_host(side: str, tmp
         run.ends(agent)
 
 
-def test_a_line_with_a_delay_of_a_tenth_of_a_second_costs_no_host(tmp_path: Path) -> None:
+def test_a_delay_of_a_tenth_of_a_second_loses_no_host(tmp_path: Path) -> None:
     with running(tmp_path, delay_s=0.1) as run, run.agent() as agent:
         run.told.wait_for("host b has joined")
         run.goes_on()

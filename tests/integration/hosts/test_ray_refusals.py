@@ -1,4 +1,4 @@
-"""What a launcher says of a real Ray cluster before anything starts: one line for each thing that is wrong."""
+"""What a launcher reports about a real Ray cluster before anything starts: one line for each problem."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_store_whose_token_is_not_seen_here_is_streamed_from_and_takes_no_put(st
     with_peer(store, body)
 
 
-def test_reader_that_wants_encryption_refuses_a_store_in_clear(store: TcpStoreProcess) -> None:
+def test_a_reader_that_wants_encryption_refuses_an_unencrypted_store(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 1)
         await peer.data.put(tasks, store=STORE, deadline_s=10)

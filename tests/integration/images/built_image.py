@@ -43,7 +43,7 @@ class Image:
         return done.stdout
 
     def configuration(self) -> dict[str, Any]:
-        """Return the image's configuration, as `Entrypoint`, `Cmd` and `User`."""
+        """Return the image's configuration, with fields such as `Entrypoint`, `Cmd` and `User`."""
         found: dict[str, Any] = json.loads(self.call("inspect", "--type", "image", IMAGE))["Docker"]["config"]
         return found
 

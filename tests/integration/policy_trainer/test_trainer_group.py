@@ -1,4 +1,4 @@
-"""Several real ranks behind one dispatch train as one rank does, also after deaths and missing shards."""
+"""Several real ranks behind one dispatch train as one rank does, even after deaths and missing shards."""
 
 from __future__ import annotations
 

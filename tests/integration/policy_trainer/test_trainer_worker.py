@@ -327,7 +327,7 @@ def test_missing_shards_cost_the_step_but_not_the_weights(run: RunDir) -> None:
 
 
 @pytest.mark.long
-def test_an_absent_store_is_waited_for_until_it_comes_another_driver_takes_over_or_the_limit(run: RunDir) -> None:
+def test_the_wait_for_an_absent_store_ends_when_it_returns_a_driver_takes_over_or_time_runs_out(run: RunDir) -> None:
     run.topology.write_text(
         run.topology.read_text().replace(
             "services: {", f"services: {{policy-trainer: {{collective_s: {2 * PATIENCE_S}}}, "

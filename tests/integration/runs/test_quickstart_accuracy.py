@@ -45,7 +45,7 @@ def plain_accuracy() -> float:
     return accuracy([row["eval"] for row in rows if row["step"] > 0 and "eval" in row])
 
 
-def test_the_plain_loop_does_the_work_of_the_quickstart_and_both_learn_it(tmp_path: Path) -> None:
+def test_the_plain_loop_and_the_quickstart_do_the_same_work_and_both_learn(tmp_path: Path) -> None:
     topology = load(QUICKSTART)
     algorithm, optimizer = topology.algorithm, topology.optimizer
     assert (topology.run.steps, topology.data.eval["heldout"].every, topology.staleness) == (STEPS, EVERY, 1)

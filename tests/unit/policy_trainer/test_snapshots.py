@@ -87,7 +87,7 @@ def test_the_snapshot_that_was_loaded_is_not_the_one_overwritten(loaded: int, tm
     assert held(later) == {(0, loaded), (0, 5)}
 
 
-def test_a_load_of_anything_else_discards_all(tmp_path: Path) -> None:
+def test_loading_anything_else_discards_all_snapshots(tmp_path: Path) -> None:
     made = Snapshots(tmp_path, PLACE)
     for step in (1, 2):
         made.take(3, step, state(step))

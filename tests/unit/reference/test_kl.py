@@ -1,4 +1,4 @@
-"""The per-sample KL in the reward against a plain loop."""
+"""The per-sample KL in the reward equals that of a plain loop."""
 
 from __future__ import annotations
 

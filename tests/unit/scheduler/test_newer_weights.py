@@ -11,7 +11,7 @@ from tests.unit.scheduler.bench import Bench
 
 
 def told(bench: Bench, service: str, lineage: int, step: int) -> Any:
-    """Return the step that an instance holding (lineage, step) is told of, or None."""
+    """Return the step that is announced to an instance holding (lineage, step), or None."""
     bench.register(service, 0, 7)
     beat = Heartbeat(service=service, instance=0, incarnation=7, state="READY", holds_lineage=lineage, holds_step=step)
     ack = bench.ask(beat)

@@ -434,7 +434,7 @@ def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
     assert replays_alike(bench)
 
 
-def test_a_store_that_is_heard_again_after_its_host_was_lost_is_not_registered_again() -> None:
+def test_a_store_that_is_heard_from_again_after_its_host_was_lost_is_not_registered_again() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1)
     assert isinstance(bench.ask(HostGone(host="b", incarnations=[5, 8], cause="test")), Ack)

@@ -1,4 +1,4 @@
-"""Parallel degrees that do not fit the backend or the model of a trainer or reference are errors before the start."""
+"""Parallel degrees that do not fit the backend or the model of a trainer or reference are refused before the start."""
 
 from __future__ import annotations
 
