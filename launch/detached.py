@@ -116,9 +116,9 @@ def attach(run: RunDir) -> int:
     list(console.new_lines())
     # This also applies if the signal was inherited as ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for line in tail(file, SHOWN_LINES):
-        print(line, flush=True)
     try:
+        for line in tail(file, SHOWN_LINES):
+            print(line, flush=True)
         while place.is_held(run.path):
             _print_new(console)
             time.sleep(POLL_S)

@@ -20,7 +20,7 @@ from shared.rundir import RunDir
 from shared.security.roles import Role
 from tests.integration import parity_run as parity
 from tests.integration.hosts.ray_cluster import Told
-from tests.integration.hosts.test_host_agent import cut
+from tests.integration.hosts.test_host_agent import HEARS_NOTHING, firewall
 from tests.integration.netns import Host, two_hosts
 from tests.integration.reference.test_reference_group import assert_scored_as_one_rank_scores, scored_tasks
 from tests.integration.tiny.harness import QUICKSTART, ROOT, environment, processes_of, wait_for
@@ -168,9 +168,9 @@ def test_a_spare_host_takes_the_rank_of_a_lost_one_and_the_run_returns_to_its_ch
 def test_ranks_that_a_partition_separates_form_a_new_group_when_it_heals(on_one_host: Path, tmp_path: Path) -> None:
     with started(tmp_path / "run", "b", *RANKS, "services.policy-trainer.host=[a, b]") as run:
         run.wait_for_step(4)
-        cut(run.away, "-I")
+        firewall(run.away, "-I", HEARS_NOTHING)
         lost = run.told.wait_for("host b is lost: its agent is silent")
-        cut(run.away, "-D")
+        firewall(run.away, "-D", HEARS_NOTHING)
         run.told.wait_for("host b has joined", lost)
         run.done()
     assert parity.differences(on_one_host, run.path) == []

@@ -155,7 +155,7 @@ def test_detached_run_outlives_its_launcher_and_can_be_attached_and_stopped(tmp_
         watching.send_signal(signal.SIGINT)
         rest, _ = watching.communicate(timeout=30)
         assert watching.returncode == 0
-        assert "the run goes on" in rest
+        assert "the run continues" in rest
         assert len(rows(made)) == SERVICES
 
         watching = attached()

@@ -147,6 +147,12 @@ def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: 
         streams: list[Stream] = []
         task = asyncio.create_task(pump(run, queue, streams))
         await take(queue, -1)
+        # The snapshot may have come before the subscription is active.
+        live = asyncio.create_task(take(queue, -2))
+        while not live.done():
+            sender.emit(-2)
+            await asyncio.sleep(0.05)  # This paces the repetitions.
+        await live
         assert stopped.stdout is not None
         await asyncio.get_running_loop().run_in_executor(None, stopped.stdout.readline)
         stopped.send_signal(signal.SIGSTOP)
@@ -165,7 +171,8 @@ def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: 
 
     try:
         values, slowest = asyncio.run(scenario())
-        assert values == [float(number) for number in range(count)], "the healthy subscriber lost updates"
+        received = [value for value in values if value >= 0]
+        assert received == [float(number) for number in range(count)], "the healthy subscriber lost updates"
         assert slowest < 5.0
         stopped.send_signal(signal.SIGCONT)
         assert stopped.stdout is not None

@@ -279,6 +279,7 @@ def test_snapshots_that_shared_memory_cannot_hold_beside_the_store_are_off() -> 
 
 def test_more_processes_on_other_hosts_than_the_scheduler_takes_connections_are_refused() -> None:
     places = ("placement.hosts={b: {}}", "services.rollout.host=b", "transport.listen=127.0.0.1")
+    places += ("services.batch-store.memory=64GiB",)
     most = most_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     with_store = f"services.rollout.instances={most}"
     [line] = [each for each in errors(*places, with_store) if each.startswith("placement")]
