@@ -83,6 +83,25 @@ class Document:
             self.problems.append(Problem(label, path, message))
         return None
 
+    def place(self, short: str, path: Path) -> None:
+        """Move the items of the top-level section `short` into the section at `path`, of which it is the short name."""
+        items = self.data.get(short)
+        if not isinstance(items, dict):
+            return  # missing, or reported as an unknown key
+        target: Any = self.data
+        for part in path:
+            target = target.setdefault(part, {}) if isinstance(target, dict) else None
+        if not isinstance(target, dict):
+            return  # what stands there instead is reported
+        del self.data[short]
+        for name, value in items.items():
+            if name in target:
+                self.report((short, name), f"given twice, also as {'.'.join((*path, name))}; remove one")
+                continue
+            target[name] = value
+            for known in [known for known in self.origins if known[:2] == (short, name)]:
+                self.origins[(*path, *known[1:])] = self.origins.pop(known)
+
     def forget(self, path: Path) -> None:
         """Drop the origins at and below `path`, whose value is about to be replaced."""
         for known in [known for known in self.origins if known[: len(path)] == path]:

@@ -40,6 +40,7 @@ def load(
     document = read(path)
     for setting in overrides:
         document.override(setting)
+    document.place("monitor", ("services", "monitor"))
     folder = os.path.dirname(os.path.abspath(document.file))
     topology, broken = _validate(document, folder)
     if topology is not None:

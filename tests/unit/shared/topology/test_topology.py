@@ -287,6 +287,16 @@ def test_quickstart_loads_as_it_is(folder: Path) -> None:
     assert topology.data.eval["heldout"].temperature == 0
 
 
+def test_monitor_is_a_short_name_of_services_monitor(folder: Path) -> None:
+    [line] = problems(write(folder), "monitor.wandb.project=")
+    assert line.startswith("--set monitor.wandb.project=: services.monitor.wandb.project: ")
+
+
+def test_key_of_the_monitor_under_both_names_is_refused(folder: Path) -> None:
+    [line] = problems(write(folder), "services.monitor.port=1", "monitor.port=2", check_supported=False)
+    assert line == "--set monitor.port=2: monitor.port: given twice, also as services.monitor.port; remove one"
+
+
 def test_qwen7b_lacks_only_its_files(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
