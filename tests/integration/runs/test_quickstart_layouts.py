@@ -57,6 +57,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
         shutil.rmtree(kept.shards)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_quickstart_writes_the_rows_of_one_rank_and_continues_to_learn(
     layout: str, recording: Recording, tmp_path: Path
