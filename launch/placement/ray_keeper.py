@@ -151,14 +151,15 @@ class Keeper:
 
     def check(self) -> None:
         """Find a node for every host, have them check themselves side by side, and tell the results."""
-        here = next((node["Labels"].get(LABEL, "") for node in self._ray.nodes() if node["NodeID"] == self._home), "")
+        nodes = self._ray.nodes()
+        here = next((node["Labels"].get(LABEL, "") for node in nodes if node["NodeID"] == self._home), "")
         if here and self._order.home and here != self._order.home:
             text = (
                 f"the trainer's host is {self._order.home}, but this node is labelled {here}; start the launcher there"
             )
             tell(News("refused", text))
         for name in self._order.hosts:
-            if text := self._create(name):
+            if text := self._create(name, nodes):
                 tell(News("refused", f"host {name}: {text}", name))
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for news in pool.map(self._checked, list(self._placed.values())):
@@ -188,7 +189,8 @@ class Keeper:
 
     def look(self) -> None:
         """Find out what has ended, and start what is missing."""
-        dead = {node["NodeID"]: node for node in self._ray.nodes() if not node["Alive"]}
+        nodes = self._ray.nodes()
+        dead = {node["NodeID"]: node for node in nodes if not node["Alive"]}
         for placed in list(self._placed.values()):
             if placed.node in dead:
                 reason = dead[placed.node].get("DeathReasonMessage") or "it left the cluster"
@@ -199,7 +201,7 @@ class Keeper:
         for name in self._order.hosts if self._access else ():
             if self._again_at.get(name, 0.0) > now:
                 continue
-            text = "" if name in self._placed else self._create(name)
+            text = "" if name in self._placed else self._create(name, nodes)
             if not text and self._placed[name].waiting is None:
                 text = self._try_to_start(self._placed[name], now)
             if text:
@@ -212,10 +214,10 @@ class Keeper:
             self._ray.kill(placed.actor)
         self._ray.shutdown()
 
-    def _create(self, name: str) -> str:
+    def _create(self, name: str, nodes: list[dict[str, Any]]) -> str:
         """Create the actor of a host on its node. Return why that is impossible now, or an empty text."""
         gpus = self._order.hosts[name]
-        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        alive = [node for node in nodes if node["Alive"]]
         used = {placed.node for placed in self._placed.values()}
         fit = [node for node in alive if node["Labels"].get(LABEL) == name]
         if not fit:

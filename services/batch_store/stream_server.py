@@ -176,7 +176,7 @@ class StreamServer:
         self._closing = False
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
-        self._log = structlog.get_logger("streams").bind(store=name)
+        self._log = structlog.get_logger("streams", store=name)
 
     def bind(self, endpoint: str, advertised: Callable[[str], str] = str) -> str:
         """Begin to serve at `endpoint` and return it with its wildcard port resolved. Raises RpcError(bad_request).

@@ -91,7 +91,7 @@ class Client:
         self._unsent: deque[list[Buffer]] = deque()
         self._closed = False
         self._refusals: dict[str, _Refusals] = {}
-        self._log = structlog.get_logger("rpc").bind(peer=peer)
+        self._log = structlog.get_logger("rpc", peer=peer)
         self._socket = open_socket(context, zmq.DEALER)
         try:
             if endpoint:

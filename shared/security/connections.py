@@ -58,7 +58,7 @@ class Connections:
         self.failed = 0
         """Total number of failed handshakes."""
         self._open: dict[int, _TcpConnection] = {}
-        self._log = structlog.get_logger("connections").bind(endpoint_of=name)
+        self._log = structlog.get_logger("connections", endpoint_of=name)
         descriptors = raise_descriptor_limit()
         self._most = most_connections(descriptors)
         if self._most < MOST_CONNECTIONS:
