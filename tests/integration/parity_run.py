@@ -72,7 +72,8 @@ def stopped(run: Cluster, service: str) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # The supervisor kills a process that is silent for too long.
+            os.kill(pid, signal.SIGCONT)
 
 
 def damage(run: Cluster, key: str, wanted: Callable[[str], bool]) -> str:

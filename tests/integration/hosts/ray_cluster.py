@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.tiny.harness import QUICKSTART, ROOT, wait_for
+from tests.integration.tiny.harness import QUICKSTART, ROOT, free_ports, wait_for
 
 STORE_BYTES = 80 << 20
 NOTICED = {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "2"}
@@ -77,7 +77,8 @@ def run_on(
     cluster: RayCluster, path: Path, *settings: str, dry_run: bool = False, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
     """Start the quickstart in `path` on the cluster. Whatever is left of it is killed at the end of the test."""
-    given = ["services.batch-store.memory=256MiB", "run.spares=false", "data.eval={}", *settings]
+    ports = [f"{key}={port}" for key, port in free_ports().items()]
+    given = [*ports, "services.batch-store.memory=256MiB", "run.spares=false", "data.eval={}", *settings]
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "launch.cluster", str(QUICKSTART), "--run-dir", str(path)),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch.test_remote_hands import ADDRESS, free_ports
-from tests.integration.tiny.harness import LIMIT_S, QUICKSTART, ROOT, SERVICES, ctl, environment, launched
+from tests.integration.launch.test_remote_hands import ADDRESS
+from tests.integration.tiny.harness import LIMIT_S, QUICKSTART, ROOT, SERVICES, ctl, environment, free_ports, launched
 
 HOST = "b"
 
@@ -28,8 +28,7 @@ def host(*arguments: str) -> subprocess.Popen[str]:
 
 def ports() -> list[str]:
     """Return the settings for ports that no other run has."""
-    keys = ("scheduler_port", "supervisor_port", "monitor_port")
-    return [f"transport.{key}={port}" for key, port in zip(keys, free_ports(len(keys)), strict=True)]
+    return [f"{key}={port}" for key, port in free_ports().items()]
 
 
 def test_an_agent_waits_for_the_access_that_lasts_as_long_as_the_run(tmp_path: Path) -> None:

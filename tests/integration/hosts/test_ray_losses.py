@@ -105,8 +105,7 @@ def test_a_killed_launcher_leaves_nothing_on_any_host(tmp_path: Path) -> None:
 
 def test_a_second_run_on_the_same_nodes_is_refused(tmp_path: Path) -> None:
     with three_nodes(tmp_path / "first") as (cluster, _launcher, told):
-        ports = ("transport.scheduler_port=17747", "transport.supervisor_port=17748", "transport.monitor_port=17749")
-        with run_on(cluster, tmp_path / "second", *PLACES, *ports) as second:
+        with run_on(cluster, tmp_path / "second", *PLACES) as second:
             output, _ = second.communicate(timeout=LIMIT_S)
         assert second.returncode == 2
         assert "host b: its node already is a host of run 'first'; end that run first" in output

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -27,17 +26,19 @@ from shared.rundir import RunDir
 from shared.security import access, keys
 from shared.security.access import Access
 from shared.security.roles import Role
-from tests.integration.tiny.harness import LIMIT_S, SERVICES, TINY, Launched, ctl, environment, launched, wait_for
+from tests.integration.tiny.harness import (
+    LIMIT_S,
+    SERVICES,
+    TINY,
+    Launched,
+    ctl,
+    environment,
+    free_ports,
+    launched,
+    wait_for,
+)
 
 ADDRESS = "127.0.0.1"
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server((ADDRESS, 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in held]
-    for each in held:
-        each.close()
-    return ports
 
 
 @dataclass
@@ -71,8 +72,7 @@ class Away:
 @pytest.fixture(scope="module")
 def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
     folder = tmp_path_factory.mktemp("away")
-    ports = dict(zip(("scheduler_port", "supervisor_port", "monitor_port"), free_ports(3), strict=True))
-    sets = [f"transport.listen={ADDRESS}", *(f"transport.{key}={port}" for key, port in ports.items())]
+    sets = [f"transport.listen={ADDRESS}", *(f"{key}={port}" for key, port in free_ports().items())]
     overrides = [word for each in sets for word in ("--set", each)]
     with launched(tmp_path_factory.mktemp("home") / "run", *overrides, tiny=TINY) as here:
         here.wait_ready(SERVICES)

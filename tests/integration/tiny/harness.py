@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -145,6 +146,14 @@ def ctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=LIMIT_S,
         check=False,
     )
+
+
+def free_ports() -> dict[str, int]:
+    """Return the keys of the topology that name ports, with ports that nobody uses now."""
+    keys = ("scheduler_port", "supervisor_port", "monitor_port")
+    with contextlib.ExitStack() as stack:
+        held = {key: stack.enter_context(socket.create_server(("127.0.0.1", 0))) for key in keys}
+        return {f"transport.{key}": each.getsockname()[1] for key, each in held.items()}
 
 
 def assert_nothing_left(run: RunDir) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +14,7 @@ import msgspec
 import pytest
 from ruamel.yaml import YAML
 
+from tests.integration.tiny.harness import free_ports
 from tests.unit.launch.kubernetes import Container, JobSet, PodSpec, RayCluster
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -56,12 +55,9 @@ def call(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def free_ports() -> list[str]:
+def ports() -> list[str]:
     """Return the options of `launch.cluster` for ports that no other run has."""
-    keys = ("scheduler_port", "supervisor_port", "monitor_port")
-    with contextlib.ExitStack() as stack:
-        held = {key: stack.enter_context(socket.create_server(("127.0.0.1", 0))) for key in keys}
-        return [f"--set=transport.{key}={each.getsockname()[1]}" for key, each in held.items()]
+    return [f"--set={key}={port}" for key, port in free_ports().items()]
 
 
 def assert_rollouts_on_two_hosts(done: subprocess.CompletedProcess[str]) -> None:
@@ -119,7 +115,7 @@ def test_the_set_of_jobs_starts_the_run_that_it_describes(tmp_path: Path) -> Non
     home, _ = home_and_agent()
     assert home.command == ["tini", "--", "bash", "-c"]
     [script] = home.args
-    script = " ".join([script.rstrip(), *free_ports(), "--dry-run"])
+    script = " ".join([script.rstrip(), *ports(), "--dry-run"])
     done = call("bash", "-c", script, RUN=str(tmp_path / "run"), POD_IP="127.0.0.1")
     assert_rollouts_on_two_hosts(done)
 
@@ -128,7 +124,7 @@ def test_the_set_of_jobs_starts_the_run_that_it_describes(tmp_path: Path) -> Non
 def test_the_composition_starts_the_run_that_it_describes(tmp_path: Path) -> None:
     home = document(ROOT / "docker" / "compose.yaml")["services"]["home"]
     here = ("--set=transport.listen=127.0.0.1", f"--export-access={tmp_path / 'access'}", "--dry-run")
-    assert_rollouts_on_two_hosts(call("python", "-m", "launch.cluster", *home["command"], *here, *free_ports()))
+    assert_rollouts_on_two_hosts(call("python", "-m", "launch.cluster", *home["command"], *here, *ports()))
 
 
 @pytest.mark.slow

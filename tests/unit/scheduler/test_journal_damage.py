@@ -226,7 +226,7 @@ def test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_incomp
     assert counts["short"] > len(sizes) / 2 or history.where == "copied"
 
 
-@some(40, 20000)
+@some(40, 3000)
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_is_named_or_has_no_effect(history: History, tmp_path: Path, name: str, count: int) -> None:
     chance = random.Random(count)
