@@ -14,6 +14,8 @@ from launch.supervisor.programs import ROOT
 from launch.supervisor.spare_processes import rss_bytes
 from launch.supervisor.state import RunLifecycle
 from launch.supervisor.waits import ProcessWaits, stopped_processes
+from proto.errors import WireError
+from proto.ids import check_task_id
 from proto.messages import (
     ErrorCode,
     GetLog,
@@ -94,6 +96,10 @@ class Views:
 
     async def _get_story(self, request: GetStory, call: Call) -> Story:
         """Have another process replay the journal, because that would keep this one from answering."""
+        try:
+            check_task_id(request.task_id)
+        except WireError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, str(error)) from None
         arguments = ["--run", str(self._run.path), "trace", "--json", "--", request.task_id]
         async with self._telling:
             child = await asyncio.create_subprocess_exec(
