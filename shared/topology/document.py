@@ -83,7 +83,7 @@ class Document:
             self.problems.append(Problem(label, path, message))
         return None
 
-    def place(self, short: str, path: Path) -> None:
+    def place(self, short: str, path: tuple[str, ...]) -> None:
         """Move the items of the top-level section `short` into the section at `path`, of which it is the short name."""
         items = self.data.get(short)
         if not isinstance(items, dict):
