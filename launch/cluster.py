@@ -18,7 +18,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from launch import detached, place, preflight, scaling
+from launch import detached, evaluation, hub, place, preflight, scaling
 from launch.access import access_of, export
 from launch.gpus import visible_gpus, wanted
 from launch.heavy import heavy_imports
@@ -28,23 +28,30 @@ from launch.placement.book import HostBook
 from launch.placement.desk import HostDesk
 from launch.placement.ray_engine import RayEngine
 from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
-from launch.supervisor.events import Died, Reported, RunEnded, RunOutcome
+from launch.report import write_in_time
+from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
 from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
 from launch.supervisor.server import EVENTS, Supervisor
 from launch.supervisor.spare_processes import SpareNotice
 from proto.messages import Status
 from services.scheduler.journal import rewinds
+from services.tracker.ledger import unsent
+from shared import warnings
 from shared.actor import logging
 from shared.actor.service import ProcessState
+from shared.followed_file import FollowedFile
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps, newest_run, service_name, sweep_abandoned
 from shared.security.roles import Role
-from shared.topology import Topology, TopologyError, load, snapshot_bytes, stop_limit_s
+from shared.topology import Topology, TopologyError, hub_names, load, snapshot_bytes, stop_limit_s
 
 STATUS_DEADLINE_S = 2.0
 POLL_S = 1.0
 LOG_LINES = 10
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+MODEL_FOLDER = "model"
+"""Folder in the run directory with the model of an evaluated checkpoint."""
 
 _HERE = "this machine"
 _OVER = frozenset({ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED})
@@ -75,6 +82,15 @@ def main(
             "--attach", help="show the console of a detached run (--run-dir, or the newest); Ctrl-C leaves it alone"
         ),
     ] = False,
+    evaluate: Annotated[
+        bool, typer.Option("--evaluate", help="train nothing: score the evaluation sets, show a table and end")
+    ] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            "--checkpoint", metavar="DIR", help="evaluate RUN/checkpoints/step-N or RUN/export instead of policy.model"
+        ),
+    ] = None,
     access: Annotated[
         Path | None,
         typer.Option(
@@ -85,14 +101,27 @@ def main(
     """Start the services of a topology and keep them running until the run is done."""
     interrupts = Interrupts()
     if attach:
-        if overrides or resume or dry_run or detach or access is not None:
+        if overrides or resume or dry_run or detach or evaluate or checkpoint is not None or access is not None:
             _refuse(["--attach: shows a running run and accepts no option other than --run-dir"])
         raise typer.Exit(_attach(topology_file, run_dir))
     if topology_file is None:
         _refuse(["TOPOLOGY.yaml: missing; name the file that describes the run (see launch/topologies/)"])
+    if checkpoint is not None and not evaluate:
+        _refuse([f"--checkpoint {checkpoint}: has no effect without --evaluate; add it, or set policy.model to train"])
+    if evaluate and resume:
+        _refuse(["--evaluate: begins a run of its own, so there is nothing to --resume; leave one of them out"])
     try:
         _main(
-            topology_file, overrides or [], run_dir, access, interrupts, resume=resume, dry_run=dry_run, detach=detach
+            topology_file,
+            overrides or [],
+            run_dir,
+            access,
+            interrupts,
+            checkpoint.absolute() if checkpoint is not None else None,
+            evaluate=evaluate,
+            resume=resume,
+            dry_run=dry_run,
+            detach=detach,
         )
     except KeyboardInterrupt:
         print("interrupted before anything was started", file=sys.stderr)
@@ -105,21 +134,37 @@ def _main(
     run_dir: Path | None,
     access: Path | None,
     interrupts: Interrupts,
+    checkpoint: Path | None,
     *,
+    evaluate: bool,
     resume: bool,
     dry_run: bool,
     detach: bool,
 ) -> NoReturn:
+    fetches: list[hub.Missing] = []
     try:
-        topology = load(topology_file, overrides)
+        names = hub_names(topology_file, overrides)
+        topology = load(topology_file, overrides, check_files=not names)
+        path = run_dir or (place.resumable(topology) if resume else place.default_path(topology))
+        if names:
+            overrides = [*overrides, *(hub.pinned(names, path / "topology.yaml") if resume else ())]
+            names = hub_names(topology_file, overrides)
+            if dry_run:
+                fetches = hub.missing(names)
+            else:
+                with interrupts.telling(hub.leave):
+                    hub.fetch(names)
+            topology = load(topology_file, overrides, check_files=not fetches)
     except TopologyError as error:
         _refuse(str(problem) for problem in error.problems)
-    findings = preflight.check(topology, str(topology_file))
-    topology = preflight.with_room(topology)
-    try:
-        path = run_dir or (place.resumable(topology) if resume else place.default_path(topology))
+    except hub.HubError as error:
+        _refuse([f"{topology_file}: {error}"])
     except RpcError as error:
         _refuse([str(error)])
+    if evaluate:
+        topology = _for_evaluation(topology, topology_file, checkpoint)
+    findings = preflight.check(topology, str(topology_file))
+    topology = preflight.with_room(topology)
     engine = RayEngine(topology) if topology.placement.engine == "ray" else None
     if engine is not None and not findings.errors:
         more = engine.check(path)
@@ -143,11 +188,30 @@ def _main(
     if dry_run:
         if engine is not None:
             engine.close()
+        for each in fetches:
+            if each.files:
+                print(f"would fetch    {each}")
         _show_plan(topology, path, engine.machines if engine is not None else {})
         if findings.errors:
             _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
-    raise typer.Exit(_launch(topology, path, access, interrupts, engine, resume=resume, detach=detach))
+    if checkpoint is not None and not evaluation.is_checkpoint(checkpoint):
+        checkpoint = None  # its folder is the model already
+    raise typer.Exit(_launch(topology, path, access, interrupts, engine, checkpoint, resume=resume, detach=detach))
+
+
+def _for_evaluation(topology: Topology, file: Path, checkpoint: Path | None) -> Topology:
+    """Return `topology` for `--evaluate`. Refuses a topology without evaluation sets, and an unusable checkpoint."""
+    if not topology.data.eval:
+        _refuse([f"{file}: data.eval: --evaluate has no evaluation set to score; add one"])
+    topology = evaluation.without_training(topology)
+    if checkpoint is None:
+        return topology
+    try:
+        evaluation.check_checkpoint(checkpoint, topology.policy.model)
+    except RpcError as error:
+        _refuse([str(error)])
+    return topology if evaluation.is_checkpoint(checkpoint) else evaluation.with_model(topology, checkpoint)
 
 
 def _reachable(topology: Topology, address: str) -> Topology:
@@ -180,8 +244,10 @@ def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> N
     """Print the processes that would run. `machines` are the host names of the other hosts, as far as they are
     known."""
     print(f"run directory  {path.absolute()}")
-    print(f"steps          {topology.run.steps}")
+    print(f"steps          {topology.run.last_step}")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
+    if topology.services.monitor.web is not None:
+        print(f"page           http://{topology.services.monitor.web.listen}/")
     print(f"spares         {', '.join(heavy_imports(topology)) or 'none'}")
     if machines:
         print(f"hosts          {', '.join(f'{host}: {machine}' for host, machine in sorted(machines.items()))}")
@@ -205,10 +271,12 @@ def _launch(
     access: Path | None,
     interrupts: Interrupts,
     engine: RayEngine | None,
+    checkpoint: Path | None,
     *,
     resume: bool,
     detach: bool,
 ) -> int:
+    """Run `topology`, with the weights of `checkpoint` if there is one, and return the exit status."""
     root = preflight.shm_root(topology)
     with ExitStack() as stack:
         if engine is not None:
@@ -222,6 +290,9 @@ def _launch(
             if folder != path:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)  # A finished folder has been renamed.
             lock = place.lock(folder, stop_limit_s(topology))
+            if checkpoint is not None and not (path / "run.json").exists():  # such a path is refused below
+                evaluation.add_model(checkpoint, topology, folder / MODEL_FOLDER)
+                topology = evaluation.with_model(topology, path.absolute() / MODEL_FOLDER)
             with interrupts.held():  # Signals are delivered before the run exists or once its removal is arranged.
                 run = place.reopen(path, topology) if resume else place.create(path, topology, folder)
                 stack.callback(run.remove_volatile)
@@ -244,10 +315,13 @@ def _launch(
                 return side.wait()
             stays = side
         begun = time.monotonic()
-        metrics = Metrics(run.metrics, steps=topology.run.steps)
+        metrics = Metrics(run.metrics, steps=topology.run.last_step)
         before = len(rewinds(run.journal))
         with Screen() as screen:
-            screen.notice(f"run {run.path}: {topology.run.steps} steps, {len(topology.services_plan())} services")
+            work = "an evaluation" if topology.run.evaluate else f"{topology.run.steps} steps"
+            screen.notice(f"run {run.path}: {work}, {len(topology.services_plan())} services")
+            if topology.services.monitor.web is not None:
+                screen.notice(f"page http://{topology.services.monitor.web.listen}/")
             try:
                 ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before, interrupts, stays, engine))
             except RpcError as error:
@@ -257,7 +331,10 @@ def _launch(
         return EXIT_FAILED
     metrics.poll(time.monotonic())
     try:
-        _summarise(run, ended, metrics, time.monotonic() - begun)
+        _summarise(run, topology, ended, metrics, time.monotonic() - begun)
+        for name in topology.services.monitor.trackers:
+            if rest := unsent(run.path, name):
+                print(f"{rest}; python -m launch.ctl --run {run.path} track {name} sends the rest", file=sys.stderr)
         sys.stdout.flush()
     except OSError:  # stdout is closed; the exit status still tells the outcome, even if Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -285,6 +362,11 @@ async def _supervise(
             screen.notice(
                 f"{service_name(*event.key)}: {shorten(event.cause)}; starts again {when} (restart {event.restarts}), "
                 f"log: {run.log_file(*event.key)}"
+            )
+        elif isinstance(event, GivenUp):
+            screen.notice(
+                f"{service_name(*event.key)}: {shorten(event.cause)}; the run goes on without it "
+                f"(ctl restart {service_name(*event.key)} starts it again), log: {run.log_file(*event.key)}"
             )
         elif isinstance(event, SpareNotice):
             screen.notice(event.text)
@@ -331,8 +413,9 @@ async def _supervise(
     loop = asyncio.get_running_loop()
     interrupts.tell(functools.partial(loop.call_soon_threadsafe, interrupt))
     told = _Rewinds(run, topology, rewinds_before)
+    warned = _Warnings(run)
     beside = [
-        loop.create_task(_show(supervisor, screen, metrics, told, stays)),
+        loop.create_task(_show(supervisor, screen, metrics, told, warned, stays)),
         loop.create_task(_keep(run, lock, supervisor)),
     ]
     if engine is not None and hosts is not None:
@@ -347,6 +430,7 @@ async def _supervise(
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
         told.show(screen)
+        warned.show(screen)
 
 
 async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
@@ -373,14 +457,35 @@ class _Rewinds:
         self._told = max(self._told, len(found))
 
 
+class _Warnings:
+    """Shows the warnings that are added to the run's file from now on."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._lines = FollowedFile(run.warnings)
+        for _ in self._lines.new_lines():
+            continue  # It was shown by an earlier launch.
+
+    def show(self, screen: Screen) -> None:
+        for line in self._lines.new_lines():
+            record = warnings.parse(line)
+            if record is not None:
+                screen.notice(warnings.line_of(record))
+
+
 async def _show(
-    supervisor: Supervisor, screen: Screen, metrics: Metrics, told: _Rewinds, stays: detached.Detached | None
+    supervisor: Supervisor,
+    screen: Screen,
+    metrics: Metrics,
+    told: _Rewinds,
+    warned: _Warnings,
+    stays: detached.Detached | None,
 ) -> None:
     status: Status | None = None
     troubles = Troubles()
     while True:
         await asyncio.sleep(POLL_S)
         told.show(screen)
+        warned.show(screen)
         states: dict[str, str] = {service_name(*key): each.state for key, each in supervisor.state.processes.items()}
         states |= {service_name(row.service, row.instance): row.state for row in supervisor.rows_of_hosts()}
         if stays is not None and supervisor.all_ready:
@@ -399,7 +504,7 @@ async def _show(
         screen.progress(f"{trouble}  {text}" if trouble else text)
 
 
-def _summarise(run: RunDir, ended: RunEnded, metrics: Metrics, wall_s: float) -> None:
+def _summarise(run: RunDir, topology: Topology, ended: RunEnded, metrics: Metrics, wall_s: float) -> None:
     if ended.outcome == RunOutcome.FAILED:
         print(f"the run failed: {ended.cause}", file=sys.stderr)
         for line in last_lines(run, ended.key, LOG_LINES) if ended.key else []:
@@ -410,13 +515,19 @@ def _summarise(run: RunDir, ended: RunEnded, metrics: Metrics, wall_s: float) ->
     if ended.outcome != RunOutcome.DONE and saved < metrics.step:
         lost = f"steps {saved + 1}-{metrics.step}" if metrics.step > saved + 1 else f"step {metrics.step}"
         print(f"{lost} not saved: --resume goes back to step {saved}", file=sys.stderr)
-    for line in accuracy_lines(metrics):
+    evaluates = topology.run.evaluate
+    for line in evaluation.table(topology, metrics.last) if evaluates else accuracy_lines(metrics):
         print(line)
     print(f"wall time  {duration(wall_s)}")
     print(f"run        {run.path}")
-    if ended.outcome == RunOutcome.DONE:
+    print(f"report     {write_in_time(run)}")
+    if ended.outcome == RunOutcome.DONE and evaluates:
+        print(f"evaluated  {topology.policy.model}")
+    elif ended.outcome == RunOutcome.DONE:
         print(f"model      {run.export}")
         print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
+        for line in evaluation.best_lines(run):
+            print(line)
     else:
         print(f"continue   python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ import typer
 
 from launch.logs import readable
 from launch.peer import DEADLINE_S, EXIT_UNREACHABLE, EXIT_USAGE, Run, find, with_client
+from launch.samples import FEW, Color, Order, choose, show
+from launch.samples import as_json as as_document
 from launch.supervisor.plan import EVERYTHING, SUPERVISOR, Key, select
 from proto.messages import (
     Ack,
@@ -40,8 +43,11 @@ from proto.registry import Request
 from shared.actor.logging import log_page
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name, service_name
+from shared.samples.record import split_of
 from shared.security.access import Access, read
+from shared.stages import TRAIN
 from shared.topology import TopologyError, load
+from shared.tracing import trace_id
 
 FOLLOW_S = 0.25
 REMOTE_FOLLOW_S = 1.0
@@ -51,6 +57,8 @@ R = TypeVar("R")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__)
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+_FIND_THEIR_OWN = ("join", "plot")
+"""Commands that need no run of this machine, or several."""
 
 
 @app.callback()
@@ -64,7 +72,7 @@ def main(
 ) -> None:
     """Find the run for the command."""
     with _one_line_errors():
-        if context.invoked_subcommand == join.__name__:
+        if context.invoked_subcommand in _FIND_THEIR_OWN:
             return
         context.obj = (find(run, access), as_json)
 
@@ -136,6 +144,25 @@ def scale(
 
 
 @app.command()
+def track(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="[TRACKER]", help="wandb, tensorboard, mlflow or trackio")] = "",
+) -> None:
+    """Send to the trackers of an ended run what they lack. Exit status 0 if they have everything."""
+    run, _ = context.obj
+    with _one_line_errors():
+        if isinstance(run, Access):
+            raise RpcError(ErrorCode.BAD_REQUEST, "track: needs the run directory (--run), which holds the metrics")
+        known = list(load(run.topology, check_supported=False, check_files=False).services.monitor.trackers)
+        if not known or (name and name not in known):
+            there = ", ".join(known) or "none"
+            raise RpcError(ErrorCode.BAD_REQUEST, f"track {name}: no such tracker in the topology; it has {there}")
+    command = [sys.executable, "-m", "services.tracker.rest", "--run", str(run.path)]
+    chosen = [name] if name else known
+    raise typer.Exit(max(subprocess.run([*command, each], check=False).returncode for each in chosen))
+
+
+@app.command()
 def stop(context: typer.Context, as_json: Json = False) -> None:
     """Drain everything and end the run. --resume continues it."""
     run, before = context.obj
@@ -177,10 +204,88 @@ def trace(
         else:
             entries = from_message(asyncio.run(with_client(run, SUPERVISOR, GetStory(task_id=task_id), Story, STORY_S)))
     if as_json or before:
-        print(json.dumps({"task_id": task_id, "story": as_rows(entries)}))
+        told = {"task_id": task_id, "trace_id": trace_id(run.name, task_id).hex(), "story": as_rows(entries)}
+        print(json.dumps(told))
         return
     for line in as_lines(entries):
         print(line)
+
+
+@app.command()
+def plot(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.svg", help="picture to write")],
+    runs: Annotated[list[Path] | None, typer.Argument(metavar="[RUN]...", help="run directories")] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME", help="metric or pattern, such as eval/*/accuracy; may be repeated"),
+    ] = None,
+) -> None:
+    """Draw the curves of one or several runs, which may have ended or be under way."""
+    from launch.curves import chosen, read_histories
+    from launch.drawing import picture
+
+    with _one_line_errors():
+        if out.suffix != ".svg":
+            text = f"--out {out}: pictures are written as .svg; a browser or rsvg-convert makes other formats of it"
+            raise RpcError(ErrorCode.BAD_REQUEST, text)
+        histories = read_histories(runs or [_given_run(context)])
+        metrics = chosen(histories, metric or [])
+        try:
+            out.write_text(picture(histories, metrics), encoding="utf-8")
+        except OSError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"--out {out}: cannot be written ({error.strerror})") from None
+    print(f"{out}: {len(metrics)} metrics of {', '.join(history.name for history in histories)}")
+
+
+@app.command()
+def report(context: typer.Context) -> None:
+    """Write report.html into the run directory, as the end of a run does."""
+    from launch.report import write_report
+
+    run, _ = context.obj
+    with _one_line_errors():
+        if not isinstance(run, RunDir):
+            raise RpcError(ErrorCode.BAD_REQUEST, "a report is written on the host of the run directory: use --run")
+        try:
+            print(write_report(run))
+        except OSError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"run {run.path}: no report ({error.strerror})") from None
+
+
+@app.command()
+def samples(
+    context: typer.Context,
+    step: Annotated[
+        int | None, typer.Option("--step", help="training step or evaluated version (default: newest)")
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", metavar="TASK_ID", help="all samples of one task")] = None,
+    worst: Annotated[int | None, typer.Option("--worst", min=1, metavar="N", help="N samples of least reward")] = None,
+    best: Annotated[int | None, typer.Option("--best", min=1, metavar="N", help="N samples of highest reward")] = None,
+    longest: Annotated[int | None, typer.Option("--longest", min=1, metavar="N", help="N longest samples")] = None,
+    split: Annotated[
+        str | None, typer.Option("--split", help="train, or eval/<set> (default: that of the task, or train)")
+    ] = None,
+    color: Annotated[Color, typer.Option("--color", help="colour of the tokens")] = Color.LOGPROB,
+    full: Annotated[bool, typer.Option("--full", help="show long texts as a whole")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show recorded samples, also after the end of the run."""
+    run, before = context.obj
+    with _one_line_errors():
+        if not isinstance(run, RunDir):
+            raise RpcError(ErrorCode.BAD_REQUEST, "samples are read on the host of the run directory: use --run")
+        orders = {Order.WORST: worst, Order.BEST: best, Order.LONGEST: longest}
+        given = [(order, count) for order, count in orders.items() if count is not None]
+        if len(given) > 1:
+            raise RpcError(ErrorCode.BAD_REQUEST, "samples: give one of --worst, --best and --longest")
+        order, count = given[0] if given else (None, FEW)
+        split = split or (split_of(task) if task is not None else TRAIN)
+        found = choose(run.path, step=step, task=task, split=split, order=order, count=count)
+    if as_json or before:
+        print(json.dumps({"split": split, "samples": as_document(found)}))
+    else:
+        show(found, color, full=full)
 
 
 @app.command()
@@ -242,6 +347,15 @@ def logs(
                 return
             shown = sys.maxsize
             time.sleep(FOLLOW_S if is_local else REMOTE_FOLLOW_S)
+
+
+def _given_run(context: typer.Context) -> Path:
+    """Return the run directory of `--run`, else the newest run's."""
+    given = context.parent.params if context.parent is not None else {}
+    found = find(given.get("run"), given.get("access"))
+    if not isinstance(found, RunDir):
+        raise RpcError(ErrorCode.BAD_REQUEST, "--access: the files of a run are read on its own machine; use --run")
+    return found.path
 
 
 def _remote_page(run: Run, key: Key, lines: int, position: int) -> tuple[list[str], int]:

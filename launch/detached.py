@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import place
-from launch.logs import Follower, tail
+from launch.logs import tail
 from launch.supervisor.events import RunOutcome
 from launch.supervisor.plan import SUPERVISOR
 from proto.messages import ErrorCode
+from shared.followed_file import FollowedFile
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 
@@ -56,7 +57,7 @@ class Launcher:
 
     def wait(self) -> int:
         """Show the console until every service is READY or the start has failed, and return the exit status."""
-        console = Follower(console_of(self.run))
+        console = FollowedFile(console_of(self.run))
         # This also applies if the signal was inherited as ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -112,7 +113,7 @@ def attach(run: RunDir) -> int:
     if not file.exists():
         text = f"run {run.path}: was not started with --detach, so its console is where it was started; use ctl status"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
-    console = Follower(file)
+    console = FollowedFile(file)
     list(console.new_lines())
     # This also applies if the signal was inherited as ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -134,7 +135,7 @@ def console_of(run: RunDir) -> Path:
     return run.logs / "console.out"
 
 
-def _print_new(console: Follower) -> None:
+def _print_new(console: FollowedFile) -> None:
     for line in console.new_lines():
         print(line, flush=True)
 

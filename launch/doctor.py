@@ -58,7 +58,7 @@ LEFT_S = 60.0
 """Seconds of silence after which a process that the supervisor did not start counts as gone."""
 TOLD_S = 1.0
 """Seconds after which a wait is listed."""
-POLLS = frozenset({"LeaseRequest", "NextBatch", "WaitEvals", "HoldDevices"})
+POLLS = frozenset({"LeaseRequest", "NextBatch", "WaitEvals", "HoldDevices", "TakeSamples"})
 """Requests that are normally deferred until there is something to do."""
 _STATES = frozenset({WaitKind.PROCESS, WaitKind.STOPPED})
 _AWAY = frozenset(
@@ -312,7 +312,7 @@ def _leases(graph: _Graph) -> Iterator[Finding]:
 
 def _troubles(graph: _Graph) -> Iterator[Finding]:
     for each in graph.examined.troubles:
-        if each.kind in (TroubleKind.REWARDS, TroubleKind.WORKFLOWS):
+        if each.kind in (TroubleKind.REWARDS, TroubleKind.WORKFLOWS, TroubleKind.TRACKER):
             name = service_name(each.service, each.instance)
             yield graph.finding(name, f"{name}: {each.text}")
 

@@ -43,6 +43,15 @@ class Interrupts:
         if self._waits:
             self._told()
 
+    @contextlib.contextmanager
+    def telling(self, told: Callable[[], object]) -> Iterator[None]:
+        """Call `told` on each signal within the block."""
+        before, self._told = self._told, told
+        try:
+            yield
+        finally:
+            self._told = before
+
     def ignore(self) -> None:
         """Ignore the signals until the process has ended: the run is over, and its outcome is about to be told."""
         for number in self._numbers:

@@ -1,4 +1,7 @@
-"""`python -m launch.monitor` shows the present state of a run, then every change. It changes nothing.
+"""`python -m launch.monitor` shows the present state of a run, then every change, in a terminal, as lines or as JSON.
+
+It changes nothing by itself; keys restart and drain processes if this user may operate the run. docs/monitor.md
+describes the views.
 
 Exit status: 0 when the run has ended or at Ctrl-C; 1 when a run on another machine does not answer or stops answering,
 because its end cannot be observed from there; 2 when there is no such run or it refuses this access.
@@ -12,28 +15,20 @@ import json
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import zmq
 
 from launch.peer import EXIT_UNREACHABLE, EXIT_USAGE, Run, find, verify_access
-from launch.stream import Stream
+from launch.terminal.feed import LOST_S, Feed, opened
+from launch.terminal.plain import print_picture, print_row
 from proto.messages import ErrorCode, TopicRow
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, service_name
+from shared.rundir import RunDir
 from shared.security.access import Access
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-REDRAW_S = 0.5
-LOST_S = 20.0
-"""Seconds of silence after which a monitor on another machine is given up."""
-Rows = AsyncIterator[TopicRow]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -44,16 +39,31 @@ def main(
     access: Annotated[
         Path | None, typer.Option("--access", metavar="FILE", help="a run on another machine (see ctl export-access)")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per line instead of a table")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print each row of the stream as one JSON object")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="print lines, as without a terminal")] = False,
     topic: Annotated[
         list[str] | None,
-        typer.Option("--topic", metavar="PREFIX", help="show only topics with this prefix; may be repeated"),
+        typer.Option("--topic", metavar="PREFIX", help="print only rows of topics with this prefix; may be repeated"),
     ] = None,
+    web: Annotated[
+        bool, typer.Option("--web", help="serve the page of a run, live or ended, for a browser on this machine")
+    ] = False,
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="ADDRESS:PORT", help="of --web, on the loopback; port 0 picks a free one")
+    ] = "127.0.0.1:0",
 ) -> None:
     """Show the state of a run and every change of it."""
-    show = _print_json if as_json or not sys.stdout.isatty() else _draw
     try:
-        asyncio.run(_watch(find(run, access), tuple(topic or [""]), show))
+        found = find(run, access)
+        if web:
+            _serve_page(found, listen)
+        if as_json or topic:
+            show = _print_json if as_json else print_row
+            asyncio.run(_watch(found, _print_rows(found, tuple(topic or [""]), show)))
+        elif plain or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
+            asyncio.run(_watch(found, _print_picture(found)))
+        else:
+            asyncio.run(_terminal(found))
         return
     except RpcError as error:
         print(error, file=sys.stderr)
@@ -63,35 +73,69 @@ def main(
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # The reader is gone, so nothing is printed at exit.
 
 
-async def _watch(run: Run, prefixes: tuple[str, ...], show: Callable[[Rows], Coroutine[Any, Any, None]]) -> None:
+def _serve_page(run: Run, listen: str) -> NoReturn:
+    """Continue as the process that serves the page of a run, whose libraries this one never loads. Raises RpcError."""
+    if not isinstance(run, RunDir):
+        text = "--web reads the run directory; start it on the run's machine, and reach it through `ssh -L`"
+        raise RpcError(ErrorCode.BAD_REQUEST, text)
+    arguments = ["--run", str(run.path), "--listen", listen]
+    os.execv(sys.executable, [sys.executable, "-m", "services.web.by_hand", *arguments])  # noqa: S606  # no shell is wanted
+
+
+async def _watch(run: Run, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` until it ends with the run, or until SIGINT or SIGTERM."""
     loop = asyncio.get_running_loop()
+    task = loop.create_task(work)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # The signal may be ignored, such as in a script's background job.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            loop.add_signal_handler(number, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+        _check_end(run)
+
+
+def _check_end(run: Run) -> None:
+    """Raise RpcError(deadline) for a run on another machine: its stream ends only because it has fallen silent."""
     if isinstance(run, Access):
-        await _check_access(run)
-    lost = False
-
-    def ended() -> bool:
-        nonlocal lost
-        if isinstance(run, RunDir):
-            return not run.sockets.exists()
-        lost = loop.time() - stream.heard_at > LOST_S
-        return lost
-
-    async with Stream(run, ended=ended) as stream:
-        rows = (row async for row in stream.rows() if row.topic.startswith(prefixes))
-        task = loop.create_task(show(rows))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            # The signal may be ignored, such as in a script's background job.
-            if signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(number, task.cancel)
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-    if lost:
         text = f"run {run.name}: the monitor has not answered for {LOST_S:g} s; the run ended or the connection broke"
         raise RpcError(ErrorCode.DEADLINE, text)
 
 
-async def _check_access(run: Access) -> None:
+async def _print_rows(run: Run, prefixes: tuple[str, ...], show: Callable[[TopicRow], None]) -> None:
+    await _check_access(run)
+    told = 0
+    async with opened(run) as stream:
+        async for row in stream.rows():
+            if stream.lost > told:
+                text = f"launch.monitor: {stream.lost - told} updates lost, because this process or its reader was slow"
+                print(text, file=sys.stderr, flush=True)
+                told = stream.lost
+            if row.topic.startswith(prefixes):
+                show(row)
+
+
+async def _print_picture(run: Run) -> None:
+    await _check_access(run)
+    await print_picture(Feed(run))
+
+
+async def _terminal(run: Run) -> None:
+    await _check_access(run)
+    from launch.terminal.app import MonitorApp
+
+    feed = Feed(run)
+    interface = MonitorApp(feed)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, interface.exit)
+    await interface.run_async()
+    if feed.ended:
+        _check_end(run)
+
+
+async def _check_access(run: Run) -> None:
     """Raise a one-line RpcError for an access that is refused, because the stream would merely stay silent."""
+    if not isinstance(run, Access):
+        return
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
         await verify_access(context, run, "monitor")
@@ -99,48 +143,15 @@ async def _check_access(run: Access) -> None:
         context.term()
 
 
-async def _print_json(rows: Rows) -> None:
-    async for row in rows:
-        line = {
-            "service": row.service,
-            "instance": row.instance,
-            "topic": row.topic,
-            "at": row.at,
-            "values": row.values,
-        }
-        print(json.dumps(line), flush=True)
-
-
-async def _draw(rows: Rows) -> None:
-    from rich.live import Live
-
-    known: dict[tuple[str, str], TopicRow] = {}
-    with Live(_table(known), auto_refresh=False, screen=False) as live:
-        drawn_at = 0.0
-        async for row in rows:
-            known[(row.topic, service_name(row.service, row.instance))] = row
-            if time.monotonic() - drawn_at >= REDRAW_S:
-                drawn_at = time.monotonic()
-                live.update(_table(known), refresh=True)
-        live.update(_table(known), refresh=True)
-
-
-def _table(known: dict[tuple[str, str], TopicRow]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="last values", expand=True, show_lines=True)
-    table.add_column("who", no_wrap=True)
-    table.add_column("values", ratio=1)
-    now = time.time()
-    for (topic, service), row in sorted(known.items()):
-        table.add_row(f"{topic}\n{service}, {max(0.0, now - row.at):.0f} s ago", _values(row))
-    return table
-
-
-def _values(row: TopicRow) -> str:
-    return "  ".join(
-        f"{key}={value if isinstance(value, str) else format(value, '.6g')}" for key, value in row.values.items()
-    )
+def _print_json(row: TopicRow) -> None:
+    line = {
+        "service": row.service,
+        "instance": row.instance,
+        "topic": row.topic,
+        "at": row.at,
+        "values": row.values,
+    }
+    print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

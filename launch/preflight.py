@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import os
 import resource
 import shutil
@@ -12,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch import functions, gpus
+from services.tracker.exporter import missing
 from shared.data import DataError, open_source
 from shared.rundir import SHM_ROOT
 from shared.security.connections import MOST_CONNECTIONS, most_connections
-from shared.topology import Topology, model_files, snapshot_bytes
+from shared.topology import Topology, hub, model_files, monitor_traces, monitor_web, snapshot_bytes
 from shared.topology.fields import format_size
+from shared.topology.monitor_web import split_address
 from shared.topology.services import DEVICE_SERVICE
 
 SHOWN_ROWS = 3
@@ -43,7 +46,10 @@ def check(topology: Topology, file: str) -> Findings:
         findings.warnings.append(f"{file}: {refused}: a killed trainer returns to its checkpoint")
     _check_gpus(topology, file, findings)
     _check_connections(topology, file, findings)
+    _check_trackers(topology, file, findings)
     check_doors(topology, file, findings)
+    _check_page(topology, file, findings)
+    _check_exporter(topology, file, findings)
     return findings
 
 
@@ -57,6 +63,7 @@ def check_host(topology: Topology) -> list[str]:
     if not topology.policy.distribute:
         _check_tokenizer(topology, "", findings)
     _check_memory(topology, "", findings)
+    _check_allocator(topology, "", findings)
     return [line.removeprefix(": ") for line in findings.errors]
 
 
@@ -94,9 +101,10 @@ def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
 
 
 def _sources(topology: Topology) -> dict[str, str]:
-    """Return every data source, by the key that names it."""
+    """Return every data source, by the key that names it. A hub data set that is not in the cache is left out."""
     sources = {"data.train.source": topology.data.train.source}
-    return sources | {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
+    sources |= {f"data.eval.{name}.source": each.source for name, each in topology.data.eval.items()}
+    return {key: each for key, each in sources.items() if hub.source_name(each) is None or hub.source_files(each)}
 
 
 def _check_rows(source: str, where: str, findings: Findings) -> None:
@@ -117,6 +125,8 @@ def _check_rows(source: str, where: str, findings: Findings) -> None:
 def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
     """Check the tokenizer files of the model folder, with which a rollout tokenizes prompts and answers."""
     model = topology.policy.model
+    if hub.model_name(model) is not None and not Path(model).is_dir():
+        return  # It is not in the cache (yet).
     where = f"{file}: policy.model: {model}"
     if not model_files.has_tokenizer(model):
         names = ", ".join(model_files.TOKENIZERS)
@@ -197,6 +207,19 @@ def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
             f"{file}: services.*.gpus: {needed} GPUs wanted ({gpus.described(topology)}), {seen} {len(names)}; "
             "lower them, or let services take turns (placement.colocate)"
         )
+    _check_allocator(topology, file, findings)
+
+
+def _check_allocator(topology: Topology, file: str, findings: Findings) -> None:
+    """Check that torch allocates memory of the GPU that another process can open, if weights are read from there."""
+    if topology.services.rollout.weights != "ipc":
+        return
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            findings.errors.append(
+                f"{file}: services.rollout.weights: ipc: {name} has expandable_segments:True, whose memory engines "
+                "cannot open; remove that, or use weights: nccl"
+            )
 
 
 def _check_connections(topology: Topology, file: str, findings: Findings) -> None:
@@ -210,6 +233,15 @@ def _check_connections(topology: Topology, file: str, findings: Findings) -> Non
         )
 
 
+def _check_trackers(topology: Topology, file: str, findings: Findings) -> None:
+    for name in topology.services.monitor.trackers:
+        if lacking := missing(name):
+            findings.errors.append(
+                f"{file}: services.monitor.{name}: {', '.join(lacking)} not installed; run `make setup-trackers`, or "
+                "remove the key"
+            )
+
+
 def check_doors(topology: Topology, file: str, findings: Findings) -> None:
     """Check that the address and the ports for other hosts, if any, can be used."""
     transport = topology.transport
@@ -217,16 +249,66 @@ def check_doors(topology: Topology, file: str, findings: Findings) -> None:
         return
     for key in ("scheduler_port", "supervisor_port", "monitor_port"):
         address = (transport.listen, getattr(transport, key))
-        try:
-            with socket.create_server(address):
-                pass
-        except socket.gaierror as error:
-            findings.errors.append(f"{file}: transport.listen: {transport.listen}: {error.strerror}")
+        if not _check_address(address, (f"transport.{key}", "transport.listen"), file, findings):
             return
-        except OSError as error:
-            here = error.errno != errno.EADDRNOTAVAIL
-            named = f"transport.{key}: {address[1]}" if here else f"transport.listen: {transport.listen}"
-            remedy = "choose another" if here else "give an address of this machine"
-            findings.errors.append(f"{file}: {named} cannot be used ({os.strerror(error.errno or 0)}); {remedy}")
-            if not here:
-                return
+
+
+def _check_page(topology: Topology, file: str, findings: Findings) -> None:
+    """Check the tokens of the browser page, and that its address can be used."""
+    web = topology.services.monitor.web
+    if web is None:
+        return
+    problems = monitor_web.token_problems(web)
+    findings.errors.extend(f"{file}: {'.'.join(map(str, path))}: {message}" for path, message in problems)
+    _check_address(split_address(web.listen), ("services.monitor.web.listen",) * 2, file, findings)
+
+
+def _check_exporter(topology: Topology, file: str, findings: Findings) -> None:
+    """Check the libraries of the exporter, its token, and that its address can be used."""
+    findings.errors.extend(f"{file}: {line}" for line in missing_libraries(topology))
+    prometheus = topology.services.monitor.prometheus
+    if prometheus is not None:
+        problems = monitor_traces.token_problems(prometheus)
+        findings.errors.extend(f"{file}: {'.'.join(map(str, path))}: {message}" for path, message in problems)
+        keys = ("services.monitor.prometheus.listen",) * 2
+        _check_address(split_address(prometheus.listen), keys, file, findings)
+
+
+def missing_libraries(topology: Topology) -> list[str]:
+    """Return a line for each library that the exporter needs and that is not installed."""
+    monitor = topology.services.monitor
+    needed: dict[str, str] = {}
+    if monitor.prometheus is not None:
+        needed["prometheus"] = "prometheus_client"
+    if monitor.traces is not None and monitor.traces.otlp is not None:
+        needed["traces.otlp"] = "opentelemetry.proto"
+    remedy = "which is not installed; run make setup-observability"
+    return [
+        f"services.monitor.{key}: needs the package {module}, {remedy}"
+        for key, module in needed.items()
+        if not _is_installed(module)
+    ]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _check_address(address: tuple[str, int], keys: tuple[str, str], file: str, findings: Findings) -> bool:
+    """Return false if no other port of the same host can be used either. `keys` set the port and the host."""
+    host, port = address
+    try:
+        with socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return True
+    except socket.gaierror as error:
+        findings.errors.append(f"{file}: {keys[1]}: {host}: {error.strerror}")
+        return False
+    except OSError as error:
+        here = error.errno != errno.EADDRNOTAVAIL
+        named = f"{keys[0]}: {port}" if here else f"{keys[1]}: {host}"
+        remedy = "choose another" if here else "give an address of this machine"
+        findings.errors.append(f"{file}: {named} cannot be used ({os.strerror(error.errno or 0)}); {remedy}")
+        return here

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.logs import Follower, shorten
+from launch.logs import shorten
 from proto.messages import Status, TroubleKind, TroubleRow
 from shared.actor.service import ProcessState
+from shared.followed_file import FollowedFile
 from shared.rundir import service_name
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Metrics:
 
     def __init__(self, path: Path, *, steps: int) -> None:
         """Read existing rows of a resumed run, which count for the summary, but not for the pace."""
-        self._follower = Follower(path)
+        self._follower = FollowedFile(path)
         self.steps = steps
         self.last: Row = {}
         self.accuracy: dict[str, tuple[int, float]] = {}

@@ -15,14 +15,27 @@ import msgspec
 from launch.logs import tail
 from launch.peer import Run, with_client
 from launch.supervisor.plan import SUPERVISOR
-from proto.messages import ErrorCode, GetStatus, GetSupervisorState, ProcessRow, ServiceRow, Status, SupervisorState
+from proto.messages import (
+    ErrorCode,
+    GetSnapshot,
+    GetStatus,
+    GetSupervisorState,
+    ProcessRow,
+    ServiceRow,
+    Snapshot,
+    Status,
+    SupervisorState,
+)
 from proto.registry import Message, Request
+from shared import warnings
 from shared.actor.service import ProcessState
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, service_name
 from shared.topology import TopologyError, load
 
 R = TypeVar("R", bound=Message)
+SHOWN_WARNINGS = 5
+"""Number of newest warnings that are listed."""
 _GONE = frozenset(
     {ProcessState.WAITING, ProcessState.BACKOFF, ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED}
 )
@@ -32,6 +45,8 @@ def _no_answer_text(run: Run) -> str:
     if not isinstance(run, RunDir):
         return f"run {run.name}: neither scheduler nor supervisor answers; is it running?"
     last = _last_row(run).get("step")
+    if last is not None and last == _steps(run) == 0:
+        return f"run {run.path}: is done; its evaluation is in {run.metrics}"
     if last is not None and last == _steps(run) and run.export.is_dir():
         return f"run {run.path}: is done; its model is in {run.export}"
     so_far = f"it has reached step {last:g} of {_steps(run)}" if last is not None else "it has completed no step"
@@ -43,13 +58,14 @@ def _no_answer_text(run: Run) -> str:
 
 async def collect(run: Run) -> dict[str, Any]:
     """Return `{run, step, steps, version, services: [...], tasks, store, dropped, lost, last_drop, spares: [...],
-    troubles: [...]}`.
+    troubles: [...], warnings: [...]}`. The newest warnings come last.
 
     Raises RpcError if neither of them answers.
     """
-    seen, supervised = await asyncio.gather(
+    seen, supervised, warned = await asyncio.gather(
         _reply_or_none(run, "scheduler", GetStatus(), Status),
         _reply_or_none(run, SUPERVISOR, GetSupervisorState(), SupervisorState),
+        _warnings(run),
     )
     if seen is None and supervised is None:
         raise RpcError(ErrorCode.DEADLINE, _no_answer_text(run))
@@ -71,7 +87,18 @@ async def collect(run: Run) -> dict[str, Any]:
         "last_drop": seen.last_drop if seen else None,
         "spares": [msgspec.structs.asdict(each) for each in supervised.spares] if supervised else None,
         "troubles": [msgspec.structs.asdict(each) for each in seen.troubles] if seen else None,
+        "warnings": [msgspec.structs.asdict(each) for each in warned],
     }
+
+
+async def _warnings(run: Run) -> list[warnings.WarningRecord]:
+    """Return the newest warnings: from the file of the run, or on another machine the newest of each kind."""
+    if isinstance(run, RunDir):
+        return warnings.read(run.warnings)[-SHOWN_WARNINGS:]
+    seen = await _reply_or_none(run, "monitor", GetSnapshot(), Snapshot)
+    rows = [row for row in seen.rows if row.topic.startswith(warnings.TOPIC)] if seen else []
+    records = [record for row in rows if (record := warnings.of_topic(row.values)) is not None]
+    return sorted(records, key=lambda each: each.at)[-SHOWN_WARNINGS:]
 
 
 async def _reply_or_none(run: Run, service: str, request: Request, reply: type[R]) -> R | None:
@@ -128,7 +155,7 @@ def _last_row(run: RunDir) -> dict[str, Any]:
 
 def _steps(run: RunDir) -> int | None:
     try:
-        return load(run.topology, check_supported=False).run.steps
+        return load(run.topology, check_supported=False).run.last_step
     except TopologyError:
         return None
 
@@ -174,6 +201,8 @@ def table(answer: dict[str, Any]) -> None:
         console.print(f"spares  {'  '.join(sizes)}")
     for each in answer["troubles"] or ():
         console.print(f"{service_name(each['service'], each['instance'])}  {each['text']}", markup=False)
+    for each in answer["warnings"]:
+        console.print(warnings.line_of(warnings.WarningRecord(**each)), markup=False)
     store = answer["store"]
     if store["bytes"] is not None:
         console.print(

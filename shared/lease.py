@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,6 +42,7 @@ class Lease:
 
     def __init__(self, grant: LeaseGrant, computing: Callable[[], int]) -> None:
         self.grant = grant
+        self.granted_at = time.monotonic()
         self.cancel = threading.Event()
         self.given_up = asyncio.Event()
         self.untouched = False
@@ -176,6 +178,7 @@ class LeaseBook:
         Raises only Retired and RpcError(bad_request); after any other error the request is repeated. A request that was
         made before the book was retired is awaited, because otherwise no process would hold its lease.
         """
+        asked_at = time.monotonic()
         while True:
             if self.retired.is_set():
                 raise Retired
@@ -200,6 +203,7 @@ class LeaseBook:
                 continue
             lease = Lease(grant, self.computing)
             self._held[grant.lease_id] = lease
+            self._service.telemetry.span("lease", time.monotonic() - asked_at, of="scheduler/0")
             return lease
 
     async def persist(
@@ -210,7 +214,25 @@ class LeaseBook:
         An attempt renews the lease for `limit_s` seconds, within which it should end; each call of its `OnProgress`
         restarts that time. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry cannot cure.
         """
-        return await lease.while_held(lease.within(limit_s, self._repeat(lease, what, attempt, limit_s)))
+        with self.part(lease, what):
+            return await lease.while_held(lease.within(limit_s, self._repeat(lease, what, attempt, limit_s)))
+
+    @contextmanager
+    def part(self, lease: Lease, what: str) -> Iterator[None]:
+        """Report the body as a part of the traced tasks of a lease, if it ends without an exception."""
+        began = time.monotonic()
+        yield
+        self._report(lease, what, began)
+
+    def about(self, lease: Lease) -> dict[str, float | str]:
+        """Return the lease and its traced tasks for a span, or nothing if none of its tasks is traced."""
+        tasks = self._service.telemetry.traced(task.task_id for task in lease.grant.batch.tasks)
+        return {"tasks": tasks, "lease": float(lease.grant.lease_id), "stage": self._stage} if tasks else {}
+
+    def _report(self, lease: Lease, what: str, since: float) -> None:
+        """Report a part of the traced tasks of a lease, from the monotonic time `since` until now."""
+        if about := self.about(lease):
+            self._service.telemetry.part(what, time.monotonic() - since, about)
 
     async def _repeat(
         self, lease: Lease, what: str, attempt: Callable[[OnProgress], Awaitable[T]], limit_s: float
@@ -244,6 +266,7 @@ class LeaseBook:
             raise LeaseLost(str(error)) from None
         finally:
             self._held.pop(lease.grant.lease_id, None)
+        self._report(lease, "lease", lease.granted_at)
         for refusal in ack.refused:
             self._service.log.warning("result refused", task_id=refusal.task_id, code=refusal.code, why=refusal.message)
 

@@ -85,6 +85,15 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def warnings(self) -> Path:
+        return self.path / "warnings.jsonl"
+
+    @property
+    def outcome(self) -> Path:
+        """`{"outcome": "done" | "stopped" | "failed", "cause": "..."}`, from the moment the run begins to end."""
+        return self.path / "outcome.json"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -95,6 +104,16 @@ class RunDir:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    @property
+    def export_best(self) -> Path:
+        """The model of the best checkpoint (`checkpoint.keep_best`)."""
+        return self.path / "export-best"
+
+    @property
+    def best_note(self) -> Path:
+        """A file in `export_best` with an object of the step, the metric and its value."""
+        return self.export_best / "best.json"
 
     @property
     def journal(self) -> Path:

@@ -14,6 +14,9 @@ Shards of one task (S sequences, T tokens in total, prompt included; ragged, nev
 | versions | int32 [T] | policy version that sampled the token, else -1 |
 | ref_logprobs | float32 [T] | the reference's log-prob from logits / temperature where loss_mask is 1, else 0 |
 | prox_logprobs:<call> | float32 [T] | the trainer's log-prob at the start of the step, defined like ref_logprobs |
+| text | uint8 | only of tasks whose samples are recorded: their text (`shared.samples.text`) |
+| advantages | float32 [samples] | only of those tasks, once they are trained: the advantage of each sample |
+| train_logprobs | float32 [T] | only of those: the trainer's log-prob before its first update with them, else 0 |
 
 `<call>` is the driver's incarnation (hexadecimal), `-` and the number of its `Forward`. A replayed step may give other
 bits (other weights, another number of ranks), while a shard never changes, hence the new name. It is a revision
@@ -28,6 +31,9 @@ from dataclasses import dataclass
 TRAIN = "train"
 WEIGHTS = "weights"
 """Split name of weight shards. The task id is `weights/<lineage>/<step>`, with one key per parameter."""
+
+TEXT, ADVANTAGES, TRAIN_LOGPROBS = "text", "advantages", "train_logprobs"
+"""Keys that only the recorder reads. They belong to no stage."""
 
 REFERENCE_SCALAR = "reference_step"
 """Scalar with the policy version of the reference, present with `algorithm.kl.refresh_every`."""

@@ -197,6 +197,14 @@ class Died:
 
 
 @dataclass(frozen=True)
+class GivenUp:
+    """For people: a process failed too often, and the run goes on without it."""
+
+    key: Key
+    cause: str
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """Every process has exited. `key` is the process whose failure ended the run, if any."""
 
@@ -205,4 +213,4 @@ class RunEnded:
     key: Key | None = None
 
 
-Effect = Spawn | Terminate | Retire | Kill | Died | RunEnded
+Effect = Spawn | Terminate | Retire | Kill | Died | GivenUp | RunEnded

@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name, service_name
-from shared.topology.services import Transport
+
+if TYPE_CHECKING:
+    from shared.topology.services import Transport
 
 Key = tuple[str, int]
 """(service, instance) of one process."""
@@ -24,12 +27,19 @@ FIRST = ("scheduler", "batch-store", "monitor")
 LAST = (("batch-store",), ("monitor",), ("scheduler",))
 """Services that all others talk to. They end after the others, in this order."""
 
-DRAIN_ORDER = ((DRIVER,), ("rollout", "reference"), (RANK,), *LAST)
+OPTIONAL = frozenset({"exporter", "recorder", "tracker", "web"})
+"""Services without which the run goes on if they keep failing."""
+
+DRAIN_ORDER = ((DRIVER,), ("rollout", "reference"), (RANK,), ("exporter", "recorder", "web"), ("tracker",), *LAST)
 """Each group ends before the next is told to end. Services not named here end with the first group."""
 
 
 ROLLING_ORDER = (
     "monitor",
+    "recorder",
+    "exporter",
+    "web",
+    "tracker",
     "rollout",
     "reference",
     RANK,

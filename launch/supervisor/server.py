@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from launch.supervisor.events import (
     Effect,
     Event,
     Exited,
+    GivenUp,
     HostsEnded,
     HostUnable,
     Kill,
@@ -92,7 +94,7 @@ RETIRE_CALL_S = 5.0
 FOREIGN_S = 10.0
 """Seconds of silence after which a registered process that the supervisor did not start counts as gone."""
 CANNOT_START = 127
-EVENTS = Died | Spawned | Reported | SpareNotice
+EVENTS = Died | GivenUp | Spawned | Reported | SpareNotice
 """The events passed to `on_event`."""
 
 
@@ -153,6 +155,7 @@ class Supervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._mailbox = Mailbox(SUPERVISOR, self._incarnation)
         self._endpoint = ""
+        self._outcome_written = False
         self._ended_lives: set[tuple[Key, int]] = set()
         """The processes that ran here and have ended, with their ids."""
         self._dying: dict[int, list[Call]] = {}
@@ -204,6 +207,7 @@ class Supervisor:
                 self._hosts.open(
                     self._mailbox, self._context, self._incarnation, self._door.keys, self._scheduler_client
                 )
+            self._run.outcome.unlink(missing_ok=True)
             self._programs.start_guard()
             self._feed(TimePassed())
             self._background(watch.watch())
@@ -286,6 +290,7 @@ class Supervisor:
         if self.draining:
             self._spares.close()
             self._end_hosts()
+            self._write_outcome()
         else:
             self._spares.refill()
 
@@ -299,6 +304,19 @@ class Supervisor:
     async def _hosts_ended(self, hosts: HostDesk) -> None:
         await hosts.ended()
         self._feed(HostsEnded())
+
+    def _write_outcome(self) -> None:
+        """Write how the run ends when its end begins, for services that report it."""
+        if self._outcome_written or self._access is not None:
+            return
+        self._outcome_written = True
+        outcome, cause = self.state.end
+        try:
+            partial = self._run.outcome.with_suffix(".partial")
+            partial.write_text(json.dumps({"outcome": outcome.lower(), "cause": cause}))
+            partial.replace(self._run.outcome)
+        except OSError as error:
+            self._log.warning("the outcome cannot be written", error=str(error))
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -324,6 +342,9 @@ class Supervisor:
                     self._signal(key, pid, signal.SIGKILL)
             case Died():
                 self._log.warning("process died", name=service_name(*effect.key), cause=effect.cause)
+                self._on_event(effect)
+            case GivenUp():
+                self._log.error("the run goes on without it", name=service_name(*effect.key), cause=effect.cause)
                 self._on_event(effect)
             case RunEnded():
                 self._log.info("ended", outcome=effect.outcome, cause=effect.cause)
@@ -381,9 +402,12 @@ class Supervisor:
             self._feed(Exited(key, pid, status))
 
     async def _driver_exited(self, key: Key, pid: int) -> None:
-        """Report the exit. A driver drained by a foreign SIGTERM exits with 0 too; only the last step ends a run."""
+        """Report the exit. A driver drained by a foreign SIGTERM exits with 0 too; only the last step ends a run. An
+        evaluation has no steps and exports nothing: its row ends it."""
         status = await self.scheduler_status(COMPLETE_CALL_S)
         complete = self._run.export.is_dir() and (status is None or status.step >= status.steps)
+        if status is not None and status.steps == 0:
+            complete = bool(status.last_row)
         self._feed(Exited(key, pid, 0, run_complete=complete))
 
     async def _retire(self, key: Key, pid: int) -> None:

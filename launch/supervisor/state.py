@@ -21,6 +21,7 @@ from launch.supervisor.events import (
     Effect,
     Event,
     Exited,
+    GivenUp,
     HostsEnded,
     HostUnable,
     Kill,
@@ -40,7 +41,7 @@ from launch.supervisor.events import (
     Terminate,
     TimePassed,
 )
-from launch.supervisor.plan import DRAIN_ORDER, DRIVER, FIRST, LAST, Key, drain_group
+from launch.supervisor.plan import DRAIN_ORDER, DRIVER, FIRST, LAST, OPTIONAL, Key, drain_group
 from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS, ProcessState
 from shared.rundir import service_name
 
@@ -91,6 +92,8 @@ class Process:
     kill_at: float | None = None
     start_at: float | None = None
     ready_by: float | None = None
+    given_up: bool = False
+    """Whether the run goes on without this process because it failed too often. Only the operator starts it again."""
     drain_by: float | None = None
     """Time at which a process that is to be DRAINED is told to end whatever it does, or None for all others."""
     failures: deque[float] = field(default_factory=deque)
@@ -182,9 +185,14 @@ class RunLifecycle:
         return min((at for at in times if at is not None), default=None)
 
     @property
+    def end(self) -> tuple[RunOutcome, str]:
+        """How the run ends, and the cause. It counts once the run is DRAINING."""
+        return self._outcome, self._cause
+
+    @property
     def calm(self) -> bool:
         """Whether the run goes on and no process is starting or ending."""
-        ready = all(process.state == ProcessState.READY for process in self.processes.values())
+        ready = all(process.state == ProcessState.READY or process.given_up for process in self.processes.values())
         return ready and self.phase == RunPhase.RUNNING
 
     # ---- events
@@ -274,9 +282,13 @@ class RunLifecycle:
         self._effects.append(Died(process.key, cause, process.restarts, delay_s))
 
     def _fail(self, process: Process, cause: str) -> None:
-        """End the run because of `process`."""
+        """End the run because of `process`, or go on without it if it is optional."""
         process.cause = cause
         process.state = ProcessState.FAILED
+        if process.key[0] in OPTIONAL:
+            process.given_up = True
+            self._effects.append(GivenUp(process.key, cause))
+            return
         self._drain(RunOutcome.FAILED, f"{service_name(*process.key)}: {cause}", process.key)
 
     def _restart(self, process: Process, now: float) -> None:
@@ -284,7 +296,7 @@ class RunLifecycle:
             return
         if process.state == ProcessState.BACKOFF:
             process.start_at = now
-        elif process.state == ProcessState.DRAINED:
+        elif process.state == ProcessState.DRAINED or process.given_up:
             self._begin(process, now)
         elif process.alive:
             self._tell_to_end(process, now)
@@ -306,8 +318,11 @@ class RunLifecycle:
         """Have a process run that is new, DRAINED, or about to be."""
         if self.phase == RunPhase.DRAINING:
             return
-        if process.state == ProcessState.DRAINED:
+        if process.state == ProcessState.DRAINED or process.given_up:
             process.state = ProcessState.WAITING
+            process.given_up = False
+            process.failures.clear()
+            process.kills.clear()
         elif process.drain_by is not None:
             process.drain_by = None
             self._tell_to_end(process, now)  # it takes no further lease; another life does
@@ -316,7 +331,7 @@ class RunLifecycle:
         """Continue a rolling restart: tell the next group to end once the one before is READY again."""
         while self._rolling:
             group = [self.processes[key] for key in self._rolling[0] if key in self.processes]
-            group = [each for each in group if each.state != ProcessState.DRAINED and each.drain_by is None]
+            group = [each for each in group if _is_active(each)]
             if not self._rolled:
                 if any(process.state != ProcessState.READY for process in self._active()):
                     return
@@ -330,9 +345,7 @@ class RunLifecycle:
 
     def _active(self) -> list[Process]:
         """Return the processes that are to run."""
-        return [
-            each for each in self.processes.values() if each.state != ProcessState.DRAINED and each.drain_by is None
-        ]
+        return [each for each in self.processes.values() if _is_active(each)]
 
     # ---- progress
 
@@ -414,6 +427,11 @@ class RunLifecycle:
 
     def _kill_at(self, process: Process, now: float) -> float:
         return now + (self.drain_limit_s(process.key) if self.phase == RunPhase.DRAINING else DRAIN_LIMIT_S)
+
+
+def _is_active(process: Process) -> bool:
+    """Return whether a process is to run."""
+    return process.state != ProcessState.DRAINED and process.drain_by is None and not process.given_up
 
 
 def describe_exit(status: int) -> str:

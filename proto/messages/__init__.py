@@ -43,6 +43,7 @@ from proto.messages.registration import (
     Trouble,
     TroubleKind,
 )
+from proto.messages.samples import EndedTask, SamplesDue, TakenBack, TakeSamples
 from proto.messages.steps import (
     CheckpointSaved,
     CommitStep,
@@ -97,8 +98,10 @@ from proto.messages.tasks import (
     WeightsRef,
 )
 from proto.messages.telemetry import (
+    GetHistory,
     GetSnapshot,
     GetStatus,
+    History,
     ServiceRow,
     Snapshot,
     Status,

@@ -56,6 +56,7 @@ class TroubleKind(StrEnum):
     WORKFLOWS = "workflows"  # the same for workflows
     JUDGE = "judge"  # a judge does not answer: rewards wait, and nothing is leased
     OVERRIDDEN = "overridden"  # an agent asked for sampling settings that differ from the topology's
+    TRACKER = "tracker"  # an experiment tracker does not take the run: steps wait in metrics.jsonl
 
 
 class Trouble(Record, frozen=True, array_like=True):

@@ -121,6 +121,7 @@ class EvalsDone(Message, frozen=True, kw_only=True):
 
     step: int  # the policy version
     accuracy: dict[str, float]  # mean score on each evaluation set
+    metrics: dict[str, float] = {}  # their part of the metrics row of the version
 
 
 @message(48, reply=EvalsDone)

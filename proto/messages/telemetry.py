@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from proto.messages.common import Array
 from proto.registry import Message, Record, Request, message
 
 
@@ -91,6 +92,21 @@ class Snapshot(Message, frozen=True, kw_only=True):
 @message(112, reply=Snapshot)
 class GetSnapshot(Request, frozen=True, kw_only=True):
     """A subscriber asks for the present state. It subscribes first, so that no update is missed in between."""
+
+
+@message(121)
+class History(Message, frozen=True, kw_only=True):
+    """What an observer who has just come has missed. The steps of a curve ascend, and long curves are thinned."""
+
+    newest: dict[str, float]  # the newest row of metrics.jsonl, without values that are not finite
+    steps: dict[str, Array]  # by name of a metric: the steps of its points, float64
+    values: dict[str, Array]  # by name of a metric: the values of its points, float64
+    spans: list[TopicRow]  # the newest rows of topic `span` of all services, oldest first
+
+
+@message(122, reply=History)
+class GetHistory(Request, frozen=True, kw_only=True):
+    """An observer asks for the curves of a run and for its time line. Each curve has at most 4096 points."""
 
 
 @message(113)

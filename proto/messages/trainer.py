@@ -155,6 +155,7 @@ class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     keep_last: int  # number of regular checkpoints to keep
     at_stop: bool = False
     """It is saved because the run stops. It is kept in addition to `keep_last` and removed with the next checkpoint."""
+    keep: list[int] = []  # steps of earlier checkpoints to keep in addition (`checkpoint.keep_best`)
 
 
 @message(92, reply=WorkerReady)

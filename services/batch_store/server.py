@@ -86,6 +86,7 @@ class StoreService(Service):
         self._parent = os.getppid()
         loaded = topology.load(run.topology)
         settings = loaded.services.batch_store
+        self.telemetry.traced_share = loaded.services.monitor.traced_share
         self.index = StoreState(self.name, settings.memory, self.incarnation, settings.spill_limit or 0)
         self._spill_root = settings.spill
         self._spiller: Spiller | None = None
@@ -380,6 +381,7 @@ class StoreService(Service):
                 self._retirement.take(self.index.lose(put_ids[at]))
 
     async def _clear(self, request: Clear, call: Call) -> Ack:
+        began = self.loop.time()
         files = await self._ready()
         try:  # a restart reads each tombstone from a line of its own
             check_task_ids([task.task_id for task in request.tasks])
@@ -399,6 +401,8 @@ class StoreService(Service):
             files.tombstones.compact(self.index.tombstones)
         except OSError as error:  # the long list has the same content
             self.log.error("tombstones not compacted", error=str(error))
+        tasks = self.telemetry.traced(task.task_id for task in request.tasks)
+        self.telemetry.part("collect", self.loop.time() - began, {"tasks": tasks})
         return Ack()
 
     async def _inventory(self, request: GetInventory, call: Call) -> Inventory:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 
 import msgspec
 import zmq
@@ -18,10 +19,26 @@ import zmq
 from proto import codec
 from proto.envelope import FLAG_ONE_WAY
 from proto.errors import WireError
-from proto.messages import Ack, GetSnapshot, GetStatus, Snapshot, Status, Telemetry, TopicRow, Update
+from proto.messages import (
+    Ack,
+    GetHistory,
+    GetSnapshot,
+    GetStatus,
+    GetSupervisorState,
+    History,
+    Snapshot,
+    Status,
+    SupervisorState,
+    Telemetry,
+    TopicRow,
+    Update,
+)
 from services.monitor import cluster
+from services.monitor.history import MonitorHistory
 from services.monitor.state import MonitorState
+from services.monitor.warnings.desk import WarningDesk
 from shared.actor.service import Service
+from shared.process_rows import process_rows
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rpc.transport import Pump, open_socket
@@ -31,7 +48,7 @@ from shared.security.curve import lock
 from shared.security.roles import Role
 from shared.security.zap import Gate
 
-PUB = "monitor-pub"
+PUB, SUPERVISOR = "monitor-pub", "supervisor"
 POLL_S = 1.0
 STATUS_DEADLINE_S = 2.0
 SUBSCRIBER_MESSAGES = 4096
@@ -50,13 +67,18 @@ class MonitorService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._state = MonitorState()
+        self._history = MonitorHistory(run.metrics)
+        self._reading = asyncio.Lock()
+        """Held while the metrics file is read."""
         self._pump: Pump | None = None
         self._connections: Connections | None = None
         self._pub: zmq.Socket[bytes]
         self._stream = ""
         self._subscriptions = 0
+        self._warnings: WarningDesk | None = None
         self.mailbox.handle(Telemetry, self._on_telemetry)
         self.mailbox.handle(GetSnapshot, self._on_snapshot)
+        self.mailbox.handle(GetHistory, self._on_history)
 
     def bind(self) -> str:
         endpoint = super().bind()  # claims the mailbox; only its owner may take the stream's path
@@ -78,13 +100,26 @@ class MonitorService(Service):
         self._stream = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
         return self.mailbox.bind(self.context, self.listen, gate=gate, admits=Role.OBSERVER)
 
+    async def start(self) -> None:
+        self._warnings = await self.loop.run_in_executor(None, WarningDesk.open, self.run, self.log)
+        if self._warnings is not None:
+            self._publish_all(self._warnings.newest())
+
     async def serve(self) -> None:
+        if self.supervised:
+            self.keep(self._poll_supervisor())
         while True:
             begun = self.loop.time()
             await self._poll_scheduler()
+            await self._warn()
             await asyncio.sleep(max(0.0, begun + POLL_S - self.loop.time()))
 
+    async def drain(self) -> None:
+        await self._warn()  # about the last steps of the run
+
     async def close(self) -> None:
+        if self._warnings is not None:
+            self._warnings.close()
         if self._connections is not None:
             self._connections.close()
         if self._pump is not None:
@@ -100,16 +135,55 @@ class MonitorService(Service):
             return
         for row in cluster.rows_of(status, time.time()):
             self._publish(self._state.put_changed(row))
+            self._watch(row)
+
+    async def _warn(self) -> None:
+        """Publish the warnings that are due. It yields to the loop between pages of a long metrics.jsonl."""
+        more = True
+        while more and self._warnings is not None:
+            rows, more = self._warnings.read(time.time())
+            self._publish_all(rows)
+            await asyncio.sleep(0)
+
+    def _watch(self, row: TopicRow) -> None:
+        if self._warnings is not None:
+            self._warnings.take(row)
+
+    def _publish_all(self, rows: Iterable[TopicRow]) -> None:
+        for row in rows:
+            self._publish(self._state.put(row))
+
+    async def _poll_supervisor(self) -> None:
+        """Publish the processes of the run as the supervisor sees them, until cancelled."""
+        while True:
+            try:
+                supervisor = self.client(SUPERVISOR)
+                state = await supervisor.call(GetSupervisorState(), SupervisorState, deadline_s=STATUS_DEADLINE_S)
+            except RpcError:
+                pass  # It ended, and so does the run.
+            else:
+                for row in process_rows(state, time.time()):
+                    self._publish(self._state.put_changed(row))
+            await asyncio.sleep(POLL_S)
 
     def _on_telemetry(self, message: Telemetry, call: Call) -> Ack:
         refused = self._state.refused
-        self._publish(self._state.take(message))
+        update = self._state.take(message)
+        if update is not None:
+            self._history.note(update.row)
+            self._watch(update.row)
+        self._publish(update)
         if self._state.refused == 1 and refused == 0:
             self.log.warning("too many topics, or too large ones: this one is discarded", topic=message.topic)
         return Ack()
 
     def _on_snapshot(self, _: GetSnapshot, call: Call) -> Snapshot:
         return msgspec.structs.replace(self._state.snapshot(), stream=self._stream)
+
+    async def _on_history(self, _: GetHistory, call: Call) -> History:
+        async with self._reading:
+            await asyncio.to_thread(self._history.read)
+            return self._history.answer()
 
     def _on_subscription(self, frames: list[bytes]) -> None:
         change = frames[0][:1]

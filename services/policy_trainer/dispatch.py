@@ -180,11 +180,13 @@ class WorkerDispatch:
             raise RpcError(ErrorCode.INTERNAL, f"{self._clients[0].peer} published weights without a reference")
         return published.ref
 
-    def save_checkpoint(self, step: int, *, keep_last: int, at_stop: bool = False) -> Awaitable[messages.Saved]:
-        """Save a durable, verified checkpoint of `step` and delete older ones beyond `keep_last`. A checkpoint made
-        `at_stop` does not count towards that number."""
+    def save_checkpoint(
+        self, step: int, *, keep_last: int, at_stop: bool = False, keep: Sequence[int] = ()
+    ) -> Awaitable[messages.Saved]:
+        """Save a durable, verified checkpoint of `step` and delete older ones beyond `keep_last`, except those of the
+        steps in `keep`. A checkpoint made `at_stop` does not count towards that number."""
         request = messages.SaveCheckpoint(
-            driver=_NOT_YET, order=_NOT_YET, step=step, keep_last=keep_last, at_stop=at_stop
+            driver=_NOT_YET, order=_NOT_YET, step=step, keep_last=keep_last, at_stop=at_stop, keep=list(keep)
         )
         return self._submit(request, messages.Saved)
 

@@ -84,7 +84,7 @@ class Driver:
         checkpoint_now = await self.replay()
         version = self.resumed.committed
         self.publisher.begin(version, checkpoint_now=checkpoint_now)
-        while version < self.topology.run.steps:
+        while version < self.topology.run.last_step:
             began = time.perf_counter()
             metrics = StepMetrics(step=version + 1)
             batch = await self.publisher.watch(self.stop.unless(self.scheduler.next_batch(metrics.step)))
@@ -120,10 +120,11 @@ class Driver:
         return checkpoint_now
 
     async def finish(self, version: int) -> None:
-        """Wait for the evaluations of `version`, the last one, export the model and declare the run complete."""
+        """Wait for the evaluations of `version`, the last one, export the trained model and end the run."""
         await self.publisher.watch(self.scheduler.wait_evals(version))
         await self.publisher.settle()
-        await self.workers.save_hf_model(self.export)
+        if version:
+            await self.workers.save_hf_model(self.export)
         await self.scheduler.finish()
 
     async def step(self, batch: StepBatch, metrics: StepMetrics) -> None:

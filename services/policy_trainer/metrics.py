@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -19,10 +20,12 @@ SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS, SYNC_SENT = "sync_error", "sync_bytes", "s
 SUMS = (
     *("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version"),
     *("engine_tokens", "engine", "engine_max", "lag_tokens", "lag"),
+    *("weighed", "weight", "weight_squared", "weight_max", "rollout_k1", "rollout_k3"),
 )
 """Sums of a worker over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
 whether a ratio mask excluded the token, |anchor - rollout| log-prob (and its maximum), and the version that sampled the
-token. The mismatch is also kept separately for tokens sampled by the trained version and by earlier versions."""
+token. The mismatch is also kept separately for tokens sampled by the trained version and by earlier versions. The last
+ones belong to importance weights (`worker.losses.mismatch.importance_sums`)."""
 FAILED = frozenset(DropReason) - {DropReason.FILTERED, DropReason.STALE}
 """Drop reasons that point to a problem which can be fixed."""
 _NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length", "truncated")})
@@ -95,7 +98,26 @@ class StepMetrics:
             row["rollout/logprob_mismatch_engine_max"] = sums["engine_max"]
         if sums["lag_tokens"]:
             row["rollout/logprob_mismatch_lag"] = sums["lag"] / sums["lag_tokens"]
-        return row
+        return row | _importance(sums)
+
+
+def _importance(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of importance weights and of the KL between rollout and trainer, if tokens were weighed.
+
+    The effective sample size is (sum of v)^2 / sum of v^2 (Kish, "Survey Sampling", 1965), divided by the number of
+    tokens, as verl does.
+    """
+    tokens = sums["weighed"]
+    if not tokens:
+        return {}
+    row = {
+        "rollout/kl": sums["rollout_k1"] / tokens,
+        "rollout/k3_kl": sums["rollout_k3"] / tokens,
+        "rollout/is_mean": sums["weight"] / tokens,
+        "rollout/is_max": sums["weight_max"],
+        "rollout/is_eff_sample_size": sums["weight"] ** 2 / (tokens * sums["weight_squared"]),
+    }
+    return row | {"rollout/is_capped_fraction": sums["capped"] / tokens} if "capped" in sums else row
 
 
 def batch_row(batch: StepBatch) -> dict[str, float]:
@@ -117,6 +139,9 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
     }
     row |= {f"rollout/dropped/{reason}": float(count) for reason, count in batch.drops.items()}
     row |= {f"rollout/lost/{reason}": float(count) for reason, count in batch.lost.items()}
+    correlation = _length_correlation(batch, rewards, scalars["length"])
+    if correlation is not None:
+        row["reward/length_correlation"] = correlation
     row |= _named(scalars)
     if SYNC_ERROR in scalars and len(rewards):
         row["sync/canary_error"] = float(scalars[SYNC_ERROR].max())
@@ -130,16 +155,37 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
     return row
 
 
+def staleness_counts(batch: StepBatch) -> dict[int, int]:
+    """Return the number of samples by the staleness of their oldest token, in versions."""
+    versions = batch.scalars.get("version_min", np.zeros(0))
+    return Counter((batch.step - 1 - versions).astype(int).tolist())
+
+
 def _named(scalars: Mapping[str, Array]) -> dict[str, float]:
     """Return parts of dict rewards and workflow metrics, each averaged over the samples that have a value."""
     found = {name: values[np.isfinite(values)] for name, values in scalars.items() if "/" in name}
     return {name: float(values.mean(dtype=np.float64)) for name, values in found.items() if len(values)}
 
 
+def _groups(batch: StepBatch, values: Array) -> list[Array]:
+    """Return the values of each task's samples, without tasks of a single sample."""
+    sizes = [task.samples for task in batch.batch.tasks]
+    return [group for group in np.split(values, np.cumsum(sizes))[: len(sizes)] if len(group) > 1]
+
+
+def _length_correlation(batch: StepBatch, rewards: Array, lengths: Array) -> float | None:
+    """Return the correlation of reward and length within groups, or None if either never differs within one."""
+    sides = [_groups(batch, values.astype(np.float64)) for values in (rewards, lengths)]
+    if not sides[0]:
+        return None
+    reward, length = (np.concatenate([group - group.mean() for group in groups]) for groups in sides)
+    size = float(np.sqrt((reward @ reward) * (length @ length)))
+    return float(reward @ length) / size if size > 0 else None
+
+
 def _zero_variance(batch: StepBatch, rewards: Array) -> float:
     """Return the fraction of groups with equal rewards, including filtered groups; 0 if there are no groups."""
-    sizes = [task.samples for task in batch.batch.tasks]
-    groups = [group for group in np.split(rewards, np.cumsum(sizes))[: len(sizes)] if len(group) > 1]
+    groups = _groups(batch, rewards)
     filtered = batch.drops.get(DropReason.FILTERED, 0)
     alike = sum(bool((group == group[0]).all()) for group in groups)
     return (alike + filtered) / max(len(groups) + filtered, 1)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from services.policy_trainer.best import BestCheckpoint
 from services.policy_trainer.dispatch import WorkerDispatch
 from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.scheduler_calls import SchedulerCalls
@@ -33,10 +34,11 @@ class Publisher:
         last_step: int,
         earlier: int = 0,
         on_stop: Callable[[int], None] = lambda step: None,
+        best: BestCheckpoint | None = None,
     ) -> None:
         """`earlier` is the number of versions before the first one that are published again (deterministic mode:
         lost tasks are sampled again with the version that sampled them first). `on_stop` is called with the step that
-        is being saved because the run stops."""
+        is being saved because the run stops. `best` keeps the best checkpoint, if one is to be kept."""
         self._scheduler = scheduler
         self._workers = workers
         self._checkpoint = checkpoint
@@ -46,6 +48,7 @@ class Publisher:
         self._last_step = last_step
         self._earlier = earlier
         self._on_stop = on_stop
+        self._best = best
         self._publishing: asyncio.Task[float] | None = None
         self._saving: asyncio.Task[float] | None = None
 
@@ -55,10 +58,13 @@ class Publisher:
         The workers have to hold `version` when this is called.
         """
         self._publishing = asyncio.create_task(self._publish(version))
-        due = version % self._checkpoint.every == 0 or version == self._last_step
+        evaluated = self._best is not None and self._best.is_evaluated(version)
+        due = version % self._checkpoint.every == 0 or version == self._last_step or evaluated
         if version and (due or checkpoint_now) and version > self._newest_checkpoint:
             self._newest_checkpoint = version
             self._saving = asyncio.create_task(self._save(version, after=self._saving))
+            if self._best is not None and evaluated:
+                self._best.add(version, self._saving)
 
     async def collect(self, metrics: StepMetrics) -> None:
         """Wait for the current publication, but not for a checkpoint, and record the seconds of finished work."""
@@ -83,7 +89,7 @@ class Publisher:
             task.cancel()
 
     async def settle(self) -> None:
-        """Wait for the publication and the checkpoint that are under way."""
+        """Wait for the publication and the checkpoint that are under way, and the choice of the best checkpoint."""
         await asyncio.gather(*self._background())
 
     async def stop(self, version: int) -> None:
@@ -103,8 +109,9 @@ class Publisher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _background(self) -> list[asyncio.Task[float]]:
-        return [task for task in (self._publishing, self._saving) if task is not None]
+    def _background(self) -> list[asyncio.Task[Any]]:
+        deciding = self._best.deciding if self._best is not None else None
+        return [task for task in (self._publishing, self._saving, deciding) if task is not None]
 
     async def _publish(self, version: int) -> float:
         began = time.perf_counter()
@@ -119,7 +126,8 @@ class Publisher:
     async def _save(self, version: int, *, after: asyncio.Task[float] | None, at_stop: bool = False) -> float:
         began = time.perf_counter()
         keep_last = self._checkpoint.keep_last
-        saved = await self._workers.save_checkpoint(version, keep_last=keep_last, at_stop=at_stop)
+        keep = self._best.keep if self._best is not None else ()
+        saved = await self._workers.save_checkpoint(version, keep_last=keep_last, at_stop=at_stop, keep=keep)
         if after is not None:
             await after
         await self._scheduler.checkpoint_saved(version, list(saved.kept), at_stop=at_stop)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import TypeVar
 
 import structlog
@@ -25,8 +27,12 @@ _AWAY = frozenset([ErrorCode.DEADLINE, ErrorCode.DRAINING, ErrorCode.BUSY])
 class SchedulerCalls:
     """Calls that carry the driver's incarnation. RpcError(conflict) means that another driver has taken over."""
 
-    def __init__(self, client: Client, driver: int) -> None:
+    def __init__(
+        self, client: Client, driver: int, on_batch: Callable[[messages.StepBatch, float], None] = lambda *_: None
+    ) -> None:
+        """`on_batch` receives each batch and the seconds for which the driver waited for it."""
         self._client = client
+        self._on_batch = on_batch
         self._driver = driver
         self._log = structlog.get_logger("driver")
 
@@ -44,7 +50,10 @@ class SchedulerCalls:
 
     async def next_batch(self, step: int) -> messages.StepBatch:
         """Wait for the journaled batch of `step` and return it."""
-        return await self._poll(messages.NextBatch(driver=self._driver, step=step), messages.StepBatch)
+        began = time.monotonic()
+        batch = await self._poll(messages.NextBatch(driver=self._driver, step=step), messages.StepBatch)
+        self._on_batch(batch, time.monotonic() - began)
+        return batch
 
     async def commit(self, step: int, metrics: dict[str, float]) -> None:
         await self._ask(messages.CommitStep(driver=self._driver, step=step, metrics=metrics), Ack)

@@ -7,10 +7,13 @@ ends at once, because the workers keep their state.
 from __future__ import annotations
 
 import contextlib
+import time
 
-from proto.messages import ErrorCode, GetSupervisorState, SupervisorState
+from proto.messages import ErrorCode, GetSupervisorState, StepBatch, SupervisorState
+from services.policy_trainer.best import BestCheckpoint
 from services.policy_trainer.dispatch import WorkerDispatch, WorkersLost, group_dispatch
 from services.policy_trainer.driver import Driver, own_estimator
+from services.policy_trainer.metrics import staleness_counts
 from services.policy_trainer.publisher import Publisher
 from services.policy_trainer.resume import resume
 from services.policy_trainer.scheduler_calls import SchedulerCalls
@@ -40,6 +43,8 @@ class PolicyTrainerService(Service):
         self._ending = False
         self._trains = False
         """Whether the workers may hold a step that has to be saved."""
+        self._trained = (0.0, "")
+        """The time at which the batch of the open step arrived, and its traced tasks."""
 
     async def start(self) -> None:
         """Import the advantage estimator, so that the service fails at start-up if it cannot be used."""
@@ -76,7 +81,8 @@ class PolicyTrainerService(Service):
 
     async def serve(self) -> None:
         topology = topologies.load(self.run.topology)
-        scheduler = SchedulerCalls(self.scheduler, self.incarnation)
+        self.telemetry.traced_share = topology.services.monitor.traced_share
+        scheduler = SchedulerCalls(self.scheduler, self.incarnation, self._show_batch)
         workers = group_dispatch(topology, self.client, self.incarnation)
         lost_at, losses, damages = -1, 0, 0
         if (await scheduler.run_info()).stopping:
@@ -110,6 +116,8 @@ class PolicyTrainerService(Service):
             scheduler, workers, checkpoint_steps(self.run.checkpoints), store=TRAINER_STORE, whole_rows=deterministic
         )
         self._retire_later_checkpoints(resumed.committed)
+        metric = topology.checkpoint.keep_best
+        best = BestCheckpoint(self.run, topology, scheduler, metric) if metric is not None else None
         publisher = Publisher(
             scheduler,
             workers,
@@ -117,12 +125,16 @@ class PolicyTrainerService(Service):
             lineage=resumed.lineage,
             store=TRAINER_STORE,
             newest_checkpoint=resumed.checkpoint,
-            last_step=topology.run.steps,
+            last_step=topology.run.last_step,
             earlier=topology.staleness if deterministic else 0,
             on_stop=lambda step: self.ends_after(f"saving step {step}"),
+            best=best,
         )
         self._trains = True
         try:
+            if best is not None:
+                for step in checkpoint_steps(self.run.checkpoints):
+                    best.add(step)
             driver = Driver(
                 topology, scheduler, workers, publisher, resumed, self._show, self._stop, export=self.run.export
             )
@@ -138,4 +150,16 @@ class PolicyTrainerService(Service):
                 folder.rename(folder.with_name(f".{folder.name}.removed"))
 
     def _show(self, row: dict[str, float]) -> None:
+        self.telemetry.span("step", row["time/step"] - row["time/wait_batch"])
         self.telemetry.emit("train", dict(row))
+        waited_s, trained_s = row["time/wait_batch"], time.monotonic() - self._trained[0]
+        step: dict[str, float | str] = {"step": row["policy/version"]}
+        self.telemetry.part("commit", max(0.0, waited_s + trained_s - row["time/step"]), step)
+        self.telemetry.part("train", trained_s, {**step, "tasks": self._trained[1]})
+        self.telemetry.part("step", waited_s + trained_s, {**step, "reward": row["reward/mean"]})
+
+    def _show_batch(self, batch: StepBatch, waited_s: float) -> None:
+        self.telemetry.span("batch", waited_s, {"step": float(batch.step)}, of="scheduler/0")
+        self._trained = time.monotonic(), self.telemetry.traced(task.task_id for task in batch.batch.tasks)
+        counts = {str(age): float(count) for age, count in staleness_counts(batch).items()}
+        self.telemetry.emit("staleness", {"step": float(batch.step), **counts})

@@ -57,6 +57,7 @@ class ReferenceService(Service):
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         super().__init__(run, instance, supervisor)
         self._topology = topologies.load(run.topology)
+        self.telemetry.traced_share = self._topology.services.monitor.traced_share
         self._data = DataClient(self.client, reports=True, plain=not self._topology.transport.encrypt_bulk)
         settings = self._topology.services.reference
         ranks = 1 if settings is None else settings.parallel.model_ranks
@@ -208,7 +209,7 @@ class ReferenceWorker:
         self._computing = True
         try:
             logprobs, seconds = await self._scoring.lead(lease, self.leases, shards)
-            self._service.telemetry.span("score", seconds)
+            self._service.telemetry.span("score", seconds, self.leases.about(lease))
             return logprobs, seconds
         finally:
             self._computing = False

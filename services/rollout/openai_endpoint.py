@@ -26,9 +26,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from proto.messages import Trouble, TroubleKind
-from services.rollout.loopback_server import LoopbackServer
 from services.rollout.workflows.calls import SampleCalls
 from services.rollout.workflows.messages import arguments, called, content_text
+from shared.guest_server import GuestServer
 from shared.workflow import ContextFull, Message, Turn, WorkflowError
 
 BODY_LIMIT_BYTES = 16 << 20
@@ -67,7 +67,7 @@ class OpenAIEndpoint:
         self._sessions: dict[str, _Session] = {}
         self._tokens: dict[SampleCalls, str] = {}
         self._numbers = itertools.count(1)
-        self._server = LoopbackServer(self._application())
+        self._server = GuestServer(self._application())
         self._changed: dict[str, str] = {}
         self._log = structlog.get_logger("openai-endpoint")
 

@@ -22,6 +22,9 @@ _DIGITS = "0123456789"
 _STAND_INS = 16
 _EDGE_TOKENS = 256
 """Maximum number of tokens by which tokenising a truncated text exceeds the same part of the whole text."""
+_CHARACTER_TOKENS = 4
+"""Maximum number of tokens that make up one character."""
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CHARACTERS = 8
 """Characters that are tokenised first, for each token of room."""
 
@@ -47,6 +50,8 @@ class PromptBuilder:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise RpcError(ErrorCode.BAD_REQUEST, f"model {model}: no tokenizer: {first[:300]}") from None
         self._add_generation_prompt = add_generation_prompt
+        self._pieces: dict[int, str] = {}
+        """Texts of tokens that were decoded alone."""
         self._special_ids = {
             int(number) for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -173,6 +178,27 @@ class PromptBuilder:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         ends = [at for at in (text.find(each) for each in stop) if at >= 0]
         return text[: min(ends)] if ends else text
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text of each token, special tokens included. A character that several tokens make up belongs to
+        the last of them."""
+        unknown = [each for each in dict.fromkeys(token_ids) if each not in self._pieces]
+        self._pieces.update(zip(unknown, map(self._text_of, ([each] for each in unknown)), strict=True))
+        found = [self._pieces[each] for each in token_ids]
+        at = 0
+        while at < len(found):
+            for end in range(at + 2, min(at + _CHARACTER_TOKENS, len(found)) + 1) if _BROKEN in found[at] else ():
+                text = self._text_of(token_ids[at:end])
+                if _BROKEN not in text:
+                    found[at:end] = [*[""] * (end - at - 1), text]
+                    at = end - 1
+                    break
+            at += 1
+        return found
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return text
 
 
 def tool_calls(text: str) -> list[ToolCall]:

@@ -22,6 +22,7 @@ from services.rollout.openai_endpoint import OpenAIEndpoint
 from services.rollout.partial import PartialJournal
 from services.rollout.prompts import PromptBuilder
 from services.rollout.rewards.pool import RewardPool
+from services.rollout.sample_texts import SampleTexts
 from services.rollout.shared_source import SharedSource
 from services.rollout.tasks import TaskSets
 from services.rollout.transfer import EngineTransfers, Receiver
@@ -40,6 +41,7 @@ from shared.ranks.meeting import reach_hosts_by_nccl
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import Call
 from shared.rundir import RunDir
+from shared.samples.choice import Choice
 
 if TYPE_CHECKING:
     from shared.topology import Topology
@@ -71,6 +73,7 @@ class RolloutService(Service):
         """Start all parts. Users' code is first, so that a failing import shows before the model is loaded."""
         topology = await self._on_text(lambda: _load_topology(self.run))
         settings = _engine_settings(topology)
+        self.telemetry.traced_share = topology.services.monitor.traced_share
         self._data.streams.plain = not topology.transport.encrypt_bulk
         rewards = self._rewards = RewardPool(
             topology.reward.terms,
@@ -139,6 +142,7 @@ class RolloutService(Service):
         self._answers = AnswerSampler(engine, journal)
         in_flight = InFlight(engine, sync, source, self.telemetry.emit)
         self._in_flight = None if settings.in_flight == "wait" else in_flight
+        recorded = Choice.of(topology)
         self._worker = RolloutWorker(
             self,
             engine=engine,
@@ -155,6 +159,7 @@ class RolloutService(Service):
             block_tasks=settings.block_tasks,
             filters=topology.algorithm.filter_zero_variance is not None,
             on_text=self._on_text,
+            texts=SampleTexts(recorded, prompts) if recorded is not None else None,
         )
 
     def _weights_source(self, settings: Rollout, engine: Engine, store: str) -> WeightsSource:

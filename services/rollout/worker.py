@@ -19,6 +19,7 @@ from services.rollout.named_values import NamedValues, named
 from services.rollout.prompts import messages_of
 from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import Score
+from services.rollout.sample_texts import SampleTexts
 from services.rollout.tasks import TEXT_S, PreparedTasks, TaskSets, prepare
 from services.rollout.trajectory import rolled
 from services.rollout.version_loader import Fetched, VersionLoader, WeightsGone
@@ -34,7 +35,7 @@ from shared.dataplane.stream import OnProgress
 from shared.lease import Lease, LeaseBook
 from shared.pipeline import LeasePipeline
 from shared.sample import Sample
-from shared.stages import ROLLOUT, TRAIN
+from shared.stages import ROLLOUT, TEXT, TRAIN
 
 DATA_CALL_S = 30.0
 SIDE_BY_SIDE = 2
@@ -73,10 +74,12 @@ class RolloutWorker:
         block_tasks: int,
         filters: bool,
         on_text: OnText,
+        texts: SampleTexts | None = None,
     ) -> None:
         """Without a `workflow`, a sample is one answer to its prompt. `turns` are turns on the engine's devices.
         `store` is where shards go (`batch-store/0`); `block_tasks` is the maximum number of tasks in a lease. `filters`
-        says whether the scheduler drops tasks whose rewards are all equal."""
+        says whether the scheduler drops tasks whose rewards are all equal. `texts` makes the shards for the recorder,
+        if there is one."""
         self._service = service
         self._engine = engine
         self._sync = sync
@@ -90,6 +93,7 @@ class RolloutWorker:
         self._store = store
         self._filters = filters
         self._on_text = on_text
+        self._texts = texts
         self._names = NamedValues()
         self.leases = LeaseBook(service, ROLLOUT.name, lambda: engine.progress)
         self.leases.blocked_on_devices = lambda: turns.waiting
@@ -175,7 +179,8 @@ class RolloutWorker:
         if prepared.tasks.ready:
             made = await self._answers(lease, prepared.tasks, versions, lineage)
         seconds = time.perf_counter() - started
-        self._service.telemetry.span("generate" if grant.split == TRAIN else "evaluate", seconds)
+        what = "generate" if grant.split == TRAIN else "evaluate"
+        self._service.telemetry.span(what, seconds, self.leases.about(lease))
         return Sampled(made, held, seconds, self._sync.last)
 
     async def _answers(
@@ -200,13 +205,15 @@ class RolloutWorker:
         tasks = prepared.tasks
         if self._workflow is None:
             await lease.within(TEXT_S, self._write_texts(tasks, sampled.made))
-        scores = await self._scores(lease, sampled.made)
+        with self.leases.part(lease, "reward"):
+            scores = await self._scores(lease, sampled.made)
         samples = [[each.rolled for each in group] for group in sampled.made]
         values = [
             [named(score.parts, each.metrics) for each, score in zip(group, group_scores, strict=True)]
             for group, group_scores in zip(sampled.made, scores, strict=True)
         ]
         block = assemble(tasks.ready, samples, scores, min_survivors=tasks.min_survivors, named=values)
+        await self._add_texts(lease, tasks, sampled.made, scores, block)
         results = await self._put(lease, block)
         brought = sampled.sync.scalars(len(block.scalars["reward"])) if sampled.sync is not None else {}
         scalars = block.scalars | brought | self._names.columns(block.named)
@@ -216,6 +223,23 @@ class RolloutWorker:
         if self._workflow is not None:
             report_workflow(self._service, sampled.made, self._workflow.lost_processes)
         self._service.telemetry.emit("engine", dict(self._engine.stats()))
+
+    async def _add_texts(
+        self,
+        lease: Lease,
+        tasks: PreparedTasks,
+        made: list[list[Made]],
+        scores: list[list[Score]],
+        block: Assembled,
+    ) -> None:
+        """Add the text of the samples to the shards of the tasks that are recorded."""
+        texts = self._texts
+        if texts is None or not any(texts.choice.takes(result.task_id) for result in block.results):
+            return
+        found = await lease.within(TEXT_S, self._on_text(lambda: texts.shards(tasks.ready, made, scores)))
+        for result, shards in zip(block.results, block.shards, strict=True):
+            if result.task_id in found:
+                shards[TEXT] = found[result.task_id]
 
     async def _put(self, lease: Lease, block: Assembled) -> list[TaskResult]:
         """Put the shards of a block and return its results with the shards' locations."""

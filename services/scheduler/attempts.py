@@ -10,6 +10,7 @@ from proto.messages import DropReason
 from services.scheduler.collection import clear, collect, release
 from services.scheduler.evaluations import end_task
 from services.scheduler.events import Tell
+from services.scheduler.records import record_dropped
 from services.scheduler.tasks import EVALUATION, Task, TaskState
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def sample_again(run: RunState, task: Task) -> None:
     """Return a task to PENDING under a higher fence, and clear the shards of the old one."""
     clear(run, task, last=False)
     release(run, task)
+    run.records.forget(task.task_id)
     run.tasks.begin_attempt(task)
     run.highest_fence = max(run.highest_fence, task.fence)
     if task.admission == EVALUATION:
@@ -58,6 +60,7 @@ def revive(run: RunState, task_ids: Iterable[str], first: int = EVALUATION) -> l
             task = run.tasks.add(task_id, admission, run.highest_fence + 1)
         else:  # the task is batched or being collected
             clear(run, task, last=False)
+            run.records.forget(task_id)
             run.tasks.begin_attempt(task)
             task.admission = admission
         revived.append(task)
@@ -78,4 +81,5 @@ def drop(run: RunState, task: Task, why: DropReason, reason: str) -> None:
         run.losses.drop(task.admission, why)
         run.last_drop = (reason if reason.startswith(task.task_id) else f"{task.task_id}: {reason}")[:200]
         run.window.drop(task.admission)
+    record_dropped(run, task, why, reason)
     collect(run, task)

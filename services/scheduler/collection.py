@@ -13,6 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from proto.messages import PutTask, WeightsRef
+from services.scheduler.events import Tell
 from services.scheduler.stores import away_stores, count_uncovered, stores_of
 from services.scheduler.tasks import Task, TaskState
 from shared.stages import WEIGHTS
@@ -124,6 +125,59 @@ def release(run: RunState, task: Task) -> None:
 
 
 def collect(run: RunState, task: Task) -> None:
+    """Clear an ended task at every store, once the recorder has taken its samples if they are to be recorded."""
+    due = run.records.find(task)
+    if due is None or task.parts[0] is None:
+        _collect(run, task)
+        return
+    run.records.hold(due, max(task.nbytes, 1))
+    release(run, task)
+    recording = run.config.recording
+    room = recording.hold_tasks * run.plan.task_bytes if recording is not None else 0
+    excess = run.records.held_bytes - room if run.plan.task_bytes else 0
+    given_up: list[PutTask] = []
+    for each, nbytes in run.records.held:
+        if excess <= 0:
+            break
+        given_up.append(each)
+        excess -= nbytes
+    take_samples(run, given_up, lost=True)
+
+
+def take_samples(run: RunState, tasks: Iterable[PutTask], *, lost: bool) -> bool:
+    """End the wait for the recorder, which has taken these tasks or is not waited for any longer (`lost`).
+
+    Return False, without any change, if none of them is due.
+    """
+    count = 0
+    for each in tasks:
+        due = run.records.due.get(each.task_id)
+        if due is None or due.fence != each.fence:
+            continue
+        count += 1
+        run.records.forget(each.task_id)
+        task = run.tasks.find(each.task_id)
+        if due.nbytes and task is not None:
+            _collect(run, task)
+    if lost and count:
+        run.records.lost += count
+        run.out.append(Tell("scheduler/samples_lost", {"tasks": float(count), "total/tasks": float(run.records.lost)}))
+    return count > 0
+
+
+def take_back_samples(run: RunState, step: int) -> None:
+    """Forget the due tasks of steps and versions after `step`, and note that the recorded ones are to be discarded.
+
+    In deterministic mode they stay, because the steps give the same samples again.
+    """
+    records = run.records
+    later = [PutTask(task_id, due.fence) for task_id, due in records.due.items() if due.step > step]
+    take_samples(run, later, lost=False)
+    if run.config.recording is not None and not run.order.fixed:
+        records.rewinds.append((run.lineage, step))
+
+
+def _collect(run: RunState, task: Task) -> None:
     """Clear a task at every store that may hold it. It is COLLECTED once all of them have acknowledged."""
     waits = clear(run, task, last=True)
     release(run, task)

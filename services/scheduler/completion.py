@@ -21,6 +21,7 @@ from services.scheduler.leases import TaskLease
 from services.scheduler.leasing import give_up, waits
 from services.scheduler.losses import drop_reason
 from services.scheduler.plan import stage_index
+from services.scheduler.records import record_scored
 from services.scheduler.stores import store_index
 from services.scheduler.tasks import EVALUATION, StagePart, Task, TaskState
 from services.scheduler.versions import free_versions
@@ -212,6 +213,8 @@ def _filter(run: RunState, task: Task) -> bool:
 
 
 def _end_scored(run: RunState, task: Task, rewards: Array, failed: int) -> None:
+    lineage = run.evaluations.of(task).version[0]
     score(run, task, rewards, failed)
     run.tasks.move(task, TaskState.SCORED)
+    record_scored(run, task, lineage)
     collect(run, task)

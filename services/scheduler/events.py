@@ -27,16 +27,25 @@ from proto.messages import (
     Register,
     ReportShards,
     Resolve,
+    TakeSamples,
     WaitEvals,
 )
 from proto.registry import Message
 from services.scheduler.tasks import TaskState
+from shared.samples.choice import Choice
 
 Ref = object
 """An open call, opaque to the state machine, which returns it in `Answer` or `Fail`."""
 
 
 # ------------------------------------------------------------------------- durable, in addition to wire requests
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """The tasks whose samples are recorded, and how many ended tasks of maximum size may wait for the recorder."""
+
+    choice: Choice
+    hold_tasks: int
 
 
 class Configure(msgspec.Struct, frozen=True, tag=True):
@@ -46,6 +55,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
     attempts: int
     keep_last: int
     collect_at_commit: bool
+    recording: Recording | None = None
 
 
 class Leased(msgspec.Struct, frozen=True, tag=True):
@@ -95,7 +105,14 @@ class ShardsLost(msgspec.Struct, frozen=True, tag=True):
     tasks: list[PutTask]
 
 
-Internal = Configure | Leased | LeaseExpired | Cleared | StoreGone | TailLost | ShardsLost
+class SamplesTaken(msgspec.Struct, frozen=True, tag=True):
+    """The recorder has taken these tasks, or, with `lost`, they are not kept for it any longer."""
+
+    tasks: list[PutTask]
+    lost: bool = False
+
+
+Internal = Configure | Leased | LeaseExpired | Cleared | StoreGone | TailLost | ShardsLost | SamplesTaken
 DriverRequest = GetRunInfo | NextBatch | CommitStep | PublishWeights | CheckpointSaved | FinishRun
 Durable = Internal | DriverRequest | Register | Complete
 Request = (
@@ -108,6 +125,7 @@ Request = (
     | HostGone
     | Resolve
     | LeaseRequest
+    | TakeSamples
     | WaitEvals
     | GetStatus
 )

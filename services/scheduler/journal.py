@@ -14,7 +14,7 @@ import sqlite3
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import msgspec
 
@@ -24,19 +24,12 @@ from proto.messages import CheckpointSaved, ErrorCode
 from proto.registry import Message
 from services.scheduler import tables
 from services.scheduler.events import (
-    Cleared,
-    Configure,
     DiscardRows,
     Durable,
     Internal,
-    Leased,
-    LeaseExpired,
     Rewound,
     SaveEval,
     SaveStep,
-    ShardsLost,
-    StoreGone,
-    TailLost,
     WriteRow,
 )
 from services.scheduler.mark import Mark, Reached
@@ -56,7 +49,7 @@ PART_BYTES = 1 << 20
 PART_EVENTS = 1024
 """Maximum number of old events that one transaction deletes."""
 
-_INTERNAL: tuple[type[Internal], ...] = (Configure, Leased, LeaseExpired, Cleared, StoreGone, TailLost, ShardsLost)
+_INTERNAL: tuple[type[Internal], ...] = get_args(Internal)
 _DECODERS = {-1 - i: msgspec.msgpack.Decoder(kind) for i, kind in enumerate(_INTERNAL)}
 _COMPLETE = object()
 _KINDS = {kind: -1 - i for i, kind in enumerate(_INTERNAL)}

@@ -54,6 +54,8 @@ class Plan:
     """Bytes that the trainer adds per token. Accepted results do not include them."""
     replay_bytes: int = 0
     """Bytes to reserve for the additional shards of a step that is replayed."""
+    record_bytes: int = 0
+    """Bytes to reserve for what is put and kept for the recorder."""
     weight_versions: int = 3
     weight_bytes: int = 0
     """Bytes of one weight version. Room is reserved for `weight_versions` versions of this size, or of the size of the

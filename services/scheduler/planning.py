@@ -7,17 +7,20 @@ from pathlib import Path
 import msgspec
 
 from proto.messages import ErrorCode
-from services.scheduler.events import Configure
+from services.scheduler.events import Configure, Recording
 from services.scheduler.leases import Holder
 from services.scheduler.plan import EvalPlan, Plan
 from services.scheduler.state import HEARTBEAT_S
 from shared.data import DataError, RowError, Source, open_source
 from shared.rpc.errors import RpcError
+from shared.samples.choice import Choice
 from shared.stages import train_graph
 from shared.topology import Topology, task_bytes, weight_bytes
 from shared.topology.capacity import (
+    hold_tasks,
     limit_bytes,
     overhead_bytes,
+    record_bytes,
     replay_bytes,
     unleased_token_bytes,
     weight_versions,
@@ -76,6 +79,7 @@ def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
         overhead_bytes=overhead_bytes(topology),
         unleased_token_bytes=unleased_token_bytes(topology),
         replay_bytes=replay_bytes(topology, prompt),
+        record_bytes=record_bytes(topology, prompt),
         weight_versions=weight_versions(topology),
         weight_bytes=_version_bytes(topology),
         reference_every=_refresh(topology),
@@ -95,11 +99,13 @@ def _filter_limit(topology: Topology) -> int:
 
 def configuration(topology: Topology) -> Configure:
     """Return the settings that a resumed run may change."""
+    choice = Choice.of(topology)
     return Configure(
-        steps=topology.run.steps,
+        steps=topology.run.last_step,
         attempts=topology.lease.attempts,
         keep_last=topology.checkpoint.keep_last,
         collect_at_commit=topology.gc.after == "commit",
+        recording=None if choice is None else Recording(choice, hold_tasks(topology)),
     )
 
 

@@ -31,7 +31,7 @@ from proto.tensors import Array
 from services.scheduler import leasing, scalars
 from services.scheduler.admission import admit
 from services.scheduler.attempts import DEATH, FAILURE
-from services.scheduler.collection import ClearQueues, cleared
+from services.scheduler.collection import ClearQueues, cleared, take_samples
 from services.scheduler.completion import complete
 from services.scheduler.consumption import IN_ORDER
 from services.scheduler.deterministic import DETERMINISTIC
@@ -43,6 +43,7 @@ from services.scheduler.events import (
     Effect,
     Leased,
     LeaseExpired,
+    SamplesTaken,
     ShardsLost,
     StoreGone,
     TailLost,
@@ -50,6 +51,7 @@ from services.scheduler.events import (
 from services.scheduler.leases import CallId, Leases
 from services.scheduler.losses import Losses
 from services.scheduler.plan import EpochOrder, Plan
+from services.scheduler.records import Records
 from services.scheduler.registry import Registry
 from services.scheduler.shard_loss import lose_shards
 from services.scheduler.staleness import BY_COMPLETION
@@ -93,6 +95,7 @@ class RunState:
         self.versions = Versions()
         self.evaluations = Evaluations()
         self.losses = Losses()
+        self.records = Records()
         self.store_names: list[str] = []
         self.layouts: list[scalars.Layout] = []
 
@@ -197,6 +200,8 @@ class RunState:
                 lose_tail(self, event)
             case ShardsLost():
                 changed = lose_shards(self, event)
+            case SamplesTaken():
+                changed = take_samples(self, event.tasks, lost=event.lost)
             case _:
                 assert_never(event)
         return Ack() if changed else None
@@ -278,6 +283,7 @@ class RunState:
             "uncovered bytes": self.uncovered == dict(held_in(self, trained)),
             "the bound of live tasks": self.order.fixed or self.window.live <= self.plan.max_live,
             "the window": list(self.window.tasks) == sorted(self.window.tasks),
+            "bytes kept for the recorder": self.records.held_bytes == sum(each for _, each in self.records.held),
             "versions of leases": self.leases.versions() == {each.version for each in self.leases if each.version},
         }
         for stage, line in enumerate(self.waiting):
@@ -293,6 +299,8 @@ class RunState:
         `waits` tells whether the window or an evaluation has it, and `batched` is the step that consumed it, or 0.
         """
         lease = self.leases.get(task.lease)
+        due = self.records.find(task)
+        ends = task.clears > 0 or (due is not None and due.nbytes > 0)
         match task.state:
             case TaskState.PENDING:
                 right = not task.made and not task.lease and waits
@@ -305,9 +313,9 @@ class RunState:
             case TaskState.BATCHED:
                 right = batched > self.committed_step
             case TaskState.TRAINED:
-                right = 0 < batched <= self.committed_step or task.clears > 0
+                right = 0 < batched <= self.committed_step or ends
             case TaskState.SCORED | TaskState.DROPPED:
-                right = task.clears > 0
+                right = ends
             case TaskState.COLLECTED:
                 right = False
             case _:

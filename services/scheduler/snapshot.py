@@ -20,12 +20,13 @@ from services.scheduler.events import Configure
 from services.scheduler.leases import TaskLease
 from services.scheduler.losses import Losses
 from services.scheduler.plan import Plan
+from services.scheduler.records import Due
 from services.scheduler.run_state import RunState
 from services.scheduler.scalars import Layout
 from services.scheduler.stores import trainer_stores
 from services.scheduler.tasks import Row, TaskState
 
-LAYOUT = 13
+LAYOUT = 14
 """Version of the journal, raised with every change of its tables or of what `begin` writes. Others are refused."""
 PART_ROWS = 2048
 
@@ -56,6 +57,9 @@ class _Head(msgspec.Struct):
     batches: dict[int, list[str]]
     identities: dict[int, list[str]]
     waiting_rows: dict[int, dict[str, float]]
+    due: dict[str, Due]
+    rewinds: list[tuple[int, int]]
+    samples_lost: int
 
 
 def begin(run: RunState) -> Iterator[bytes]:
@@ -98,6 +102,9 @@ def _head(run: RunState) -> bytes:
         batches={step: [task.task_id for task in tasks] for step, tasks in run.batches.items()},
         identities=run.identities,
         waiting_rows=run.waiting_rows,
+        due=run.records.due,
+        rewinds=run.records.rewinds,
+        samples_lost=run.records.lost,
     )
     return msgspec.msgpack.encode(head)
 
@@ -132,6 +139,7 @@ def load(plan: Plan, parts: Iterable[bytes]) -> RunState:
     run.evaluations, run.losses, run.layouts = head.evaluations, head.losses, head.layouts
     run.batches = {step: [run.tasks.known(name) for name in names] for step, names in head.batches.items()}
     run.identities, run.waiting_rows = head.identities, head.waiting_rows
+    run.records.load(head.due, head.rewinds, head.samples_lost)
     run.trainer_stores = trainer_stores(run)
     run.line_up()
     return run

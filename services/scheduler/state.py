@@ -40,6 +40,9 @@ from proto.messages import (
     ReportShards,
     Resolve,
     Resolved,
+    SamplesDue,
+    TakenBack,
+    TakeSamples,
     WaitEvals,
     WaitRow,
     WeightsRef,
@@ -69,6 +72,7 @@ from services.scheduler.events import (
     ProcessGone,
     RequestInventory,
     Rewound,
+    SamplesTaken,
     SendClear,
     ShardsLost,
     StopClear,
@@ -83,6 +87,7 @@ from services.scheduler.leasing import describe, measures, stage_of
 from services.scheduler.pace import Paces
 from services.scheduler.plan import Plan
 from services.scheduler.plausible import check_numbers
+from services.scheduler.records import next_due
 from services.scheduler.run_state import Reply, RunState
 from services.scheduler.shard_loss import Audits, claims, whole_steps
 from services.scheduler.steps import batch, check_driver, check_versions
@@ -103,6 +108,13 @@ ABSENT_S = 3.0
 MARGIN_S = 0.5
 """Seconds before its deadline at which a deferred call is answered, at most a quarter of the time it had left."""
 TELL_S = 1.0
+HOLD_S = 5.0
+"""Maximum seconds for which the collection of an ended task waits for the recorder. A recorder that is silent for so
+long is not waited for at all."""
+RECORD_S = 3.0
+"""Minimum seconds between two answers to the recorder if no collection waits for it."""
+RECORDED_AT_ONCE = 256
+"""Maximum number of tasks that the recorder takes at once."""
 ANSWERED_AT_ONCE = 256
 """Maximum number of deferred lease requests of a stage that one event answers, which bounds the delay of others. The
 next event, at the latest a tick, continues."""
@@ -159,6 +171,12 @@ class Scheduler:
         """Stores with a clear in flight, and the time at which it was sent."""
         self._awaited: dict[tuple[str, int], float] = {}
         """Times at which the driver first asked for what it waits for, by (request, step)."""
+        self._held_since: dict[tuple[str, int], float] = {}
+        """Times since when the collection of tasks with their fences has waited for the recorder."""
+        self._recorder_at = 0.0
+        """The last request of the recorder. A new life waits for it once."""
+        self._sampled_at = 0.0
+        """The last answer to the recorder."""
         self._reconcile_at = 0.0
         self._tell_at = 0.0
         self._teller = view.Teller()
@@ -179,6 +197,7 @@ class Scheduler:
         `lost` is given if the end of the journal was lost.
         """
         self._now = now
+        self._recorder_at, self._sampled_at = now, now - RECORD_S
         self._reconcile_at = now + (RECONCILE_S if lost is None else 0.0)
         if lost is not None:
             self._durable(lost)
@@ -239,6 +258,8 @@ class Scheduler:
                     self._complete(asked, request)
                 case NextBatch():
                     self._poll(asked, partial(self._try_batch, asked, request))
+                case TakeSamples():
+                    self._take_samples(asked, request)
                 case WaitEvals():
                     self._poll(asked, partial(self._try_evals, asked, request))
                 case CommitStep():
@@ -317,7 +338,8 @@ class Scheduler:
     def _poll(self, asked: Asked, attempt: Callable[[], bool]) -> None:
         """Answer a request of the driver now or, if that is not possible yet, later."""
         if attempt():
-            self._awaited.clear()
+            if isinstance(asked.request, NextBatch | WaitEvals):
+                self._awaited.clear()
             return
         if isinstance(asked.request, NextBatch | WaitEvals):
             self._awaited.setdefault((type(asked.request).__name__, asked.request.step), self._now)
@@ -348,6 +370,7 @@ class Scheduler:
                 self._durable(expired)
         for holder in self._silent_stores():
             self._give_up_store(holder)
+        self._give_up_samples()
         self._audits.tick()
         self._audit()
         if self._reconcile_at <= self._now:
@@ -547,6 +570,37 @@ class Scheduler:
             self._paces.result(request.lease_id, self._now)
         self._answer(asked, reply or Ack())
 
+    # ---------------------------------------------------------------------------------------------- recorder
+
+    def _take_samples(self, asked: Asked, request: TakeSamples) -> None:
+        self._recorder_at = self._now
+        if request.taken:
+            self._durable(SamplesTaken(request.taken))
+        self._poll(asked, partial(self._try_samples, asked, request))
+
+    def _try_samples(self, asked: Asked, request: TakeSamples) -> bool:
+        records = self.run.records
+        rewinds = [TakenBack(*each) for each in records.rewinds[max(request.rewinds, 0) :]]
+        early = not records.held_bytes and self._now - self._sampled_at < RECORD_S
+        if not request.final and not rewinds and (not records.due or early):
+            return False
+        self._sampled_at = self._now
+        due, stores = next_due(self.run, RECORDED_AT_ONCE), list(self.run.trainer_stores)
+        self._answer(asked, SamplesDue(tasks=due, trainer_stores=stores, rewinds=rewinds, lost=records.lost))
+        return True
+
+    def _give_up_samples(self) -> None:
+        """Stop keeping ended tasks for a recorder that is silent or too slow."""
+        if not self.run.records.held_bytes:
+            self._held_since.clear()
+            return
+        silent = self._now - self._recorder_at > HOLD_S
+        held = {(each.task_id, each.fence): each for each, _ in self.run.records.held}
+        self._held_since = {key: self._held_since.get(key, self._now) for key in held}
+        late = [each for key, each in held.items() if silent or self._now - self._held_since[key] > HOLD_S]
+        if late:
+            self._durable(SamplesTaken(late, lost=True))
+
     # ---------------------------------------------------------------------------------------------- driver
 
     def _try_batch(self, asked: Asked, request: NextBatch) -> bool:
@@ -566,7 +620,9 @@ class Scheduler:
         if results is None or earlier:
             self._check_troubles()
             return False
-        self._answer(asked, EvalsDone(step=request.step, accuracy=results))
+        self._answer(
+            asked, EvalsDone(step=request.step, accuracy=results, metrics=self.run.evaluations.row(request.step))
+        )
         return True
 
     def _check_troubles(self) -> None:

@@ -13,11 +13,12 @@ import numpy as np
 from proto.ids import make_task_id
 from proto.messages import CheckpointSaved, CommitStep, ErrorCode, GetRunInfo, NextBatch, RunInfo, StepBatch
 from services.scheduler import scalars
-from services.scheduler.collection import clear_weights, collect_steps, set_aside
+from services.scheduler.collection import clear_weights, collect_steps, set_aside, take_back_samples
 from services.scheduler.evaluations import write_rows
 from services.scheduler.events import DiscardRows, Rewound, SaveStep
 from services.scheduler.leasing import give_up, handles, measures
 from services.scheduler.losses import Filtered
+from services.scheduler.records import record_trained
 from services.scheduler.stores import count_uncovered, held_in, replayable, wants_checkpoint
 from services.scheduler.tasks import Task, TaskState
 from services.scheduler.versions import free_versions, lost_reference
@@ -95,6 +96,7 @@ def rewind(run: RunState, step: int, *, reached: int = 0, cause: str = "") -> No
     committed if the journal no longer has it, and `cause` is described at `Rewound`.
     """
     taken_back: list[Task] = []
+    take_back_samples(run, step)
     for later in [each for each in run.batches if each > step]:
         tasks = run.batches.pop(later)
         taken_back += tasks
@@ -251,6 +253,7 @@ def commit(run: RunState, request: CommitStep) -> bool:
         run.tasks.move(task, TaskState.TRAINED)
     count_uncovered(run, run.batches[step], 1)
     run.out.append(SaveStep(step, TaskState.TRAINED, None, request.metrics))
+    record_trained(run, step, run.batches[step])
     if run.config.collect_at_commit:
         collect_steps(run, step)
     collected = float(run.tasks.counts[TaskState.COLLECTED])

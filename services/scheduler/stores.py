@@ -128,14 +128,14 @@ def room_for_tasks(run: RunState) -> int:
 
 
 def _rooms(run: RunState) -> Iterator[tuple[str, int]]:
-    """Yield each store with its limit in bytes, less the bytes reserved for weight versions and, in the stores of the
-    trainer's ranks, for a step that is replayed.
+    """Yield each store with its limit in bytes, less the bytes reserved for weight versions, for samples to record and,
+    in the stores of the trainer's ranks, for a step that is replayed.
     """
     newest = run.versions.get(run.versions.newest) if run.versions.newest is not None else None
     one = max(run.plan.weight_bytes, newest.nbytes if newest else 0)
     versions = max(run.versions.nbytes, run.plan.weight_versions * one)
     for store, row in run.registry.stores.items():
-        reserved = run.plan.replay_bytes if store in run.trainer_stores else 0
+        reserved = run.plan.record_bytes + (run.plan.replay_bytes if store in run.trainer_stores else 0)
         if store == TRAINER_STORE or is_away(run, store):
             reserved += versions
         yield store, row.limit_bytes - reserved

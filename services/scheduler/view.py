@@ -181,9 +181,11 @@ class Teller:
     def state(self, run: RunState, *, waiting: int, bad_rows: int) -> list[Tell]:
         """Return telemetry about tasks, leases and collection. `waiting` is the number of deferred lease requests."""
         tasks = {str(state): float(count) for state, count in run.tasks.counts.items()}
+        leased = Counter(lease.stage for lease in run.leases)
+        stages = {f"stage/{stage.name}": float(leased[index]) for index, stage in enumerate(run.plan.stages)}
         return [
             *self.tell("scheduler/tasks", {**tasks, "dropped": float(sum(run.losses.dropped.values()) + bad_rows)}),
-            *self.tell("scheduler/leases", {"live": float(len(run.leases)), "waiting": float(waiting)}),
+            *self.tell("scheduler/leases", {"live": float(len(run.leases)), "waiting": float(waiting), **stages}),
             *self.tell(
                 "scheduler/gc",
                 {"collected": float(run.tasks.counts[TaskState.COLLECTED]), "pending": float(run.clears.pending())},

@@ -25,6 +25,7 @@ from proto.errors import WireError
 from proto.ids import new_incarnation
 from proto.messages import ErrorCode, GetWaits, Ping, Pong, ServiceReport, WaitRow, Waits
 from shared.actor.logging import log_page
+from shared.actor.resources import ResourceMeter
 from shared.actor.telemetry import TelemetrySender, report_refusals
 from shared.rpc.client import Client
 from shared.rpc.directory import Directory
@@ -221,7 +222,7 @@ class Service:
             self._reach_other_hosts()
             self.telemetry.connect(self.client("monitor"))
             refusals = report_refusals(self.mailbox, self._gate, self.telemetry, HEARTBEAT_S)
-            self._background.append(asyncio.create_task(refusals))
+            self._background += [asyncio.create_task(refusals), asyncio.create_task(self._report_resources())]
             self._report()
             if self.HEARTBEATS:
                 self.keep(self._heartbeats())
@@ -389,12 +390,29 @@ class Service:
                 pause_s = HEARTBEAT_S
             await asyncio.sleep(pause_s)
 
+    async def _report_resources(self) -> None:
+        """Emit what this process uses, each second, until cancelled."""
+        meter = ResourceMeter()
+        life: dict[str, float | str] = {
+            "host": host_names.gethostname(),
+            "pid": float(os.getpid()),
+            "incarnation": f"{self.incarnation:016x}",
+        }
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._note_progress()
+            self.telemetry.emit("process", {**life, **meter.read(), "progress_age_s": self._progress_age_s()})
+
     def _ping(self, _: Ping, call: Call) -> Pong:
         return Pong(service=self.NAME, instance=self.instance, incarnation=self.incarnation, state=self.state)
 
     def _note_progress(self) -> None:
         if self.progress() != self._progress[0]:
             self._progress = (self.progress(), self.loop.time())
+
+    def _progress_age_s(self) -> float:
+        """Return the seconds since the progress advanced, or -1 if it has not advanced yet."""
+        return self.loop.time() - self._progress[1] if self._progress[1] >= 0 else -1.0
 
     async def _waits(self, _: GetWaits, call: Call) -> Waits:
         self._note_progress()
@@ -406,7 +424,7 @@ class Service:
             state_s=now - self._entered_at,
             cause=self.cause,
             waits=[*await self.open_waits(), *requests],
-            progress_s=now - self._progress[1] if self._progress[1] >= 0 else -1.0,
+            progress_s=self._progress_age_s(),
         )
 
     def _log_page(self, request: messages.GetLog, _: Call) -> messages.LogLines:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from proto.errors import WireError
 from proto.messages import Telemetry
 from shared.rpc.client import Client
 from shared.rpc.mailbox import Mailbox
 from shared.security.zap import Gate
+from shared.tracing import traced
 
-SPAN, SECURITY = "span", "security"
+SPAN, PART, SECURITY = "span", "span/part", "security"
+_NOTHING: Mapping[str, float | str] = MappingProxyType({})
 
 
 class TelemetrySender:
@@ -28,14 +32,32 @@ class TelemetrySender:
         self._sequence = 0
         self._client: Client | None = None
         self.dropped = 0
+        self.traced_share: float | None = None
+        """Share of the tasks that spans name, 0 to 1 (`monitor.traces`), or None if the run has no traces."""
 
     def connect(self, client: Client) -> None:
         """Send to the monitor behind `client` from now on."""
         self._client = client
 
-    def span(self, what: str, seconds: float) -> None:
-        """Report that `what` has just ended after `seconds`, for the run's time line. Call it on the loop's thread."""
-        self.emit(SPAN, {"what": what, "seconds": seconds})
+    def span(self, what: str, seconds: float, about: Mapping[str, float | str] = _NOTHING, *, of: str = "") -> None:
+        """Report that `what` has just ended after `seconds`, for the run's time line. Call it on the loop's thread.
+
+        `of` is the process (`rollout/0`) or service that a wait was for. Empty: it was work. `about` says what the span
+        belongs to: `tasks` (see `traced`), `lease`, `step`.
+        """
+        self.emit(SPAN, {"what": what, "seconds": seconds, **({"of": of} if of else {}), **about})
+
+    def part(self, what: str, seconds: float, about: Mapping[str, float | str]) -> None:
+        """Report a part of the life of traced tasks or of a step, which may contain spans and waits.
+
+        It is for traces only: nothing is sent if the run has none, or if none of the `tasks` is traced.
+        """
+        if self.traced_share is not None and about.get("tasks") != "":
+            self.emit(PART, {"what": what, "seconds": seconds, **about})
+
+    def traced(self, task_ids: Iterable[str]) -> str:
+        """Return those of the tasks that are traced, as text for a span. Empty if there are none."""
+        return " ".join(traced(task_ids, self.traced_share or 0.0))
 
     def emit(self, topic: str, values: dict[str, float | str]) -> None:
         """Report new `values` of `topic`. Call it on the loop's thread."""

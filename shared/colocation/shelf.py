@@ -1,7 +1,8 @@
 """Moves tensors off the device and back, bit for bit, to free their memory meanwhile, or only frees their memory.
 
-On CUDA the shelf is host memory. On a CPU, where device and host share memory, it is a file, so that the memory is
-really freed. Models and optimizers keep their tensor objects, whose storage is emptied and refilled in place.
+On CUDA the shelf is page-locked host memory, which the shelf keeps. On a CPU, where device and host share memory, it is
+a file, so that the memory is really freed. Models and optimizers keep their tensor objects, whose storage is emptied
+and refilled in place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shared.colocation.locked import LockedMemory
 from shared.model import cpu
 
 
@@ -28,7 +30,8 @@ class Shelf:
         self._file = file
         self._content = content
         self._written = False
-        self._stored: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._stored: list[tuple[torch.UntypedStorage, int]] = []
+        self._locked: LockedMemory | None = None
 
     @property
     def holds(self) -> bool:
@@ -44,29 +47,19 @@ class Shelf:
             storage = local_part(tensor).untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in storages:
                 storages[storage.data_ptr()] = storage
-        on_cpu = [each for each in storages.values() if each.device.type == "cpu"]
-        if on_cpu and not self._written:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("wb") as file:
-                for storage in on_cpu:
-                    file.write(_bytes(storage))
+        self._stored = [(storage, storage.nbytes()) for storage in storages.values()]
+        if not self._written:
+            self._write_file([storage for storage in storages.values() if storage.device.type == "cpu"])
+            self._write_locked([storage for storage in storages.values() if storage.device.type != "cpu"])
             self._written = self._content == "frozen"
         for storage in storages.values():
-            size = storage.nbytes()
-            copy = None
-            if storage.device.type != "cpu":
-                copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-                copy.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
-            self._stored.append((storage, size, copy))
-        for storage, _, _ in self._stored:
             storage.resize_(0)
         give_back()
-        return sum(size for _, size, _ in self._stored)
+        return sum(size for _, size in self._stored)
 
     def take(self) -> int:
         """Move everything back into the same tensors and return the bytes moved. Raises OSError without the file."""
-        moved = 0
-        on_cpu = [(storage, size) for storage, size, copy in self._stored if copy is None]
+        on_cpu = [(storage, size) for storage, size in self._stored if storage.device.type == "cpu"]
         if on_cpu:
             with self._file.open("rb") as file:
                 for storage, size in on_cpu:
@@ -75,11 +68,13 @@ class Shelf:
                         raise OSError(f"{self._file}: the file is shorter than the data written to it")
             if not self._written:
                 self._file.unlink()
-        for storage, size, copy in self._stored:
-            if copy is not None:
+        on_device = [(storage, size) for storage, size in self._stored if storage.device.type != "cpu"]
+        if on_device and self._locked is not None:
+            for (storage, size), piece in zip(on_device, self._locked.pieces, strict=True):
                 storage.resize_(size)
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
-            moved += size
+                _device_bytes(storage).copy_(piece, non_blocking=True)
+            torch.cuda.synchronize()
+        moved = sum(size for _, size in self._stored)
         self._stored = []
         return moved
 
@@ -88,8 +83,27 @@ class Shelf:
         self._written = False
 
     def remove(self) -> None:
-        """Delete the file. Tensors that are still on the shelf cannot be restored after this."""
+        """Delete the file and free the host memory. Tensors still on the shelf cannot be restored after this."""
         self._file.unlink(missing_ok=True)
+        self._locked = None
+
+    def _write_file(self, storages: list[torch.UntypedStorage]) -> None:
+        if storages:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("wb") as file:
+                for storage in storages:
+                    file.write(_bytes(storage))
+
+    def _write_locked(self, storages: list[torch.UntypedStorage]) -> None:
+        if not storages:
+            return
+        sizes = [storage.nbytes() for storage in storages]
+        if self._locked is None or self._locked.sizes != sizes:
+            self._locked = None  # frees the old one first
+            self._locked = LockedMemory(sizes)
+        for storage, piece in zip(storages, self._locked.pieces, strict=True):
+            piece.copy_(_device_bytes(storage), non_blocking=True)
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
@@ -132,6 +146,10 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that is on this rank, over the same memory."""
     local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local
+
+
+def _device_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:

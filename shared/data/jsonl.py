@@ -7,7 +7,7 @@ from array import array
 
 import msgspec
 
-from shared.data.source import SHOWN_CHARS, DataError, Row, RowError, bad_rows, check_index, row_problem
+from shared.data.source import SHOWN_CHARS, DataError, Row, RowError, bad_rows, check_index, row_problem, with_prompt
 
 _SCAN_CHUNK_BYTES = 1 << 20
 _UTF8_BOM = b"\xef\xbb\xbf"
@@ -20,8 +20,9 @@ class JsonlSource:
     because its offsets, and with them the task ids, would no longer identify the same rows.
     """
 
-    def __init__(self, path: str, *, name: str, where: str) -> None:
+    def __init__(self, path: str, prompt: str = "prompt", *, name: str, where: str) -> None:
         self.name = name
+        self._prompt = prompt
         self.path = path
         self._fd = -1
         try:
@@ -54,7 +55,7 @@ class JsonlSource:
             raise DataError(f"{place}: the file changed while it was in use; restart the run on the new file")
         start = self._starts[index]
         end = self._starts[index + 1] if index + 1 < len(self._starts) else self._end
-        return _parse_row(_read_range(self._fd, start, end), place)
+        return _parse_row(_read_range(self._fd, start, end), place, self._prompt)
 
     def place(self, index: int) -> str:
         return f"{self.path}:{self._lines[index]}"
@@ -95,9 +96,9 @@ def _read_range(fd: int, start: int, end: int) -> bytes:
     return b"".join(parts)
 
 
-def _parse_row(text: bytes, place: str) -> Row:
+def _parse_row(text: bytes, place: str, prompt: str) -> Row:
     try:
-        row = msgspec.json.decode(text)
+        row = with_prompt(msgspec.json.decode(text), prompt)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{place}: invalid JSON ({error}): {_shown(text)}; write one JSON object per line") from error
     problem = row_problem(row)

@@ -4,9 +4,13 @@
 - ``jsonl:/path/file.jsonl``: one JSON object per line; blank lines are skipped.
 - ``parquet:/path/file.parquet``: the rows of a Parquet file (extra ``data``).
 - ``datasets:/path/folder`` with an optional ``?split=name``: output of ``Dataset.save_to_disk`` (extra ``data``).
+- ``hub:owner/name/path``: files of a data set on the Hugging Face hub, which `shared.topology.hub` turns into one of
+  the sources of files above.
 - ``reasoning-gym:dataset?size=1000&seed=0``: tasks of the library reasoning-gym (extra ``rewards``).
 
-A relative path is relative to the working directory.
+A relative path is relative to the working directory. In the name of a JSONL or Parquet file, ``*`` stands for any
+characters: the rows of all files that match follow one another in the order of the names. ``?prompt=question`` after a
+path takes the field ``question`` as the prompt.
 """
 
 from __future__ import annotations
@@ -14,10 +18,15 @@ from __future__ import annotations
 from urllib.parse import parse_qsl
 
 from shared.data.addition import AdditionSource
+from shared.data.files import matching_files, split_parameters
+from shared.data.joined import JoinedSource
 from shared.data.jsonl import JsonlSource
 from shared.data.source import DataError, Source, nearest
 
-FORMS = "builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder> or reasoning-gym:<data set>"
+FORMS = (
+    "builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder>, hub:<owner>/<name>/<path> or "
+    "reasoning-gym:<data set>"
+)
 
 
 def open_source(source: str, *, where: str) -> Source:
@@ -31,21 +40,27 @@ def open_source(source: str, *, where: str) -> Source:
         name, _, query = rest.partition("?")
         if name != "addition":
             raise DataError(f"{where}: source {source!r} names no builtin{nearest(name, ['addition'])}")
-        split = _split(source, query, where, default="train")
+        split = _parameters(source, query, where, ("split",)).get("split", "train")
         if split not in ("train", "test"):
             raise DataError(f"{where}: source {source!r} has split {split!r}; the splits are train and test")
         return AdditionSource(split, name=source)
-    if kind == "jsonl":
-        return JsonlSource(rest, name=source, where=where)
-    if kind == "parquet":
-        from shared.data.tables import open_parquet
+    if kind in ("jsonl", "parquet", "datasets"):
+        path, query = split_parameters(rest)
+        known = ("prompt", "split") if kind == "datasets" else ("prompt",)
+        given = _parameters(source, query, where, known)
+        prompt = given.get("prompt", "prompt")
+        if kind == "datasets":
+            from shared.data.tables import open_saved_dataset
 
-        return open_parquet(rest, name=source, where=where)
-    if kind == "datasets":
-        from shared.data.tables import open_saved_dataset
+            return open_saved_dataset(path, given.get("split", ""), prompt, name=source, where=where)
+        files = [str(each) for each in matching_files(path)] or [path]
+        if kind == "jsonl":
+            parts: list[Source] = [JsonlSource(file, prompt, name=source, where=where) for file in files]
+        else:
+            from shared.data.tables import open_parquet
 
-        folder, _, query = rest.partition("?")
-        return open_saved_dataset(folder, _split(source, query, where, default=""), name=source, where=where)
+            parts = [open_parquet(file, prompt, name=source, where=where) for file in files]
+        return parts[0] if len(parts) == 1 else JoinedSource(parts, name=source)
     if kind == "reasoning-gym":
         from shared.data.gym_source import GymSource
 
@@ -53,11 +68,10 @@ def open_source(source: str, *, where: str) -> Source:
     raise DataError(f"{where}: source {source!r} has an unknown kind; write {FORMS}")
 
 
-def _split(source: str, query: str, where: str, *, default: str) -> str:
-    """Return the value of `split`, the only parameter."""
-    split = default
-    for key, value in parse_qsl(query, keep_blank_values=True):
-        if key != "split":
-            raise DataError(f"{where}: source {source!r} has unknown parameter {key!r}{nearest(key, ['split'])}")
-        split = value
-    return split
+def _parameters(source: str, query: str, where: str, known: tuple[str, ...]) -> dict[str, str]:
+    """Return the parameters of a source. Raises DataError for one that it does not know."""
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    for key in given:
+        if key not in known:
+            raise DataError(f"{where}: source {source!r} has unknown parameter {key!r}{nearest(key, known)}")
+    return given

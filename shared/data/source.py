@@ -86,6 +86,11 @@ def bad_rows(source: Source, lines: Sequence[int] | None = None) -> list[RowErro
     return errors
 
 
+def with_prompt(row: Any, field: str) -> Any:
+    """Return `row` with its `field` as the prompt, too. Anything but an object with that field stays as it is."""
+    return row | {"prompt": row[field]} if isinstance(row, dict) and field in row else row
+
+
 def row_problem(row: object) -> str | None:
     """Return why `row` is unusable, with the remedy, or None if it is usable."""
     if not isinstance(row, dict):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shared.data.source import SHOWN_CHARS, DataError, Row, RowError, check_index, require, row_problem
+from shared.data.source import SHOWN_CHARS, DataError, Row, RowError, check_index, require, row_problem, with_prompt
 
 _CACHED_BYTES = 256 << 20
 _BATCH_ROWS = 1024
@@ -22,10 +22,14 @@ _EXTRA = "data"
 
 
 class TableSource:
-    """Rows of consecutive tables: `table(k)` returns the k-th one, which has `sizes[k]` rows."""
+    """Rows of consecutive tables: `table(k)` returns the k-th one, which has `sizes[k]` rows. The field `prompt` holds
+    the prompt."""
 
-    def __init__(self, path: str, sizes: list[int], table: Callable[[int], Any], *, name: str, where: str) -> None:
+    def __init__(
+        self, path: str, sizes: list[int], table: Callable[[int], Any], prompt: str, *, name: str, where: str
+    ) -> None:
         self.name = name
+        self._prompt = prompt
         self.path = path
         self._table = table
         self._starts = [0, *itertools.accumulate(sizes)]
@@ -60,7 +64,7 @@ class TableSource:
 
     def _checked(self, index: int, row: Row) -> Row:
         # Every row of a table has every column: drop those that are null in this row.
-        row = _without_nulls(row)
+        row = with_prompt(_without_nulls(row), self._prompt)
         problem = row_problem(row)
         if problem:
             shown = repr(row)
@@ -69,7 +73,7 @@ class TableSource:
         return row
 
 
-def open_parquet(path: str, *, name: str, where: str) -> TableSource:
+def open_parquet(path: str, prompt: str, *, name: str, where: str) -> TableSource:
     """Open a Parquet file. Its row groups are read as needed and cached up to 256 MiB."""
     require("pyarrow", _EXTRA, f"{where}: source {name!r}")
     import pyarrow
@@ -95,10 +99,10 @@ def open_parquet(path: str, *, name: str, where: str) -> TableSource:
         return table
 
     sizes = [file.metadata.row_group(at).num_rows for at in range(file.metadata.num_row_groups)]
-    return TableSource(path, sizes, group, name=name, where=where)
+    return TableSource(path, sizes, group, prompt, name=name, where=where)
 
 
-def open_saved_dataset(path: str, split: str, *, name: str, where: str) -> TableSource:
+def open_saved_dataset(path: str, split: str, prompt: str, *, name: str, where: str) -> TableSource:
     """Map the Arrow files of a data set saved by the library `datasets` (`Dataset.save_to_disk`).
 
     The format is read here (state.json names the stream files), so the library need not be installed. For a saved
@@ -123,7 +127,8 @@ def open_saved_dataset(path: str, split: str, *, name: str, where: str) -> Table
         raise DataError(
             f"{where}: source {name!r} cannot be read: {why}; give a folder written by Dataset.save_to_disk"
         ) from None
-    return TableSource(str(folder), [each.num_rows for each in tables], tables.__getitem__, name=name, where=where)
+    sizes = [each.num_rows for each in tables]
+    return TableSource(str(folder), sizes, tables.__getitem__, prompt, name=name, where=where)
 
 
 def _mapped(file: Path) -> Any:

@@ -30,7 +30,9 @@ class Groups:
         if not dist.is_initialized():
             if layout.world_size > 1:
                 raise ValueError(f"rank {place.rank} of {layout.world_size}: open the process group first")
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            # megatron's optimizer also gathers over a group of one rank, and gloo cannot take tensors of a GPU.
+            backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backends, store=HashStore(), rank=0, world_size=1)
         if not parallel_state.model_parallel_is_initialized():
             with megatron_device():
                 parallel_state.initialize_model_parallel(

@@ -103,7 +103,7 @@ def attend_trees(
     """Map `query` [1, H, N, D] and `key`, `value` [1, G, N, D] to [1, N, H, D]. Raises ValueError for unknown terms."""
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
-    heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
+    heads, dim = query.shape[1], value.shape[3]
     q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
     outputs: list[Tensor] = []
     for block in trees.blocks:
@@ -114,12 +114,27 @@ def attend_trees(
         if sliding_window is not None and block.longest > sliding_window:
             near = block.depths[:, None, :, None] - block.depths[:, None, None, :] < sliding_window
             mask = near & (torch.ones_like(near).tril() if mask is None else mask)
-        out_RHLD = nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=heads != key_heads
-        )
+        out_RHLD = attend(q, k, v, mask, scaling)
         outputs.append(out_RHLD.transpose(1, 2).reshape(-1, heads * dim))
     slots = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return slots.index_select(0, trees.scatter).view(1, -1, heads, dim), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Map `query` [R, H, L, D] and `key`, `value` [R, G, K, D] to [R, H, L, D]. Without a `mask`, attend causally."""
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and repeats_keys(query.device.type, masked=mask is not None):
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+        grouped = False
+    return nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
+
+
+def repeats_keys(device: str, *, masked: bool) -> bool:
+    """Return whether key heads are repeated for the query heads that share them. On CUDA no fused kernel takes a mask
+    and groups together, and the kernel that does holds the scores of all pairs."""
+    return masked and device == "cuda"
 
 
 def _rows(nodes_NHD: Tensor, block: TreeBlock) -> Tensor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from shared.model.attention import UNKNOWN_TERMS
+from shared.model.attention import UNKNOWN_TERMS, attend
 from shared.model.tree import AttentionBlock, MicroBatch
 
 NAME = "rlbus_context"
@@ -146,7 +146,7 @@ def attend_cut(
     """Map `query` [1, H, N, D], `key`, `value` [1, G, N, D] of this rank's nodes to [1, N, H, D]. Raises ValueError."""
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
-    heads, key_heads, dim = query.shape[1], key.shape[1], value.shape[3]
+    heads, dim = query.shape[1], value.shape[3]
     # Gather keys and values together, in one collective per block.
     nodes_NXD = torch.cat([key, value], dim=3)[0].transpose(0, 1)
     q_NHD = query[0].transpose(0, 1)
@@ -158,9 +158,7 @@ def attend_cut(
         mask = block.mask
         if sliding_window is not None:
             mask = mask & (block.distance < sliding_window)
-        out_RHLD = nn.functional.scaled_dot_product_attention(
-            q_RHLD, k_RGKD, v_RGKD, attn_mask=mask, scale=scaling, enable_gqa=heads != key_heads
-        )
+        out_RHLD = attend(q_RHLD, k_RGKD, v_RGKD, mask, scaling)
         outputs.append(out_RHLD.transpose(1, 2).reshape(-1, heads * dim))
     slots = torch.cat(outputs)
     return slots.index_select(0, cut.scatter).view(1, -1, heads, dim), None

@@ -6,14 +6,16 @@ Nothing is downloaded or unpickled, and no code of the model folder is run.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.utils.deterministic
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from proto.messages import ErrorCode
@@ -55,6 +57,34 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
     # With a padding index its embedding row would get no gradient, even where the token was sampled or given.
     model.get_input_embeddings().padding_idx = None
     return cast(nn.Module, model.eval())
+
+
+def load_shapes(path: str | Path, dtype: str) -> nn.Module:
+    """Return the model of `load_model` with uninitialised weights and buffers, which take no memory until written."""
+    config = cast(Any, AutoConfig).from_pretrained(Path(path), local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=_DTYPES[dtype])
+    return allocated(model)
+
+
+def allocated(model: Any) -> nn.Module:
+    """Return `model` of the meta device with uninitialised memory on the CPU."""
+    with unfilled():
+        model.to_empty(device="cpu")
+    model.tie_weights()
+    model.get_input_embeddings().padding_idx = None
+    return cast(nn.Module, model.eval())
+
+
+@contextmanager
+def unfilled() -> Iterator[None]:
+    """Leave new memory untouched even if torch is to be deterministic, for memory that is written before it is read."""
+    deterministic: Any = torch.utils.deterministic
+    fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
+    try:
+        yield
+    finally:
+        deterministic.fill_uninitialized_memory = fills
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:

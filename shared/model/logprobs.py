@@ -27,6 +27,8 @@ Entropy = Literal["none", "value", "gradient"]
 MAX_LOGITS = 1 << 26
 """Maximum elements of one float32 block of logits (256 MiB). Beyond it the head runs in blocks, which are recomputed in
 the backward pass."""
+GPU_LOGITS = 4
+"""Factor of that limit on a GPU: at a vocabulary of 152k, 1,766 rows a block instead of 441. Not measured yet."""
 _HEAD_TERMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Settings of models whose logits are not just the output embedding times the hidden state."""
 
@@ -146,7 +148,8 @@ class LogprobScorer(nn.Module):
         child_predictor = torch.from_numpy(batch.child_predictor).to(device)
         child_token = torch.from_numpy(batch.child_token).to(device)
         vocab = int(model.config.vocab_size)
-        whole_head = len(predictors) * vocab <= MAX_LOGITS or any(
+        limit = max_logits(device.type)
+        whole_head = len(predictors) * vocab <= limit or any(
             getattr(model.config, name, None) not in (None, 1, 1.0) for name in _HEAD_TERMS
         )
         if cut is not None and self._ranks is not None:
@@ -157,12 +160,14 @@ class LogprobScorer(nn.Module):
         if whole_head:
             return _gather(out_PX, child_predictor, child_token, temperature, entropy)
         head = model.get_output_embeddings()
-        step = max(1, MAX_LOGITS // vocab)
+        step = max(1, limit // vocab)
         places: list[Tensor] = []
         logprob_parts: list[Tensor] = []
         entropy_parts: list[Tensor] = []
         for start in range(0, len(predictors), step):
-            which = ((child_predictor >= start) & (child_predictor < start + step)).nonzero()[:, 0]
+            # Found on the host: on a GPU, `nonzero` would wait for all work before it.
+            mine = (batch.child_predictor >= start) & (batch.child_predictor < start + step)
+            which = torch.from_numpy(np.flatnonzero(mine)).to(device)
             target, token = child_predictor[which] - start, child_token[which]
 
             def block(hidden: Tensor, target: Tensor = target, token: Tensor = token) -> tuple[Tensor, Tensor | None]:
@@ -176,6 +181,11 @@ class LogprobScorer(nn.Module):
         logprobs_C = torch.cat(logprob_parts)
         logprobs_C = torch.zeros_like(logprobs_C).index_copy(0, torch.cat(places), logprobs_C)
         return logprobs_C, torch.cat(entropy_parts) if entropy_parts else None
+
+
+def max_logits(device: str) -> int:
+    """Return the maximum number of logits at a time: more on a GPU, whose kernels have to be fed."""
+    return MAX_LOGITS * (GPU_LOGITS if device == "cuda" else 1)
 
 
 def _gather(

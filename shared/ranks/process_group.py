@@ -30,9 +30,14 @@ def open_group(meeting: Meeting, place: Place, device: str, *, deadline_s: float
 
 
 def own_device(kind: str, rank: int) -> str:
-    """Return the device of `rank` as torch names it (`cpu`, `cuda:0`) and make it torch's current device."""
+    """Return the device of `rank` as torch names it (`cpu`, `cuda:0`) and make it torch's current device.
+
+    Call it before the first computation of the process: it also selects torch's kernels.
+    """
     if kind != "cuda":
         return kind
+    # cuDNN's attention, which torch prefers on Hopper, builds a plan for every new shape, and each batch has new ones.
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     # The launcher shows a rank one GPU; a rank started by hand may see all of them.
     index = rank % torch.cuda.device_count()
     torch.cuda.set_device(index)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from proto.messages import (
     DrainService,
+    GetHistory,
     GetLog,
     GetSnapshot,
     GetStatus,
@@ -28,7 +29,7 @@ class Role(enum.IntEnum):
     """Roles in ascending order of rights. Each may do everything that the previous ones may."""
 
     OBSERVER = 1
-    """A role that may read the stream and the snapshot of the monitor, and nothing else."""
+    """A role that may read the stream, the snapshot and the history of the monitor, and nothing else."""
     OPERATOR = 2
     """A role that may inspect and control a run (launch.ctl)."""
     SERVICE = 3
@@ -51,6 +52,7 @@ class Role(enum.IntEnum):
 LEAST_ROLE: Mapping[type[Message], Role] = MappingProxyType(
     {
         Ping: Role.OBSERVER,
+        GetHistory: Role.OBSERVER,
         GetSnapshot: Role.OBSERVER,
         DrainService: Role.OPERATOR,
         GetLog: Role.OPERATOR,

@@ -4,7 +4,7 @@
 """
 
 from shared.topology.capacity import snapshot_bytes, stop_limit_s, task_bytes, weight_bytes, worst_case_bytes
-from shared.topology.load import load
+from shared.topology.load import hub_names, load
 from shared.topology.problem import TopologyError
 from shared.topology.schema import TRAINER_STORE, ServiceSpec, Topology
 
@@ -13,6 +13,7 @@ __all__ = [
     "ServiceSpec",
     "Topology",
     "TopologyError",
+    "hub_names",
     "load",
     "snapshot_bytes",
     "stop_limit_s",

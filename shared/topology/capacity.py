@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from shared.samples.limits import text_limit_bytes
 from shared.topology.model_files import weight_shapes
 from shared.topology.schema import Topology
 
@@ -86,6 +87,30 @@ def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     return topology.algorithm.tasks_per_step * (data + _PUT_BYTES + 12 + _NAME_BYTES + _SHARD_BYTES)
 
 
+def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
+    """Return the bytes that recording samples takes in addition: what it puts, and what it keeps from collection.
+
+    Rollouts put the text of chosen tasks, and the trainer their advantages and log-probs. Each training task is chosen
+    with the same probability, so the number of chosen ones is taken as its mean and six standard deviations. Ended
+    tasks wait for the recorder, at most `hold_tasks` of maximum size.
+    """
+    samples = topology.services.monitor.samples
+    if samples is None:
+        return 0
+    group, tokens = topology.algorithm.group_size, _max_sample_tokens(topology, max_prompt_tokens)
+    trained = group * (tokens + 1) * _FLOAT + _PUT_BYTES + 2 * (12 + _NAME_BYTES + _SHARD_BYTES)
+    one = text_limit_bytes(group * tokens, group) + _SHARD_BYTES + trained
+    held, waiting = held_tasks(topology), hold_tasks(topology)
+    mean = held * min(samples.per_step / topology.algorithm.tasks_per_step, 1.0)
+    chosen = min(math.ceil(mean + 6 * math.sqrt(mean)), held)
+    return (chosen + waiting) * one + waiting * task_bytes(topology, max_prompt_tokens)
+
+
+def hold_tasks(topology: Topology) -> int:
+    """Return how many ended tasks of maximum size may wait for the recorder: one lease block of each engine."""
+    return topology.services.rollout.instances * topology.services.rollout.block_tasks
+
+
 def unleased_token_bytes(topology: Topology) -> int:
     """Return the bytes of a token that the trainer puts itself, outside the leased stages."""
     return _PROX if topology.needs_proximal else 0
@@ -134,12 +159,14 @@ def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: i
     """Return the bytes each batch-store must be able to hold, so that the run never waits for room that cannot come:
     all tasks may be leased to the services of one host, which put into its store.
 
-    The sum is `held_tasks` times `task_bytes`, `weight_versions` times `weight_bytes`, and `replay_bytes`. Further
-    trained tasks that wait for a checkpoint are not counted, because lack of room orders an early checkpoint.
+    The sum is `held_tasks` times `task_bytes`, `weight_versions` times `weight_bytes`, `replay_bytes` and
+    `record_bytes`. Further trained tasks that wait for a checkpoint are not counted, because lack of room orders an
+    early checkpoint.
     `max_prompt_tokens` is the longest prompt of the training set.
     """
     tasks = held_tasks(topology) * task_bytes(topology, max_prompt_tokens)
-    return tasks + replay_bytes(topology, max_prompt_tokens) + weight_versions(topology) * weight_bytes
+    extra = replay_bytes(topology, max_prompt_tokens) + record_bytes(topology, max_prompt_tokens)
+    return tasks + extra + weight_versions(topology) * weight_bytes
 
 
 def limit_bytes(topology: Topology) -> int:

@@ -12,7 +12,16 @@ from collections import Counter
 from pathlib import Path as FilePath
 
 from proto.limits import MAX_INLINE_BYTES
-from shared.topology import algorithm_checks, colocate_checks, engine_checks, split_checks
+from shared.data.files import matching_files, split_parameters
+from shared.topology import (
+    algorithm_checks,
+    colocate_checks,
+    engine_checks,
+    hub,
+    monitor_traces,
+    monitor_web,
+    split_checks,
+)
 from shared.topology.capacity import held_tasks, limit_bytes, weight_bytes, weight_versions, worst_case_bytes
 from shared.topology.fields import format_size
 from shared.topology.model_files import read_config
@@ -40,6 +49,8 @@ def check(topology: Topology) -> Found:
     yield from engine_checks.check(topology)
     yield from _partial(topology)
     yield from _transport(topology)
+    yield from monitor_web.check(topology.services.monitor.web)
+    yield from monitor_traces.check(topology.services.monitor.prometheus, topology.services.monitor.traces)
     yield from _deterministic(topology)
     yield from _memory(topology)
 
@@ -47,10 +58,8 @@ def check(topology: Topology) -> Found:
 def _files(topology: Topology) -> Found:
     model = FilePath(topology.policy.model)
     path = ("policy", "model")
-    if not model.is_absolute():
-        yield (path, f"{model} is neither a folder nor in the local Hugging Face cache (nothing is downloaded)")
-    elif not model.is_dir():
-        yield path, f"no folder {model}; relative paths start at the topology's folder; put the model there"
+    if not model.is_dir():
+        yield path, _absent(hub.model_name(topology.policy.model), f"no folder {model}", "put the model there")
     elif not (model / "config.json").is_file():
         yield (path, f"{model} has no config.json, which a model's folder has; save the model with save_pretrained")
     elif not any(model.glob("*.safetensors")):
@@ -58,11 +67,18 @@ def _files(topology: Topology) -> Found:
     sources: dict[Path, str] = {("data", "train", "source"): topology.data.train.source}
     sources |= {("data", "eval", name, "source"): each.source for name, each in topology.data.eval.items()}
     for where, source in sources.items():
-        scheme, _, file = source.partition(":")
-        if scheme in ("jsonl", "parquet") and not FilePath(file).is_file():
-            yield where, f"no file {file}; relative paths start at the topology's folder; put it there"
-        if scheme == "datasets" and not FilePath(file.partition("?")[0]).is_dir():
-            yield where, f"no folder {file}; relative paths start at the topology's folder; put it there"
+        scheme, _, rest = source.partition(":")
+        file, _ = split_parameters(rest)
+        if scheme == "hub" or (scheme in ("jsonl", "parquet") and not any(map(FilePath.is_file, matching_files(file)))):
+            yield where, _absent(hub.source_name(source), f"no file {file}", "put it there")
+        if scheme == "datasets" and not FilePath(file).is_dir():
+            yield where, _absent(None, f"no folder {file}", "put it there")
+
+
+def _absent(name: hub.HubName | None, text: str, remedy: str) -> str:
+    if name is None:
+        return f"{text}; relative paths start at the topology's folder; {remedy}"
+    return f"{name} is not in the local Hugging Face cache {hub.cache()}; fetch it with: {name.command}"
 
 
 def _algorithm(topology: Topology) -> Found:
@@ -107,12 +123,27 @@ def _retry(topology: Topology) -> Found:
 
 
 def _evaluation(topology: Topology) -> Found:
+    if topology.run.evaluate and not topology.data.eval:
+        yield ("run", "evaluate"), "true, but data.eval has no evaluation set; add one"
     for name, each in topology.data.eval.items():
         if name == "train":
             yield ("data", "eval", name), "'train' is the name of the training split; use another"
         if each.temperature == 0 and each.samples > 1:
             message = f"{each.samples} samples at temperature 0 are all the same; use 1, or a temperature above 0"
             yield ("data", "eval", name, "samples"), message
+
+    metric, known = topology.checkpoint.keep_best, _evaluated_metrics(topology)
+    if metric is not None and metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)
+        remedy = f"use {near[0]}" if near else "there is no evaluation set in data.eval; add one"
+        yield ("checkpoint", "keep_best"), f"no evaluation gives {metric!r}; {remedy}"
+
+
+def _evaluated_metrics(topology: Topology) -> list[str]:
+    """Return the metrics of the evaluation sets of which a higher value is better."""
+    names = [f"eval/{name}/accuracy" for name in topology.data.eval]
+    several = [(name, each.samples) for name, each in topology.data.eval.items() if each.samples > 1]
+    return names + [f"eval/{name}/{kind}@{samples}" for name, samples in several for kind in ("avg", "pass")]
 
 
 def _lengths(topology: Topology) -> Found:

@@ -45,7 +45,10 @@ def fill(data: dict[str, Any]) -> None:
         services["reference"] = {}
     rollout = _section(services, "rollout")
     if rollout is not None and _count(tasks) and _count(group) and _count(rollout.get("instances", 1)):
-        rollout.setdefault("block_tasks", lease_block(tasks, group, rollout.get("instances", 1)))
+        instances = rollout.get("instances", 1)
+        whole = rollout.get("engine") == "vllm" and _takes_turns(data)
+        block = lease_block(tasks, group, instances, samples=tasks * group if whole else _LEASE_SAMPLES)
+        rollout.setdefault("block_tasks", block)
     if rollout is not None and _samples_single_answers(data, algorithm, rollout):
         rollout.setdefault("partial_s", _PARTIAL_S)
     if rollout is not None and rollout.get("weights", "shards") != "shards":
@@ -67,12 +70,23 @@ def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rol
     )
 
 
-def lease_block(tasks_per_step: int, group_size: int, instances: int) -> int:
-    """Return the tasks of a lease: the largest divisor of a step that feeds every engine within 256 samples.
+def _takes_turns(data: dict[str, Any]) -> bool:
+    """Return whether engines take turns on devices.
+
+    They sample one lease at a time and wait for its longest sample, so an engine that refills its batch by itself gets
+    its share of a step at once.
+    """
+    placement = data.get("placement")
+    together = placement.get("colocate") if isinstance(placement, dict) else None
+    return isinstance(together, list) and "rollout" in together
+
+
+def lease_block(tasks_per_step: int, group_size: int, instances: int, samples: int = _LEASE_SAMPLES) -> int:
+    """Return the tasks of a lease: the largest divisor of a step that feeds every engine within `samples` samples.
 
     It is a divisor because a lease that spans two steps would have two oldest versions to sample with.
     """
-    most = min(math.ceil(tasks_per_step / instances), _LEASE_SAMPLES // group_size)
+    most = min(math.ceil(tasks_per_step / instances), samples // group_size)
     return max((d for d in range(1, most + 1) if tasks_per_step % d == 0), default=1)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from proto.errors import WireError
+from shared.data.files import matching_files, split_parameters
 from shared.topology.problem import Path
 
 SPLIT = "files"
@@ -34,9 +35,9 @@ def files(data: Mapping[str, Any]) -> list[tuple[DistributedFile, FilePath]]:
     found = []
     for path, place in _places(data).items():
         root = FilePath(path)
-        every = sorted(each for each in root.rglob("*") if each.is_file()) if root.is_dir() else [root]
-        for each in every:
-            name = PurePosixPath(place, *each.relative_to(root).parts)
+        every = [each for each in root.rglob("*") if each.is_file()] if root.is_dir() else matching_files(path)
+        for each in sorted(every):
+            name = PurePosixPath(place).parent / each.relative_to(root.parent)
             found.append((DistributedFile(str(name), each.stat().st_size), each))
     return found
 
@@ -74,7 +75,7 @@ def _keys(data: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     for key, each in sets.items():
         scheme, _, path = each["source"].partition(":")
         if scheme in _FILES:
-            yield ("data", *key, "source"), path.partition("?")[0] if scheme == "datasets" else path
+            yield ("data", *key, "source"), split_parameters(path)[0]
 
 
 def _evals(data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,12 +6,18 @@ A check yields `(path, message)`, as in `checks`.
 from __future__ import annotations
 
 import difflib
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
+from shared.topology.capacity import weight_bytes
 from shared.topology.model_files import experts, read_config
 from shared.topology.problem import Found
 from shared.topology.schema import Topology
-from shared.topology.services import Rollout
+from shared.topology.services import Rollout, WeightsRoute
 
+PLANNED_BYTES_PER_S: Mapping[str, float] = MappingProxyType({"gloo": 0.25e9, "nccl": 2e9, "ipc": 5e9})
+"""Rates at which transfers are planned: slow ones of each kind. None was measured on a GPU."""
 SERVED_TEMPERATURE = 2.0
 """Maximum temperature that vLLM and servers with OpenAI's interface accept."""
 _SERVER_ARGUMENTS = ("base_url", "model", "api_key_env", "weights_directory")
@@ -49,6 +55,26 @@ def check(topology: Topology) -> Found:
         yield ("services", "rollout", "in_flight"), message
 
 
+def transfer_floor_s(route: WeightsRoute, nbytes: int, engines: int) -> float:
+    """Return the least seconds to plan for sending a version of `nbytes` to `engines` over the trainer's line."""
+    return nbytes * engines / PLANNED_BYTES_PER_S[route]
+
+
+def _too_short(topology: Topology, transfer_s: float) -> Found:
+    """Check that a version can be sent within the limit. A model that cannot be measured is reported elsewhere."""
+    rollout, policy = topology.services.rollout, topology.policy
+    try:
+        nbytes = weight_bytes(policy.model, policy.dtype)
+    except (OSError, ValueError):
+        return
+    needed = transfer_floor_s(rollout.weights, nbytes, rollout.instances)
+    if needed > transfer_s:
+        how = f"{rollout.instances} engines by {rollout.weights} at {PLANNED_BYTES_PER_S[rollout.weights] / 1e9:g} GB/s"
+        more = f"set at least {math.ceil(needed)}, and lease.lease_s to at least {math.ceil(1.5 * needed)}"
+        message = f"{transfer_s:g} is too short for {nbytes / 1e9:.1f} GB to {how}; {more}"
+        yield ("services", "rollout", "transfer_s"), message
+
+
 def _route(topology: Topology) -> Found:
     """Check that trainer and engine both have the chosen route for the weights."""
     rollout, trainer = topology.services.rollout, topology.services.policy_trainer
@@ -65,6 +91,8 @@ def _route(topology: Topology) -> Found:
             f"{rollout.transfer_s:g} is not less than lease.lease_s ({topology.lease.lease_s:g}), in which an engine"
         )
         yield ("services", "rollout", "transfer_s"), f"{message} that waits loses its lease; use less, or raise that"
+    else:
+        yield from _too_short(topology, rollout.transfer_s)
     if rollout.engine == "openai":
         yield path, f"{route}: engine openai is handed a file; use shards"
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,11 +16,14 @@ from shared.topology import derive
 from shared.topology.checks import check
 from shared.topology.document import Document, read
 from shared.topology.explain import explain
+from shared.topology.hub import HubName, model_name, source_name
+from shared.topology.paths import absolute
 from shared.topology.problem import Path, TopologyError
 from shared.topology.schema import Topology
 from shared.topology.supported import unsupported
 
-_FILES = (("policy", "model"), ("data",))
+MODEL: Path = ("policy", "model")
+_FILES: tuple[Path, ...] = (MODEL, ("data",))
 """Keys whose values name files."""
 
 
@@ -37,10 +40,7 @@ def load(
     which this build does not act, `check_files=False` a model and data that are not on this host (yet). Raises
     TopologyError with every problem found.
     """
-    document = read(path)
-    for setting in overrides:
-        document.override(setting)
-    document.place("monitor", ("services", "monitor"))
+    document = _document(path, overrides)
     folder = os.path.dirname(os.path.abspath(document.file))
     topology, broken = _validate(document, folder)
     if topology is not None:
@@ -53,6 +53,43 @@ def load(
     if topology is None or document.problems:
         raise TopologyError(document.problems)
     return topology
+
+
+def hub_names(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[Path, HubName]:
+    """Return the models and data sets that a topology names by their hub names, by the keys that name them.
+
+    A folder with the name of a model takes precedence. Raises TopologyError if the file cannot be read.
+    """
+    document = _document(path, overrides)
+    folder = os.path.dirname(os.path.abspath(document.file))
+    data = document.data
+    found = {key: parse(value) for key, parse in _hub_keys(data) if isinstance(value := value_at(data, key), str)}
+    if isinstance(model := value_at(data, MODEL), str) and os.path.isdir(absolute(model, folder)):
+        del found[MODEL]
+    return {key: name for key, name in found.items() if name is not None}
+
+
+def value_at(data: Any, key: Path) -> Any:
+    """Return the value of a key of plain data, or None."""
+    for part in key:
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def _hub_keys(data: dict[str, Any]) -> Iterator[tuple[Path, Callable[[str], HubName | None]]]:
+    yield MODEL, model_name
+    yield ("data", "train", "source"), source_name
+    sets = value_at(data, ("data", "eval"))
+    for name in sets if isinstance(sets, dict) else ():
+        yield ("data", "eval", name, "source"), source_name
+
+
+def _document(path: str | os.PathLike[str], overrides: Sequence[str]) -> Document:
+    document = read(path)
+    for setting in overrides:
+        document.override(setting)
+    document.place("monitor", ("services", "monitor"))
+    return document
 
 
 def _validate(document: Document, folder: str) -> tuple[Topology | None, list[Path]]:

@@ -31,20 +31,32 @@ def experts(config: dict[str, Any]) -> int:
 
 
 def weight_shapes(model: str) -> list[list[int]]:
-    """Return the shape of every tensor in the folder's safetensors files.
+    """Return the shape of every tensor in the folder's safetensors files. Raises like `named_shapes`."""
+    return [shape for file in _weight_files(Path(model)) for shape in file_shapes(file).values()]
+
+
+def named_shapes(model: str) -> dict[str, list[int]]:
+    """Return the name and shape of every tensor in the folder's safetensors files.
 
     Raises OSError, or a one-line ValueError naming the file that is missing, truncated or not a safetensors file.
     """
-    folder = Path(model)
+    shapes: dict[str, list[int]] = {}
+    for file in _weight_files(Path(model)):
+        shapes |= file_shapes(file)
+    return shapes
+
+
+def _weight_files(folder: Path) -> list[Path]:
     named = _object(folder / "model.safetensors.index.json").get("weight_map")
     if isinstance(named, dict):
         for name in sorted({str(each) for each in named.values()}):
             if not (folder / name).is_file():
                 raise ValueError(f"{folder} has no {name}, which its model.safetensors.index.json names")
-    return [shape for file in sorted(folder.glob("*.safetensors")) for shape in _shapes(file)]
+    return sorted(folder.glob("*.safetensors"))
 
 
-def _shapes(file: Path) -> list[list[int]]:
+def file_shapes(file: Path) -> dict[str, list[int]]:
+    """Return the name and shape of every tensor in a safetensors file. Raises like `named_shapes`."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_HEADER_SIZE_BYTES), "little")
         if length > _HEADER_LIMIT_BYTES:
@@ -52,9 +64,9 @@ def _shapes(file: Path) -> list[list[int]]:
         raw = stream.read(length)
     try:
         header = json.loads(raw)
-        entries = [entry for name, entry in header.items() if name != "__metadata__"]
-        shapes = [[int(size) for size in entry["shape"]] for entry in entries]
-        ends = [int(entry["data_offsets"][1]) for entry in entries]
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        shapes = {name: [int(size) for size in entry["shape"]] for name, entry in entries.items()}
+        ends = [int(entry["data_offsets"][1]) for entry in entries.values()]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise ValueError(f"{file} is not a safetensors file: unreadable header") from error
     size, whole = file.stat().st_size, _HEADER_SIZE_BYTES + length + max(ends, default=0)

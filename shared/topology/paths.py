@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 from shared.data import FORMS
+from shared.data.files import matching_files, split_parameters
+from shared.topology import hub
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 SOURCE = re.compile(r"builtin:[A-Za-z_]\w*(\?\S+)?|(?P<file>jsonl|parquet|datasets):.+|reasoning-gym:\w+(\?\S+)?")
 
 
@@ -27,35 +27,25 @@ def model_folder(value: str, folder: str) -> str:
     A hub name that is found neither as a folder nor in the cache is returned unchanged.
     """
     path = absolute(value, folder)
-    if HUB_NAME.fullmatch(value) and not os.path.isdir(path):
-        return cached_snapshot(value) or value
-    return path
+    if os.path.isdir(path):
+        return path
+    return hub.model_folder(value) or (value if hub.model_name(value) else path)
 
 
 def source(value: str, folder: str) -> str:
-    """Make the path of a file or folder source absolute; leave others unchanged. Raises ValueError for other text."""
+    """Make the path of a file or folder source absolute; leave others unchanged. Raises ValueError for other text.
+
+    A source on the hub becomes the source of its files in the local cache, if they are there.
+    """
+    if hub.SOURCE.fullmatch(value):
+        return hub.source_files(value) or value
     found = SOURCE.fullmatch(value)
     if found is None:
         raise ValueError(f"{value!r} is not a source; write {FORMS}")
+    if not found["file"]:
+        return value
     scheme, _, rest = value.partition(":")
-    return f"{scheme}:{absolute(rest, folder)}" if found["file"] else value
-
-
-def hub_cache() -> Path:
-    """Return the local Hugging Face cache, found by the library's own variables (HF_HUB_CACHE, HF_HOME)."""
-    if "HF_HUB_CACHE" in os.environ:
-        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
-    cache_home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = os.environ.get("HF_HOME", os.path.join(cache_home, "huggingface"))
-    return Path(home).expanduser() / "hub"
-
-
-def cached_snapshot(name: str) -> str | None:
-    """Return the snapshot folder of `refs/main` of the hub model `name` in the local cache, or None."""
-    repository = hub_cache() / ("models--" + name.replace("/", "--"))
-    try:
-        revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    snapshot = repository / "snapshots" / revision
-    return os.path.abspath(snapshot) if revision and snapshot.is_dir() else None
+    made = f"{scheme}:{absolute(rest, folder)}"
+    if any(each.exists() for each in matching_files(split_parameters(made.partition(":")[2])[0])):
+        return made
+    return hub.source_files(made) or made

@@ -39,6 +39,10 @@ class Run(Section):
         description="name of the run's folder: at most 64 letters, digits, dots, dashes and underscores",
     )
     steps: Count = Field(description="training steps, 1 or more")
+    evaluate: bool = Field(
+        default=False,
+        description="train nothing: score the evaluation sets with the model and end (the launcher's --evaluate)",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of data order and sampling, from 0 to 2^63 - 1")
     deterministic: bool = Field(default=False, description="the same seed gives the same bits, even after kills")
     spares: bool = Field(
@@ -58,6 +62,11 @@ class Run(Section):
         "dropped (run.deterministic): stop the run, or skip the update and continue with unchanged weights",
     )
 
+    @property
+    def last_step(self) -> int:
+        """The last training step, or 0 if nothing is trained."""
+        return 0 if self.evaluate else self.steps
+
 
 class ChatTemplate(Section):
     add_generation_prompt: bool = Field(
@@ -66,7 +75,9 @@ class ChatTemplate(Section):
 
 
 class Policy(Section):
-    model: ModelFolder = Field(description="folder of the model, or a hub name in the local cache")
+    model: ModelFolder = Field(
+        description="folder of the model, or its hub name `owner/name`, with `@revision` for another than main"
+    )
     distribute: bool = Field(
         default=False, description="other hosts take the files of the model and the data from the trainer's host"
     )
@@ -266,6 +277,13 @@ class Topology(Section):
         plan = [ServiceSpec("scheduler", 0, home)]
         plan += [ServiceSpec("batch-store", i, host) for i, host in enumerate(self.store_hosts())]
         plan += [ServiceSpec("monitor", 0, home)]
+        if self.services.monitor.samples is not None:
+            plan += [ServiceSpec("recorder", 0, home)]
+        if self.services.monitor.web is not None:
+            plan += [ServiceSpec("web", 0, home)]
+        if self.services.monitor.exports:
+            plan += [ServiceSpec("exporter", 0, home)]
+        plan += [ServiceSpec("tracker", i, home) for i in range(len(self.services.monitor.trackers))]
         workers = self.hosts_of(trainer, 1, trainer.world_size)
         plan += [ServiceSpec("policy-trainer-worker", i, host) for i, host in enumerate(workers)]
         plan += [ServiceSpec("policy-trainer", 0, home)]

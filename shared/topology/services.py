@@ -9,6 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shared.topology.fields import Count, LocalPath, Seconds, Section, Size, Strings
+from shared.topology.monitor_samples import Samples
+from shared.topology.monitor_traces import Prometheus, Traces
+from shared.topology.monitor_trackers import Mlflow, Tensorboard, Tracker, Trackio, Wandb
+from shared.topology.monitor_warnings import Warnings
+from shared.topology.monitor_web import Web
 
 ServiceName = Literal["policy-trainer", "reference", "rollout", "batch-store", "monitor", "scheduler"]
 Backend = Literal["torch", "megatron"]
@@ -115,7 +120,9 @@ class Rollout(Placed):
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
-        default=1, description="tasks per lease, must divide tasks_per_step; default: enough for 256 samples"
+        default=1,
+        description="tasks per lease, must divide tasks_per_step; default: enough for 256 samples, or the share of a "
+        "step for vllm in placement.colocate",
     )
 
 
@@ -130,16 +137,41 @@ class BatchStore(Section):
     directory: LocalPath | None = Field(default=None, description="folder for the shards instead of /dev/shm")
 
 
-class Wandb(Section):
-    project: str = Field(min_length=1, description="Weights & Biases project")
-    entity: str | None = Field(default=None, description="Weights & Biases team or user")
-
-
 class Monitor(Section):
-    wandb: Wandb | None = Field(default=None, description="also report to Weights & Biases")
-    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        default=None, description="TCP port (1 to 65535) of the web page and Prometheus; default: a free one"
+    samples: Samples | None = Field(
+        default_factory=Samples, description="which samples are written to samples/; null: none"
     )
+    wandb: Wandb | None = Field(default=None, description="also report to Weights & Biases")
+    tensorboard: Tensorboard | None = Field(default=None, description="also write TensorBoard's event files")
+    mlflow: Mlflow | None = Field(default=None, description="also report to MLflow")
+    trackio: Trackio | None = Field(default=None, description="also report to trackio")
+    web: Web | None = Field(default=None, description="the page of the run in a browser; default: none")
+    prometheus: Prometheus | None = Field(
+        default=None, description="serve the live values to Prometheus (make setup-observability); default: not"
+    )
+    warnings: Warnings = Field(default_factory=Warnings, description="warnings about the run")
+    traces: Traces | None = Field(default=None, description="trace tasks and steps across processes; default: not")
+
+    @property
+    def exports(self) -> bool:
+        """Whether the run has an exporter."""
+        return self.prometheus is not None or self.traces is not None
+
+    @property
+    def traced_share(self) -> float | None:
+        """The share of the tasks that are traced, 0 to 1, or None if the run has no traces."""
+        return self.traces.share if self.traces is not None else None
+
+    @property
+    def trackers(self) -> dict[str, Tracker]:
+        """The experiment trackers of the run, by key. Instance n of the service `tracker` feeds the n-th of them."""
+        sections = {
+            "wandb": self.wandb,
+            "tensorboard": self.tensorboard,
+            "mlflow": self.mlflow,
+            "trackio": self.trackio,
+        }
+        return {name: section for name, section in sections.items() if section is not None}
 
 
 class Services(Section):
@@ -172,6 +204,11 @@ class Checkpoint(Section):
     )
     keep_every: Count | None = Field(
         default=None, description="also keep every checkpoint whose step is a multiple of this"
+    )
+    keep_best: str | None = Field(
+        default=None,
+        description="also keep the checkpoint with the highest value of this metric of an evaluation set, such as "
+        "eval/heldout/accuracy, and export it to export-best; versions that the set evaluates are saved, too",
     )
     memory_every: Count | None = Field(
         default=1,

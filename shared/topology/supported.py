@@ -24,8 +24,6 @@ class Unsupported(NamedTuple):
 UNSUPPORTED = (
     Unsupported("services.rollout.parallel.pp", 1, "pipeline parallelism {value}", "1"),
     Unsupported("services.rollout.parallel.cp", 1, "context parallelism {value}", "1"),
-    Unsupported("services.monitor.wandb", None, "reporting to Weights & Biases", "metrics.jsonl of the run"),
-    Unsupported("services.monitor.port", None, "a web page at port {value}", "python -m launch.monitor"),
 )
 
 

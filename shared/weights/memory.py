@@ -1,12 +1,12 @@
 """Shares GPU memory with another process on the same GPU through CUDA IPC, described by a message instead of a pickle.
 
 `torch.multiprocessing` sends the same numbers pickled. The memory must stay allocated until the other process has
-finished with it.
+finished with it. torch keeps it until its one reader has closed it, and for ever if that reader is gone (`withdraw`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,12 +17,25 @@ from proto.messages import DeviceMemory
 
 def packed(tensors: Mapping[str, Tensor], device: str) -> Tensor:
     """Return uint8 [total bytes] on `device`: the bytes of all tensors in order, without padding."""
-    sizes = [each.nbytes for each in tensors.values()]
-    copy = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    for part, each in zip(torch.split(copy, sizes), tensors.values(), strict=True):
-        part.copy_(each.detach().contiguous().reshape(-1).view(torch.uint8))
-    torch.cuda.synchronize(device)
+    copy = room(sum(each.nbytes for each in tensors.values()), device)
+    pack_into(copy, tensors.values())
     return copy
+
+
+def room(nbytes: int, device: str) -> Tensor:
+    """Return uninitialised uint8 [nbytes] on `device`."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def pack_into(memory: Tensor, tensors: Iterable[Tensor]) -> int:
+    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n]. Return their number once they are there."""
+    end = 0
+    for each in tensors:
+        begin, end = end, end + each.nbytes
+        memory[begin:end].copy_(each.detach().contiguous().reshape(-1).view(torch.uint8))
+    if memory.device.type == "cuda":
+        torch.cuda.synchronize(memory.device)
+    return end
 
 
 def exported(memory: Tensor) -> DeviceMemory:
@@ -65,6 +78,15 @@ def opening(memory: DeviceMemory) -> tuple[Any, ...]:
         memory.event,
         memory.event_sync,
     )
+
+
+def withdraw(memory: DeviceMemory) -> None:
+    """Stop waiting for the reader of `memory`, which is gone, or has not opened it and no longer may.
+
+    `give_back` then frees the memory. A reader that closes it later does no harm: only a count above 0 keeps memory.
+    """
+    storage: Any = torch.UntypedStorage
+    storage._release_ipc_counter_cuda(memory.counter, memory.counter_offset)
 
 
 def give_back() -> None:

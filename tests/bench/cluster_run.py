@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-from launch.logs import Follower, tail
+from launch.logs import tail
+from shared.followed_file import FollowedFile
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGY = ROOT / "launch" / "topologies" / "quickstart.yaml"
@@ -132,7 +133,7 @@ def run_cluster(
     for setting in (f"run.steps={steps}", "data.eval={}", *settings):
         command += ["--set", setting]
     arrivals: list[Arrival] = []
-    follower = Follower(run_dir / "metrics.jsonl")
+    follower = FollowedFile(run_dir / "metrics.jsonl")
     begun_s = time.monotonic()
     with running(command, output) as process:
         ended = False

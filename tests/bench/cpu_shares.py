@@ -51,6 +51,11 @@ class CpuTimes:
 
     def shares(self) -> dict[str, float]:
         """Return the share of each process by name. Raises BenchError if a process ended meanwhile."""
+        used = self.used()
+        return {name: seconds / sum(used.values()) for name, seconds in used.items()}
+
+    def used(self) -> dict[str, float]:
+        """Return the CPU seconds of each process by name. Raises BenchError if a process ended meanwhile."""
         early, late = (self._taken.get(step, {}) for step in self._steps)
         ended = sorted(self.names[pid] for pid in early.keys() - late.keys())
         if not late or ended:
@@ -58,8 +63,7 @@ class CpuTimes:
         used: Counter[str] = Counter()
         for pid in late:
             used[self.names[pid]] += late[pid] - early.get(pid, 0.0)
-        total = used.total()
-        return {name: seconds / total for name, seconds in used.items()}
+        return dict(used)
 
 
 def measure(steps: int, warm_up: int, limit_s: float) -> dict[str, float]:

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import access
-from launch.logs import Follower
 from services.scheduler import snapshot
 from services.scheduler.events import LeaseExpired
 from services.scheduler.journal import reading
 from services.scheduler.planning import make_plan
 from services.scheduler.run_state import RunState
+from shared.followed_file import FollowedFile
 from shared.rundir import RunDir
 from shared.security.roles import Role
 from shared.topology import load
@@ -64,7 +64,7 @@ def timed_run(cluster: RayCluster, engine: str) -> Timed:
         told = Told(launcher)
         if engine == "local":
             stack.enter_context(_agent(path, launcher))
-        rows, follower = [], Follower(path / "metrics.jsonl")
+        rows, follower = [], FollowedFile(path / "metrics.jsonl")
         while launcher.poll() is None or len(rows) < STEPS:
             rows += [time.monotonic() - begun for _ in follower.new_lines()]
             if launcher.poll() not in (None, 0):

@@ -2,13 +2,14 @@
 
 MFU, model FLOPs utilisation, is the operations a model needs over those the device could have done in the same time
 (PaLM, Chowdhery et al. 2022, appendix B): the model needs 6 per token and matrix weight, and 12 per layer, head
-dimension and pair of positions. Causal attention counts in full, and recomputation does not count.
+dimension and pair of positions. Recomputation does not count. Two conventions are in use for causal attention: to count
+all pairs of positions (PaLM, and most published figures), or only those that the mask leaves, about half of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -16,11 +17,16 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200":
 """Dense bfloat16 operations per second from the vendor's data sheets, by part of the device's name."""
 
 
-def training_flops(model: nn.Module, config: Any, lengths: Sequence[int]) -> float:
-    """Return the operations of one forward and backward pass over sequences of `lengths` tokens, with all logits."""
+def training_flops(
+    model: nn.Module, config: Any, lengths: Sequence[int], attention: Literal["whole", "causal"] = "whole"
+) -> float:
+    """Return the operations of one forward and backward pass over sequences of `lengths` tokens, with all logits.
+
+    `attention` says which pairs of positions count.
+    """
     matrices = sum(each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear))
     width = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    pairs = sum(length * length for length in lengths)
+    pairs = sum(n * n if attention == "whole" else n * (n + 1) // 2 for n in lengths)
     return 6.0 * matrices * sum(lengths) + 12.0 * config.num_hidden_layers * width * pairs
 
 

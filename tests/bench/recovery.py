@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launch.logs import Follower
+from shared.followed_file import FollowedFile
 from tests.bench.cluster_run import Arrival, BenchError, run_cluster
 from tests.bench.turns import heading, spread
 
@@ -36,6 +36,7 @@ SERVICES = (
     "batch-store",
     "policy-trainer",
     "monitor",
+    "recorder",
     "rollout",
     "reference",
     "policy-trainer-worker",
@@ -73,7 +74,7 @@ class Trial:
     timeline: bool
     done: list[Kill] = field(default_factory=list)
     _kill: Kill | None = None
-    _followers: dict[Path, Follower] = field(default_factory=dict)
+    _followers: dict[Path, FollowedFile] = field(default_factory=dict)
     _events: list[tuple[float, str, dict[str, Any]]] = field(default_factory=list)
     _pids: dict[str, int] = field(default_factory=dict)
     _ready: set[str] = field(default_factory=set)
@@ -144,7 +145,7 @@ class Trial:
 
     def _new_events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
         for path in self.folder.glob("run/logs/*.jsonl"):
-            for line in self._followers.setdefault(path, Follower(path)).new_lines():
+            for line in self._followers.setdefault(path, FollowedFile(path)).new_lines():
                 entry = json.loads(line)
                 at = datetime.fromisoformat(entry["timestamp"]).timestamp()
                 name = path.stem.rpartition("-")[0]

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.stream import Stream
 from proto.messages import TopicRow
 from shared.actor.telemetry import SPAN
 from shared.rundir import RunDir, newest_run, service_name
+from shared.stream import Stream
 
 COLUMNS = 100
 ROW, LEFT, WIDTH, TOP = 22, 250, 900, 30
@@ -38,9 +38,9 @@ class Span:
 
 
 def spans_of(row: TopicRow) -> Iterable[Span]:
-    """Return the spans of a telemetry row; the driver's row of a step includes its wait for the batch."""
+    """Return the work in a telemetry row; the driver's row of a step includes its wait for the batch."""
     process = service_name(row.service, row.instance)
-    if row.topic == SPAN:
+    if row.topic == SPAN and "of" not in row.values:
         yield Span(process, str(row.values["what"]), row.at - float(row.values["seconds"]), row.at)
     elif row.topic == "train":
         began = row.at - float(row.values["time/step"])

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from shared.topology.algorithm import Optimizer
 from tests.bench.model_flops import peak_flops, training_flops
 
 ROUNDS = 3
+CONVENTIONS: tuple[Literal["whole", "causal"], ...] = ("whole", "causal")
 VOCABULARY, HIDDEN, TOKENS = 150_000, 64, 2048
 
 
@@ -59,6 +60,8 @@ def speed(batch: Path, model: Path) -> dict[str, Any]:
 def utilisation(device: str) -> dict[str, Any]:
     """Return operations per second of forward and backward in bfloat16, and MFU where the device's peak is known.
 
+    Both are means over the rounds, which are returned too, for each way to count attention (`model_flops`). Every round
+    has new lengths, as every step of a run has: a library that prepares itself for each shape does so in every round.
     On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to 4,096 tokens; on a CPU, a small trial
     model is used.
     """
@@ -70,8 +73,32 @@ def utilisation(device: str) -> dict[str, Any]:
     given = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
     config = AutoConfig.for_model("qwen3", tie_word_embeddings=True, max_position_embeddings=8192, **given)
     rng = np.random.default_rng(0)
-    lengths = (rng.integers(512, 4097, 32) if on_gpu else rng.integers(16, 129, 8)).astype(np.int32)
-    ids = rng.integers(0, config.vocab_size, int(lengths.sum())).astype(np.int32)
+    rounds: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(Path(name) / "model")
+        options = BackendOptions(max_tokens=16384, threads=1, device=device, scratch=Path(name) / "offloaded")
+        backend = TorchBackend(Path(name) / "model", "bfloat16", Optimizer(lr=1e-4), options, Layout(1).place(0))
+        for _ in range(ROUNDS + 1):
+            lengths = (rng.integers(512, 4097, 32) if on_gpu else rng.integers(16, 129, 8)).astype(np.int32)
+            seconds = _round_s(backend, lengths, config.vocab_size, device)
+            counts = {how: training_flops(model, config, lengths.tolist(), how) for how in CONVENTIONS}
+            rounds.append({"lengths": lengths.tolist(), "seconds": seconds, **counts})
+    del rounds[0]  # the warm-up
+    peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
+    total_s = sum(each["seconds"] for each in rounds)
+    rates = {how: sum(each[how] for each in rounds) / total_s for how in CONVENTIONS}
+    return {
+        "flops_per_s": rates,
+        "mfu": {how: rate / peak for how, rate in rates.items()} if peak else None,
+        "tokens_per_s": sum(sum(each["lengths"]) for each in rounds) / total_s,
+        "rounds": rounds,
+    }
+
+
+def _round_s(backend: TorchBackend, lengths: np.ndarray, vocabulary: int, device: str) -> float:
+    """Return the seconds of one forward and backward pass over random sequences of `lengths`."""
+    ids = np.random.default_rng(int(lengths.sum())).integers(0, vocabulary, int(lengths.sum())).astype(np.int32)
     mask = np.ones(len(ids), np.uint8)
     mask[np.cumsum(lengths) - lengths] = 0
     flat = {
@@ -82,24 +109,14 @@ def utilisation(device: str) -> dict[str, Any]:
     }
     spec = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
     ones = np.ones(len(ids), np.float32)
-    with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        needed = training_flops(model, config, lengths.tolist())
-        model.save_pretrained(Path(name) / "model")
-        options = BackendOptions(max_tokens=16384, threads=1, device=device, scratch=Path(name) / "offloaded")
-        backend = TorchBackend(Path(name) / "model", "bfloat16", Optimizer(lr=1e-4), options, Layout(1).place(0))
-        times = []
-        for _ in range(ROUNDS + 1):  # The first round is the warm-up.
-            began = time.perf_counter()
-            loss = BatchLoss(spec, flat, ones, ones / mask.sum(), device)
-            backend.forward_backward(Sequences(ids, lengths, mask), 1.0, loss, entropy=loss.entropy)
-            if on_gpu:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-            backend.drop_gradients()
-    peak = peak_flops(torch.cuda.get_device_name()) if on_gpu else None
-    rate = needed / min(times[1:])
-    return {"flops_per_s": rate, "mfu": rate / peak if peak else None, "tokens_per_s": len(ids) / min(times[1:])}
+    began = time.perf_counter()
+    loss = BatchLoss(spec, flat, ones, ones / mask.sum(), device)
+    backend.forward_backward(Sequences(ids, lengths, mask), 1.0, loss, entropy=loss.entropy)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    backend.drop_gradients()
+    return seconds
 
 
 def memory(how: str) -> dict[str, Any]:

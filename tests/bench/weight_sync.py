@@ -28,6 +28,7 @@ from proto.messages import Ack, Clear, Publish, PutTask, WeightsRef
 from services.policy_trainer.worker.backend import BackendOptions
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.weights.publish import Canaries, put_weights, weights_ref
+from services.policy_trainer.worker.weights.staging import Staging
 from services.rollout.engine import Engine
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.engines.vllm_engine import VllmEngine
@@ -107,7 +108,7 @@ class Trainer:
         proof = asyncio.get_running_loop().run_in_executor(self._compute, self.canaries.current)
         digests = asyncio.to_thread(self.canaries.digests, weights)
         (receipt, put_s), (found, digests_s), (canary, canary_s) = await asyncio.gather(
-            timed(put_weights(data, weights, request)), timed(digests), timed(proof)
+            timed(put_weights(data, weights, request, Staging())), timed(digests), timed(proof)
         )
         ref = weights_ref(receipt, self.canaries, canary, found, request)
         return ref, canary_s, max(put_s, digests_s)

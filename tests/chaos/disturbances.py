@@ -30,12 +30,13 @@ SERVICES = {
     "scheduler": "services.scheduler",
     "batch-store": "services.batch_store",
     "monitor": "services.monitor",
+    "recorder": "services.recorder",
     "policy-trainer": "services.policy_trainer",
     "policy-trainer-worker": "services.policy_trainer.worker",
     "rollout": "services.rollout",
     "reference": "services.reference",
 }
-LIGHT = ("scheduler", "batch-store", "policy-trainer", "monitor")
+LIGHT = ("scheduler", "batch-store", "policy-trainer", "monitor", "recorder")
 """Services that are back within seconds, because they do not import torch."""
 
 

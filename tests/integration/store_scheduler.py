@@ -75,6 +75,7 @@ lease: {{lease_s: 2}}
 checkpoint: {{every: 1000}}
 gc: {{after: {gc}}}
 services: {{batch-store: {{{store}}}, rollout: {{block_tasks: 2}}}}
+monitor: {{samples: {samples}}}
 """
 
 
@@ -86,8 +87,9 @@ def make_run(
     evaluate: bool = False,
     gc: str = "checkpoint",
     filter_zero_variance: bool = False,
+    samples: str = "null",
 ) -> RunDir:
-    """Make a run directory; `store` is the batch-store section of its topology."""
+    """Make a run directory; `store` is the batch-store section of its topology, `samples` that of the recorder."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     save_file({"w": np.zeros((4, 4), np.float32)}, model / "model.safetensors")
@@ -105,6 +107,7 @@ def make_run(
             store=store,
             evaluation=evaluation,
             gc=gc,
+            samples=samples,
             filter=", filter_zero_variance: {max_refill: 3}" if filter_zero_variance else "",
         )
     )

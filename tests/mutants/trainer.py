@@ -8,6 +8,7 @@ WORKER = "services/policy_trainer/worker"
 NUMBERS = "tests/unit/policy_trainer/test_numbers.py"
 LOSSES = "tests/unit/policy_trainer/test_losses.py"
 SNAPSHOTS = "tests/unit/policy_trainer/test_snapshots.py"
+BEST = "tests/unit/policy_trainer/test_best.py"
 STATE = "tests/unit/policy_trainer/test_state.py"
 GRADIENTS = "tests/parity/test_gradients_torch.py"
 
@@ -162,10 +163,31 @@ TRAINER = [
     ),
     Mutation(
         "a checkpoint whose checksum is wrong is loaded",
-        f"{WORKER}/checkpoint.py",
+        "shared/checkpoint_files.py",
         "if found[name] != expected.get(name):",
         "if False:",
         f"{STATE}::test_a_damaged_checkpoint_is_refused_in_one_line",
+    ),
+    Mutation(
+        "of equally good checkpoints the last one is the best",
+        "services/policy_trainer/best.py",
+        "rank > self._rank",
+        "rank >= self._rank",
+        f"{BEST}::test_the_best_checkpoint_outlives_the_newest_and_the_first_of_equals_is_exported",
+    ),
+    Mutation(
+        "a checkpoint is not kept while its evaluation is under way",
+        "services/policy_trainer/best.py",
+        "{*self.undecided, *([] if",
+        "{*([] if",
+        f"{BEST}::test_the_best_checkpoint_outlives_the_newest_and_the_first_of_equals_is_exported",
+    ),
+    Mutation(
+        "the effective sample size is that of the weights before their truncation",
+        f"{WORKER}/losses/mismatch.py",
+        '"weight_squared": truncated.square().sum()',
+        '"weight_squared": weight.square().sum()',
+        "tests/unit/policy_trainer/test_losses.py::test_importance_weights_are_measured_by_their_formulas",
     ),
     Mutation(
         "the last checkpoint is deleted before the new one is whole",

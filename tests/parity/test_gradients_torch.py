@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from proto.messages import BatchMeta, ForwardBackwardDone, StepBatch
+from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
@@ -28,7 +30,7 @@ def backend_of(dtype: str, place: Place, folder: Path, max_tokens: int = 4096, r
         return make_model("qwen3", dtype=getattr(torch, name), head_dim=12, tie_word_embeddings=True, vocab_size=VOCAB)
 
     options = BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=folder, recompute=recompute)  # type: ignore[arg-type]
-    return TorchBackend(folder, dtype, Optimizer(lr=1e-3), options, place, load=load)
+    return TorchBackend(folder, dtype, Optimizer(lr=1e-3), options, place, load=load, load_shapes=load)
 
 
 def gradient(backend: TorchBackend, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float], np.ndarray]:
@@ -88,7 +90,30 @@ def test_gradients_equal_those_of_one_process_and_one_micro_batch(name: str, tmp
                     error = float((parts[0][f"grad/{weight}"] - value).abs().max()) / scale
                     assert error <= limit, f"{label} {weight}: {error:.2e}"
                 assert sums_of(parts) == pytest.approx(sums, rel=1e-5, abs=1e-6), label
+                _importance_agrees(case, sums_of(parts))
                 _logprobs_agree(case, layout, parts, logprobs)
+
+
+def _importance_agrees(case: Case, sums: dict[str, float]) -> None:
+    """Compare the metrics of importance weights, from the sums of all ranks, with their formulas over the batch."""
+    if case.spec.anchor != "proximal":
+        return
+    metrics = StepMetrics(step=1)
+    metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
+    row = metrics.row(StepBatch(step=1, batch=BatchMeta(tasks=[]), scalars={}), step_s=1.0)
+    trained = case.flat["loss_mask"].astype(bool)
+    delta = (case.flat["prox_logprobs"].astype(np.float64) - case.flat["rollout_logprobs"])[trained]
+    v = np.minimum(np.exp(delta), case.spec.tis_cap or np.inf)
+    expected = {
+        "rollout/kl": -delta.mean(),
+        "rollout/k3_kl": np.mean(np.expm1(delta) - delta),
+        "rollout/is_mean": v.mean(),
+        "rollout/is_max": np.exp(delta.max()),
+        "rollout/is_eff_sample_size": v.sum() ** 2 / (len(v) * np.sum(v**2)),
+    }
+    expected |= {"rollout/is_capped_fraction": np.mean(np.exp(delta) > 2.0)} if case.spec.tis_cap else {}
+    assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-6), case.name
+    assert ("rollout/is_capped_fraction" in row) == (case.spec.tis_cap > 0)
 
 
 def _logprobs_agree(case: Case, layout: Layout, parts: list[dict[str, torch.Tensor]], expected: np.ndarray) -> None:

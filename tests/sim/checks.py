@@ -288,6 +288,13 @@ class Checks:
         """Check the state that a finished run has left behind."""
         world = self._world
         run, steps = world.run_dir, world.scenario.size.steps
+        if not world.scenario.size.trains:
+            [row] = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+            world.check((row["step"], row["eval/heldout/rows_scored"]) == (0, 2), f"the evaluation's row is {row}")
+            world.check(
+                not run.export.exists() and not checkpoint_steps(run.checkpoints), "an evaluation saves nothing"
+            )
+            return
         chain, _, applied = (run.export / NAME).read_text().partition(" ")
         self.chain = int(chain)
         with closing(sqlite3.connect(run.journal)) as journal:

@@ -27,7 +27,7 @@ def run(scenario: Scenario, folder: Path, *, tracing: bool = False) -> Outcome:
     That run has the fewest processes: the simulated model does not depend on how the work is divided.
     """
     outcome = World(scenario, folder, tracing=tracing).run()
-    if outcome.violation or not scenario.size.deterministic:
+    if outcome.violation or not (scenario.size.deterministic and scenario.size.trains):
         return outcome
     size = Size(scenario.size.steps, scenario.size.tasks, staleness=scenario.size.staleness, deterministic=True)
     if size not in _undisturbed:

@@ -31,6 +31,8 @@ class Size:
     deterministic: bool = False
     by_completion: bool = False
     evaluates: bool = False
+    trains: bool = True
+    """Whether the run has steps. Otherwise it only evaluates."""
     colocated: bool = False
     """Whether trainer, reference and engine take turns on the same devices."""
 
@@ -62,7 +64,8 @@ class Size:
         turns = ["policy-trainer", "rollout", *(["reference"] if self.reference else [])]
         return {
             "placement": {"colocate": turns if self.colocated else []},
-            "run": {"name": "sim", "steps": self.steps, "seed": 0, "deterministic": self.deterministic},
+            "run": {"name": "sim", "steps": self.steps, "seed": 0, "deterministic": self.deterministic}
+            | ({} if self.trains else {"evaluate": True}),
             "policy": {"model": model, "dtype": "float32"},
             "data": {
                 "train": {"source": "builtin:addition", "max_prompt_tokens": 16},
@@ -239,6 +242,8 @@ def draw(seed: int) -> Scenario:
         evaluates=rng.random() < 0.2,
         colocated=rng.random() < 0.25,
     )
+    if size.evaluates and seed % 5 == 0:  # not drawn, so that other seeds keep their scenarios
+        size = replace(size, trains=False)
     if size.colocated:
         size = replace(size, staleness=0)  # The engine cannot run ahead of a trainer that takes its memory.
     plan = size.plan()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 from msgspec.structs import replace
 
@@ -27,7 +29,8 @@ def everything() -> set[str]:
         lost={reason: 1 for reason in LossReason},
     )
     metrics = StepMetrics(step=5)
-    metrics.add_gradient(ForwardBackwardDone(sums={"engine_tokens": 1.0, "lag_tokens": 1.0}, seconds=1.0))
+    sums = dict.fromkeys(("engine_tokens", "lag_tokens", "weighed", "weight_squared", "capped"), 1.0)
+    metrics.add_gradient(ForwardBackwardDone(sums=sums, seconds=1.0))
     evaluation = Evaluation.of("held", (0, 0), 1, 4)
     evaluation.score(0, np.ones(4, np.float32), 0)
     bench = Bench(plan(by_completion=True)).start()
@@ -46,6 +49,13 @@ def test_every_reason_is_documented() -> None:
     reasons = DOCUMENT.read_text().split("## Reasons")[1]
     listed = {*DropReason, *LossReason} - {DropReason.WEIGHTS_LOST}  # This reason applies only to evaluations.
     assert {reason for reason in listed if f"`{reason}`" not in reasons} == set()
+
+
+def test_names_that_are_compared_with_other_systems_are_ours() -> None:
+    rows = (DOCUMENT.parent / "metric_names.md").read_text().split("|---|---|---|---|\n")[1].split("\n\n")[0]
+    names = [name for row in rows.splitlines() for name in re.findall("`([^`]+)`", row.split(" | ")[0])]
+    assert len(names) > 30
+    assert undocumented(names) == set()
 
 
 def test_an_undocumented_name_is_found() -> None:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from proto.messages import ErrorCode
 from proto.tensors import Array
+from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.colocation.shelves import PartShelves
 from shared.model.load import mismatched_weights
 from shared.model.logprobs import Entropy, Scores
@@ -180,6 +182,19 @@ def refused_gradient(step: int, grad_norm: float) -> RpcError:
         f"step {step} refused, weights untouched: gradient norm is {grad_norm}; look for extreme log-probs or "
         "advantages in its batch, or lower optimizer.lr",
     )
+
+
+def totals_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Return what `add_up` makes of the sums of micro-batches, in order, after one copy to the host.
+
+    A copy per sum would wait for the GPU many times in every micro-batch.
+    """
+    totals: dict[str, float] = {}
+    values = [value.double() for part in parts for value in part.values()]
+    numbers = iter(torch.stack(values).tolist() if values else [])
+    for part in parts:
+        add_up(totals, {name: next(numbers) for name in part})
+    return totals
 
 
 def check_same_model(shapes: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor], source: Path) -> None:

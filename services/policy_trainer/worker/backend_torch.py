@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from proto.tensors import Array
-from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
@@ -27,6 +26,7 @@ from services.policy_trainer.worker.backend import (
     check_same_model,
     learning_rate,
     refused_gradient,
+    totals_of,
 )
 from services.policy_trainer.worker.blocks import recompute_blocks
 from services.policy_trainer.worker.colocation.residency import Part
@@ -36,9 +36,10 @@ from services.policy_trainer.worker.replica import Replica
 from services.policy_trainer.worker.shards import Shards
 from shared.colocation.shelf import local_part, own_storages
 from shared.model import cpu
-from shared.model.load import load_model
+from shared.model.load import load_model, load_shapes, named_weights
 from shared.model.logprobs import Entropy, Scores
 from shared.ranks.layout import Place
+from shared.rpc.errors import RpcError
 from shared.tensors_torch import to_numpy
 from shared.topology.algorithm import Optimizer
 
@@ -57,8 +58,12 @@ class TorchBackend:
         options: BackendOptions,
         place: Place,
         load: Callable[[Path, str], nn.Module] = load_model,
+        load_shapes: Callable[[Path, str], nn.Module] = load_shapes,
     ) -> None:
-        """Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the layout is not supported."""
+        """Rank 0 uses `load`. The others need only the model's shapes, because it sends them their pieces.
+
+        Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the layout is not supported.
+        """
         cpu.set_up(options.threads)
         self.place = place
         self._load: Callable[[], nn.Module] = functools.partial(load, model_dir, dtype)
@@ -67,12 +72,12 @@ class TorchBackend:
         self._optimizer_options = optimizer
         self._options = options
         self._mesh = Mesh(place, torch.device(options.device).type)
-        model = self._load()
-        own_storages([*model.parameters(), *model.buffers()])
+        model = self._loaded_on_rank_0(lambda _: None) or load_shapes(model_dir, dtype)
         if options.recompute == "layers":
             recompute_blocks(model)
         self._trained: Replica | Shards
         if self._mesh.shard_mesh is None:
+            own_storages([*model.parameters(), *model.buffers()])
             self._trained = Replica(model.to(options.device))
         else:
             self._trained = Shards(model, self._mesh.shard_mesh, self._mesh.context)
@@ -90,12 +95,31 @@ class TorchBackend:
             fused=True,
         )
 
+    def _loaded_on_rank_0(self, check: Callable[[nn.Module], None]) -> nn.Module | None:
+        """Return the checked model of the model directory on rank 0 and None elsewhere. Every rank has to call this.
+
+        Raises the RpcError of rank 0 on all ranks.
+        """
+        model: nn.Module | None = None
+        failure = b""
+        if self.place.rank == 0:
+            try:
+                model = self._load()
+                check(model)
+            except RpcError as error:
+                failure = f"{error.code} {error}".encode()
+        failure = self._mesh.from_rank_0(failure)
+        if failure:
+            code, _, text = failure.decode().partition(" ")
+            raise RpcError(code, text)
+        return model
+
     def restart(self) -> None:
         """Load the weights of the model directory with fresh optimizer state."""
         self.shelves.backload()
-        weights = Replica(self._load()).weights()
-        check_same_model(self._trained.shapes, weights, self._source)
-        self._trained.set_weights(weights)
+        shapes, source = self._trained.shapes, self._source
+        model = self._loaded_on_rank_0(lambda loaded: check_same_model(shapes, named_weights(loaded), source))
+        self._trained.set_weights({} if model is None else named_weights(model))
         self._reset()
         self.drop_gradients()
 
@@ -131,18 +155,18 @@ class TorchBackend:
         self, sequences: Sequences, temperature: float, loss: TokenLoss, *, entropy: Entropy
     ) -> dict[str, float]:
         """Add the gradients of all micro-batches. The result does not depend on how the batch is split into them."""
-        totals: dict[str, float] = {}
+        parts: list[Mapping[str, Tensor]] = []
 
         def back(scores: Scores) -> None:
             total, sums = loss(LocalScores(scores, self._mesh.sum_over_sequence_ranks))
             total.backward()  # type: ignore[no-untyped-call]
-            add_up(totals, sums)
+            parts.append(sums)
 
         def idle(scores: Scores) -> None:
             (scores.logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
         self._run(sequences, temperature, entropy, back, idle)
-        return totals
+        return totals_of(parts)
 
     def _run(
         self,

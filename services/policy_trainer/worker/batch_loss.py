@@ -32,8 +32,11 @@ class BatchLoss:
         device: str,
         own: PolicyLoss | None = None,
         version: int = -1,
+        *,
+        keeps: bool = False,
     ) -> None:
         """`flat` holds the joined shards. `advantages` and `weights` are float [T]. For `version` see `token_loss`.
+        With `keeps`, the log-probs of all tokens are kept for `kept_logprobs`.
 
         Raises RpcError(bad_request) if `spec` is not supported.
         """
@@ -52,10 +55,13 @@ class BatchLoss:
         self._ref = on_device(flat[REF_KEY]) if spec.kl_estimator else None
         lengths = flat["lengths"].astype(np.int64)
         self._count = len(lengths)
+        self._kept = torch.zeros(len(flat["loss_mask"]), device=device) if keeps else None
         self._sequences = torch.from_numpy(np.repeat(np.arange(self._count), lengths)).to(device)
 
     def __call__(self, local: LocalScores) -> tuple[Tensor, dict[str, Tensor]]:
         at, cur, entropy = local.scores.tokens, local.scores.logprobs, local.scores.entropy
+        if self._kept is not None:
+            self._kept[at] = cur.detach().float()
         data = TokenData(
             rollout=self._rollout[at],
             advantages=self._advantages[at],
@@ -69,3 +75,8 @@ class BatchLoss:
         )
         known = torch.zeros_like(cur) if entropy is None else entropy
         return losses.token_loss(self._spec, cur, data, known, self._policy, version=self._version)
+
+    def kept_logprobs(self) -> Array:
+        """Return the log-probs that the pass computed on this rank, float32 [T], 0 elsewhere."""
+        kept: Array = np.zeros(len(self._weights), np.float32) if self._kept is None else self._kept.cpu().numpy()
+        return kept

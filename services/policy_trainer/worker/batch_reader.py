@@ -24,7 +24,7 @@ MAX_PREFETCHED = 2
 class BatchReader:
     """The shards of the current step and of queued calls. It belongs to the event loop of `data`."""
 
-    def __init__(self, data: DataClient, *, patience_s: float, on_wait: Callable[[str], None]) -> None:
+    def __init__(self, data: DataClient, *, patience_s: float, on_wait: Callable[[str, float], None]) -> None:
         """`patience_s` limits the absence of a store, for which other ranks wait, too. `on_wait` gets each cause."""
         self._data = data
         self._shards = StepShards(data)
@@ -73,11 +73,12 @@ class BatchReader:
         loop, refusals = asyncio.get_running_loop(), self._refusals
         until = loop.time() + self._patience_s
         while True:
+            asked_at = loop.time()
             try:
                 return await self._shards.fetch(batch, keys, deadline_s=min(FETCH_S, until - loop.time()))
             except RpcError as error:
                 if error.code not in AWAY or until - loop.time() <= AGAIN_S or refusals != self._refusals:
                     raise
                 self._log.warning("shards: trying again", code=error.code, error=str(error))
-                self._on_wait(str(error))
+                self._on_wait(str(error), loop.time() - asked_at)
                 await asyncio.sleep(AGAIN_S)  # only paces the retries

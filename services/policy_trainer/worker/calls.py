@@ -28,6 +28,7 @@ from services.policy_trainer.worker.batch_reader import BatchReader
 from services.policy_trainer.worker.checkpoint_writer import CheckpointWriter
 from services.policy_trainer.worker.colocation.devices import Devices
 from services.policy_trainer.worker.colocation.residency import NEEDS, Part, parts_named
+from services.policy_trainer.worker.sample_records import SampleRecords
 from services.policy_trainer.worker.snapshot_keeper import SnapshotKeeper
 from services.policy_trainer.worker.snapshots import Snapshots
 from shared.actor.own_store import own_store
@@ -39,6 +40,7 @@ from shared.ranks.meeting import Meeting
 from shared.rpc.errors import RpcError
 from shared.rpc.mailbox import DEFERRED, Call, Deferred
 from shared.rundir import RunDir, service_name
+from shared.samples.choice import Choice
 from shared.stages import PROXIMAL
 from shared.topology import Topology
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from services.policy_trainer.worker.losses.policy import PolicyLoss
     from services.policy_trainer.worker.weights.earlier import EarlierVersions
     from services.policy_trainer.worker.weights.publish import Canaries
+    from services.policy_trainer.worker.weights.staging import Staging
 
 T = TypeVar("T")
 
@@ -78,6 +81,7 @@ class Calls:
         self._writer = CheckpointWriter(run.checkpoints, topology.checkpoint.keep_every)
         self._backend: Backend
         self._canaries: Canaries
+        self._staging: Staging
         self._earlier: EarlierVersions
         self._meeting: Meeting
         self._store = ""
@@ -87,22 +91,31 @@ class Calls:
         """Whether the weights are those of the model directory, with fresh optimizer state."""
         self._service = service
         self.devices = Devices(lambda work: self._together("move", work), self._weights_put)
-        self.on_published: Callable[[messages.WeightsRef], None] = lambda ref: None
-        """Callback that receives, on rank 0, each version that was put, before the driver is answered."""
+        self.on_published: Callable[[messages.WeightsRef, Mapping[str, Any]], None] = lambda ref, weights: None
+        """Callback that receives, on rank 0, each version that was put and its weights, before the driver is answered.
+        They stay as they are until `on_changing`."""
+        self.on_changing: Callable[[], None] = lambda: None
+        """Callback that returns once no published weights are being read, on the device, by those who send them."""
         self.progress = 0
         """Number of finished micro-batches and calls, counted by the compute thread."""
         self.reader = BatchReader(
             data,
             patience_s=topology.services.policy_trainer.collective_s / 2,
-            on_wait=lambda why: service.telemetry.emit("waiting", {"for": "shards", "why": why[:200]}),
+            on_wait=self._waited,
         )
         self._putting: asyncio.Future[Any] | None = None
         """The put of weights into a store under way. No optimizer step begins before its end."""
         kept = topology.checkpoint.memory_every is not None
+        self._records = SampleRecords(Choice.of(topology), data, self._own_store)
         self.snapshots = SnapshotKeeper(Snapshots(run.shm / "trainer", place) if kept else None)
         self._accumulated: list[str] = []
         """Tasks of this data-parallel rank whose gradients wait for the next update."""
         self._log = structlog.get_logger("policy-trainer-worker")
+
+    def _waited(self, why: str, seconds: float) -> None:
+        """Report that shards could not be read."""
+        self._service.telemetry.emit("waiting", {"for": "shards", "why": why[:200]})
+        self._service.telemetry.span("shards", seconds, of="batch-store")
 
     # ---- life
 
@@ -124,6 +137,7 @@ class Calls:
         from services.policy_trainer.worker.start import make_backend
         from services.policy_trainer.worker.weights.earlier import EarlierVersions
         from services.policy_trainer.worker.weights.publish import Canaries
+        from services.policy_trainer.worker.weights.staging import Staging
         from shared.model.load import require_deterministic_algorithms
 
         deterministic = self._topology.run.deterministic
@@ -140,10 +154,12 @@ class Calls:
         self._canaries = Canaries(
             self._backend, Path(policy.model), policy.dtype, self._topology.run.seed, with_digests=not mapped
         )
+        self._staging = Staging()
 
     async def close(self) -> None:
         """Wait for unfinished checkpoints and release all resources."""
         await self._writer.close()
+        await self._records.close()
         self.reader.forget_prefetched()
         shutil.rmtree(self._run.path / "offloaded" / f"rank-{self._place.rank}", ignore_errors=True)
         self._data.close()
@@ -282,19 +298,25 @@ class Calls:
         # The key is unique to this call: an earlier life may have put other bits for these tasks and fences.
         key = f"{samples.PROX_KEY}{REVISION}{request.driver:x}-{request.order}"
         if named:
-            self._store = self._store or await own_store(self._service)
             shards = [TaskShards(task.task_id, task.fence, {key: piece}) for task, piece in named]
-            await self._data.put(shards, store=self._store, deadline_s=PUT_S)
+            await self._data.put(shards, store=await self._own_store(), deadline_s=PUT_S)
         handles = [
             TaskHandle(task.task_id, task.fence, task.samples, task.tokens, piece.nbytes, [0]) for task, piece in named
         ]
         meta = BatchMeta(tasks=handles, parts=[BatchPart(PROXIMAL.name, [key])], stores=[self._store])
         return messages.ForwardDone(meta=meta, seconds=time.perf_counter() - began)
 
+    async def _own_store(self) -> str:
+        self._store = self._store or await own_store(self._service)
+        return self._store
+
     async def _forward_backward(self, request: messages.ForwardBackward, _: Call) -> Message:
         from services.policy_trainer.worker.batch_loss import BatchLoss
 
         began = time.perf_counter()
+        recorded = self._records.wanted(request.batch) if self._place.leads else []
+        # With cp, this rank computes only its part of each sequence.
+        keeps = bool(recorded) and request.loss.anchor != "proximal" and self._place.layout.cp == 1
 
         async def bind() -> tuple[samples.BatchTokens, BatchLoss]:
             tokens = await self.reader.tokens(request)
@@ -307,7 +329,9 @@ class Calls:
                 device = self._topology.services.policy_trainer.device
                 # With anchor rollout the trainer's log-probs are current; after an update they belong to no version.
                 version = -1 if self.dirty and request.loss.anchor == "rollout" else self.step
-                return BatchLoss(request.loss, tokens.flat, advantages, weights, device, self._own_loss, version)
+                return BatchLoss(
+                    request.loss, tokens.flat, advantages, weights, device, self._own_loss, version, keeps=keeps
+                )
 
             return tokens, await self._on_compute_thread(spread)
 
@@ -318,6 +342,8 @@ class Calls:
             return self._backend.forward_backward(sequences, temperature, loss, entropy=loss.entropy)
 
         sums = await self._together("ForwardBackward", work)
+        if recorded:
+            self._records.put(request.batch, recorded, tokens, loss)
         self._accumulated += [task.task_id for task in request.batch.tasks]
         return messages.ForwardBackwardDone(sums=sums, seconds=time.perf_counter() - began)
 
@@ -408,7 +434,7 @@ class Calls:
         elif not earlier:
             weights = await self._together("Publish", self._backend.weights)
         leads = self._place.rank == 0
-        put = [asyncio.ensure_future(put_weights(self._data, weights, request))] if leads else []
+        put = [asyncio.ensure_future(put_weights(self._data, weights, request, self._staging))] if leads else []
         digests = [asyncio.ensure_future(asyncio.to_thread(self._canaries.digests, weights))] if leads else []
         try:
             if version is not None:
@@ -430,7 +456,7 @@ class Calls:
                 # The weights have not changed, so later calls may proceed.
                 self.refuse(request, call, error)
             else:
-                self.on_published(ref)
+                self.on_published(ref, weights)
                 call.reply(messages.Published(ref=ref, seconds=time.perf_counter() - began))
 
         self._putting = asyncio.ensure_future(answer())
@@ -441,6 +467,7 @@ class Calls:
         if self._putting is not None:
             await self._putting
             self._putting = None
+        self.on_changing()
 
     async def _save_checkpoint(self, request: messages.SaveCheckpoint, call: Call) -> Message | Deferred:
         """Gather the state in order and write it during the next step."""
@@ -455,7 +482,7 @@ class Calls:
             return messages.Saved(path="", seconds=0.0)
         earlier = self._earlier.tensors(request.step)
         saved = SavedState(request.step, state.weights, state.optimizer, earlier, at_stop=request.at_stop)
-        self._writer.begin(saved, request.keep_last, call.reply, partial(self.refuse, request, call))
+        self._writer.begin(saved, request.keep_last, request.keep, call.reply, partial(self.refuse, request, call))
         return DEFERRED
 
     async def _save_model(self, request: messages.SaveModel, _: Call) -> Message:

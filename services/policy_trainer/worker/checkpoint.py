@@ -14,23 +14,21 @@ import ctypes
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from proto.messages import ErrorCode
+from shared.checkpoint_files import LAYOUT, MODEL, OPTIMIZER, STATE, digest, verify
 from shared.rpc.errors import RpcError
 from shared.rundir import CHECKPOINT_PREFIX, checkpoint_steps
 
-LAYOUT = 1
-MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 EARLIER = "earlier.safetensors"
-_CHUNK_BYTES = 8 << 20
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -56,17 +54,19 @@ def _write(partial: Path, state: SavedState) -> None:
     for name in (MODEL, OPTIMIZER, *([EARLIER] if state.earlier else [])):
         os.chmod(partial / name, 0o644)
         _sync(partial / name)
-        size, digest = _digest(partial / name)
-        manifest["files"][name] = {"bytes": size, "xxh3_64": f"{digest:016x}"}
+        size, found = digest(partial / name)
+        manifest["files"][name] = {"bytes": size, "xxh3_64": f"{found:016x}"}
     (partial / STATE).write_text(json.dumps(manifest, indent=2) + "\n")
     _sync(partial / STATE)
     _sync(partial)
-    _verify(partial)
+    verify(partial)
 
 
-def save(folder: Path, state: SavedState, *, keep_last: int, keep_every: int | None = None) -> Path:
+def save(
+    folder: Path, state: SavedState, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = ()
+) -> Path:
     """Write `folder/step-<n>`, replacing one of the same step. Then delete all later steps, and all earlier ones except
-    the newest `keep_last` and the multiples of `keep_every`.
+    the newest `keep_last`, the multiples of `keep_every` and those in `keep`.
 
     A checkpoint made `at_stop` displaces no other: it does not count towards `keep_last` and is deleted after the next
     save.
@@ -91,7 +91,8 @@ def save(folder: Path, state: SavedState, *, keep_last: int, keep_every: int | N
     here = checkpoint_steps(folder)
     newer = [step for step in here if step > state.step]  # these steps were taken back
     in_turn = [step for step in here if step <= state.step and not _made_at_stop(folder / f"{CHECKPOINT_PREFIX}{step}")]
-    older = [step for step in here if step < state.step and step not in in_turn[-keep_last:]]
+    kept = {*in_turn[-keep_last:], *keep}
+    older = [step for step in here if step < state.step and step not in kept]
     for step in (*newer, *older):
         if step in newer or not keep_every or step % keep_every:
             (folder / f"{CHECKPOINT_PREFIX}{step}").rename(folder / f".{CHECKPOINT_PREFIX}{step}.removed")
@@ -113,7 +114,7 @@ def load(folder: Path, step: int) -> SavedState:
     if not path.is_dir():
         there = ", ".join(map(str, checkpoint_steps(folder))) or "none"
         raise RpcError(ErrorCode.MISSING, f"checkpoint {path}: does not exist; existing checkpoints: {there}")
-    manifest = _verify(path)
+    manifest = verify(path)
     if manifest.get("step") != step:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: {STATE} belongs to step {manifest.get('step')}")
     try:
@@ -121,36 +122,6 @@ def load(folder: Path, step: int) -> SavedState:
         return SavedState(step, load_file(path / MODEL), load_file(path / OPTIMIZER), earlier)
     except (SafetensorError, OSError) as error:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: unreadable: {error}") from None
-
-
-def _verify(path: Path) -> dict[str, Any]:
-    """Check the size and checksum of every file and return the manifest. Raises RpcError(conflict)."""
-    try:
-        manifest = json.loads((path / STATE).read_text())
-        if manifest["layout"] != LAYOUT:
-            raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: layout {manifest['layout']} instead of {LAYOUT}")
-        expected = {name: (int(row["bytes"]), int(row["xxh3_64"], 16)) for name, row in manifest["files"].items()}
-        found = {name: _digest(path / name) for name in (MODEL, OPTIMIZER, *expected)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RpcError(
-            ErrorCode.CONFLICT, f"checkpoint {path}: damaged ({type(error).__name__}: {error}); use an older one"
-        ) from None
-    for name in found:
-        if found[name] != expected.get(name):
-            raise RpcError(
-                ErrorCode.CONFLICT, f"checkpoint {path}: {name} is not what was written (checksum); use an older one"
-            )
-    return dict(manifest)
-
-
-def _digest(path: Path) -> tuple[int, int]:
-    hasher = xxhash.xxh3_64()
-    size = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-            size += len(chunk)
-    return size, hasher.intdigest()
 
 
 def _sync(path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from proto.messages import TransferParameter
 from services.policy_trainer.worker.checkpoint import SavedState
+from services.policy_trainer.worker.mesh import from_rank_0 as bytes_from_rank_0
 from shared.weights.table import described, room_for
 
 
@@ -28,21 +29,10 @@ def from_rank_0(state: SavedState | None) -> SavedState:
 
 
 def _tensors(mine: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    table = b"" if mine is None else msgspec.msgpack.encode(described(mine))
-    size = torch.tensor([len(table)])
-    dist.broadcast(size, 0)
-    packed = (
-        torch.zeros(int(size), dtype=torch.uint8)
-        if mine is None
-        else torch.frombuffer(bytearray(table), dtype=torch.uint8)
-    )
-    dist.broadcast(packed, 0)
-    tensors = dict(mine) if mine is not None else room_for(_rows(packed))
+    table = bytes_from_rank_0(b"" if mine is None else msgspec.msgpack.encode(described(mine)))
+    rows = msgspec.msgpack.decode(table, type=list[TransferParameter])
+    tensors = dict(mine) if mine is not None else room_for(rows)
     for tensor in tensors.values():
         if tensor.numel():
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0)
     return tensors
-
-
-def _rows(packed: Tensor) -> list[TransferParameter]:
-    return msgspec.msgpack.decode(bytes(packed.tolist()), type=list[TransferParameter])

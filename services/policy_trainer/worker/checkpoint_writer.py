@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,11 +30,13 @@ class CheckpointWriter:
         self,
         state: SavedState,
         keep_last: int,
+        keep: Collection[int],
         on_saved: Callable[[Saved], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Begin to write a checkpoint, and delete those that are older than the `keep_last` newest once it is whole."""
-        task = asyncio.create_task(self._save(state, keep_last, on_saved, on_error))
+        """Begin to write a checkpoint. Once it is whole, delete those older than the `keep_last` newest, but no step in
+        `keep`."""
+        task = asyncio.create_task(self._save(state, keep_last, keep, on_saved, on_error))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)
 
@@ -42,13 +44,14 @@ class CheckpointWriter:
         self,
         state: SavedState,
         keep_last: int,
+        keep: Collection[int],
         on_saved: Callable[[Saved], None],
         on_error: Callable[[Exception], None],
     ) -> None:
         from services.policy_trainer.worker import checkpoint
 
         def write() -> tuple[Path, list[int]]:
-            path = checkpoint.save(self._folder, state, keep_last=keep_last, keep_every=self._keep_every)
+            path = checkpoint.save(self._folder, state, keep_last=keep_last, keep_every=self._keep_every, keep=keep)
             return path, checkpoint_steps(self._folder)
 
         began = time.perf_counter()

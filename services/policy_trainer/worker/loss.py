@@ -65,7 +65,8 @@ def token_loss(
     clipped, `masked` whether the ratio mask excluded the token, `entropy`, `mismatch` |anchor or cur at the first
     update - rollout| (0 for cross_entropy, whose tokens no engine sampled), and `version`. The mismatch is also summed,
     with the number of tokens, as `engine` over tokens sampled by `version` itself, where engine and trainer should
-    agree, and as `lag` over tokens sampled by earlier versions.
+    agree, and as `lag` over tokens sampled by earlier versions. `mismatch.importance_sums` adds the sums of importance
+    weights, except for cross_entropy.
     """
     if spec.anchor == "present":
         data = replace(data, prox=cur.detach())
@@ -108,4 +109,6 @@ def token_loss(
             "lag_tokens": earlier.sum(),
             "lag": (mismatches * earlier).sum(),
         }
+        if spec.name != "cross_entropy":
+            sums |= mismatch.importance_sums(spec, own, data)
     return loss_sum, {name: value.detach() for name, value in sums.items()}

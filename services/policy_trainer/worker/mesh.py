@@ -47,6 +47,10 @@ class Mesh:
         dist.all_reduce(total, group=self._context.group)
         return total
 
+    def from_rank_0(self, mine: bytes) -> bytes:
+        """Return rank 0's `mine` on every rank. Every rank has to call this."""
+        return mine if self.shard_mesh is None else from_rank_0(mine)
+
     def most(self, count: int) -> int:
         """Return the largest `count` of all ranks."""
         if self.shard_mesh is None:
@@ -54,3 +58,16 @@ class Mesh:
         value = torch.tensor([count])
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return int(value)
+
+
+def from_rank_0(mine: bytes) -> bytes:
+    """Return rank 0's `mine` on every rank of the default group. Every rank has to call this."""
+    size = torch.tensor([len(mine)])
+    dist.broadcast(size, 0)
+    if not int(size):
+        return b""
+    packed = torch.zeros(int(size), dtype=torch.uint8)
+    if dist.get_rank() == 0:
+        packed = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    dist.broadcast(packed, 0)
+    return packed.numpy().tobytes()

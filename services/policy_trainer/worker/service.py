@@ -81,6 +81,7 @@ class PolicyTrainerWorker(Service):
             listen=lambda: self.listen,
         )
         self._calls.on_published = sender.published
+        self._calls.on_changing = sender.changing
         self.mailbox.handle(messages.AskTransfer, sender.ask)
         self.mailbox.handle(messages.EndTransfer, sender.end)
 
@@ -100,9 +101,13 @@ class PolicyTrainerWorker(Service):
 
     async def _serve_calls(self) -> None:
         while True:
+            waited = time.perf_counter()
             request, call = await self._pending.next()
             epoch = self._pending.epoch
             began = time.perf_counter()
+            self.telemetry.span("call", began - waited, of="policy-trainer/0")
+            # Calls without a step belong to the one that is being trained.
+            step = getattr(request, "step", self._calls.step + 1)
             async with self._running:
                 self._current = (type(request).__name__, self.loop.time())
                 try:
@@ -117,7 +122,7 @@ class PolicyTrainerWorker(Service):
                 else:
                     if isinstance(answer, Message):
                         call.reply(answer)
-                    self.telemetry.span(type(request).__name__, time.perf_counter() - began)
+                    self.telemetry.span(type(request).__name__, time.perf_counter() - began, {"step": float(step)})
                 finally:
                     self._current = None
                 self._calls.devices.after(request, followed=self._pending.followed)

@@ -6,30 +6,49 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from proto.messages import TransferParameter
 from services.policy_trainer.worker.blocks import blocks_of
+from services.policy_trainer.worker.mesh import from_rank_0
 from shared.model.context import ContextRank
-from shared.model.load import named_weights
+from shared.model.load import named_weights, unfilled
 from shared.model.logprobs import LogprobScorer
+from shared.weights.table import described
 
 _LOW = (torch.bfloat16, torch.float16)
 
 
 class Shards:
-    """A `Replica` in pieces. The pieces of 16-bit weights are float32, while the passes run in 16 bits."""
+    """A `Replica` in pieces. The pieces of 16-bit weights are float32, while the passes run in 16 bits.
+
+    Only rank 0 ever holds whole weights; the others hold their pieces and, for a moment, one tensor.
+    """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, context: ContextRank | None) -> None:
+        """`model` has its weights on rank 0, and may be uninitialised elsewhere. Every rank has to call this."""
+        self._rank = mesh.get_rank()
         dtype = next(model.parameters()).dtype
-        named = named_weights(model)
-        self._dtypes = {name: tensor.dtype for name, tensor in named.items()}
-        self.shapes = {name: tensor.shape for name, tensor in named.items()}
+        named = named_weights(model) if self._rank == 0 else {}
+        table = from_rank_0(msgspec.msgpack.encode(described(named)))
+        rows = msgspec.msgpack.decode(table, type=list[TransferParameter])
+        self._dtypes: dict[str, torch.dtype] = {each.name: getattr(torch, each.dtype) for each in rows}
+        self.shapes = {each.name: torch.Size(each.shape) for each in rows}
         """Full shape of every weight."""
-        self.model = model.float() if dtype in _LOW else model
+        self.model = model
+        # Pieces are cut from memory that is not written, and thus takes no room, and are filled from rank 0 below.
+        with torch.no_grad(), unfilled():
+            for parameter in model.parameters():
+                kept = torch.float32 if parameter.dtype in _LOW else parameter.dtype
+                parameter.data = torch.empty_like(parameter, dtype=kept)
+            for buffer in model.buffers():
+                buffer.data = buffer.float() if buffer.dtype in _LOW else buffer
         self.scorer = LogprobScorer(self.model, context)
         low = dtype in _LOW
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
@@ -43,7 +62,9 @@ class Shards:
                 module.set_force_sum_reduction_for_comms(True)
         self.masters = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
         self.separate = set(self.masters) if dtype in _LOW else set()
-        self._rank = mesh.get_rank()
+        self.set_weights(named)
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, 0)
 
     def after_inference(self) -> None:
         """Free the weights that a pass without a gradient has gathered."""
@@ -59,9 +80,9 @@ class Shards:
         """Return full weights on the host on rank 0 and {} elsewhere. Every rank has to call this."""
         found: dict[str, Tensor] = {}
         for name, live in self.own_weights().items():
-            whole = self.whole(live)
+            whole = self.whole(live.to(self._dtypes[name]))
             if self._rank == 0:
-                found[name] = whole.to(self._dtypes[name])
+                found[name] = whole
         return found
 
     def own_weights(self) -> dict[str, Tensor]:
@@ -72,9 +93,17 @@ class Shards:
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Copy this rank's pieces from full weights of the same names and shapes."""
+        """Copy the pieces of all ranks from rank 0's full weights of the same names and shapes. Other ranks need none.
+        Every rank has to call this."""
         for name, target in self.own_weights().items():
-            target.copy_(self.part(weights[name], target))
+            whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+            if self._rank == 0:
+                whole.copy_(weights[name])
+            if isinstance(target, DTensor):
+                target.copy_(distribute_tensor(whole, target.device_mesh, target.placements))
+            else:
+                dist.broadcast(whole, 0)
+                target.copy_(whole)
 
     def whole(self, part: Tensor) -> Tensor:
         """Return the full tensor of `part` on the host of rank 0. The result of other ranks is meaningless."""

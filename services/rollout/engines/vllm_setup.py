@@ -27,6 +27,8 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    # On CUDA with Triton vLLM selects its second model runner. Proofs of weights and swaps are tested with the first.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
     # torch.distributed listens even for one worker, so restrict it to this machine's loopback.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -69,8 +71,8 @@ def import_vllm() -> None:
     importlib.import_module("vllm.v1.engine.llm_engine")
 
 
-def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool) -> dict[str, Any]:
-    """Return EngineArgs from the defaults and `given`. Raises RpcError(bad_request) for names that users cannot set."""
+def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool, in_flight: InFlight) -> dict[str, Any]:
+    """Return EngineArgs from the defaults and `given`. Raises RpcError(bad_request) for what users cannot set."""
     for name in given:
         key = f"services.rollout.engine_args.{name}"
         if name in _OURS:
@@ -80,7 +82,16 @@ def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool) -> 
             near = difflib.get_close_matches(name, known - _OURS.keys(), 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: vLLM's EngineArgs has no such field{hint}")
+    if in_flight != "wait" and given.get("async_scheduling"):
+        raise RpcError(
+            ErrorCode.BAD_REQUEST,
+            "services.rollout.engine_args.async_scheduling: cannot be true with services.rollout.in_flight: "
+            f"{in_flight}, because tokens of the old weights would be counted as tokens of the new ones; leave it out",
+        )
     defaults: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
+    if in_flight != "wait":
+        # Otherwise vLLM computes the next step of the batch before it returns the tokens of the last one.
+        defaults["async_scheduling"] = False
     if on_cpu:
         defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
     return defaults | dict(given)

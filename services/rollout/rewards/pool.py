@@ -130,6 +130,7 @@ class RewardPool:
         `advance` is called every WATCH_S meanwhile. Waiting is not hanging: calls, and the start and end of a process,
         each have a time limit of their own. Raises RpcError(bad_request) if processes can no longer be started.
         """
+        begun = asyncio.get_running_loop().time()
         flat = [sample for group in groups for sample in group]
         sums = [Score(0.0) for _ in flat]
         calls: list[RewardCall] = []
@@ -149,7 +150,7 @@ class RewardPool:
             add_all(sums, call.places, call.scores, self._terms[call.function].weight)
         self._counts["calls"] += len(calls)
         self._failing.lease_ended(well=all(each.value is not None for each in sums))
-        self._report(sums)
+        self._report(sums, asyncio.get_running_loop().time() - begun)
         scored = iter(sums)
         return [[next(scored) for _ in group] for group in groups]
 
@@ -183,13 +184,14 @@ class RewardPool:
                 calls += [RewardCall(function, [sample], [at]) for sample, at in zip(group, places, strict=True)]
         return calls
 
-    def _report(self, scores: Sequence[Score]) -> None:
+    def _report(self, scores: Sequence[Score], seconds: float) -> None:
         failures = [score for score in scores if score.value is None]
         self._counts.update(score.kind for score in failures)
         self._counts["restarts"] = self._pool.restarts
         values: dict[str, float | str] = {
             "samples": len(scores),
             "samples_failed": len(failures),
+            "seconds": seconds,
             **{f"total/{kind}": float(count) for kind, count in sorted(self._counts.items())},
         }
         if failures:

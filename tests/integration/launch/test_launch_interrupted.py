@@ -57,7 +57,7 @@ def start(
     return subprocess.Popen(
         [
             *(sys.executable, "-m", LAUNCHER, str(QUICKSTART), "--run-dir", str(path)),
-            *("--set", "services.batch-store.memory=12MiB", "--set", f"services.batch-store.directory={shm}"),
+            *("--set", "services.batch-store.memory=14MiB", "--set", f"services.batch-store.directory={shm}"),
             *arguments,
         ],
         stdin=subprocess.DEVNULL,

@@ -20,6 +20,8 @@ import pytest
 
 from launch.peer import with_client
 from launch.supervisor.plan import SUPERVISOR
+from launch.terminal.app import MonitorApp
+from launch.terminal.feed import Feed
 from proto.messages import ErrorCode, GetLog, LogLines
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -88,6 +90,29 @@ def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
         access.write(folder / "stranger", Access(mine.name, ring, mine.endpoints))
         shutil.rmtree(folder / "strange")
         yield Away(folder, here)
+
+
+def test_a_terminal_elsewhere_shows_the_run_and_has_keys_for_operators_only(away: Away) -> None:
+    away.here.run.metrics.write_text("".join(f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in range(1, 8)))
+
+    async def attach(role: str) -> tuple[set[str], str]:
+        feed = Feed(access.read(away.folder / role))
+        app = MonitorApp(feed)
+        async with app.run_test(size=(100, 30), notifications=True) as pilot:
+            async with asyncio.timeout(LIMIT_S):
+                await feed.connected.wait()
+                while "reward/mean" not in feed.view.metric_names():
+                    await asyncio.sleep(0.05)
+            assert [point[0] for point in feed.view.curves(["reward/mean"])["reward/mean"]] == list(range(1, 8))
+            await pilot.press("2", "r")
+            await pilot.pause()
+            names = {each.name for each in feed.view.services(time.time())}
+            return names, type(app.screen).__name__
+
+    names, screen = asyncio.run(attach("observer"))
+    assert {"rollout/0", "scheduler/0", "policy-trainer/0"} <= names
+    assert screen == "Screen"
+    assert asyncio.run(attach("operator"))[1] == "Confirm"
 
 
 def security(away: Away, service: str) -> dict[str, float]:

@@ -97,6 +97,7 @@ def test_a_killed_service_restarts_in_its_spare_like_a_new_process_and_the_spare
         assert all(row["rss_bytes"] > 1 << 20 for row in here.status()["spares"])
 
 
+@pytest.mark.long
 def test_a_planned_restart_uses_a_stopped_spare(tmp_path: Path) -> None:
     with launched(tmp_path / "run", spares=True) as here:
         here.wait_ready()
@@ -171,6 +172,7 @@ def test_spares_end_with_the_run_and_with_a_killed_launcher(tmp_path: Path) -> N
         assert_nothing_left(run)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_spare_of_the_quickstart_imports_everything_at_low_priority_and_opens_no_device(tmp_path: Path) -> None:
     """The adopted module prints traces of actions that are forbidden to a spare. The test has no launcher."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,12 +15,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from launch.stream import Stream
 from proto.ids import new_incarnation
 from proto.messages import GetSnapshot, Snapshot, Telemetry, TopicRow
 from shared.actor.telemetry import TelemetrySender
 from shared.rpc.client import Client
 from shared.rundir import RunDir
+from shared.stream import Stream
 from tests.integration.tiny.harness import ROOT, environment, launched, wait_for
 
 CALL_S = 10.0
@@ -183,6 +184,10 @@ def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: 
                 break
         assert seen == sorted(seen)
         assert len(seen) < count, "80 MB cannot have waited in bounded queues"
+        stopped.terminate()
+        told = stopped.communicate(timeout=CALL_S)[1].splitlines()
+        lost = sum(int(re.fullmatch(r"launch\.monitor: (\d+) updates lost, .*", line)[1]) for line in told)  # type: ignore[index]
+        assert lost >= count - len(seen)
     finally:
         stopped.kill()
         stopped.communicate()

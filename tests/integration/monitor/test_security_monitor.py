@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launch.stream import Stream
 from shared.rundir import RunDir
+from shared.stream import Stream
 from tests.integration.tiny.harness import ROOT, environment
 
 

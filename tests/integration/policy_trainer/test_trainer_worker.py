@@ -144,7 +144,7 @@ class Bench:
         await workers.take_over()
         return workers
 
-    async def batch(self, step: int, *, broken_task: int = -1, short_task: int = -1) -> Batch:
+    async def batch(self, step: int, *, broken_task: int = -1, short_task: int = -1, fence: int = 1) -> Batch:
         """Put the shards of a synthetic batch and return it with advantages and weights of its samples.
 
         The task `broken_task` has a log-prob that is NaN, and `short_task` lacks one version.
@@ -169,8 +169,8 @@ class Bench:
             if index == short_task:
                 shards["versions"] = shards["versions"][:-1]
             task_id = f"train/{step}/{index}"
-            tasks.append(TaskShards(task_id, 1, {key: shards[key] for key in ROLLOUT.makes}))
-            handles.append(TaskHandle(task_id, 1, GROUP, len(ids), 0, [0]))
+            tasks.append(TaskShards(task_id, fence, {key: shards[key] for key in ROLLOUT.makes}))
+            handles.append(TaskHandle(task_id, fence, GROUP, len(ids), 0, [0]))
         await self.data.put(tasks, store=STORE, deadline_s=20)
         meta = BatchMeta(tasks=handles, parts=[BatchPart(ROLLOUT.name, list(ROLLOUT.makes))], stores=[STORE])
         advantages = rng.normal(size=TASKS * GROUP).astype(np.float32)

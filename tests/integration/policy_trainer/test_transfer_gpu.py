@@ -18,7 +18,7 @@ from proto.messages import DeviceMemory
 from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
 from shared.ranks.meeting import LOOPBACK
 from shared.weights.gloo import TransferLost
-from shared.weights.memory import exported, give_back, packed
+from shared.weights.memory import exported, give_back, packed, withdraw
 from tests.integration.store_process import REPOSITORY
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +34,18 @@ torch.cuda.init()
 memory = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=DeviceMemory)
 assert memory.gpu == str(torch.cuda.get_device_properties(0).uuid)
 sys.stdout.buffer.write(rebuild_cuda_tensor(*opening(memory)).cpu().numpy().tobytes())
+"""
+OPENS_AND_HOLDS = """
+import sys
+import msgspec, torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from proto.messages import DeviceMemory
+from shared.weights.memory import opening
+
+torch.cuda.init()
+opened = rebuild_cuda_tensor(*opening(msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=DeviceMemory)))
+print("opened", flush=True)
+sys.stdin.read()
 """
 RECEIVES = """
 import sys
@@ -68,20 +80,39 @@ def test_another_process_reads_exported_memory_which_is_then_freed() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.parametrize("opened", [False, True], ids=["never opened", "reader killed"])
+def test_memory_that_its_reader_never_closes_is_freed_when_it_is_withdrawn(opened: bool) -> None:
+    before = torch.cuda.memory_allocated()
+    copy = packed(tensors(), DEVICE)
+    memory = exported(copy)
+    if opened:
+        command = [sys.executable, "-c", OPENS_AND_HOLDS, msgspec.msgpack.encode(memory).hex()]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=REPOSITORY) as reader:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == b"opened\n"
+            reader.kill()
+    del copy
+    give_back()
+    assert torch.cuda.memory_allocated() > before  # torch still waits for the reader
+    withdraw(memory)
+    give_back()
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_a_communicator_that_no_peer_joins_is_given_up_at_the_deadline() -> None:
     group = NcclGroup(new_unique_id(LOOPBACK), 2, device=DEVICE, deadline_s=3.0)
     began = time.monotonic()
     with pytest.raises(TransferLost, match="join: not done within 3 s"):
-        group.broadcast(tensors().values())
+        group.broadcast([list(tensors().values())])
     assert time.monotonic() - began < 30
     with pytest.raises(TransferLost):  # A used id is never valid again.
-        group.broadcast(tensors().values())
+        group.broadcast([list(tensors().values())])
 
 
 def test_a_communicator_of_one_rank_sends_and_is_closed() -> None:
     group = NcclGroup(new_unique_id(LOOPBACK), 1, device=DEVICE, deadline_s=30.0)
     for _ in range(2):
-        group.broadcast(tensors().values())
+        group.broadcast([list(tensors().values())])
     group.abort()
     group.abort()
 
@@ -98,7 +129,7 @@ def test_vllm_receives_the_weights_that_are_sent() -> None:
         other.stdin.close()
         group = NcclGroup(unique_id, 2, device=DEVICE, deadline_s=60.0)
         for value in (1.0, 2.0):
-            group.broadcast([torch.full((1000,), value, dtype=torch.bfloat16)])
+            group.broadcast([[torch.full((1000,), value, dtype=torch.bfloat16)]])
         assert other.stdout is not None
         assert other.stdout.read().decode().split() == ["1000.0", "2000.0"]
         group.abort()

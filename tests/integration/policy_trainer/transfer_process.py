@@ -136,7 +136,7 @@ async def trainer(run: RunDir) -> None:
             step = command["publish"]
             weights = made(step)
             (receipt,) = await data.put([TaskShards(f"weights/1/{step}", 1, weights)], store=STORE, deadline_s=20)
-            sender.published(reference(step, receipt.nbytes))
+            sender.published(reference(step, receipt.nbytes), {})
             say(published=step, digest=digest(weights))
 
 

@@ -228,6 +228,13 @@ def test_unknown_and_reserved_arguments_are_refused_in_one_line(case: Case) -> N
     assert not any("\n" in each for each in refused.values())
 
 
+def test_batches_hold_a_lease_and_no_step_is_computed_ahead_of_newer_weights(case: Case) -> None:
+    samples, tokens, ahead = case.answer["batches"]
+    assert samples >= 256  # a lease has this many samples by default
+    assert tokens >= 4096
+    assert ahead is False
+
+
 def test_the_engine_is_one_process_that_listens_only_on_loopback(case: Case) -> None:
     assert case.answer["children"] == 0
     assert set(case.answer["listening"]) <= {"127.0.0.1", "::1"}

@@ -140,6 +140,8 @@ class Scenario:
         await self._engine.start()
         answer["start_s"] = time.perf_counter() - started
         answer["sizes"] = [self._engine.vocab_size, self._engine.context_tokens]
+        scheduling = self._engine._llm.vllm_config.scheduler_config
+        answer["batches"] = [scheduling.max_num_seqs, scheduling.max_num_batched_tokens, scheduling.async_scheduling]
         self._base = await self._engine.base_weights()
         await self._weights()
         await self._sampling()

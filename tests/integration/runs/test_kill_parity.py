@@ -250,7 +250,16 @@ def test_kills_change_no_bit_of_other_runs_either(tmp_path: Path, override: str)
     assert parity.differences(*paths) == []
 
 
-SERVICES = ("rollout", "reference", "batch-store", "scheduler", "policy-trainer", "policy-trainer-worker", "monitor")
+SERVICES = (
+    "rollout",
+    "reference",
+    "batch-store",
+    "scheduler",
+    "policy-trainer",
+    "policy-trainer-worker",
+    "monitor",
+    "recorder",
+)
 QUICKSTART = ("run.deterministic=true", "run.steps=30", "checkpoint.every=7", "services.rollout.block_tasks=32")
 
 

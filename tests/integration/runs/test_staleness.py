@@ -31,7 +31,7 @@ CHEAP = [
 @pytest.mark.parametrize(
     ("staleness", "consume", "steps"),
     [
-        (0, "order", FEW),
+        pytest.param(0, "order", FEW, marks=pytest.mark.long),
         (1, "order", FEW),  # This is the quickstart's setting.
         (2, "completion", FEW),
         pytest.param(0, "order", STEPS, marks=pytest.mark.long),

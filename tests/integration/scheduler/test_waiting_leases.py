@@ -34,7 +34,8 @@ class Holder:
 
     def __init__(self) -> None:
         log = SimpleNamespace(warning=lambda *_, **__: None)
-        self.book = LeaseBook(SimpleNamespace(log=log), "rollout", lambda: 0)  # type: ignore[arg-type]
+        service = SimpleNamespace(log=log, telemetry=SimpleNamespace(traced=lambda _: []))
+        self.book = LeaseBook(service, "rollout", lambda: 0)  # type: ignore[arg-type]
         grant = LeaseGrant(lease_id=1, stage="rollout", split="train", lease_s=LEASE_S, batch=BatchMeta(tasks=[]))
         self.lease = Lease(grant, lambda: 0)
         self.book._held[1] = self.lease

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 TINY = "policy-trainer,policy-trainer-worker,rollout,reference"
 ALL_TINY = f"scheduler,batch-store,{TINY}"
-SERVICES = 7
+SERVICES = 8
 LIMIT_S = 30.0
 POLL_S = 0.02
 

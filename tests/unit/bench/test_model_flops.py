@@ -1,4 +1,4 @@
-"""The FLOP formula behind MFU agrees with torch's counter."""
+"""The FLOP formula behind MFU agrees with torch's counter, and a measurement meets new lengths in every round."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.bench.model_flops import peak_flops, training_flops
+from tests.bench.train_parts import ROUNDS, utilisation
 from tests.unit.tiny_models import make_model
 
 
@@ -20,6 +21,25 @@ def test_the_formula_counts_every_matrix_product(tied: bool) -> None:
     found = training_flops(model, model.config, [24, 24])
     # torch also counts the rotary angles, and the embedding lookup has no gradient product.
     assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_causal_attention_counts_only_the_pairs_that_the_mask_leaves() -> None:
+    model = make_model("qwen3", head_dim=16)
+    lengths = [7, 24]
+    whole, causal = (training_flops(model, model.config, lengths, how) for how in ("whole", "causal"))
+    dense = training_flops(model, model.config, [1] * sum(lengths), "causal")
+    per_pair = (whole - causal) / sum(n * n - n * (n + 1) // 2 for n in lengths)
+    assert causal == pytest.approx(dense + per_pair * sum(n * (n - 1) // 2 for n in lengths))
+
+
+def test_every_round_of_a_measurement_has_new_lengths_and_counts_its_own_operations() -> None:
+    found = utilisation("cpu")
+    assert len(found["rounds"]) == ROUNDS
+    assert len({tuple(each["lengths"]) for each in found["rounds"]}) == ROUNDS
+    seconds = sum(each["seconds"] for each in found["rounds"])
+    for how in ("whole", "causal"):
+        assert found["flops_per_s"][how] == pytest.approx(sum(each[how] for each in found["rounds"]) / seconds)
+    assert found["flops_per_s"]["causal"] < found["flops_per_s"]["whole"]
 
 
 def test_a_device_is_recognised_by_part_of_its_name() -> None:

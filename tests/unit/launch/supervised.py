@@ -18,6 +18,10 @@ WORKER, DRIVER, REFERENCE, ROLLOUT = (
 )
 
 
+RECORDER = ("recorder", 0)
+"""An optional service, which `PLAN` lacks."""
+
+
 PLAN = [SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT]
 
 
@@ -37,6 +41,7 @@ class World:
         self.retired: list[Key] = []
         self.killed: list[Key] = []
         self.died: list[e.Died] = []
+        self.given_up: list[e.GivenUp] = []
         self.ended: list[e.RunEnded] = []
 
     def feed(self, event: e.Event) -> None:
@@ -58,6 +63,8 @@ class World:
                     self.killed.append(key)
                 case e.Died():
                     self.died.append(effect)
+                case e.GivenUp():
+                    self.given_up.append(effect)
                 case e.RunEnded():
                     self.ended.append(effect)
 
@@ -74,7 +81,7 @@ class World:
     def run(self) -> World:
         """Bring every process to READY."""
         self.feed(e.TimePassed())
-        for key in (SCHEDULER, STORE, MONITOR, WORKER, DRIVER, REFERENCE, ROLLOUT):
+        for key in self.state.processes:
             self.report(key, ProcessState.READY)
         self.spawned.clear()
         return self

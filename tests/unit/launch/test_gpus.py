@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.gpus import described, visible_gpus, wanted
-from launch.preflight import gpu_names
+from launch.preflight import check, gpu_names
 from shared.topology import Topology, load
 from shared.topology.services import DEVICE_SERVICE
 from tests.unit.shared.topology.small_topology import BASE, make, problems, write
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+TOPOLOGIES = REPOSITORY / "launch" / "topologies"
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +168,39 @@ def test_gpus_that_an_engine_would_leave_idle_are_refused(folder: Path, rollout:
 
 VLLM = "services.rollout.engine=vllm"
 TP = (VLLM, "services.rollout.parallel.tp=2")
+
+
+def qwen7b(folder: Path) -> Path:
+    """Make a model directory with the configuration and the shapes of Qwen2.5-7B, and no data in its sparse file."""
+    shutil.copytree(TOPOLOGIES / "models" / "tiny-qwen3", folder)
+    hidden, inner, layers, keys, vocabulary = 3584, 18944, 28, 512, 152_064
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32_768}
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
+    (folder / "config.json").write_text(json.dumps({**config, **sizes, **heads}))
+    shapes = {"model.embed_tokens": [vocabulary, hidden], "lm_head": [vocabulary, hidden], "model.norm": [hidden]}
+    for layer in (f"model.layers.{i}." for i in range(layers)):
+        shapes |= {f"{layer}self_attn.{name}_proj": [hidden, hidden] for name in "qo"}
+        shapes |= {f"{layer}self_attn.{name}_proj": [keys, hidden] for name in "kv"}
+        shapes |= {f"{layer}mlp.{name}_proj": [inner, hidden] for name in ("gate", "up")}
+        shapes |= {f"{layer}mlp.down_proj": [hidden, inner], f"{layer}input_layernorm": [hidden]}
+    header: dict[str, object] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+def test_the_example_of_7b_on_one_machine_lacks_only_the_machine(tmp_path: Path) -> None:
+    model = qwen7b(tmp_path / "model")
+    made = load(TOPOLOGIES / "qwen7b.yaml", [f"policy.model={model}"])
+    seen = visible_gpus(made)
+    assert [seen["policy-trainer-worker", rank] for rank in range(4)] == list("0123")
+    assert [seen["rollout", i] for i in range(4)] == list("4567")
+    lacking = [line.split(": ")[1] for line in check(made, "qwen7b.yaml").errors]
+    assert set(lacking) <= {"services.*.gpus", "services.batch-store.memory", "services.rollout.engine"}

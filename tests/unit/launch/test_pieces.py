@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from launch import preflight
-from launch.logs import Follower, last_lines, readable, tail
+from launch.logs import last_lines, readable, tail
 from launch.place import lock
 from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text
 from launch.status import _merge
 from launch.supervisor import guard
 from proto.messages import DropReason, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
+from shared.followed_file import FollowedFile
 from shared.rpc.errors import RpcError
 from shared.rundir import ABANDONED_S, RunDir, sweep_abandoned
 from shared.topology import load
@@ -51,7 +52,7 @@ def test_progress_follows_the_rows_as_they_are_written(tmp_path: Path) -> None:
 
 def test_a_partial_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    follower = Follower(path)
+    follower = FollowedFile(path)
     path.write_text('{"step": 1}\n{"st')
     assert list(follower.new_lines()) == ['{"step": 1}']
     with path.open("a") as file:

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -287,3 +288,56 @@ def test_more_processes_on_other_hosts_than_the_scheduler_takes_connections_are_
         f"placement: {most + 1} processes of other hosts connect to the scheduler, which takes {most}"
     )
     assert not [each for each in errors(*places, f"services.rollout.instances={most - 1}") if "connect" in each]
+
+
+IPC = (
+    "staleness=0",
+    "services.rollout={engine: vllm, weights: ipc, gpus: 1}",
+    "services.policy-trainer.gpus=1",
+    "placement.colocate=[policy-trainer, rollout]",
+)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_engines_cannot_open_is_refused_for_weights_over_ipc(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = (
+        f"services.rollout.weights: ipc: {name} has expandable_segments:True, whose memory engines cannot open; remove "
+        "that, or use weights: nccl"
+    )
+    monkeypatch.setenv(name, "max_split_size_mb:512, expandable_segments:True")
+    assert line in errors(*IPC)
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert line not in errors(*IPC)
+
+
+def test_an_exporter_whose_port_or_token_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("short")
+    token.chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        found = errors(f"monitor.prometheus={{listen: '{address}', token: {token}}}")
+    assert [line for line in found if "prometheus" in line] == [
+        f"services.monitor.prometheus.token: {token}: 5 characters, must be 16 or more in one ASCII word: "
+        "openssl rand -hex 24 > FILE; chmod 600 FILE",
+        f"services.monitor.prometheus.listen: {address.partition(':')[2]} cannot be used (Address already in use); "
+        "choose another",
+    ]
+
+
+def test_an_exporter_without_its_libraries_is_refused_with_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.path", [path for path in sys.path if "site-packages" not in path])
+    for name in [name for name in sys.modules if name.split(".")[0] in ("opentelemetry", "prometheus_client")]:
+        monkeypatch.delitem(sys.modules, name)
+    wanted = load(QUICKSTART, ["monitor.prometheus={}", "monitor.traces={otlp: 'http://localhost:4318'}"])
+    assert preflight.missing_libraries(wanted) == [
+        "services.monitor.prometheus: needs the package prometheus_client, which is not installed; run make "
+        "setup-observability",
+        "services.monitor.traces.otlp: needs the package opentelemetry.proto, which is not installed; run make "
+        "setup-observability",
+    ]
+    assert preflight.missing_libraries(load(QUICKSTART, ["monitor.traces={}"])) == []

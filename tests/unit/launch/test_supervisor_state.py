@@ -11,6 +11,7 @@ from tests.unit.launch.supervised import (
     DRIVER,
     MONITOR,
     PLAN,
+    RECORDER,
     REFERENCE,
     ROLLOUT,
     SCHEDULER,
@@ -378,3 +379,32 @@ def test_deadlines_are_announced() -> None:
     assert world.state.next_deadline() is None
     world.exit(ROLLOUT, 1)
     assert world.state.next_deadline() == world.now + s.FIRST_BACKOFF_S
+
+
+def test_the_run_goes_on_without_an_optional_service_that_fails_too_often() -> None:
+    world = World([*PLAN, RECORDER]).run()
+    for _ in range(s.FAILURE_LIMIT):
+        world.exit(RECORDER, 1)
+        world.wait(s.FAILURE_BACKOFF_S)
+    assert [each.key for each in world.died] == [RECORDER] * (s.FAILURE_LIMIT - 1)
+    assert world.given_up == [e.GivenUp(RECORDER, "exit status 1 (death 4 in 300 s, limit 4)")]
+    assert world.state.phase == RunPhase.RUNNING
+    assert world.state.calm
+    spawned = len(world.spawned)
+    world.wait(s.WINDOW_S)
+    assert len(world.spawned) == spawned
+    world.feed(e.RestartAsked([RECORDER]))
+    assert world.spawned[spawned:] == [RECORDER]
+    world.report(RECORDER, ProcessState.READY)
+    world.exit(RECORDER, 1)
+    assert world.state.processes[RECORDER].state == ProcessState.BACKOFF
+
+
+def test_an_optional_service_whose_start_is_refused_does_not_fail_the_run() -> None:
+    world = World([*PLAN, RECORDER])
+    world.feed(e.TimePassed())
+    for key in PLAN:
+        world.report(key, ProcessState.READY)
+    world.exit(RECORDER, UNUSABLE_STATUS)
+    assert world.state.phase == RunPhase.RUNNING
+    assert world.given_up[0].key == RECORDER

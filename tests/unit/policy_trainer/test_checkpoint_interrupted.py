@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save as safetensors_bytes
 
 from services.policy_trainer.worker import checkpoint
-from services.policy_trainer.worker.checkpoint import MODEL, OPTIMIZER, STATE, SavedState
+from services.policy_trainer.worker.checkpoint import SavedState
+from shared.checkpoint_files import MODEL, OPTIMIZER, STATE
 from shared.rundir import checkpoint_steps
 
 pytestmark = pytest.mark.slow

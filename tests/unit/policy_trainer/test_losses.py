@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from proto.messages import LossSpec
+from proto.messages import ForwardBackwardDone, LossSpec
 from services.policy_trainer.merging import add_up
+from services.policy_trainer.metrics import StepMetrics
 from services.policy_trainer.token_weights import sample_weights
 from services.policy_trainer.worker.loss import check, token_loss
 from services.policy_trainer.worker.losses import kl
@@ -21,6 +22,7 @@ from services.policy_trainer.worker.losses.policy import POLICY_LOSSES
 from services.policy_trainer.worker.losses.tokens import TokenData
 from shared.rpc.errors import RpcError
 from shared.topology.algorithm import LOSSES, Loss
+from tests.unit.policy_trainer.test_numbers import step_batch
 
 LENGTHS = [4, 1, 7, 3]
 M = sum(LENGTHS)
@@ -338,6 +340,47 @@ def test_sums_add_up_over_any_split() -> None:
         add_up(added, token_loss(loss, cur[chosen], part, entropy[chosen])[1])
     assert added["mismatch_max"] > 0
     assert added == pytest.approx({name: float(value) for name, value in whole.items()}, rel=1e-12)
+
+
+@pytest.mark.parametrize(("anchor", "cap"), [("proximal", 1.5), ("proximal", 0.0), ("present", 2.0), ("rollout", 0.0)])
+def test_importance_weights_are_measured_by_their_formulas(anchor: str, cap: float) -> None:
+    cur, tokens = data(spread=0.8)
+    loss = spec("ppo_clip", anchor=anchor, tis_cap=cap)
+    own = tokens.prox if anchor == "proximal" else cur.detach()
+    assert own is not None
+    metrics = StepMetrics(step=1)
+    for chosen in (tokens.sequences < 2, tokens.sequences >= 2):
+        names = ("rollout", "advantages", "weights", "versions", "prox", "ref", "sequences")
+        part = TokenData(**{name: getattr(tokens, name)[chosen] for name in names}, sequence_count=len(LENGTHS))
+        _, sums = token_loss(loss, cur[chosen], part, torch.zeros(int(chosen.sum())))
+        metrics.add_gradient(
+            ForwardBackwardDone(sums={name: float(value) for name, value in sums.items()}, seconds=0.1)
+        )
+    row = metrics.row(step_batch([1, 0, 0, 0]), step_s=1.0)
+    w = np.exp(own.numpy() - tokens.rollout.numpy())
+    v = np.minimum(w, cap) if cap else w
+    expected = {
+        "rollout/kl": np.mean(tokens.rollout.numpy() - own.numpy()),
+        "rollout/k3_kl": np.mean(w - np.log(w) - 1),
+        "rollout/is_mean": v.mean(),
+        "rollout/is_max": w.max(),
+        "rollout/is_eff_sample_size": v.mean() ** 2 / np.mean(v**2),
+    }
+    expected |= {"rollout/is_capped_fraction": np.mean(w > cap)} if cap else {}
+    assert {name: row[name] for name in row if name.startswith(("rollout/is_", "rollout/k"))} == pytest.approx(
+        expected, rel=1e-9
+    )
+    assert 0.2 < row["rollout/is_eff_sample_size"] < 0.95
+    assert 0 < row.get("rollout/is_capped_fraction", 0.5) < 1
+
+
+def test_supervised_tokens_have_no_importance_weights() -> None:
+    cur, tokens = data()
+    _, sums = token_loss(spec("cross_entropy"), cur, tokens, torch.zeros(M))
+    metrics = StepMetrics(step=1)
+    metrics.add_gradient(ForwardBackwardDone(sums={name: float(each) for name, each in sums.items()}, seconds=0.1))
+    row = metrics.row(step_batch([1, 0, 0, 0]), step_s=1.0)
+    assert not [name for name in row if name.startswith(("rollout/is_", "rollout/k"))]
 
 
 @pytest.mark.parametrize("anchor", ["proximal", "present", "rollout"])

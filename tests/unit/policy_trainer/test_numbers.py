@@ -21,7 +21,7 @@ from proto.messages import (
 from proto.tensors import Array
 from services.policy_trainer.bad_steps import MAX_IN_A_ROW, BadSteps
 from services.policy_trainer.batch_checks import check_advantages, check_rewards, check_tasks
-from services.policy_trainer.metrics import StepMetrics, batch_row
+from services.policy_trainer.metrics import StepMetrics, batch_row, staleness_counts
 from services.policy_trainer.token_weights import sample_weights, trained_tokens
 from shared.batch import Batch
 from shared.rpc.errors import RpcError
@@ -105,7 +105,8 @@ def test_a_step_without_any_remaining_task_is_bad_data_and_still_has_a_row() -> 
     metrics.skipped = 1
     row = metrics.row(empty, step_s=2.0)
     assert (row["policy/updates_skipped"], row["rollout/tasks_dropped"]) == (1.0, 2.0)
-    assert row.keys() == StepMetrics(step=5).row(step_batch([1, 0, 0, 0]), step_s=2.0).keys() - SYNC_KEYS
+    whole = StepMetrics(step=5).row(step_batch([1, 0, 0, 0]), step_s=2.0)
+    assert row.keys() == whole.keys() - SYNC_KEYS - {"reward/length_correlation"}
     assert {row[name] for name in ("reward/mean", "rollout/staleness_mean", "throughput/tokens_per_s")} == {0.0}
 
 
@@ -206,3 +207,16 @@ def test_a_run_that_skips_every_step_ends() -> None:
         steps.ended(step, 0)
     with pytest.raises(RpcError, match="10 steps in a row"):
         steps.ended(MAX_IN_A_ROW, 0)
+
+
+def test_length_and_reward_are_correlated_within_groups_only() -> None:
+    assert batch_row(step_batch([1, 0, 0, 1]))["reward/length_correlation"] == pytest.approx(-1.0)
+    assert batch_row(step_batch([0, 1, 0, 1]))["reward/length_correlation"] == pytest.approx(0.0)
+    assert "reward/length_correlation" not in batch_row(step_batch([1, 1, 0, 0]))
+    assert "reward/length_correlation" not in batch_row(step_batch([0.1, 0.1, 0.1, 0.1]))
+
+
+def test_samples_are_counted_by_the_staleness_of_their_oldest_token() -> None:
+    batch = step_batch([1, 0, 1, 0])
+    assert staleness_counts(batch) == {0: 2, 1: 2}
+    assert staleness_counts(replace(batch, scalars={})) == {}

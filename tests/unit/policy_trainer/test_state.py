@@ -168,6 +168,15 @@ def test_the_newest_checkpoints_and_the_multiples_are_kept(folder: Path, tmp_pat
     assert checkpoint_steps(tmp_path) == [3, 6, 7]
 
 
+def test_named_checkpoints_are_kept_in_addition(folder: Path, tmp_path: Path) -> None:
+    made = backend(folder)
+    found = []
+    for step, keep in ((1, ()), (2, (1,)), (3, (1,)), (4, (3,)), (5, (1, 3, 9))):
+        checkpoint.save(tmp_path, state(made, step), keep_last=1, keep=keep)
+        found.append(checkpoint_steps(tmp_path))
+    assert found == [[1], [1, 2], [1, 3], [3, 4], [3, 5]]
+
+
 def test_a_checkpoint_made_at_a_stop_replaces_no_other(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     found = []

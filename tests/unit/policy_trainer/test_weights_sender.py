@@ -82,14 +82,14 @@ class Trainer:
 def test_a_drill_that_outlasts_an_engines_wait_is_ready_when_it_asks_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         trainer = Trainer(tmp_path)
-        trainer.sender.published(FIRST)
+        trainer.sender.published(FIRST, {})
         try:
             await trainer.asked(0, within_s=0.1)
         except TimeoutError:
-            trainer.sender.published(LATER)  # The drill is still being made here.
+            trainer.sender.published(LATER, {})  # The drill is still being made here.
         trainer.may_end.set()
         await asyncio.sleep(0.1)
-        trainer.sender.published(LATER)  # No engine has taken the drill yet.
+        trainer.sender.published(LATER, {})  # No engine has taken the drill yet.
         assert [each.name for each in (await trainer.asked(0, within_s=5)).parameters] == ["w"]
         assert trainer.made == 1
         trainer.sender.close()
@@ -101,10 +101,10 @@ def test_a_drill_that_was_taken_is_not_kept(tmp_path: Path) -> None:
     async def scenario() -> None:
         trainer = Trainer(tmp_path)
         trainer.may_end.set()
-        trainer.sender.published(FIRST)
+        trainer.sender.published(FIRST, {})
         await asyncio.gather(*(trainer.asked(engine, within_s=5) for engine in (0, 1)))
         assert trainer.made == 1
-        trainer.sender.published(LATER)
+        trainer.sender.published(LATER, {})
         await trainer.asked(2, within_s=5)
         assert trainer.made == 2
         trainer.sender.close()
@@ -116,7 +116,7 @@ def test_an_engine_on_another_host_joins_at_the_announced_address(tmp_path: Path
     async def scenario() -> None:
         trainer = Trainer(tmp_path, listen="tcp://127.0.0.1:7747")
         trainer.may_end.set()
-        trainer.sender.published(FIRST)
+        trainer.sender.published(FIRST, {})
         here = await trainer.asked(0, within_s=5)
         there = await trainer.asked(1, within_s=5, host_id="another host")
         assert (bool(here.meeting), here.store) == (True, "")
@@ -131,6 +131,6 @@ def test_a_route_that_does_not_reach_another_host_is_refused_there(
     route: WeightsRoute, listen: str, tmp_path: Path
 ) -> None:
     trainer = Trainer(tmp_path, route, listen)
-    trainer.sender.published(FIRST)
+    trainer.sender.published(FIRST, {})
     with pytest.raises(RpcError, match=f"route {route} stays on one host; take the shards"):
         asyncio.run(trainer.asked(0, within_s=5, host_id="another host"))

@@ -21,6 +21,7 @@ from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.weights_source import ShardSource
 from services.rollout.weights_sync import WeightsSync
 from services.rollout.worker import RolloutWorker
+from shared.actor.telemetry import TelemetrySender
 from shared.colocation.turns import OwnDevices
 from shared.lease import Lease
 from shared.topology.schema import RewardRetry
@@ -121,7 +122,7 @@ def versions_of(answers: dict[str, list[Completion]]) -> dict[str, list[int]]:
 
 
 def worker_of(made: Rig, *, workflow: Any = None, source: Any = None) -> RolloutWorker:
-    service = SimpleNamespace(telemetry=SimpleNamespace(span=lambda name, seconds: None))
+    service = SimpleNamespace(telemetry=TelemetrySender("rollout", 0, 1))
     return RolloutWorker(
         service,  # type: ignore[arg-type]
         engine=made.engine,

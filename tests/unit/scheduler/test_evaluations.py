@@ -41,6 +41,19 @@ def test_evaluations_come_first_with_exactly_their_version_and_outside_admission
     assert [(e.version, e.accuracy) for e in bench.effects if isinstance(e, SaveEval)] == [(0, 0.5)]
 
 
+def test_a_run_without_steps_samples_nothing_but_its_evaluations() -> None:
+    bench = Bench(evaluated(), Configure(0, 3, 2, False)).start()
+    grant = bench.granted(most=8)
+    assert ids(grant) == ["held/0/0", "held/0/1", "held/0/4"]
+    assert bench.machine.run.window.live == 0
+    assert bench.ask(WaitEvals(driver=1, step=0)) is None
+    bench.complete(grant, samples=1, reward=0.5)
+    done = bench.ask(WaitEvals(driver=1, step=0))
+    [row] = [effect.row for effect in bench.effects if isinstance(effect, WriteRow)]
+    assert done.metrics == {name: value for name, value in row.items() if name.startswith("eval/")}
+    assert done.metrics["eval/held/rows_scored"] == 3.0
+
+
 def test_rows_are_written_in_step_order_and_wait_for_their_evaluation() -> None:
     bench = Bench(evaluated(), Configure(3, 3, 2, False)).start()
     held = bench.granted(most=8)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from proto.messages import BatchMeta, LeaseGrant
+from shared.actor.telemetry import TelemetrySender
 from shared.dataplane.stream import OnProgress
 from shared.lease import Lease, LeaseBook, LeaseLost
 
@@ -39,7 +40,7 @@ def test_checking_a_cancelled_lease_raises() -> None:
 
 def book_of(lease: Lease) -> LeaseBook:
     log = SimpleNamespace(warning=lambda *_, **__: None)
-    book = LeaseBook(SimpleNamespace(log=log), "rollout", lambda: 0)  # type: ignore[arg-type]
+    book = LeaseBook(SimpleNamespace(log=log, telemetry=TelemetrySender("rollout", 0, 7)), "rollout", lambda: 0)  # type: ignore[arg-type]
     book._held[7] = lease
     return book
 

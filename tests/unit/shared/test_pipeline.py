@@ -10,6 +10,7 @@ import pytest
 
 from proto.messages import BatchMeta, Complete, CompleteAck, ErrorCode, LeaseGrant
 from shared import pipeline
+from shared.actor.telemetry import TelemetrySender
 from shared.lease import Lease, LeaseBook, Retired
 from shared.pipeline import LeasePipeline
 from shared.rpc.errors import RpcError
@@ -31,7 +32,12 @@ class Rig:
         self.handed_back: dict[int, bool] = {}
         """Leases that were handed back, with whether they were untouched."""
         quiet = SimpleNamespace(warning=lambda *_, **__: None, info=lambda *_, **__: None)
-        service = SimpleNamespace(log=quiet, incarnation=7, scheduler=SimpleNamespace(call=self._call))
+        service = SimpleNamespace(
+            log=quiet,
+            incarnation=7,
+            scheduler=SimpleNamespace(call=self._call),
+            telemetry=TelemetrySender("rollout", 0, 7),
+        )
         self.book = LeaseBook(service, "rollout", lambda: 0)  # type: ignore[arg-type]
         self.pipeline: LeasePipeline[int, int] = LeasePipeline(
             self.book,

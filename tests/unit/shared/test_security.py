@@ -161,7 +161,7 @@ def test_a_link_is_refused_as_a_key_file(tmp_path: Path) -> None:
 
 def test_unlisted_messages_are_for_services_and_rights_grow_with_the_role() -> None:
     allowed = {role: {kind for kind in all_messages().values() if least_role(kind) <= role} for role in Role}
-    assert {kind.__name__ for kind in allowed[Role.OBSERVER]} == {"Ping", "GetSnapshot"}
+    assert {kind.__name__ for kind in allowed[Role.OBSERVER]} == {"Ping", "GetSnapshot", "GetHistory"}
     assert {kind.__name__ for kind in allowed[Role.OPERATOR] - allowed[Role.OBSERVER]} == {
         "DrainService", "GetLog", "GetStatus", "GetStoreStats", "GetStory", "GetSupervisorState", "GetWaits", "Resolve",
         "RestartService", "ScaleService", "StopRun",

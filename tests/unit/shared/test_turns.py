@@ -11,7 +11,7 @@ import pytest
 from proto.messages import DeviceOrder, HoldDevices
 from services.policy_trainer.worker.colocation import devices
 from shared.actor.service import UNUSABLE_STATUS, Service
-from shared.colocation.devices import PARAMETERS, Parts
+from shared.colocation.devices import PARAMETERS, PARTS_OF, Parts
 from shared.colocation.turns import SharedDevices, take_turns
 from shared.rundir import RunDir
 
@@ -76,9 +76,10 @@ def test_a_wait_for_a_turn_survives_the_end_of_other_calls() -> None:
 def test_a_driver_that_asks_while_the_model_is_loaded_does_not_end_that_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     class Turns:
         ended = 0
+        acquired: Parts = frozenset()
 
         async def acquire(self, parts: Parts) -> None:
-            pass
+            self.acquired |= parts
 
         def done(self) -> None:
             self.ended += 1
@@ -89,6 +90,7 @@ def test_a_driver_that_asks_while_the_model_is_loaded_does_not_end_that_turn(mon
         mine = devices.Devices(cast(Any, None), cast(Any, None))
         mine.share(cast(Any, None))
         await mine.acquire_room()
+        assert turns.acquired == PARTS_OF["policy-trainer-worker"]  # all of them exist once the model is loaded
         await mine.drop_gradients()
         assert turns.ended == 0
         mine.loaded(cast(Any, object()))

@@ -41,8 +41,8 @@ class Devices:
         self._turns = take_turns(service, self._leave)
 
     async def acquire_room(self) -> None:
-        """Wait for a turn in which the model may be loaded."""
-        await self._turns.acquire(device_parts(frozenset({"parameters"})))
+        """Wait for a turn in which the model may be loaded. Its backend also makes masters and buffers then."""
+        await self._turns.acquire(device_parts(PARTS))
 
     def loaded(self, backend: Backend) -> None:
         """Register `backend`, whose model is on the device, and end the turn of `acquire_room`."""

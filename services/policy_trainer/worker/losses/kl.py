@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 
+def k1(cur: Tensor, ref: Tensor) -> Tensor:
+    """Return cur - ref, which is unbiased and may be negative.
+
+    Source: Schulman, "Approximating KL divergence", 2020, estimator k1.
+    """
+    return cur - ref
+
+
 def k2(cur: Tensor, ref: Tensor) -> Tensor:
     """Return (cur - ref)^2 / 2, which is biased, but whose gradient is that of the KL.
 
@@ -27,4 +35,4 @@ def k3(cur: Tensor, ref: Tensor) -> Tensor:
 
 
 KL_LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType({"k2": k2, "k3": k3})
-"""Estimators by name. k1, cur - ref, is absent: its expected gradient in a loss is zero (E[grad log p] = 0)."""
+"""Estimators by name. k1 is absent: its expected gradient in a loss is zero (E[grad log p] = 0)."""

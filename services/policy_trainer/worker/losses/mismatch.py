@@ -1,7 +1,7 @@
-"""Corrections of the policy loss for differences between the engine's log-probs and the trainer's.
+"""Corrections of the policy loss for differences between the engine's log-probs and the trainer's, and their measures.
 
-They compare the trainer's log-probs at the start of the step (`prox`) with the engine's (`rollout`), and do not apply
-to `anchor: rollout`. Both are fixed, so nothing here carries a gradient. No denominator is changed.
+Corrections compare the trainer's log-probs at the start of the step (`prox`) with the engine's (`rollout`), and do not
+apply to `anchor: rollout`. Both are fixed, so nothing here carries a gradient. No denominator is changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from proto.messages import LossSpec
-from services.policy_trainer.worker.losses.tokens import TokenData, ratio
+from services.policy_trainer.worker.losses.kl import k1, k3
+from services.policy_trainer.worker.losses.tokens import MAX_LOG_RATIO, TokenData, ratio
 
 
 @torch.no_grad()
@@ -41,3 +42,26 @@ def kept(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
         difference = data.sequence_mean(difference)
     r = ratio(difference)
     return (r >= spec.mask_low) & (r <= spec.mask_high)
+
+
+@torch.no_grad()
+def importance_sums(spec: LossSpec, own: Tensor, data: TokenData) -> dict[str, Tensor]:
+    """Return sums over the tokens that compare the trainer's log-probs `own` [M] with the engine's, in float64.
+
+    With the importance weight w = exp(own - rollout) and its truncation v = min(w, C), or v = w if C is 0: `weighed` 1,
+    `weight` v, `weight_squared` v^2, `weight_max` the largest w, `capped` whether w > C (absent if C is 0), and
+    `rollout_k1` and `rollout_k3`, which estimate KL(rollout || trainer) from tokens that the rollout policy sampled.
+    """
+    own, rollout = own.double(), data.rollout.double()
+    weight = ratio(own - rollout)
+    truncated = weight.clamp(max=spec.tis_cap) if spec.tis_cap > 0 else weight
+    near = rollout + (own - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    sums = {
+        "weighed": own.new_tensor(float(len(own))),
+        "weight": truncated.sum(),
+        "weight_squared": truncated.square().sum(),
+        "weight_max": weight.max() if len(weight) else weight.sum(),
+        "rollout_k1": k1(rollout, own).sum(),
+        "rollout_k3": k3(rollout, near).sum(),
+    }
+    return sums | {"capped": (weight > spec.tis_cap).sum()} if spec.tis_cap > 0 else sums

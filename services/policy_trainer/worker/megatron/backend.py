@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from proto.tensors import Array
-from services.policy_trainer.merging import add_up
 from services.policy_trainer.worker.backend import (
     BackendOptions,
     LocalScores,
@@ -25,6 +24,7 @@ from services.policy_trainer.worker.backend import (
     check_same_model,
     learning_rate,
     refused_gradient,
+    totals_of,
 )
 from services.policy_trainer.worker.colocation.residency import Part
 from services.policy_trainer.worker.colocation.shelves import PartShelves
@@ -95,10 +95,10 @@ class MegatronBackend:
         self, sequences: Sequences, temperature: float, loss: TokenLoss, *, entropy: Entropy
     ) -> dict[str, float]:
         """Add the plain share of every micro-batch to the gradient buffers. `step` sums them over the ranks."""
-        totals: dict[str, float] = {}
+        parts: list[Mapping[str, Tensor]] = []
 
         def shared_loss(scores: Scores) -> Tensor:
-            return self._on_every_rank(scores, loss, totals)
+            return self._on_every_rank(scores, loss, parts)
 
         self._pieces.run(
             sequences.token_ids,
@@ -110,9 +110,9 @@ class MegatronBackend:
             model=self._trained.model,
             forward_only=False,
         )
-        return totals
+        return totals_of(parts)
 
-    def _on_every_rank(self, scores: Scores, loss: TokenLoss, totals: dict[str, float]) -> Tensor:
+    def _on_every_rank(self, scores: Scores, loss: TokenLoss, parts: list[Mapping[str, Tensor]]) -> Tensor:
         """Return a scalar with the gradient of `loss`, which only one rank of a tensor-parallel group computes."""
         outputs = [scores.logprobs]
         if scores.entropy is not None and scores.entropy.requires_grad:
@@ -122,7 +122,7 @@ class MegatronBackend:
             leaves = [each.detach().requires_grad_() for each in outputs]
             local = Scores(scores.tokens, leaves[0], leaves[1] if len(leaves) > 1 else scores.entropy)
             total, sums = loss(LocalScores(local, self._groups.sum_over_sequence_ranks))
-            add_up(totals, sums)
+            parts.append(sums)
             if total.requires_grad:
                 found = torch.autograd.grad(total, leaves, allow_unused=True)
                 for row, grad in zip(grads, found, strict=True):

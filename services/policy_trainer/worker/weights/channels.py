@@ -1,16 +1,17 @@
 """Channels for each route: how a communicator to one engine is opened, used and closed. The caller decides when.
 
-Except for `ended` and `close`, a channel must not be used by two threads at once.
+Except for `give_up`, a channel belongs to one thread. In particular, only that thread destroys the communicator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import threading
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from proto.messages import TransferOffer
+from proto.messages import DeviceMemory, TransferOffer
 from shared.ranks.meeting import Meeting
 from shared.topology.services import WeightsRoute
 
@@ -18,23 +19,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from services.policy_trainer.worker.weights.nccl import NcclGroup
+    from services.policy_trainer.worker.weights.outgoing import OutgoingWeights
     from shared.weights.gloo import GlooGroup
 
 
 class Channel(Protocol):
-    """A communicator. All methods but `ended` and `close` run on its thread and may raise TransferLost."""
+    """A communicator. All methods but `give_up` run on its thread; `announce` and `send` may raise TransferLost."""
 
-    def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
-        """Return `offer` with the data that the engine needs to join the communicator or to find `tensors`."""
+    def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
+        """Return `offer` with the data that the engine needs to join the communicator or to find `weights`."""
 
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Join all ranks of the engine and send them `tensors`. It gives up at the deadline."""
+    def send(self, weights: OutgoingWeights) -> None:
+        """Join all ranks of the engine and send them `weights`. It gives up at the deadline."""
 
     def ended(self) -> None:
         """Record that the engine has received everything."""
 
+    def give_up(self) -> None:
+        """Have `send` return: at once if the route allows it, and by its deadline at the latest. For any thread."""
+
     def close(self) -> None:
-        """Destroy the communicator. A thread in `send` returns from it by its deadline at the latest."""
+        """Destroy the communicator."""
 
 
 def open_channel(route: WeightsRoute, meeting: Meeting, ranks: int, *, device: str, deadline_s: float) -> Channel:
@@ -56,25 +61,31 @@ class GlooChannel:
         self._meeting = meeting
         self._ranks = ranks
         self._deadline_s = deadline_s
+        self._given_up = threading.Event()
         self._group: GlooGroup | None = None
 
-    def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
+    def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
         file = self._meeting.file
         return msgspec.structs.replace(offer, meeting=file.name if file is not None else "", store=self._meeting.store)
 
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
-        from shared.weights.gloo import GlooGroup
+    def send(self, weights: OutgoingWeights) -> None:
+        from shared.weights.gloo import GlooGroup, TransferLost
 
+        if self._given_up.is_set():
+            raise TransferLost("given up before it began")
         if self._group is None:
             self._group = GlooGroup(self._meeting, 0, self._ranks, deadline_s=self._deadline_s)
-        self._group.broadcast(tensors.values())
+        self._group.broadcast(itertools.chain.from_iterable(weights.chunks("cpu")))
 
     def ended(self) -> None:
         if self._meeting.file is not None:  # not earlier: another rank may read it after this one has joined
             self._meeting.file.unlink(missing_ok=True)
 
+    def give_up(self) -> None:
+        self._given_up.set()
+
     def close(self) -> None:
-        self._group = None  # its sockets close once no thread uses it
+        self._group = None
         self.ended()
 
 
@@ -85,22 +96,32 @@ class NcclChannel:
         self._device = device
         self._deadline_s = deadline_s
         self._unique_id = b""
+        self._given_up = threading.Event()
         self._group: NcclGroup | None = None
 
-    def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
+    def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
         from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
 
         if self._group is None:
             self._unique_id = new_unique_id(self._interface)
-            self._group = NcclGroup(self._unique_id, self._ranks, device=self._device, deadline_s=self._deadline_s)
+            self._group = NcclGroup(
+                self._unique_id,
+                self._ranks,
+                device=self._device,
+                deadline_s=self._deadline_s,
+                given_up=self._given_up,
+            )
         return msgspec.structs.replace(offer, unique_id=self._unique_id)
 
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
+    def send(self, weights: OutgoingWeights) -> None:
         if self._group is not None:
-            self._group.broadcast(tensors.values())
+            self._group.broadcast(weights.chunks(self._device))
 
     def ended(self) -> None:
         """Do nothing: the communicator is reused."""
+
+    def give_up(self) -> None:
+        self._given_up.set()
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -114,21 +135,34 @@ class MemoryChannel:
     def __init__(self, device: str) -> None:
         self._device = device
         self._copy: Tensor | None = None
+        self._offered: DeviceMemory | None = None
+        """The memory that the engine may have open."""
 
-    def announce(self, offer: TransferOffer, tensors: Mapping[str, Tensor]) -> TransferOffer:
-        from shared.weights.memory import exported, packed
+    def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
+        from shared.weights.memory import exported, pack_into, room
+        from shared.weights.table import nbytes
 
-        self._copy = packed(tensors, self._device)
-        return msgspec.structs.replace(offer, memory=exported(self._copy))
+        self._copy = room(nbytes(weights.parameters), self._device)
+        end = 0
+        for chunk in weights.chunks(self._device):
+            end += pack_into(self._copy[end:], chunk)
+        self._offered = exported(self._copy)
+        return msgspec.structs.replace(offer, memory=self._offered)
 
-    def send(self, tensors: Mapping[str, Tensor]) -> None:
+    def send(self, weights: OutgoingWeights) -> None:
         """Do nothing: the engine reads the copy."""
 
     def ended(self) -> None:
+        self._offered = None  # the engine has closed it
         self.close()
 
-    def close(self) -> None:
-        from shared.weights.memory import give_back
+    def give_up(self) -> None:
+        """Do nothing: `send` does not wait."""
 
-        self._copy = None
+    def close(self) -> None:
+        from shared.weights.memory import give_back, withdraw
+
+        self._copy, offered, self._offered = None, self._offered, None
+        if offered is not None:
+            withdraw(offered)
         give_back()

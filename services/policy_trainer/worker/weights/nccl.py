@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -66,10 +67,14 @@ def new_unique_id(interface: str) -> bytes:
 
 
 class NcclGroup:
-    """A communicator that the first `broadcast` joins, on its own thread. `abort` may be called on another thread."""
+    """A communicator that the first `broadcast` joins. It belongs to one thread, which alone may abort it, because an
+    abort frees what a polling thread reads."""
 
-    def __init__(self, unique_id: bytes, ranks: int, *, device: str, deadline_s: float) -> None:
-        """`device` is the device of rank 0, such as `cuda:0`."""
+    def __init__(
+        self, unique_id: bytes, ranks: int, *, device: str, deadline_s: float, given_up: threading.Event | None = None
+    ) -> None:
+        """`device` is the device of rank 0, such as `cuda:0`. Setting `given_up` ends all waits with TransferLost."""
+        self._given_up = threading.Event() if given_up is None else given_up
         self._library = _library()
         self._cuda: Any = torch.cuda  # torch.cuda is partly untyped
         self._unique_id = _UniqueId.from_buffer_copy(unique_id)
@@ -79,10 +84,11 @@ class NcclGroup:
         self._communicator: ctypes.c_void_p | None = None
         self._stream: Any = None
 
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Send `tensors` on any device to all other ranks, after joining if necessary.
+    def broadcast(self, chunks: Iterable[Sequence[Tensor]]) -> None:
+        """Send the tensors of `chunks`, on any device, to all other ranks, after joining if necessary.
 
-        Raises TransferLost, after aborting the communicator.
+        A chunk is taken once the one before it has been sent, so one chunk of copies exists at a time. Raises
+        TransferLost, after aborting the communicator.
         """
         deadline = time.monotonic() + self._deadline_s
         try:
@@ -92,9 +98,10 @@ class NcclGroup:
                 with torch.cuda.stream(self._stream):
                     if self._communicator is None:
                         self._join(deadline)
-                    sent = [self._send(tensor, deadline) for tensor in tensors]
-                    self._wait_for_stream(deadline)
-                    del sent  # kept until here because the stream reads them
+                    for chunk in chunks:
+                        sent = [self._send(tensor, deadline) for tensor in chunk]
+                        self._wait_for_stream(deadline)
+                        del sent  # kept until here because the stream reads them
         except TransferLost:
             self.abort()
             raise
@@ -161,7 +168,8 @@ class NcclGroup:
         if not done():
             if time.monotonic() > deadline:
                 raise TransferLost(f"{what}: not done within {self._deadline_s:g} s")
-            time.sleep(_POLL_S)  # NCCL has no event to wait for
+            if self._given_up.wait(_POLL_S):  # NCCL has no event to wait for
+                raise TransferLost(f"{what}: given up")
 
 
 def _library() -> ctypes.CDLL:

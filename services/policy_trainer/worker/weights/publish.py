@@ -3,6 +3,7 @@ change meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from proto.messages import Canary, ErrorCode, Publish, WeightsRef
 from proto.tensors import Array
 from services.policy_trainer.worker.backend import Backend, Sequences
 from services.policy_trainer.worker.weights.drill import make_drill
+from services.policy_trainer.worker.weights.staging import Staging
 from shared.dataplane.client import DataClient, Receipt, TaskShards
 from shared.model import few_rows
 from shared.model.few_rows import FewRows
@@ -102,13 +104,13 @@ def _sequence(vocab_size: int, seed: int, length: int) -> Sequences:
     return Sequences(canary_tokens(vocab_size, seed, length), np.array([length], np.int32), mask)
 
 
-async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Publish) -> Receipt:
+async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Publish, staging: Staging) -> Receipt:
     """Put all `weights` under `weights/<lineage>/<step>` on rank 0. Raises the errors of `DataClient.put`.
 
     The weights must not change until this returns, but may be read (for their canary). Fences are tried here: a
     caller that tried them would need another request, and the weights may be those of the next step by then.
     """
-    shards = {name: to_numpy(tensor) for name, tensor in weights.items()}
+    shards = await asyncio.to_thread(staging.arrays, weights)  # copies from a GPU take seconds for a large model
     task_id = make_task_id(WEIGHTS, request.lineage, request.step)
     fence = request.fence
     while True:

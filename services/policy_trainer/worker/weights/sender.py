@@ -1,8 +1,8 @@
 """Sends policy versions to engines over collectives from the rank that puts them. Each engine has its own communicator
 and thread, so neither training nor other engines wait for it.
 
-Versions are read from the store: the bytes are the same as on the other route, and every version that the store
-still has can be sent, however far training has advanced.
+The version that a GPU is training from is sent from there. Otherwise versions are read from the store: the bytes are
+the same as on the other route, and every version that the store still has can be sent, however far training went on.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -44,6 +44,8 @@ from shared.topology.services import WeightsRoute
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
+
 KEPT = 8
 """Number of published versions to remember. The store has deleted older ones or will delete them."""
 Emit = Callable[[str, dict[str, float | str]], None]
@@ -55,6 +57,12 @@ class _ChannelThread:
 
     channel: Channel
     thread: ThreadPoolExecutor
+
+    def close(self) -> None:
+        """Have the thread destroy the communicator as soon as it no longer uses it. This does not wait."""
+        self.channel.give_up()
+        self.thread.submit(self.channel.close)
+        self.thread.shutdown(wait=False)
 
 
 class WeightsSender:
@@ -85,29 +93,36 @@ class WeightsSender:
         self._transfers = TransferState(new_incarnation, deadline_s)
         self._lines: dict[int, _ChannelThread] = {}
         self._published: OrderedDict[tuple[int, int], WeightsRef] = OrderedDict()
+        self._live: LiveWeights | None = None
         self._drill: asyncio.Task[dict[str, Tensor]] | None = None
         self._drill_taken = False
         """Whether the drill's weights were handed out. An engine that did not get them in time asks again."""
         self._timer: asyncio.TimerHandle | None = None
         self._log = structlog.get_logger("transfer")
 
-    def published(self, ref: WeightsRef) -> None:
-        """Remember a version for which engines will ask."""
+    def published(self, ref: WeightsRef, weights: Mapping[str, Tensor]) -> None:
+        """Remember a version for which engines will ask. Its `weights` are live until `changing`."""
+        from services.policy_trainer.worker.weights.outgoing import LiveWeights
+
+        self._live = self._live or LiveWeights()
+        self._live.show((ref.lineage, ref.step), weights)
         self._published[ref.lineage, ref.step] = ref
         while len(self._published) > KEPT:
             self._published.popitem(last=False)
         if self._drill_taken:
             self._drill = None  # it is computed again for engines that start later
 
+    def changing(self) -> None:
+        """Stop reading the live weights. It waits for copies of chunks on the GPU, which take milliseconds."""
+        if self._live is not None:
+            self._live.withdraw()
+
     async def ask(self, request: messages.AskTransfer, _: Call) -> messages.TransferOffer:
         """Begin to send the requested version. Raises RpcError: missing, conflict."""
-        from shared.weights.table import described
-
         here = request.host_id == self._run.host_id
         if not here and (self._route == "ipc" or not self._listen()):
             raise RpcError(ErrorCode.MISSING, f"route {self._route} stays on one host; take the shards")
-        tensors = await self._tensors(request)
-        parameters = described(tensors)
+        weights = await self._outgoing(request)
         life = TransferAsked(request.instance, request.incarnation, request.communicator)
         grant = self._handle(life)
         if grant is None:
@@ -123,11 +138,11 @@ class WeightsSender:
             communicator=grant.communicator,
             number=grant.number,
             deadline_s=self._deadline_s,
-            parameters=parameters,
+            parameters=weights.parameters,
         )
         try:
-            offer = await loop.run_in_executor(line.thread, line.channel.announce, offer, tensors)
-            sending = loop.run_in_executor(line.thread, line.channel.send, tensors)
+            offer = await loop.run_in_executor(line.thread, line.channel.announce, offer, weights)
+            sending = loop.run_in_executor(line.thread, line.channel.send, weights)
         except Exception as error:
             why = _one_line(error)
             self._handle(CommunicatorBroke(grant.communicator, why))
@@ -142,7 +157,7 @@ class WeightsSender:
         )
         line = self._lines.get(request.communicator)
         if line is not None:
-            line.channel.ended()
+            line.thread.submit(line.channel.ended)
         return messages.Ack()
 
     def close(self) -> None:
@@ -159,8 +174,9 @@ class WeightsSender:
         listen = self._listen()
         return opened(listen) if self._route == "gloo" else Meeting(announced_interface(listen))
 
-    async def _tensors(self, request: messages.AskTransfer) -> Mapping[str, Tensor]:
-        from shared.tensors_torch import to_torch
+    async def _outgoing(self, request: messages.AskTransfer) -> OutgoingWeights:
+        from services.policy_trainer.worker.weights.outgoing import OutgoingWeights
+        from shared.weights.table import described
 
         ref = self._published.get((request.lineage, request.step))
         if ref is None:
@@ -174,7 +190,24 @@ class WeightsSender:
                 self._drill_taken = False
             drill = await asyncio.shield(self._drill)  # the caller may give up meanwhile
             self._drill_taken = True
-            return drill
+            return OutgoingWeights(described(drill), lambda: drill)
+        version = (ref.lineage, ref.step)
+        parameters = self._live.parameters(version) if self._live is not None else None
+        if self._live is not None and parameters is not None:
+            loop = asyncio.get_running_loop()
+            return OutgoingWeights(parameters, lambda: self._on_loop(self._stored(ref), loop), self._live, version)
+        stored = await self._stored(ref)
+        return OutgoingWeights(described(stored), lambda: stored)
+
+    def _on_loop(
+        self, reading: Coroutine[Any, Any, dict[str, Tensor]], loop: asyncio.AbstractEventLoop
+    ) -> dict[str, Tensor]:
+        """Wait on the thread of a transfer for `reading`."""
+        return asyncio.run_coroutine_threadsafe(reading, loop).result(self._deadline_s)
+
+    async def _stored(self, ref: WeightsRef) -> dict[str, Tensor]:
+        from shared.tensors_torch import to_torch
+
         (found,) = await self._data.fetch(weights_meta(ref), (), deadline_s=self._deadline_s)
         return {name: to_torch(values) for name, values in found.items()}
 
@@ -204,9 +237,7 @@ class WeightsSender:
         self._drop(effect.communicator)
 
     def _drop(self, communicator: int) -> None:
-        line = self._lines.pop(communicator)
-        line.channel.close()
-        line.thread.shutdown(wait=False, cancel_futures=True)
+        self._lines.pop(communicator).close()
 
     def _sent(self, communicator: int, sending: asyncio.Future[None]) -> None:
         """Handle a failed send. A successful one means nothing until the engine confirms it."""

@@ -49,6 +49,7 @@ HOSTS = ("placement.hosts={a: {}, b: {}}", "transport.listen=10.0.0.1")
 OBSERVED: dict[str, tuple[str, ...]] = {
     "run.name": ("run.name=other",),
     "run.steps": ("run.steps=4",),
+    "run.evaluate": ("run.evaluate=true",),
     "run.seed": ("run.seed=5",),
     "run.deterministic": ("run.deterministic=true",),
     "policy.model": ("policy.model=./larger",),
@@ -82,6 +83,8 @@ OBSERVED: dict[str, tuple[str, ...]] = {
     "services.rollout.threads": ("services.rollout.threads=2",),
     "services.rollout.instances": ("services.rollout.instances=3",),
     "services.rollout.block_tasks": ("services.rollout.block_tasks=2",),
+    "services.monitor.samples.every": ("services.monitor.samples.every=3",),
+    "services.monitor.samples.per_step": ("monitor.samples.per_step=2",),
     "checkpoint.keep_last": ("checkpoint.keep_last=3",),
     "gc.after": ("gc.after=commit",),
     "services.policy-trainer.host": (*HOSTS, "services.policy-trainer.host=a"),
@@ -113,9 +116,6 @@ BESIDE = {
 REFUSED = {
     "services.rollout.parallel.pp": "services.rollout.parallel.pp=2",
     "services.rollout.parallel.cp": "services.rollout.parallel.cp=2",
-    "services.monitor.wandb.project": "services.monitor.wandb={project: p}",
-    "services.monitor.wandb.entity": "services.monitor.wandb={project: p, entity: e}",
-    "services.monitor.port": "services.monitor.port=9090",
 }
 
 OPTIMIZER: dict[str, object] = {
@@ -140,6 +140,7 @@ NUMERIC = {
 """Settings to compare with, by the key that is changed, where these are not BASE's exact_match."""
 
 TRAINER, ROLLOUT = "services/policy_trainer", "services/rollout/service.py"
+EXPORTER = "services/exporter/server.py"
 ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "run.spares": (
         "launch/heavy.py",
@@ -151,6 +152,41 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.run.spares_after_s",
         "integration/launch/test_spares.py::test_the_first_spare_starts_some_time_after_all_services_are_ready",
     ),
+    "services.monitor.web.listen": (
+        "services/web/service.py",
+        "web.listen",
+        "integration/web/test_web_service.py::test_page_of_a_live_run_needs_the_token",
+    ),
+    "services.monitor.web.token": (
+        "services/web/service.py",
+        "web.token",
+        "integration/web/test_web_service.py::test_page_of_a_live_run_needs_the_token",
+    ),
+    "services.monitor.web.operator_token": (
+        "services/web/service.py",
+        "web.operator_token",
+        "integration/web/test_web_service.py::test_an_operator_restarts_a_service_from_the_page",
+    ),
+    **{
+        f"services.monitor.{key}": (
+            f"services/tracker/exporters/to_{key.partition('.')[0]}.py",
+            f"section.{key.partition('.')[2]}",
+            f"integration/tracker/test_tracker_keys.py::{test}",
+        )
+        for key, test in {
+            "wandb.project": "test_wandb_files_name_the_project_and_the_entity",
+            "wandb.entity": "test_wandb_files_name_the_project_and_the_entity",
+            "wandb.mode": "test_wandb_online_asks_the_server_and_offline_does_not",
+            "wandb.samples": "test_no_samples_are_sent_if_the_topology_says_so",
+            "tensorboard.samples": "test_no_samples_are_sent_if_the_topology_says_so",
+            "trackio.samples": "test_no_samples_are_sent_if_the_topology_says_so",
+            "tensorboard.directory": "test_event_files_are_in_the_directory_of_the_topology",
+            "mlflow.uri": "test_mlflow_has_the_run_at_its_address_in_its_experiment",
+            "mlflow.experiment": "test_mlflow_has_the_run_at_its_address_in_its_experiment",
+            "trackio.project": "test_trackio_has_the_run_in_its_project",
+            "trackio.url": "test_trackio_sends_to_the_server_of_the_topology",
+        }.items()
+    },
     "placement.engine": (
         "launch/cluster.py",
         "topology.placement.engine",
@@ -160,6 +196,11 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "launch/placement/book.py",
         "topology.placement.hosts[name].gpus",
         "unit/launch/test_host_book.py::test_an_agent_with_fewer_gpus_than_the_topology_gives_it_is_refused",
+    ),
+    "services.monitor.samples.limit_bytes": (
+        "services/recorder/server.py",
+        "self._settings.limit_bytes",
+        "unit/recorder/test_files.py::test_the_oldest_steps_are_removed_to_keep_the_limit",
     ),
     "run.on_bad_step": (
         f"{TRAINER}/driver.py",
@@ -329,6 +370,36 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.services.batch_store.directory",
         "integration/batch_store/test_spill_disk.py::test_a_directory_can_replace_shared_memory",
     ),
+    "services.monitor.prometheus.listen": (
+        EXPORTER,
+        "settings.listen",
+        "integration/exporter/test_exporter.py::test_a_scraper_reads_what_the_monitor_has_and_learns_that_it_is_gone",
+    ),
+    "services.monitor.prometheus.token": (
+        EXPORTER,
+        "settings.token",
+        "integration/exporter/test_exporter.py::test_a_scraper_without_the_token_is_refused",
+    ),
+    "services.monitor.traces.otlp": (
+        EXPORTER,
+        "settings.otlp",
+        "integration/exporter/test_exporter.py::test_spans_reach_a_collector_and_the_file_and_survive_its_absence",
+    ),
+    "services.monitor.traces.file": (
+        EXPORTER,
+        "settings.file",
+        "integration/exporter/test_exporter.py::test_spans_reach_a_collector_and_the_file_and_survive_its_absence",
+    ),
+    "services.monitor.traces.file_limit": (
+        EXPORTER,
+        "settings.file_limit",
+        "unit/exporter/test_perfetto.py::test_the_file_is_valid_after_every_write_and_keeps_its_limit",
+    ),
+    "services.monitor.traces.share": (
+        ROLLOUT,
+        "topology.services.monitor.traced_share",
+        "unit/exporter/test_spans.py::test_every_process_traces_the_same_tasks",
+    ),
     "checkpoint.every": (
         f"{TRAINER}/publisher.py",
         "self._checkpoint.every",
@@ -339,6 +410,11 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.checkpoint.keep_every",
         "unit/policy_trainer/test_state.py::test_the_newest_checkpoints_and_the_multiples_are_kept",
     ),
+    "checkpoint.keep_best": (
+        f"{TRAINER}/service.py",
+        "topology.checkpoint.keep_best",
+        "unit/policy_trainer/test_best.py::test_the_best_checkpoint_outlives_the_newest_and_the_first_of_equals_is_exported",
+    ),
     "checkpoint.memory_every": (
         f"{TRAINER}/driver.py",
         "topology.checkpoint.memory_every",
@@ -348,6 +424,11 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "launch/preflight.py",
         "topology.checkpoint.memory",
         "unit/launch/test_preflight.py::test_snapshots_that_do_not_fit_are_turned_off_and_one_line_reports_it",
+    ),
+    "services.monitor.warnings.off": (
+        "services/monitor/warnings/desk.py",
+        "topology.services.monitor.warnings.off",
+        "unit/monitor/test_watch.py::test_a_kind_that_is_off_is_not_given",
     ),
     "lease.lease_s": (
         "services/scheduler/server.py",

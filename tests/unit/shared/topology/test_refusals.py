@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -431,9 +432,8 @@ def test_hub_name_resolves_to_its_local_snapshot(
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     path = edited(folder, "./model", "Org/Some-Model")
     assert problems(path) == [
-        "t.yaml:3: policy.model: Org/Some-Model is neither a folder nor in the local Hugging Face "
-        "cache (nothing is "
-        "downloaded)"
+        f"t.yaml:3: policy.model: Org/Some-Model is not in the local Hugging Face cache {cache}; fetch it with: "
+        "hf download Org/Some-Model"
     ]
     repository = cache / "models--Org--Some-Model"
     (repository / "refs").mkdir(parents=True)
@@ -449,7 +449,7 @@ def test_files_cannot_be_distributed_without_other_hosts(folder: Path) -> None:
 
 
 def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
-    topology = load(write(folder), ["algorithm.num_iterations=2"])
+    topology = load(write(folder), ["algorithm.num_iterations=2", "monitor.samples=null"])
     per_token = 4 + 1 + 4 + 4 + 4 + 4  # The terms include reference and proximal log-probs.
     data = 4 * (40 * per_token + 6 * 8)
     # Rollout, reference and proximal log-probs are separate puts of whole pages, with 8 shards in all.
@@ -463,16 +463,29 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     rest = worst_case_bytes(topology, 32, 2 * WEIGHTS) - held * task_bytes(topology, 32) - 4 * 2 * WEIGHTS
     assert again + 6 * 4096 < rest < again + 6 * 4700
     # A step of one update takes its log-probs from the pass it trains on, and puts none.
-    once = load(write(folder))
+    once = load(write(folder), ["monitor.samples=null"])
     per_token -= 4
     data = 4 * (40 * per_token + 5 * 8)
     assert data + 2 * 4096 < task_bytes(once, 32) < data + 2 * 4500 + 7 * 200
     assert worst_case_bytes(once, 32, 0) == held * task_bytes(once, 32)
-    lean = load(write(folder), ["algorithm.kl=null", "staleness=0", "gc.after=commit"])
+    lean = load(write(folder), ["algorithm.kl=null", "staleness=0", "gc.after=commit", "monitor.samples=null"])
     data = 4 * (40 * (4 + 1 + 4 + 4) + 4 * 8)
     assert data + 4096 < task_bytes(lean, 32) < data + 4500 + 6 * 200
     block = lean.services.rollout.block_tasks
     assert worst_case_bytes(lean, 32, 0) == (6 + 2 * block) * task_bytes(lean, 32)
+
+
+def test_worst_case_counts_what_is_put_and_kept_for_the_recorder(folder: Path) -> None:
+    without = load(write(folder), ["monitor.samples=null"])
+    block = without.services.rollout.block_tasks
+    held, waiting = 3 * 6 + 2 * block, 2 * block
+    # Text of 16 bytes per token and 1 KiB per sample, advantages and the trainer's log-probs.
+    put = 4 * (40 * 16 + 1024) + 4 * 41 * 4
+    for per_step, chosen in ((6, held), (1, min(math.ceil(held / 6 + 6 * math.sqrt(held / 6)), held))):
+        topology = load(write(folder), [f"monitor.samples.per_step={per_step}"])
+        more = worst_case_bytes(topology, 32, 0) - worst_case_bytes(without, 32, 0)
+        least = (chosen + waiting) * put + waiting * task_bytes(topology, 32)
+        assert least < more < least + (chosen + waiting) * 5000
 
 
 HOSTS = ("placement.hosts={b: {}, c: {}}", "transport.listen=10.0.0.1")
@@ -495,7 +508,7 @@ HOSTS = ("placement.hosts={b: {}, c: {}}", "transport.listen=10.0.0.1")
 def test_versions_that_slow_leases_and_engines_keep_alive_need_room(
     folder: Path, versions: int, overrides: list[str]
 ) -> None:
-    topology = load(write(folder), overrides, check_supported=False)
+    topology = load(write(folder), [*overrides, "services.batch-store.memory=8MiB"], check_supported=False)
     assert weight_versions(topology) == versions
     needed = worst_case_bytes(topology, 32, weight_bytes(str(folder / "model"), "bfloat16"))
     [line] = problems(write(folder), *overrides, f"services.batch-store.memory={needed - 1}", check_supported=False)

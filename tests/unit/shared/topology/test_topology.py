@@ -84,17 +84,65 @@ def test_lease_is_the_largest_divisor_of_a_step_within_256_samples(
     assert topology.services.rollout.block_tasks == block
 
 
+@pytest.mark.parametrize(("engine", "block"), [("vllm", 64), ("transformers", 16)])
+def test_an_engine_that_refills_its_batch_in_turns_gets_its_share_of_a_step_as_one_lease(
+    folder: Path, engine: str, block: int
+) -> None:
+    sizes = ["algorithm.tasks_per_step=128", "algorithm.group_size=16", "services.batch-store.memory=4GiB"]
+    turns = ["staleness=0", "placement.colocate=[policy-trainer, rollout]", f"services.rollout.engine={engine}"]
+    rollout = load(
+        write(folder), [*sizes, *turns, "services.rollout.instances=2"], check_supported=False
+    ).services.rollout
+    assert rollout.block_tasks == block
+
+
 def test_plan_starts_each_process_after_those_it_needs(folder: Path) -> None:
     assert load(write(folder)).services_plan() == [
         ServiceSpec("scheduler", 0),
         ServiceSpec("batch-store", 0),
         ServiceSpec("monitor", 0),
+        ServiceSpec("recorder", 0),
         ServiceSpec("policy-trainer-worker", 0),
         ServiceSpec("policy-trainer", 0),
         ServiceSpec("reference", 0),
         ServiceSpec("rollout", 0),
         ServiceSpec("rollout", 1),
     ]
+
+
+@pytest.mark.parametrize("section", ["monitor.prometheus={}", "monitor.traces={}"])
+def test_an_exporter_runs_only_if_something_is_exported(folder: Path, section: str) -> None:
+    assert ServiceSpec("exporter", 0) not in load(write(folder)).services_plan()
+    assert ServiceSpec("exporter", 0) in load(write(folder), [section]).services_plan()
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "text"),
+    [
+        (
+            "monitor.prometheus.listen=0.0.0.0:9464",
+            "services.monitor.prometheus.listen",
+            "0.0.0.0:9464: others reach this address, and monitor.prometheus.token is not set",
+        ),
+        ("monitor.prometheus.listen=localhost", "services.monitor.prometheus.listen", "is not an address with a port"),
+        ("monitor.prometheus.listen=localhost:0", "services.monitor.prometheus.listen", "names no port"),
+        ("monitor.traces.file=false", "services.monitor.traces", "no span would be kept"),
+        ("monitor.traces.otlp=ftp://host", "services.monitor.traces.otlp", "is not an address of a collector"),
+        ("monitor.traces.otlp=http://u:p@host", "services.monitor.traces.otlp", "is not an address of a collector"),
+        ("monitor.traces.file_limit=1KiB", "services.monitor.traces.file_limit", "must be 65536 or more"),
+        ("monitor.traces.share=1.5", "services.monitor.traces.share", "1.5 is out of range"),
+    ],
+)
+def test_exports_that_cannot_work_are_refused_in_one_line(folder: Path, key: str, path: str, text: str) -> None:
+    [line] = problems(write(folder), key)
+    assert line.startswith(f"--set {key}: {path}: ")
+    assert text in line
+
+
+def test_an_address_that_others_reach_is_accepted_with_a_token(folder: Path) -> None:
+    given = load(write(folder), ["monitor.prometheus={listen: '[::]:9464', token: ./token}"]).services.monitor
+    assert given.prometheus is not None
+    assert given.prometheus.token == f"{folder}/token"
 
 
 def test_resolved_file_reads_back_equal_from_another_folder(
@@ -211,7 +259,8 @@ def test_overrides_apply_in_order_and_reach_into_lists(folder: Path) -> None:
         (
             "data.train={max_prompt_tokens: 3}",
             "--set data.train={max_prompt_tokens: 3}: data.train.source: missing, required "
-            "(builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder> or reasoning-gym:<data set>)",
+            "(builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder>, "
+            "hub:<owner>/<name>/<path> or reasoning-gym:<data set>)",
         ),
         ("run.steps", "--set run.steps: not an override; it must look like a.b=value"),
         ("run..steps=1", "--set run..steps=1: not an override; it must look like a.b=value"),
@@ -256,8 +305,7 @@ def test_override_that_is_not_yaml_is_refused(folder: Path) -> None:
     ("override", "path", "use"),
     [
         ("services.rollout.parallel.pp=2", "services.rollout.parallel.pp", "1"),
-        ("services.monitor.port=8080", "services.monitor.port", "python -m launch.monitor"),
-        ("services.monitor.wandb.project=p", "services.monitor.wandb", "metrics.jsonl of the run"),
+        ("services.rollout.parallel.cp=2", "services.rollout.parallel.cp", "1"),
     ],
 )
 def test_option_without_effect_in_this_build_is_refused(folder: Path, override: str, path: str, use: str) -> None:
@@ -287,14 +335,22 @@ def test_quickstart_loads_as_it_is(folder: Path) -> None:
     assert topology.data.eval["heldout"].temperature == 0
 
 
+def test_an_unknown_kind_of_warning_is_refused_with_the_nearest(folder: Path) -> None:
+    [line] = problems(write(folder), "monitor.warnings.off=[truncation, reward-slwo]")
+    assert line.startswith("--set monitor.warnings.off=[truncation, reward-slwo]: services.monitor.warnings.off: ")
+    assert "'reward-slwo' is not one of" in line
+    assert "nearest 'reward-slow'" in line
+    assert load(folder / "t.yaml", ["monitor.warnings.off=truncation"]).services.monitor.warnings.off == ("truncation",)
+
+
 def test_monitor_is_a_short_name_of_services_monitor(folder: Path) -> None:
     [line] = problems(write(folder), "monitor.wandb.project=")
     assert line.startswith("--set monitor.wandb.project=: services.monitor.wandb.project: ")
 
 
 def test_key_of_the_monitor_under_both_names_is_refused(folder: Path) -> None:
-    [line] = problems(write(folder), "services.monitor.port=1", "monitor.port=2", check_supported=False)
-    assert line == "--set monitor.port=2: monitor.port: given twice, also as services.monitor.port; remove one"
+    [line] = problems(write(folder), "services.monitor.web={}", "monitor.web={}", check_supported=False)
+    assert line == "--set monitor.web={}: monitor.web: given twice, also as services.monitor.web; remove one"
 
 
 def test_qwen7b_lacks_only_its_files(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.topology import load
+from shared.topology import engine_checks, load
+from shared.topology.engine_checks import transfer_floor_s
 from tests.unit.shared.topology.small_topology import make, problems, write
 
 ON_GPUS = [
@@ -74,3 +75,20 @@ def test_an_unsupported_route_is_refused(folder: Path, overrides: list[str], why
 def test_a_limit_without_effect_is_refused(folder: Path, overrides: list[str], why: str) -> None:
     lines = problems(write(folder), *overrides)
     assert [line for line in lines if "services.rollout.transfer_s: " in line and why in line], lines
+
+
+def test_a_limit_in_which_a_version_cannot_be_sent_is_refused_with_the_one_that_would_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = [route("nccl"), *ON_GPUS, "services.rollout.instances=4", "services.rollout.gpus=1"]
+    monkeypatch.setattr(engine_checks, "weight_bytes", lambda model, dtype: 15_231_233_024)
+    [line] = problems(write(folder), *chosen)
+    assert "services.rollout.transfer_s: 20 is too short for 15.2 GB to 4 engines by nccl at 2 GB/s" in line
+    assert "set at least 31, and lease.lease_s to at least 46" in line
+    assert load(write(folder), [*chosen, "lease.lease_s=46.5"]).services.rollout.transfer_s == pytest.approx(31)
+
+
+def test_the_least_time_of_a_transfer_grows_with_bytes_and_engines() -> None:
+    assert transfer_floor_s("nccl", 2_000_000_000, 1) == pytest.approx(1)
+    assert transfer_floor_s("nccl", 2_000_000_000, 4) == pytest.approx(4)
+    assert transfer_floor_s("gloo", 2_000_000_000, 1) > transfer_floor_s("nccl", 2_000_000_000, 1)

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Callable
 
 import zmq
 
-from launch.peer import Run
 from proto import codec
 from proto.errors import WireError
 from proto.ids import new_incarnation
-from proto.messages import GetSnapshot, Snapshot, TopicRow, Update
+from proto.messages import GetHistory, GetSnapshot, History, Snapshot, TopicRow, Update
 from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rpc.transport import Pump, open_socket
+from shared.rundir import RunDir
 from shared.security.access import Access
 from shared.security.curve import unlock
 
@@ -22,19 +22,24 @@ PUB = "monitor-pub"
 QUEUED_UPDATES = 10_000
 QUIET_S = 1.0
 SNAPSHOT_DEADLINE_S = 2.0
+HISTORY_DEADLINE_S = 10.0
 _NONE = -1
 
 
 class Stream:
     """A connection to the monitor of a run. Use it as an async context manager, then iterate over `rows()`."""
 
-    def __init__(self, run: Run, *, ended: Callable[[], bool]) -> None:
+    def __init__(self, run: RunDir | Access, *, ended: Callable[[], bool]) -> None:
         """Create a stream that ends once `ended` returns true, which is called while nothing arrives."""
         self._run = run
         self._ended = ended
         self._incoming: asyncio.Queue[tuple[int, Update]] = asyncio.Queue(QUEUED_UPDATES)
         self.gaps = 0
         """Number of times that updates were lost in transit and the state was read again."""
+        self.lost = 0
+        """Number of those updates, counted when the next one arrives or none comes any longer."""
+        self._arrived = (_NONE, 0)
+        """Incarnation of the monitor and sequence of the update that arrived last."""
         self.heard_at = 0.0
         """Loop time of the last message from the monitor."""
 
@@ -77,6 +82,8 @@ class Stream:
             await self._take_snapshot()  # The snapshot has the address of the stream.
         while True:
             update = await self._next()
+            if update is not None:
+                self._count_lost(update[0], update[1].sequence, arrived=1)
             if update is None:
                 if self._ended():
                     return
@@ -99,11 +106,23 @@ class Stream:
                 continue
             known, (incarnation, snapshot), checked = (incarnation, sequence), taken, update is None
             sequence = snapshot.sequence
+            if update is None:  # nothing is on its way, so what the snapshot has beyond the last update never comes
+                self._count_lost(incarnation, sequence, arrived=0)
             if (incarnation, sequence) == known:
                 continue
             self.gaps += known[0] == incarnation
             for row in snapshot.rows:
                 yield row
+
+    async def history(self) -> History:
+        """Return the curves and the spans that the monitor has kept. Raises RpcError."""
+        return await self._client.call(GetHistory(), History, deadline_s=HISTORY_DEADLINE_S)
+
+    def _count_lost(self, incarnation: int, number: int, *, arrived: int) -> None:
+        """Count the updates up to `number` that have not arrived. The last one has if `arrived` is 1."""
+        if self._arrived[0] == incarnation:
+            self.lost += max(number - self._arrived[1] - arrived, 0)
+        self._arrived = (incarnation, number)
 
     async def _next(self) -> tuple[int, Update] | None:
         try:

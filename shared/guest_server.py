@@ -1,4 +1,4 @@
-"""Runs uvicorn as a guest of a running event loop, on the loopback interface.
+"""Runs uvicorn as a guest of a running event loop.
 
 The server leaves the signal handlers and the logging of its process alone, and waits for silent clients only up to a
 deadline.
@@ -24,10 +24,19 @@ STOP_S = 1
 """Maximum seconds that `stop` waits for requests under way before it cancels them."""
 
 
-class LoopbackServer:
-    """One ASGI application on a free port. The server belongs to the loop that starts it."""
+class GuestServer:
+    """One ASGI application on one address. The server belongs to the loop that starts it."""
 
-    def __init__(self, application: ASGIApp, idle_s: int = IDLE_S) -> None:
+    def __init__(
+        self,
+        application: ASGIApp,
+        idle_s: int = IDLE_S,
+        *,
+        listen: tuple[str, int] = (HOST, 0),
+        most_connections: int | None = None,
+    ) -> None:
+        """`listen` is a host and a port, 0 for a free one. Connections beyond `most_connections` are answered 503."""
+        self._listen = listen
         config = uvicorn.Config(
             application,
             http=_GuestConnection,
@@ -42,6 +51,7 @@ class LoopbackServer:
             timeout_keep_alive=idle_s,
             timeout_graceful_shutdown=STOP_S,
             h11_max_incomplete_event_size=HEAD_LIMIT_BYTES,
+            limit_concurrency=most_connections,
         )
         self._server = _Guest(config)
         self._serving: asyncio.Task[None] | None = None
@@ -49,12 +59,20 @@ class LoopbackServer:
         """Host and port; empty before `start`."""
 
     async def start(self) -> None:
-        """Bind a port, so that `address` is valid and clients may connect when this returns."""
+        """Bind the port, so that `address` is valid and clients may connect when this returns. Raises OSError."""
+        host, port = self._listen
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # asyncio disables Nagle's algorithm, which delays answers by 40 ms, only on sockets whose protocol is named.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.bind((HOST, 0))
-        listener.listen()
-        self.address = f"{HOST}:{listener.getsockname()[1]}"
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen()
+        except OSError:
+            listener.close()
+            raise
+        shown = f"[{host}]" if family == socket.AF_INET6 else host
+        self.address = f"{shown}:{listener.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve([listener]))
 
     async def stop(self) -> None:

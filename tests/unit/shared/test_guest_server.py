@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.rollout.loopback_server import LoopbackServer
+from shared.guest_server import GuestServer
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ async def at_once(_: Receive) -> None:
 @asynccontextmanager
 async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[Callable[[bytes], Awaitable[Streams]]]:
     """Yield a function that connects to a server of `app` and sends the first bytes."""
-    server = LoopbackServer(app, **options)
+    server = GuestServer(app, **options)
     await server.start()
     writers: list[asyncio.StreamWriter] = []
 

@@ -1,0 +1,120 @@
+"""`--evaluate`: a run that trains nothing, of the policy or of one of its checkpoints, and the table of its results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from proto.messages import ErrorCode
+from shared import model_folder
+from shared.checkpoint_files import MODEL, STATE, verify
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir, checkpoint_steps
+from shared.topology import Topology, model_files
+
+NAME_PREFIX = "evaluate-"
+_MOST_NAME_CHARS = 64
+_SHOWN_NAMES = 3
+
+
+def without_training(topology: Topology) -> Topology:
+    """Return `topology` for a run that only evaluates: what serves training alone is neither started nor reserved.
+
+    The trainer stays, because it publishes the weights and proves that the engines have loaded them.
+    """
+    colocated = tuple(name for name in topology.placement.colocate if name != "reference")
+    changes = {
+        "run": topology.run.model_copy(
+            update={"evaluate": True, "name": f"{NAME_PREFIX}{topology.run.name}"[:_MOST_NAME_CHARS]}
+        ),
+        "algorithm": topology.algorithm.model_copy(update={"kl": None}),
+        "services": topology.services.model_copy(update={"reference": None}),
+        "checkpoint": topology.checkpoint.model_copy(update={"memory_every": None}),
+        "placement": topology.placement.model_copy(update={"colocate": colocated if len(colocated) > 1 else ()}),
+    }
+    return topology.model_copy(update=changes)
+
+
+def with_model(topology: Topology, folder: Path) -> Topology:
+    """Return `topology` with the model in `folder` as its policy."""
+    return topology.model_copy(update={"policy": topology.policy.model_copy(update={"model": str(folder)})})
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `path` is a checkpoint of a run rather than a model's folder."""
+    return (path / STATE).is_file()
+
+
+def check_checkpoint(path: Path, model: str) -> None:
+    """Raise RpcError(bad_request or conflict), with one line, unless `path` is an intact checkpoint or exported model
+    with the shapes of the policy in the folder `model`."""
+    if not path.is_dir():
+        there = [f"step-{step}" for step in checkpoint_steps(path.parent)]
+        remedy = f"; there are {', '.join(there)}" if there else "; name RUN/checkpoints/step-N or RUN/export"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"--checkpoint {path}: no such folder{remedy}")
+    if is_checkpoint(path):
+        verify(path, only=[MODEL])
+    elif not (path / "config.json").is_file():
+        text = f"--checkpoint {path}: holds neither {STATE} (a checkpoint) nor config.json (an exported model)"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; name RUN/checkpoints/step-N or RUN/export")
+    try:
+        own = model_files.file_shapes(path / MODEL) if is_checkpoint(path) else model_files.named_shapes(str(path))
+        wrong = _differences(own, model_files.named_shapes(model))
+    except (OSError, ValueError) as error:
+        raise RpcError(ErrorCode.BAD_REQUEST, f"--checkpoint {path}: {error}") from None
+    if wrong:
+        more = f" and {len(wrong) - _SHOWN_NAMES} more" if len(wrong) > _SHOWN_NAMES else ""
+        text = f"--checkpoint {path}: belongs to another model than policy.model ({model})"
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{text}: {', '.join(wrong[:_SHOWN_NAMES])}{more}")
+
+
+def _differences(found: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> list[str]:
+    """Return the matrices that only one of two models has, or whose shapes differ, described in a few words each.
+
+    A tied output matrix may be left out. Experts may be stored one by one or together, so they are not compared.
+    """
+
+    def matrices(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        return {
+            name: shape
+            for name, shape in shapes.items()
+            if len(shape) > 1 and ".experts." not in name and name != "lm_head.weight"
+        }
+
+    mine, theirs = matrices(found), matrices(expected)
+    missing = [f"{name} is missing" for name in sorted(theirs.keys() - mine.keys())]
+    strange = [f"{name} is unknown" for name in sorted(mine.keys() - theirs.keys())]
+    common = sorted(mine.keys() & theirs.keys())
+    reshaped = [f"{name} is {mine[name]}, not {theirs[name]}" for name in common if mine[name] != theirs[name]]
+    return reshaped + missing + strange
+
+
+def add_model(checkpoint: Path, topology: Topology, target: Path) -> None:
+    """Make `target` a model's folder from the weights of a checkpoint and the other files of the policy's model.
+
+    Raises OSError.
+    """
+    model_folder.from_checkpoint(checkpoint, Path(topology.policy.model), target, topology.policy.dtype)
+
+
+def table(topology: Topology, row: Mapping[str, float]) -> list[str]:
+    """Return the results of each evaluation set in `row`, a row of metrics.jsonl, as lines of a table."""
+    lines = [("set", "rows", "samples", "accuracy", "avg@k", "pass@k", "dropped")]
+    for name, each in topology.data.eval.items():
+        found = {key.removeprefix(f"eval/{name}/"): value for key, value in row.items()}
+        scores = ("accuracy", f"avg@{each.samples}", f"pass@{each.samples}")
+        shown = [f"{found[score]:.3f}" if score in found else "-" for score in scores]
+        counts = [f"{found.get(count, 0):.0f}" for count in ("rows_scored", "rows_dropped")]
+        lines.append((name, counts[0], str(each.samples), shown[0], shown[1], shown[2], counts[1]))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def best_lines(run: RunDir) -> list[str]:
+    """Return one line that names the exported best checkpoint, or no line if there is none."""
+    try:
+        best = json.loads(run.best_note.read_text())
+        return [f"best       {run.export_best} (step {best['step']}, {best['metric']} {best['value']:.3f})"]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,227 @@
+"""Fetches the models and data sets that a topology names by their hub names into the local Hugging Face cache.
+
+`huggingface_hub` does the work, so its variables are respected (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HOME, ...),
+a broken connection continues where it was, whole files are kept, and the cache is used if the hub cannot be reached.
+The library is imported only for a topology with hub names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import NoReturn
+
+import yaml
+
+from shared.data.source import nearest
+from shared.os_limits import DISK_FULL_ERRNOS
+from shared.topology import hub
+from shared.topology.fields import format_size
+from shared.topology.hub import HubName
+from shared.topology.load import value_at
+from shared.topology.problem import Path, dotted
+
+_SHARD = re.compile(r"(-\d+-of-\d+)?\.(parquet|jsonl)$")
+
+
+class HubError(Exception):
+    """A model or a data set could not be fetched. The message is one line."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Files of `name` at `commit` that are not in the cache, or a cache that takes an older commit for the revision."""
+
+    name: HubName
+    commit: str
+    files: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.files} files, {format_size(self.nbytes)}, commit {self.commit}"
+
+
+def pinned(names: Mapping[Path, HubName], topology: FilePath) -> list[str]:
+    """Return the overrides with which a run continues with the commits of `names` in its resolved `topology`.
+
+    A name that gives a commit, or another repository than the run began with, is left as it is.
+    """
+    try:
+        recorded = yaml.safe_load(topology.read_text())
+    except (OSError, yaml.YAMLError):
+        return []  # Opening the run reports this.
+    made = []
+    for key, name in names.items():
+        value = str(value_at(recorded, key))
+        found = hub.model_name(value) if name.kind == "model" else hub.source_name(value)
+        if found is not None and found.name == name.name and not name.is_commit:
+            made.append(f"{dotted(key)}={value}")
+    return made
+
+
+def missing(names: Mapping[Path, HubName]) -> list[Missing]:
+    """Return what is to be fetched for `names`. Raises HubError if that cannot be found out."""
+    return [found for name in dict.fromkeys(names.values()) if (found := _missing(name)) is not None]
+
+
+def fetch(names: Mapping[Path, HubName]) -> None:
+    """Fetch the files of `names` that are not in the cache. Raises HubError."""
+    for each in missing(names):
+        folder = hub.cache()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            raise HubError(f"{each.name}: {folder}: {error.strerror}; name another folder with HF_HOME") from None
+        if each.nbytes > free:
+            text = f"needs {format_size(each.nbytes)}, the disk has {format_size(free)}"
+            raise HubError(f"{each.name}: {folder} {text}; make room, or name another folder with HF_HOME")
+        if each.files:
+            print(f"fetching {each} into {folder}", flush=True)
+        _download(each.name, local_files_only=False)
+
+
+def leave() -> NoReturn:
+    """End this process at once. The threads of a download would otherwise first finish their files.
+
+    The partial files that it leaves could not be used again: they have names of their own.
+    """
+    for descriptor in FilePath("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            file = descriptor.readlink()
+            if file.suffix == ".incomplete":
+                file.unlink()
+    print(
+        "interrupted before anything was started; whole files are kept, the same command fetches the rest", flush=True
+    )
+    os._exit(1)
+
+
+def _missing(name: HubName) -> Missing | None:
+    """Return what is to be fetched for `name`, None if nothing is.
+
+    A commit that is there is not looked up. If the hub cannot be reached, the cache must have the whole revision.
+    """
+    from huggingface_hub import HfApi, errors
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
+
+    if name.is_commit and _is_whole(name):
+        return None
+    api = HfApi()
+    try:
+        info = (
+            api.model_info(name.name, revision=name.revision, files_metadata=True)
+            if name.kind == "model"
+            else api.dataset_info(name.name, revision=name.revision, files_metadata=True)
+        )
+    except errors.HfHubHTTPError as error:
+        if error.response.status_code < 500:
+            raise HubError(_refused(name, error)) from None
+        _offline(name, f"{_endpoint()} answered {error.response.status_code}")
+        return None
+    except (OSError, HTTPError) as error:
+        _offline(name, _reason(error))
+        return None
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    files = [file for file in sizes if name.wants(file)]
+    if not files:
+        raise HubError(_no_file(name, list(sizes)))
+    folder = hub.cache().absolute() / name.folder / "snapshots" / str(info.sha)
+    absent = [file for file in files if not (folder / file).exists()]
+    if not absent and hub.snapshot(name) == folder:
+        return None
+    return Missing(name, str(info.sha), len(absent), sum(sizes[file] for file in absent))
+
+
+def _offline(name: HubName, reason: str) -> None:
+    """Return if the cache has all of `name`. Raises HubError with the command that fetches it."""
+    if not _is_whole(name):
+        command = f"fetch it where there is a network, with: {name.command}"
+        raise HubError(f"{name}: not complete in the local Hugging Face cache {hub.cache()} and {reason}; {command}")
+
+
+def _is_whole(name: HubName) -> bool:
+    from huggingface_hub import errors
+
+    try:
+        _download(name, local_files_only=True)
+    except errors.LocalEntryNotFoundError:
+        return False
+    # The library cannot tell for a revision that another release of it has fetched.
+    return name.kind == "model" or hub.source_files(f"hub:{name}") is not None
+
+
+def _download(name: HubName, *, local_files_only: bool) -> None:
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
+
+    try:
+        snapshot_download(
+            name.name,
+            repo_type=name.kind,
+            revision=name.revision,
+            allow_patterns=name.wanted,
+            ignore_patterns=name.unwanted,
+            local_files_only=local_files_only,
+        )
+    except errors.LocalEntryNotFoundError as error:
+        if local_files_only:
+            raise
+        raise HubError(_broken_off(name, str(error.__cause__ or error))) from None
+    except errors.HfHubHTTPError as error:
+        raise HubError(_refused(name, error)) from None
+    except OSError as error:
+        if error.errno in DISK_FULL_ERRNOS:
+            text = f"{hub.cache()}: {error.strerror}; make room, or name another folder with HF_HOME"
+            raise HubError(f"{name}: {text}; whole files are kept") from None
+        raise HubError(_broken_off(name, str(error))) from None
+    except HTTPError as error:
+        raise HubError(_broken_off(name, str(error))) from None
+
+
+def _broken_off(name: HubName, reason: str) -> str:
+    line = " ".join(reason.split())[:200]
+    return f"{name}: the download broke off ({line}); whole files are kept, the same command fetches the rest"
+
+
+def _refused(name: HubName, error: Exception) -> str:
+    """Return one line for an answer of the hub that no retry changes."""
+    from huggingface_hub import errors
+
+    page = f"{_endpoint()}/{'datasets/' if name.kind == 'dataset' else ''}{name.name}"
+    match error:
+        case errors.GatedRepoError():
+            return f"{name}: access is restricted; accept the terms at {page}, and set HF_TOKEN (or run: hf auth login)"
+        case errors.RepositoryNotFoundError():
+            where = "no folder here, and no" if name.kind == "model" else "no"
+            return f"{name}: {where} {name.kind} {page}, or a private one; correct the name, or set HF_TOKEN"
+        case errors.RevisionNotFoundError():
+            return f"{name}: {page} has no revision {name.revision!r}; give a branch, a tag or a commit after the @"
+        case errors.HfHubHTTPError():
+            return f"{name}: {page} answered {error.response.status_code}; try again later"
+        case _:
+            return f"{name}: {page}: {_reason(error)}"
+
+
+def _no_file(name: HubName, known: list[str]) -> str:
+    what = "safetensors or JSON file" if name.kind == "model" else f"Parquet or JSONL file {name.path}*"
+    # A path leaves out the suffix and the numbers of shards.
+    paths = {_SHARD.sub("", file) for file in known}
+    return f"{name}: the {name.kind} has no {what}{nearest(name.path, paths)}"
+
+
+def _reason(error: Exception) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    return f"{_endpoint()} cannot be reached ({' '.join(str(error).split())[:200] or type(error).__name__})"
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")

@@ -1,0 +1,197 @@
+"""Shows recorded samples in a terminal (`ctl samples`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from proto.messages import ErrorCode
+from shared.rpc.errors import RpcError
+from shared.samples.plain import SHOWN_CHARACTERS, plain, shortened
+from shared.samples.reader import read, splits, steps
+from shared.samples.record import Record
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+FEW = 5
+"""Number of samples that are shown without a number."""
+STYLES = ("", "yellow", "dark_orange", "red", "bold white on red")
+PROBABILITIES = (0.5, 0.2, 0.05, 0.01)
+"""A token at most this probable gets the next style."""
+MISMATCHES = (0.01, 0.05, 0.2, 1.0)
+"""A token whose log-probs differ by at least this much gets the next style."""
+
+
+class Color(StrEnum):
+    """The values by which tokens are coloured."""
+
+    LOGPROB = "logprob"
+    MISMATCH = "mismatch"
+    NONE = "none"
+
+
+class Order(StrEnum):
+    """The samples that are shown first."""
+
+    WORST = "worst"
+    BEST = "best"
+    LONGEST = "longest"
+
+
+_KEYS: dict[Order, Callable[[Record], float]] = {
+    Order.WORST: lambda record: record.reward,
+    Order.BEST: lambda record: -record.reward,
+    Order.LONGEST: lambda record: -record.length,
+}
+
+
+def ordered(records: Sequence[Record], order: Order | None) -> list[Record]:
+    """Return the records in the order given, or as they were written."""
+    return list(records) if order is None else sorted(records, key=_KEYS[order])
+
+
+def choose(
+    run: Path, *, step: int | None, task: str | None, split: str, order: Order | None, count: int
+) -> list[Record]:
+    """Return the samples to show: of one task, or of a step (default: the newest one).
+
+    Raises RpcError(bad_request) in one line if there are none.
+    """
+    known = steps(run, split)
+    if task is None and step is None and known:
+        step = known[-1]
+    records = read(run, step=step, task=task, split=split)
+    if not records:
+        raise RpcError(ErrorCode.BAD_REQUEST, _nothing(run, step, task, split, known))
+    if order is not None:
+        records = ordered([each for each in records if each.sample >= 0], order)
+    return records if task is not None and order is None else records[:count]
+
+
+def _nothing(run: Path, step: int | None, task: str | None, split: str, known: Sequence[int]) -> str:
+    what = f"of task {task}" if task is not None else f"of step {step}" if step is not None else "yet"
+    if known:
+        return f"{run}: no samples {what} in {split}; there are steps {_ranges(known)}"
+    others = splits(run)
+    there = f"there are {', '.join(others)}" if others else "monitor.samples says which are recorded"
+    return f"{run}: no samples {what} in {split}; {there}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in few words: `1-4, 7`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    shown = [f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in parts]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:4], "…", *shown[-3:]])
+
+
+def as_json(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the records as plain data."""
+    plain_data: list[dict[str, Any]] = msgspec.to_builtins(records)
+    return plain_data
+
+
+def show(records: Sequence[Record], color: Color, *, full: bool) -> None:
+    """Print the records. Colours are left out if the output is not a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    most = 10**9 if full else SHOWN_CHARACTERS
+    legend = _legend(color)
+    if legend is not None and console.is_terminal:
+        console.print(legend)
+    for number, record in enumerate(records):
+        if number:
+            console.print()
+        console.print(Text(_title(record), style="bold"))
+        console.print(Text(_facts(record)), style="dim")
+        prompt = record.prompt if isinstance(record.prompt, str) else _conversation(record.prompt)
+        if record.messages:
+            prompt = _conversation(record.messages)
+        if prompt:
+            console.print(Text(plain(shortened(prompt, most)), style="cyan"))
+        if record.sample >= 0:
+            console.print(completion(record, color, most))
+        if record.answer is not None:
+            console.print(Text(f"answer: {plain(shortened(str(record.answer), most))}", style="dim"))
+
+
+def _title(record: Record) -> str:
+    sample = f" sample {record.sample}" if record.sample >= 0 else ""
+    of = "version" if record.split != "train" else "step"
+    why = f": {plain(record.reason)}" if record.reason else ""
+    return f"{plain(record.task)}{sample} · {of} {record.step} · {record.state}{why}"
+
+
+def _facts(record: Record) -> str:
+    if record.sample < 0:
+        return "no samples"
+    parts = [f"reward {record.reward:g}"]
+    parts += [f"{plain(name)} {value:g}" for name, value in {**record.rewards, **record.metrics}.items()]
+    parts += [f"advantage {record.advantage:+.3g}"] if record.advantage is not None else []
+    parts += [f"{record.length} tokens", plain(record.finish_reason)]
+    parts += [f"version {', '.join(map(str, record.versions))}"] if record.versions else []
+    parts += [f"{record.turns} turns, {record.tool_calls} tool calls"] if record.turns > 1 or record.tool_calls else []
+    parts += [f"lineage {record.lineage}"] if record.lineage else []
+    parts += [f"{record.cut:,} characters left out"] if record.cut else []
+    return " · ".join(parts)
+
+
+def _conversation(messages: Sequence[dict[str, Any]]) -> str:
+    return "\n".join(f"[{message.get('role', '?')}] {message.get('content', '')}" for message in messages)
+
+
+def completion(record: Record, color: Color, most: int) -> Text:
+    """Return the completion with coloured tokens, at most `most` characters of it."""
+    from rich.text import Text
+
+    if not record.pieces or color == Color.NONE:
+        return Text(plain(shortened(record.completion, most)))
+    text = Text()
+    left = most
+    for at, piece in enumerate(record.pieces):
+        shown = plain(piece[:left])[:left]
+        text.append(shown, style=_style(record, at, color))
+        left -= len(shown)
+        if left <= 0:
+            text.append(f"… ({len(record.pieces) - at - 1:,} more tokens)")
+            break
+    return text
+
+
+def _style(record: Record, at: int, color: Color) -> str:
+    if record.sampled is not None and not record.sampled[at]:
+        return "dim italic"
+    logprob = record.logprobs[at]
+    if color == Color.LOGPROB:
+        return STYLES[sum(math.exp(logprob) <= bound for bound in PROBABILITIES)]
+    if record.train_logprobs is None:
+        return ""
+    return STYLES[sum(abs(record.train_logprobs[at] - logprob) >= bound for bound in MISMATCHES)]
+
+
+def _legend(color: Color) -> Text | None:
+    from rich.text import Text
+
+    match color:
+        case Color.NONE:
+            return None
+        case Color.LOGPROB:
+            bounds = [f" p ≤ {bound:g} " for bound in PROBABILITIES]
+        case Color.MISMATCH:
+            bounds = [f" |engine - trainer| ≥ {bound:g} " for bound in MISMATCHES]
+    text = Text("log-prob: " if color == Color.LOGPROB else "mismatch of log-probs: ", style="dim")
+    for bound, style in zip(bounds, STYLES[1:], strict=True):
+        text.append(bound, style=style)
+    return text

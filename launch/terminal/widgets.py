@@ -1,0 +1,71 @@
+"""The parts of the terminal interface: a picture that is drawn for its size, the help, and a question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from launch.terminal.visible import visible_text
+
+HELP = """\
+1 … 8, ← →   go to a view               t   light or dark
+?            this page                  q   leave; the run goes on
+
+Services     r   restart the process    d   drain a rollout or reference
+             (a run on this machine, or an access file of role operator)
+Curves       ↓ ↑   next and previous    z   one picture, or many
+Time         - +   longer and shorter window
+Log          /   filter by text         l   least level     (a run on this machine)
+Samples      , .   earlier and later step     o   order     c   colours     e   data set
+
+docs/monitor.md describes what each view shows.  Esc closes this page."""
+
+
+class Picture(Static):
+    """Lines that are drawn for the present size of the widget."""
+
+    def __init__(self, draw: Callable[[int, int], Sequence[Text]], *, id: str) -> None:
+        super().__init__("", id=id)
+        self._draw = draw
+        self._shown: Text | None = None
+
+    def redraw(self, width: int, height: int) -> None:
+        """Draw for this size, and repaint only what differs from before."""
+        text = visible_text(Text("\n", no_wrap=True, overflow="ellipsis").join(self._draw(width, height)))
+        if text != self._shown:
+            self._shown = text
+            self.update(text)
+
+
+class Help(ModalScreen[None]):
+    """The keys."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,question_mark,q", "dismiss", "close")]
+
+    def compose(self) -> ComposeResult:
+        yield Static(HELP, id="help", markup=False)
+
+
+class Confirm(ModalScreen[bool]):
+    """Asks before something is done to a process."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "answer(True)", "yes"),
+        Binding("n,escape", "answer(False)", "no"),
+    ]
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self._question = question
+
+    def compose(self) -> ComposeResult:
+        yield Static(f"{self._question}\n\ny: yes    n: no", id="confirm", markup=False)
+
+    def action_answer(self, yes: bool) -> None:
+        self.dismiss(yes)

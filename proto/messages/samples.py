@@ -1,0 +1,52 @@
+"""Messages between the scheduler and the recorder, which writes samples for people."""
+
+from __future__ import annotations
+
+from proto.messages.store import PutTask
+from proto.registry import Message, Record, Request, message
+
+
+class EndedTask(Record, frozen=True, array_like=True):
+    """A task whose samples are to be recorded."""
+
+    task_id: str
+    fence: int
+    state: str  # `trained`, `filtered`, `dropped` or `scored`
+    step: int  # the step that trained it, the step formed after it was dropped, or the policy version that was scored
+    lineage: int  # lineage of the weights at its end
+    samples: int = 0  # number of samples; 0: there are no shards
+    store: str = ""  # name of the store with the shards of its rollout
+    reason: str = ""  # the reason for dropping it, in one line
+
+
+class TakenBack(Record, frozen=True, array_like=True, gc=False):
+    """A return of the run to an earlier step."""
+
+    lineage: int  # lineage that ended with it
+    step: int  # the step to which the run returned
+
+
+@message(118)
+class SamplesDue(Message, frozen=True, kw_only=True):
+    """Tasks to record. Their shards stay until the next `TakeSamples` names them, or the time for that is over."""
+
+    tasks: list[EndedTask] = []  # the oldest tasks that are due
+    trainer_stores: list[str] = []  # the stores into which the trainer puts advantages and log-probs
+    rewinds: list[TakenBack] = []
+    """The returns to earlier steps that the recorder does not know. The samples of later steps and versions that belong
+    to the lineage of one, or to an earlier lineage, are to be discarded before any of `tasks` is recorded."""
+    lost: int = 0  # number of tasks so far whose samples were given up because the recorder was too slow or away
+
+
+@message(117, reply=SamplesDue)
+class TakeSamples(Request, frozen=True, kw_only=True):
+    """The recorder asks for ended tasks. The answer is deferred until there are some.
+
+    Errors:
+        not_ready: there were none before the deadline.
+    """
+
+    incarnation: int
+    taken: list[PutTask] = []  # tasks of earlier answers that are recorded, or whose shards cannot be read
+    rewinds: int = 0  # number of returns to earlier steps that the recorder knows
+    final: bool = False  # answer at once, also if no task is due, because the run ends

@@ -1,0 +1,165 @@
+"""Writes spans to a file that Perfetto and chrome://tracing load: Chrome's Trace Event Format, always valid JSON.
+
+The file has a track for each kind of work of each process, and tracks for each traced task. Work that overlaps other
+work of its kind gets a further track, because events of one track must nest. Once `trace.json` has half of the limit,
+it is renamed `trace.1.json`, so that both together stay within it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.exporter.spans import TASK, Interval, TraceSpan
+
+FILE, EARLIER = "trace.json", "trace.1.json"
+HEAD, END = b"[\n", b"\n]\n"
+MAX_LANES = 32
+"""Maximum number of tracks for one kind of work of one process."""
+TASKS = "tasks"
+MAX_FACT_CHARS = 200
+Event = dict[str, Any]
+
+
+class Tracks:
+    """Gives processes, and the tracks of their work, the numbers by which events name them."""
+
+    def __init__(self) -> None:
+        self._pids: dict[str, int] = {}
+        self._tracks: dict[tuple[int, str], list[tuple[int, float]]] = {}
+        """By process and kind of work: the number of each track, and the end of its last event."""
+        self._count = 0
+
+    def events(self, interval: Interval) -> Iterator[Event]:
+        """Yield the event of an interval, after the names of a process or track that is new."""
+        pid = self._pids.get(interval.process)
+        if pid is None:
+            pid = self._pids[interval.process] = len(self._pids) + 1
+            yield _name("process_name", pid, 0, interval.process)
+        kind = f"wait: {interval.what}" if interval.waits_for else interval.what
+        lanes = self._tracks.setdefault((pid, kind), [])
+        index = next((index for index, (_, end) in enumerate(lanes) if end <= interval.begin), len(lanes))
+        if index == len(lanes) and len(lanes) < MAX_LANES:
+            self._count += 1
+            lanes.append((self._count, 0.0))
+            yield _name("thread_name", pid, self._count, kind if not index else f"{kind} {index + 1}")
+        index = min(index, len(lanes) - 1)
+        lanes[index] = lanes[index][0], max(lanes[index][1], interval.end)
+        yield {
+            "ph": "X",
+            "cat": "wait" if interval.waits_for else "work",
+            "name": interval.what,
+            "pid": pid,
+            "tid": lanes[index][0],
+            "ts": _us(interval.begin),
+            "dur": max(0, _us(interval.end) - _us(interval.begin)),
+            "args": _facts(interval),
+        }
+
+    def task_events(self, span: TraceSpan) -> Iterator[Event]:
+        """Yield the pair of events of a traced task. The task has a track for itself and one for each service.
+
+        Two services may work on a task at once: a lease ends when its holder hears from the scheduler, which may have
+        leased the task to another service by then.
+        """
+        pid = self._pids.get(TASKS)
+        if pid is None:
+            pid = self._pids[TASKS] = len(self._pids) + 1
+            yield _name("process_name", pid, 0, TASKS)
+        name = span.subject if span.name == TASK else span.name
+        service = span.interval.process.partition("/")[0]
+        track = span.subject if span.name == TASK else f"{span.subject} {service}"
+        same = {"cat": TASK, "id": track, "name": name, "pid": pid, "tid": 0}
+        facts = {"process": span.interval.process, "trace": span.trace.hex(), **_facts(span.interval)}
+        yield {**same, "ph": "b", "ts": _us(span.interval.begin), "args": facts}
+        yield {**same, "ph": "e", "ts": _us(span.interval.end)}
+
+    def forget_names(self) -> None:
+        """Name processes and tracks again, for a new file."""
+        self._pids.clear()
+        self._tracks.clear()
+        self._count = 0
+
+
+class TraceFile:
+    """The open file. Raises OSError if it cannot be written."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Continue the file of an earlier life, which may have ended within a write."""
+        folder.mkdir(exist_ok=True)
+        self._path, self._half = folder / FILE, limit_bytes // 2
+        self._earlier = folder / EARLIER
+        self._tracks = Tracks()
+        if self._path.exists():
+            self._path.replace(self._earlier)
+            _repair(self._earlier, self._half)
+        self._open()
+
+    def write(self, placed: Sequence[tuple[Interval, list[TraceSpan]]]) -> None:
+        """Append the events of intervals and of the tasks that these belong to, with one write."""
+        data = self._encoded(placed)
+        if self._size + len(data) > self._half - len(END):
+            os.close(self._descriptor)
+            self._path.replace(self._earlier)
+            self._open()
+            data = self._encoded(placed)  # The new file names its tracks itself.
+        if not data or self._size + len(data) > self._half - len(END):
+            return
+        if os.pwrite(self._descriptor, data + END, self._size) < len(data) + len(END):
+            os.ftruncate(self._descriptor, self._size)
+            os.pwrite(self._descriptor, END, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._size += len(data)
+
+    def _encoded(self, placed: Sequence[tuple[Interval, list[TraceSpan]]]) -> bytes:
+        """Return the events, each after a comma unless it is the file's first."""
+        first = self._size == len(HEAD)
+        lines = [json.dumps(event, ensure_ascii=False) for event in self._events(placed)]
+        text = "".join(f",\n{line}" for line in lines)
+        return text.removeprefix(",\n" if first else "").encode("utf-8", "replace")
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _open(self) -> None:
+        self._tracks.forget_names()
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._descriptor = os.open(self._path, flags, 0o644)
+        os.pwrite(self._descriptor, HEAD + END.lstrip(), 0)
+        self._size = len(HEAD)
+        """Bytes of the file before the end of the list."""
+
+    def _events(self, placed: Sequence[tuple[Interval, list[TraceSpan]]]) -> Iterator[Event]:
+        for interval, spans in placed:
+            yield from self._tracks.events(interval)
+            for span in spans:
+                if span.interval.tasks or span.name == TASK:
+                    yield from self._tracks.task_events(span)
+
+
+def _repair(path: Path, most_bytes: int) -> None:
+    """End the list of a file whose last write was cut off after its last complete event."""
+    data = path.read_bytes()[: most_bytes + 1]
+    if not data.endswith(END):
+        path.write_bytes((data[: data.rfind(b"},\n") + 1] or HEAD.strip()) + END)
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _facts(interval: Interval) -> dict[str, float | str]:
+    found = {key: value[:MAX_FACT_CHARS] if isinstance(value, str) else value for key, value in interval.facts.items()}
+    if interval.step is not None:
+        found["step"] = interval.step
+    if interval.tasks:
+        found["tasks"] = " ".join(interval.tasks)
+    return found
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,210 @@
+"""The exporter: reads the monitor as any subscriber does, so that no scraper and no collector delays the monitor.
+
+For Prometheus it asks the monitor for its last values, at most once a second. For traces it follows the topics that
+report spans; what it misses is left out of the traces, and nothing else depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+import zmq
+
+from proto import codec
+from proto.errors import WireError
+from proto.messages import ErrorCode, GetSnapshot, Snapshot, TopicRow, Update
+from services.exporter.perfetto import TraceFile
+from services.exporter.spans import TOPICS, Interval, Tracer, intervals
+from shared.actor.service import Service
+from shared.guest_server import GuestServer
+from shared.rpc.errors import RpcError
+from shared.rpc.transport import Pump, open_socket
+from shared.rundir import RunDir
+from shared.topology import load
+from shared.topology.monitor_traces import Prometheus, Traces
+from shared.topology.monitor_web import TokenError, read_token, split_address
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+    from services.exporter.otlp import OtlpSender
+
+MONITOR_STREAM = "monitor-pub"
+FOLDER = "traces"
+FLUSH_S = 1.0
+FRESH_S = 1.0
+"""Seconds for which the monitor's answer is used for further scrapes."""
+SNAPSHOT_S = 2.0
+LAST_S = 1.0
+"""Maximum seconds for sending the last spans when the run ends."""
+MOST_SCRAPERS = 16
+QUIET_S = 30
+WAITING = 20_000
+"""Maximum number of intervals between two flushes. Further ones are dropped and counted."""
+
+
+class ExporterService(Service):
+    """The exporter of a run."""
+
+    NAME: ClassVar[str] = "exporter"
+
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        monitor = load(run.topology).services.monitor
+        self._prometheus: Prometheus | None = monitor.prometheus
+        self._traces: Traces | None = monitor.traces
+        self._server: GuestServer | None = None
+        self._snapshot: tuple[float, list[TopicRow]] = (-1.0, [])
+        """Loop time of the monitor's last answer, and its rows."""
+        self._asking = asyncio.Lock()
+        self._up = False
+        self._pump: Pump | None = None
+        self._tracer = Tracer(run.name)
+        self._file: TraceFile | None = None
+        self._otlp: OtlpSender | None = None
+        self._waiting: list[Interval] = []
+        self._spans = 0
+        self._dropped = 0
+
+    # ---- life
+
+    async def start(self) -> None:
+        if self._prometheus is not None:
+            await self._open_page(self._prometheus)
+        if self._traces is not None:
+            self._follow(self._traces)
+
+    async def serve(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            self._flush()
+
+    async def close(self) -> None:
+        if self._pump is not None:
+            self._pump.close()
+            self._flush()
+        if self._otlp is not None:
+            await asyncio.to_thread(self._otlp.close, LAST_S)
+        if self._file is not None:
+            self._file.close()
+        if self._server is not None:
+            await self._server.stop()
+        await super().close()
+
+    async def _open_page(self, settings: Prometheus) -> None:
+        """Open /metrics. Raises RpcError, one line, if the library, the address or the token cannot be used."""
+        try:
+            from services.exporter.scrape import Scrape
+        except ImportError as error:
+            raise _missing("monitor.prometheus", error) from None
+        try:
+            token = read_token(settings.token) if settings.token is not None else ""
+        except TokenError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"monitor.prometheus.token: {error}") from None
+        self._server = GuestServer(
+            Scrape(self._metrics, token),
+            QUIET_S,
+            listen=split_address(settings.listen),
+            most_connections=MOST_SCRAPERS,
+        )
+        try:
+            await self._server.start()
+        except OSError as error:
+            text = f"monitor.prometheus.listen: {settings.listen} cannot be used ({error.strerror}); choose another"
+            raise RpcError(ErrorCode.BUSY, text) from None
+        self.log.info("serves Prometheus", address=f"http://{self._server.address}/metrics")
+
+    def _follow(self, settings: Traces) -> None:
+        if settings.otlp is not None:
+            try:
+                from services.exporter.otlp import OtlpSender, headers_of_environment
+            except ImportError as error:
+                raise _missing("monitor.traces.otlp", error) from None
+            self._otlp = OtlpSender(settings.otlp, self.run.name, headers_of_environment())
+            self._otlp.start()
+        if settings.file:
+            try:
+                self._file = TraceFile(self.run.path / FOLDER, settings.file_limit)
+            except OSError as error:
+                self._lose_file(error)
+        socket = open_socket(self.context, zmq.SUB)
+        for topic in TOPICS:
+            socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        socket.connect(self.run.endpoint(MONITOR_STREAM, 0))
+        self._pump = Pump(socket, self._on_update)
+
+    # ---- traces
+
+    def _on_update(self, frames: list[bytes]) -> None:
+        if frames[0].decode("utf-8", "replace") not in TOPICS:
+            return
+        try:
+            body = codec.decode(frames[1:]).body
+        except WireError:
+            return
+        if isinstance(body, Update):
+            found = list(intervals(body.row))
+            room = WAITING - len(self._waiting)
+            self._waiting += found[:room]
+            self._dropped += max(0, len(found) - room)
+
+    def _flush(self) -> None:
+        """Pass on what has arrived."""
+        waiting, self._waiting = self._waiting, []
+        placed = [(each, list(self._tracer.spans(each))) for each in waiting]
+        spans = [span for _, mine in placed for span in mine]
+        self._spans += len(spans)
+        if self._otlp is not None:
+            self._otlp.put(spans)
+        if self._file is not None:
+            try:
+                self._file.write(placed)
+            except OSError as error:
+                self._lose_file(error)
+        if placed:
+            self._report()
+
+    def _lose_file(self, error: OSError) -> None:
+        self.log.warning("traces/ is not written any further, the run goes on", cause=error.strerror or str(error))
+        self._file = None
+
+    def _report(self) -> None:
+        values: dict[str, float | str] = {"spans": float(self._spans), "dropped": float(self._dropped)}
+        if self._otlp is not None:
+            values |= {"otlp_sent": float(self._otlp.sent), "otlp_dropped": float(self._otlp.dropped)}
+            values["otlp_trouble"] = self._otlp.trouble
+        self.telemetry.emit("traces", values)
+
+    # ---- Prometheus
+
+    async def _metrics(self) -> Iterable[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        from services.exporter.families import PREFIX, collect
+
+        rows = await self._rows()
+        found = collect(rows)
+        up = GaugeMetricFamily(f"{PREFIX}_monitor_up", "Whether the monitor answers, 1 or 0.", value=float(self._up))
+        left = CounterMetricFamily(
+            f"{PREFIX}_exporter_left_out_series", "Series beyond the limit of their metric.", value=found.left_out
+        )
+        return [up, left, *found]
+
+    async def _rows(self) -> list[TopicRow]:
+        """Return the monitor's last values, at most `FRESH_S` old if it answers. Without an answer there are none."""
+        async with self._asking:
+            if self.loop.time() - self._snapshot[0] > FRESH_S:
+                try:
+                    answer = await self.client("monitor").call(GetSnapshot(), Snapshot, deadline_s=SNAPSHOT_S)
+                    rows, self._up = answer.rows, True
+                except RpcError:
+                    rows, self._up = [], False
+                self._snapshot = (self.loop.time(), rows)
+        return self._snapshot[1]
+
+
+def _missing(key: str, error: ImportError) -> RpcError:
+    text = f"{key}: needs the package {error.name}, which is not installed; run make setup-observability"
+    return RpcError(ErrorCode.BAD_REQUEST, text)

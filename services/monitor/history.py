@@ -1,0 +1,56 @@
+"""What a new observer has missed: the curves of the run's metrics, and the newest spans of its time line."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from proto.messages import History, TopicRow
+from services.monitor.state import row_bytes
+from shared.metrics_follower import MetricsFollower
+from shared.view.curves import Curves
+
+SPAN = "span"
+MAX_SPANS = 2000
+"""Maximum number of spans kept, of all services together. With the curves they must fit a message of 8 MiB."""
+MAX_SPAN_BYTES = 512
+"""Maximum encoded bytes of a span that is kept."""
+MAX_POINTS = 3 << 17
+"""Maximum number of points of all curves in one answer. A point takes 16 bytes."""
+
+
+class MonitorHistory:
+    """The metrics file as far as it has been read, and the newest spans."""
+
+    def __init__(self, metrics: Path) -> None:
+        self._follower = MetricsFollower(metrics)
+        self._curves = Curves()
+        self._spans: deque[TopicRow] = deque(maxlen=MAX_SPANS)
+
+    def note(self, row: TopicRow) -> None:
+        """Keep a row if it is a span."""
+        if row.topic == SPAN and row_bytes(row) <= MAX_SPAN_BYTES:
+            self._spans.append(row)
+
+    def read(self) -> None:
+        """Read what was added to the metrics file. Call it from one thread at a time."""
+        more = True
+        while more:
+            new = self._follower.poll()
+            if new.restarted:
+                self._curves = Curves()
+            for row in new.rows:
+                self._curves.add(row)
+            more = new.more
+
+    def answer(self) -> History:
+        """Return the history as far as it has been read."""
+        columns = self._curves.columns(points=MAX_POINTS)
+        return History(
+            newest=self._curves.last,
+            steps={name: np.asarray(steps) for name, (steps, _) in columns.items()},
+            values={name: np.asarray(values) for name, (_, values) in columns.items()},
+            spans=list(self._spans),
+        )

@@ -1,0 +1,110 @@
+"""The warnings of a run in the monitor's process: reads rows, takes telemetry, and keeps and tells what it finds.
+
+A failure in here must not end the monitor, because a service that fails too often ends its run. So it is logged with
+its traceback, and this life of the monitor gives no more warnings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+
+from proto.messages import TopicRow
+from services.monitor.cluster import SOURCE
+from services.monitor.warnings.facts import Facts
+from services.monitor.warnings.files import WarningFile
+from services.monitor.warnings.watch import Watch
+from shared.metrics_follower import MetricsFollower
+from shared.rundir import RunDir
+from shared.topology import TopologyError, load
+from shared.warnings import TOPIC, WarningRecord
+
+MEMORY_EVERY_S = 10.0
+"""Seconds between two looks at the memory that this machine has left."""
+
+
+class WarningDesk:
+    """The watch over a run, with its files."""
+
+    def __init__(self, run: RunDir, watch: Watch, file: WarningFile, log: Any) -> None:
+        self._watch = watch
+        self._file = file
+        self._rows = MetricsFollower(run.metrics)
+        self._log = log
+        self._available_bytes: float | None = None
+        self._looked_at = 0.0
+        self._failed = False
+
+    @classmethod
+    def open(cls, run: RunDir, log: Any) -> WarningDesk | None:
+        """Open the files of a run and return its desk, or None if its topology or its disk does not allow warnings."""
+        if not run.topology.exists():
+            return None
+        try:
+            topology = load(run.topology, check_supported=False, check_files=False)
+            file = WarningFile(run.warnings)
+        except (OSError, TopologyError) as error:
+            log.warning("no warnings will be given", error=str(error))
+            return None
+        off = topology.services.monitor.warnings.off
+        return cls(run, Watch(Facts.of(topology), file.told, off=off), file, log)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def newest(self) -> list[TopicRow]:
+        """Return the newest warning of each kind, as the topics of a new monitor."""
+        return [_topic(record) for record in {record.kind: record for record in self._file.told}.values()]
+
+    def take(self, row: TopicRow) -> None:
+        """Take new values of a topic."""
+        self._watch.take_topic(row)
+
+    def read(self, now: float) -> tuple[list[TopicRow], bool]:
+        """Read a page of metrics.jsonl. Return the topics of new warnings, and whether there may be more rows.
+
+        `now` is in seconds since 1970. The telemetry is looked at when all rows have been read.
+        """
+        if self._failed:
+            return [], False
+        try:
+            warnings, more = self._found(now)
+        except Exception as error:
+            self._failed = True
+            self._log.error("no more warnings will be given: a detector failed", exc_info=error)
+            return [], False
+        for record in warnings:
+            self._keep(record)
+        return [_topic(record) for record in warnings], more
+
+    def _found(self, now: float) -> tuple[list[WarningRecord], bool]:
+        new = self._rows.poll()
+        if new.restarted:
+            self._watch.start_over()
+        warnings = [record for row in new.rows for record in self._watch.take_row(row, now)]
+        if new.more:
+            return warnings, True
+        if now - self._looked_at >= MEMORY_EVERY_S:
+            self._looked_at, self._available_bytes = now, float(psutil.virtual_memory().available)
+        return [*warnings, *self._watch.tick(now, self._available_bytes)], False
+
+    def _keep(self, record: WarningRecord) -> None:
+        self._log.warning("warning", kind=record.kind, about=record.about, step=record.step, text=record.text,
+                          remedy=record.remedy)  # fmt: skip
+        try:
+            self._file.append(record)
+        except OSError as error:
+            self._log.error("a warning was not kept", error=str(error))
+
+
+def _topic(record: WarningRecord) -> TopicRow:
+    values: dict[str, float | str] = {
+        "at": record.at,
+        "step": record.step,
+        "kind": record.kind,
+        "text": record.text,
+        "remedy": record.remedy,
+        "about": record.about,
+    }
+    return TopicRow(service=SOURCE, instance=0, topic=f"{TOPIC}{record.kind}", at=record.at, values=values)

@@ -1,0 +1,115 @@
+"""The rows of metrics.jsonl as detectors see them: the first values and the latest values of each metric.
+
+Its size does not grow with the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+FIRST = 10
+"""Number of first values of a metric, which are the level from which it moves."""
+LAST = 64
+"""Number of latest values of a metric that are kept."""
+EVALUATIONS = 64
+"""Number of latest evaluations of a set that are kept."""
+MAX_NAMES = 500
+"""Maximum number of metrics. Names that users choose may be many; later ones are not watched."""
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+EVAL, ACCURACY = "eval/", "/accuracy"
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """The evaluation of one set."""
+
+    step: int
+    accuracy: float
+    rows: float
+    """Number of rows that were scored."""
+    reward: float | None
+    """Median training reward of the latest steps."""
+
+
+class RowHistory:
+    """The first and the latest values of every metric, over the rows that have it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.rows = 0
+        """Number of training rows."""
+        self.not_finite: list[str] = []
+        """Metrics of the newest row whose value is NaN or infinite."""
+        self.evaluations: dict[str, deque[SetResult]] = {}
+        self._first: dict[str, list[float]] = {}
+        self._last: dict[str, deque[float]] = {}
+
+    def add(self, row: Mapping[str, float | None]) -> None:
+        """Add the next row. A value of None stands for NaN or infinity, which JSON does not have."""
+        step = row.get("step")
+        self.step = int(step) if step is not None else self.step
+        if "time/step" in row:
+            self.rows += 1
+            self.not_finite = [name for name, value in row.items() if value is None]
+            for name, value in row.items():
+                if value is not None:
+                    self._add(name, float(value))
+        for name, value in row.items():
+            if name.startswith(EVAL) and name.endswith(ACCURACY) and value is not None:
+                self._add_evaluation(name[len(EVAL) : -len(ACCURACY)], value, row)
+
+    def _add(self, name: str, value: float) -> None:
+        last = self._last.get(name)
+        if last is None:
+            if len(self._last) >= MAX_NAMES:
+                return
+            last = self._last[name] = deque(maxlen=LAST)
+            self._first[name] = []
+        last.append(value)
+        if len(self._first[name]) < FIRST:
+            self._first[name].append(value)
+
+    def _add_evaluation(self, name: str, value: float, row: Mapping[str, float | None]) -> None:
+        if name not in self.evaluations and len(self.evaluations) >= MAX_NAMES:
+            return
+        rewards = self.last("reward/mean", FIRST)
+        reward = median(rewards) if rewards else None
+        found = SetResult(self.step, value, row.get(f"{EVAL}{name}/rows_scored") or 1.0, reward)
+        self.evaluations.setdefault(name, deque(maxlen=EVALUATIONS)).append(found)
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the metrics with this prefix."""
+        return [name for name in self._last if name.startswith(prefix)]
+
+    def first(self, name: str) -> list[float]:
+        """Return the first `FIRST` values of a metric, or fewer if there have not been as many."""
+        return self._first.get(name, [])
+
+    def last(self, name: str, count: int) -> list[float]:
+        """Return the latest `count` values of a metric, oldest first, or [] if there are fewer."""
+        known = self._last.get(name)
+        return list(known)[-count:] if known is not None and len(known) >= count else []
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def noise(values: list[float]) -> float:
+    """Return the standard deviation of a series around its trend, from the differences of its neighbours (robust).
+
+    The difference of two independent values has twice their variance.
+    """
+    steps = [abs(b - a) for a, b in itertools.pairwise(values)]
+    return MAD_TO_SIGMA * statistics.median(steps) / 2**0.5 if steps else 0.0
+
+
+def error_of_median(values: list[float], count: int) -> float:
+    """Return the standard error of the median of `count` values with the noise of `values`."""
+    return 1.2533 * noise(values) / math.sqrt(count)

@@ -1,0 +1,175 @@
+"""The telemetry of a run as detectors see it: bounded windows of a few topics, and the trend of each memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from proto.messages import TopicRow
+from services.monitor.warnings.history import median
+from shared.rundir import service_name
+
+TOPICS = frozenset({"cluster/status", "cluster/services", "rollout", "reward", "store"})
+BLOCKS = 100
+"""Number of latest blocks that are kept."""
+STORE_REPORTS = 15
+MAX_SERVICES = 1000
+"""Maximum number of stores, and of services whose memory is followed."""
+FAILURE_CHARS = 200
+
+SETTLE_S = 300.0
+"""Seconds after the start of a process in which its memory grows in any case: caches, pools and compiled kernels."""
+POINT_S = 60.0
+"""Seconds of one point of a trend, the median of its samples."""
+POINTS = 60
+"""Number of latest points that are kept: one hour."""
+POINTS_NEEDED = 15
+STEADY = 0.9
+"""Share of pairs of points between which the memory must have grown."""
+SATURATING = 0.5
+"""A slope of the later half below this part of the earlier half's is that of a cache that fills."""
+MAX_BYTES = 1 << 60
+"""Maximum memory of a process that is believed."""
+GROWN_BYTES = 64 << 20
+"""Growth over the window below which nothing is reported."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of samples that a rollout has made."""
+
+    at: float
+    seconds: float
+    """Duration of the sampling."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rewards of a block."""
+
+    samples: float
+    failed: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    """Bytes that a store holds and may hold, and the number of puts it has refused in its life."""
+
+    held: float
+    limit: float
+    spilled: float
+    refused: float
+
+
+@dataclass(frozen=True)
+class Growth:
+    bytes_per_s: float
+    span_s: float
+    last_bytes: float
+
+
+class Trend:
+    """The memory of one process, and its steady growth (Theil-Sen slope: the median slope of all pairs of points)."""
+
+    def __init__(self) -> None:
+        self._pid = 0.0
+        self._since = 0.0
+        self._points: deque[tuple[float, float]] = deque(maxlen=POINTS)
+        self._samples: list[float] = []
+        self._begun = 0.0
+        self._growth: Growth | None = None
+
+    def add(self, at: float, pid: float, rss_bytes: float) -> None:
+        """Add a sample of the memory in bytes at a time in seconds. A new process starts over."""
+        if pid != self._pid:
+            self._pid, self._since, self._growth = pid, at, None
+            self._points.clear()
+            self._samples.clear()
+        if at < self._since + SETTLE_S or not 0 < rss_bytes < MAX_BYTES:
+            return
+        if self._samples and at - self._begun >= POINT_S:
+            self._points.append((self._begun, median(self._samples)))
+            self._samples.clear()
+            self._growth = self._measured()
+        if not self._samples:
+            self._begun = at
+        self._samples.append(rss_bytes)
+
+    def growth(self) -> Growth | None:
+        """Return the steady growth of the memory, or None if it does not grow, wavers, or comes to an end."""
+        return self._growth
+
+    def _measured(self) -> Growth | None:
+        points = list(self._points)
+        if len(points) < POINTS_NEEDED:
+            return None
+        slopes = _slopes(points)
+        slope, span_s = median(slopes), points[-1][0] - points[0][0]
+        half = len(points) // 2
+        earlier, later = median(_slopes(points[:half])), median(_slopes(points[half:]))
+        steady = sum(each > 0 for each in slopes) >= STEADY * len(slopes) and later >= SATURATING * earlier
+        if not steady or slope * span_s < GROWN_BYTES:
+            return None
+        return Growth(slope, span_s, points[-1][1])
+
+
+def _slopes(points: list[tuple[float, float]]) -> list[float]:
+    return [(after - before) / (end - begin) for (begin, before), (end, after) in itertools.combinations(points, 2)]
+
+
+class Live:
+    """The latest telemetry that detectors use."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        """Time of the newest telemetry, in seconds since 1970."""
+        self.step = 0
+        self.wait_share: float | None = None
+        """Share of the latest steps' time in which the trainer waited, None before there are enough."""
+        self.remaining_s: float | None = None
+        """Seconds to the last step at the present pace, if known."""
+        self.available_bytes: float | None = None
+        """Memory that this machine has left, if known."""
+        self.blocks: deque[Block] = deque(maxlen=BLOCKS)
+        self.scored: deque[Scored] = deque(maxlen=BLOCKS)
+        self.last_failure = ""
+        self.stores: dict[str, deque[StoreReport]] = {}
+        self.memory: dict[str, Trend] = {}
+
+    def take(self, row: TopicRow) -> None:
+        """Take new values of a topic. Other topics, and rows without the numbers that belong there, are ignored."""
+        if row.topic not in TOPICS or not math.isfinite(row.at):
+            return
+        values = {
+            name: value for name, value in row.values.items() if not isinstance(value, str) and math.isfinite(value)
+        }
+        self.now = max(self.now, row.at)
+        try:
+            match row.topic:
+                case "cluster/status" if "step" in values:
+                    self.step = int(values["step"])
+                case "cluster/services":
+                    self._take_memory(row.at, values)
+                case "rollout":
+                    self.blocks.append(Block(row.at, values["generate_s"]))
+                case "reward":
+                    self.scored.append(Scored(values["samples"], values["samples_failed"], values["seconds"]))
+                    self.last_failure = str(row.values.get("last_failure", self.last_failure))[:FAILURE_CHARS]
+                case "store":
+                    self._take_store(service_name(row.service, row.instance), values)
+        except KeyError:
+            return
+
+    def _take_memory(self, at: float, values: dict[str, float]) -> None:
+        for key, rss_bytes in values.items():
+            name, _, what = key.rpartition("/")
+            if what == "rss_bytes" and (name in self.memory or len(self.memory) < MAX_SERVICES):
+                self.memory.setdefault(name, Trend()).add(at, values.get(f"{name}/pid", 0.0), rss_bytes)
+
+    def _take_store(self, name: str, values: dict[str, float]) -> None:
+        if name in self.stores or len(self.stores) < MAX_SERVICES:
+            report = StoreReport(values["bytes"], values["limit_bytes"], values["spilled_bytes"], values["busy"])
+            self.stores.setdefault(name, deque(maxlen=STORE_REPORTS)).append(report)

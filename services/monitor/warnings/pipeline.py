@@ -1,0 +1,210 @@
+"""Detectors of work that waits: over the rows of metrics.jsonl (`staleness`, `trainer_starved`), and over telemetry.
+
+Bounds are pairs `(begins, ends)`, as in `learning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from services.monitor.warnings.episodes import Sighting
+from services.monitor.warnings.facts import Facts
+from services.monitor.warnings.history import RowHistory, median
+from services.monitor.warnings.live import Live
+from shared.topology.fields import format_size
+
+Held = Collection[str]
+
+ROWS = 20
+"""Rows over which waiting is summed."""
+STARTING_ROWS = 2
+"""First rows, whose waits are those of the start."""
+WAITING = 0.8, 0.65
+"""Share of the steps' time in which the trainer waits for a batch. Where rollouts share the processors with the
+trainer, healthy runs wait up to 0.72 of the time."""
+
+DROPPED_STALE = 0.2, 0.1
+"""Share of the checked tasks that were dropped for their age (`consume: completion`): work that is thrown away."""
+LAG = 0.3, 0.2
+"""Mean |log-prob of the trainer - log-prob of the engine| in nats over tokens of earlier versions. Healthy runs show
+0.02 to 0.07. Importance weights of exp(0.3) are beyond a clip of 0.2."""
+LAG_CLIPPED = 0.2, 0.15
+"""Share of tokens that are clipped, with a token-level clip of 0.2; healthy runs have 0.01 to 0.05."""
+EFFECTIVE = 0.5, 0.6
+"""Effective sample size of the importance weights, as a share of the tokens: below it half of the samples are lost."""
+AT_BOUND = 0.9
+"""Share of the recent steps with a token of the maximum staleness, from which it counts as always."""
+
+IDLE = 0.8, 0.7
+"""Share of the time in which rollouts sample nothing, while the trainer does not wait for them."""
+TRAINER_BUSY = 0.1
+"""Share of waiting below which the trainer limits the pace."""
+BLOCKS, BLOCKS_S = 10, 60.0
+"""Minimum number of blocks, and the seconds they must span."""
+
+FULL = 0.9, 0.8
+"""Share of a store's limit that is held. The scheduler orders early checkpoints at 0.8 of it, which free room."""
+SPILLED = 0.25, 0.1
+"""Share of what a store holds that is on disk."""
+REFUSED_PUTS = 5.0, 1.0
+"""Puts refused for lack of room within the reports. Admission reserves room, so that healthy runs have none."""
+FULL_REPORTS = 15
+"""Reports (one a second) over which the share is the median."""
+
+SLOW_SHARE = 0.5, 0.4
+"""Share of the rewards in the time of sampling and rewards. They overlap, so that rewards limit the pace from here."""
+SLOW_S = 0.5
+"""Seconds of the rewards of a block below which they are not worth a change."""
+SCORED = 5
+"""Blocks over which times are the median."""
+FAILING = 0.1, 0.05
+"""Share of samples without a reward. Lost samples bias what is learned if they have something in common, such as their
+length."""
+FAILING_SAMPLES = 64
+"""Minimum number of latest samples from which that share is taken."""
+
+EXHAUSTED_S = 24 * 3600.0
+"""Seconds within which the memory of the machine must end, if the end of the run is not known."""
+
+
+def staleness(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+    if facts.by_completion:
+        checked, stale = history.last("rollout/tasks_checked", ROWS), history.last("rollout/tasks_stale", ROWS)
+        share = sum(stale) / sum(checked) if sum(checked) else 0.0
+        if share >= DROPPED_STALE[bool(held)]:
+            yield Sighting(
+                f"{share:.0%} of the checked tasks were dropped because they were over {facts.staleness} versions old",
+                f"raise staleness (now {facts.staleness}), or lower services.rollout.instances (now {facts.instances})",
+            )
+            return
+    oldest, clipped = history.last("rollout/staleness_max", ROWS), history.last("policy/clip_fraction", ROWS)
+    if not (facts.sampled and facts.staleness and oldest and clipped):
+        return
+    at_bound = sum(value >= facts.staleness for value in oldest) / len(oldest)
+    lag, effective = (history.last(f"rollout/{name}", ROWS) for name in ("logprob_mismatch_lag", "is_eff_sample_size"))
+    if at_bound < AT_BOUND:
+        return
+    if effective and median(effective) < EFFECTIVE[bool(held)]:
+        harm = f"their importance weights leave {median(effective):.0%} of the tokens (effective sample size)"
+    elif lag and median(lag) >= LAG[bool(held)]:
+        harm = f"their log-probs have moved by {median(lag):.2g} nats since they were sampled"
+    elif facts.clips_tokens and median(clipped) >= LAG_CLIPPED[bool(held)]:
+        harm = f"{median(clipped):.0%} of the tokens are clipped"
+    else:
+        return
+    yield Sighting(
+        f"samples are {facts.staleness} versions old in {at_bound:.0%} of the steps, which is the bound, and {harm}",
+        f"lower staleness (now {facts.staleness}) or optimizer.lr (now {facts.lr:.1e})",
+    )
+
+
+def trainer_starved(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
+    waits, steps = history.last("time/wait_batch", ROWS), history.last("time/step", ROWS)
+    if not (waits and steps) or history.rows < ROWS + STARTING_ROWS or facts.alternates:
+        return
+    share = sum(waits) / max(sum(steps), 1e-9)
+    each = median(wait / max(step, 1e-9) for wait, step in zip(waits, steps, strict=True))
+    if min(share, each) < WAITING[bool(held)]:
+        return
+    yield Sighting(
+        f"the trainer has waited for samples in {share:.0%} of the last {ROWS} steps' time "
+        f"({median(steps):.2g} s a step)",
+        f"raise services.rollout.instances (now {facts.instances}), services.rollout.threads or gpus, or "
+        f"services.rollout.block_tasks; if rollouts idle in turns, raise staleness (now {facts.staleness})",
+    )
+
+
+def rollouts_starved(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
+    blocks = list(live.blocks)
+    if facts.alternates or not facts.sampled or len(blocks) < BLOCKS or live.wait_share is None:
+        return
+    span_s = live.now - blocks[0].at
+    busy_s = sum(block.seconds for block in blocks[1:])
+    if span_s < BLOCKS_S or live.wait_share > TRAINER_BUSY:
+        return
+    idle = 1.0 - busy_s / (span_s * facts.instances)
+    if idle < IDLE[bool(held)]:
+        return
+    fewer = f"lower services.rollout.instances (now {facts.instances})" if facts.instances > 1 else "give them less"
+    yield Sighting(
+        f"rollouts have been idle for {idle:.0%} of the last {span_s:.0f} s, waiting for the trainer, which waits for "
+        f"{live.wait_share:.0%} of its time",
+        f"{fewer} and the trainer more processors (services.policy-trainer.threads, workers or gpus); more staleness "
+        "does not help",
+    )
+
+
+def store_full(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
+    for name, reports in live.stores.items():
+        if len(reports) < FULL_REPORTS:
+            continue
+        share = median(report.held / max(report.limit, 1.0) for report in reports)
+        spilled = median(report.spilled / max(report.held, 1.0) for report in reports)
+        last, refused = reports[-1], reports[-1].refused - reports[0].refused
+        on = name in held
+        if share < FULL[on] and spilled < SPILLED[on] and refused < REFUSED_PUTS[on]:
+            continue
+        cost = f"{format_size(int(last.spilled))} of it on disk, from where it is read again" if facts.spills else ""
+        if refused:
+            cost = f"{refused:.0f} puts were refused (BUSY) in the last {len(reports)} s, and wait"
+        cost = cost or "beyond it puts are refused (BUSY) and fewer tasks are admitted, so that rollouts wait"
+        yield Sighting(
+            f"{name} holds {share:.0%} of its {format_size(int(last.limit))}; {cost}",
+            "raise services.batch-store.memory, lower checkpoint.every, or free tasks at once (gc.after: commit)",
+            about=name,
+        )
+
+
+def memory_trend(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
+    if live.available_bytes is None:
+        return
+    for name, trend in live.memory.items():
+        growth = trend.growth() if name in facts.local else None
+        if growth is None:
+            continue
+        left_s = live.available_bytes / growth.bytes_per_s
+        run_s = live.remaining_s
+        if left_s > (EXHAUSTED_S if run_s is None else run_s) * (2.0 if name in held else 1.0):
+            continue
+        yield Sighting(
+            f"the memory of {name} has grown by {format_size(int(growth.bytes_per_s * 3600))} an hour for "
+            f"{growth.span_s / 60:.0f} minutes, to {format_size(int(growth.last_bytes))}; at this rate the "
+            f"{format_size(int(live.available_bytes))} that this machine has left end in {_duration(left_s)}"
+            + (f", and the run in {_duration(run_s)}" if run_s is not None else ""),
+            f"look for what your code keeps, or restart it now and then (ctl restart {name}), which loses nothing",
+            about=name,
+        )
+
+
+def reward_slow(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
+    blocks, scored = list(live.blocks)[-SCORED:], list(live.scored)[-SCORED:]
+    if min(len(blocks), len(scored)) < SCORED:
+        return
+    sampling_s, reward_s = median(block.seconds for block in blocks), median(each.seconds for each in scored)
+    share = reward_s / max(reward_s + sampling_s, 1e-9)
+    if reward_s < SLOW_S or share < SLOW_SHARE[bool(held)]:
+        return
+    yield Sighting(
+        f"rewards take {reward_s:.2g} s for each block of samples, whose sampling takes {sampling_s:.2g} s "
+        f"({share:.0%} of the sum)",
+        f"raise reward.processes (now {facts.reward_processes}), or make reward.function async if it waits for "
+        "a server",
+    )
+
+
+def reward_failing(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
+    samples = failed = 0.0
+    for each in reversed(live.scored):
+        samples, failed = samples + each.samples, failed + each.failed
+        if samples >= FAILING_SAMPLES:
+            break
+    if samples < FAILING_SAMPLES or failed / samples < FAILING[bool(held)]:
+        return
+    yield Sighting(
+        f"{failed:.0f} of the last {samples:.0f} samples have no reward, the last one because: {live.last_failure}",
+        "correct reward.function (a traceback is in the rollout's log), or raise reward.timeout_s or reward.memory",
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,135 @@
+"""Turns rows and telemetry into warnings, without I/O or a clock.
+
+Warnings about rows depend on the rows alone: after a restart of the monitor, or after a return of the run to an earlier
+step, all rows are taken again, and what was told before is not told again. Conditions of the telemetry cannot be seen
+again; those that were told in an earlier life count as going on until they are seen to be absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from proto.messages import TopicRow
+from services.monitor.warnings import learning, pipeline
+from services.monitor.warnings.episodes import Episodes, Sighting
+from services.monitor.warnings.facts import Facts
+from services.monitor.warnings.history import RowHistory, median
+from services.monitor.warnings.live import Live
+from shared.topology.monitor_warnings import WarningKind
+from shared.warnings import WarningRecord
+
+ROWS_OVER = 20
+"""Rows without a condition after which its episode is over. Steps within which a warning is not repeated. Detectors use
+medians of ten rows, so that a condition is absent for as long as it is measured."""
+SECONDS_OVER = 120
+"""Observations of the telemetry, one a second, after which an episode is over."""
+MAX_OF_KIND = 20
+"""Maximum number of warnings of one kind about one thing in a run."""
+TEXT_CHARS = 1000
+"""Maximum characters of a text. Names and failures in it may be those of users."""
+
+RowDetector = Callable[[RowHistory, Facts, Collection[str]], Iterator[Sighting]]
+LiveDetector = Callable[[Live, Facts, Collection[str]], Iterator[Sighting]]
+OF_ROWS: Mapping[WarningKind, RowDetector] = MappingProxyType(
+    {
+        WarningKind.ZERO_VARIANCE: learning.zero_variance,
+        WarningKind.REWARD_FLAT: learning.reward_flat,
+        WarningKind.REWARD_FALLING: learning.reward_falling,
+        WarningKind.ENTROPY_COLLAPSE: learning.entropy_collapse,
+        WarningKind.KL_BLOW_UP: learning.kl_blow_up,
+        WarningKind.MISMATCH: learning.mismatch,
+        WarningKind.TRUNCATION: learning.truncation,
+        WarningKind.LENGTH_HACKING: learning.length_hacking,
+        WarningKind.GRADIENT: learning.gradient,
+        WarningKind.LEARNING_RATE: learning.learning_rate,
+        WarningKind.OVERFITTING: learning.overfitting,
+        WarningKind.STALENESS: pipeline.staleness,
+        WarningKind.TRAINER_STARVED: pipeline.trainer_starved,
+    }
+)
+OF_TELEMETRY: Mapping[WarningKind, LiveDetector] = MappingProxyType(
+    {
+        WarningKind.ROLLOUTS_STARVED: pipeline.rollouts_starved,
+        WarningKind.STORE_FULL: pipeline.store_full,
+        WarningKind.MEMORY_TREND: pipeline.memory_trend,
+        WarningKind.REWARD_SLOW: pipeline.reward_slow,
+        WarningKind.REWARD_FAILING: pipeline.reward_failing,
+    }
+)
+
+
+class Watch:
+    """The detectors of a run and their episodes."""
+
+    def __init__(self, facts: Facts, told: Sequence[WarningRecord] = (), *, off: Collection[str] = ()) -> None:
+        """`told` are the warnings that the run has had so far, `off` the kinds that are not given."""
+        self._facts = facts
+        self._off = frozenset(off)
+        self._told = list(told)
+        self._live = Live()
+        self._live_episodes = Episodes(SECONDS_OVER)
+        for record in told:
+            if record.kind in OF_TELEMETRY:
+                self._live_episodes.begin(record.kind, record.about)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget all rows, which are about to be taken again from the first."""
+        self._history = RowHistory()
+        self._row_episodes = Episodes(ROWS_OVER)
+
+    def take_row(self, row: Mapping[str, float | None], at: float) -> list[WarningRecord]:
+        """Take the next row of metrics.jsonl at a time in seconds since 1970. Return the warnings that it causes."""
+        self._history.add(row)
+        if "time/step" in row:
+            self._note_pace()
+        warnings: list[WarningRecord] = []
+        for kind, detect in OF_ROWS.items():
+            found = detect(self._history, self._facts, self._row_episodes.held(kind))
+            begun = self._row_episodes.observe(kind, found)
+            warnings += self._given(kind, begun, self._history.step, at)
+        return warnings
+
+    def take_topic(self, row: TopicRow) -> None:
+        """Take new values of a topic."""
+        self._live.take(row)
+
+    def tick(self, now: float, available_bytes: float | None) -> list[WarningRecord]:
+        """Return the warnings that the telemetry so far causes. Call it once a second.
+
+        `now` is in seconds since 1970, and `available_bytes` is the memory that this machine has left, if known.
+        """
+        self._live.now = max(self._live.now, now)
+        self._live.available_bytes = available_bytes
+        step = max(self._history.step, self._live.step)
+        warnings: list[WarningRecord] = []
+        for kind, detect in OF_TELEMETRY.items():
+            found = detect(self._live, self._facts, self._live_episodes.held(kind))
+            begun = self._live_episodes.observe(kind, found)
+            warnings += self._given(kind, begun, step, now)
+        return warnings
+
+    def _note_pace(self) -> None:
+        waits, steps = (self._history.last(name, pipeline.ROWS) for name in ("time/wait_batch", "time/step"))
+        if waits and steps:
+            self._live.wait_share = sum(waits) / max(sum(steps), 1e-9)
+            self._live.remaining_s = max(self._facts.steps - self._history.step, 0) * median(steps)
+
+    def _given(self, kind: WarningKind, begun: list[Sighting], step: int, at: float) -> Iterator[WarningRecord]:
+        """Yield the warnings about episodes that have begun, without those that were told before."""
+        for sighting in begun:
+            before = [each.step for each in self._told if (each.kind, each.about) == (kind, sighting.about)]
+            again = kind in OF_ROWS and any(each > step - ROWS_OVER for each in before)
+            if kind in self._off or again or len(before) >= MAX_OF_KIND:
+                continue
+            text, remedy = _plain(sighting.text), _plain(sighting.remedy)
+            record = WarningRecord(at, step, str(kind), text, remedy, sighting.about)
+            self._told.append(record)
+            yield record
+
+
+def _plain(text: str) -> str:
+    """Return `text` as one line that does nothing to a terminal."""
+    line = " ".join(text.split())[:TEXT_CHARS]
+    return "".join(each if each.isprintable() else "?" for each in line)

@@ -1,0 +1,88 @@
+"""Keeps the checkpoint with the best evaluation and exports its model (`checkpoint.keep_best`).
+
+Each version that is evaluated gets a checkpoint, because its weights are gone by the time its result is known. The
+candidates are the checkpoints on disk, and their results come from the journal, so a driver that resumes comes to the
+same choice. A mean over fewer rows (some were dropped) ranks below a mean over more: they do not measure the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+
+from services.policy_trainer.scheduler_calls import SchedulerCalls
+from shared import checkpoint_files, model_folder
+from shared.rpc.errors import RpcError
+from shared.rundir import CHECKPOINT_PREFIX, RunDir
+from shared.topology import Topology
+
+Rank = tuple[float, float]
+"""Rows that were scored, then the value of the metric."""
+
+
+class BestCheckpoint:
+    """The best checkpoint of one life of the driver. The first one of several equally good ones is the best."""
+
+    def __init__(self, run: RunDir, topology: Topology, scheduler: SchedulerCalls, metric: str) -> None:
+        """`metric` is `topology.checkpoint.keep_best`, a metric of an evaluation set."""
+        self._scheduler = scheduler
+        self._metric = metric
+        self._prefix = metric.rpartition("/")[0]
+        self._every = topology.data.eval[self._prefix.partition("/")[2]].every
+        self._last_step = topology.run.last_step
+        self._run = run
+        self._policy = topology.policy
+        self.undecided: list[int] = []
+        """The steps whose checkpoints are saved or being saved, and not yet compared."""
+        self._best: int | None = None
+        self._rank: Rank = (0.0, -math.inf)
+        self.deciding: asyncio.Task[None] | None = None
+        """The decisions under way, one after the other. Raises RpcError and OSError."""
+        self._log = structlog.get_logger("driver")
+
+    def is_evaluated(self, step: int) -> bool:
+        """Return whether the version of `step` is evaluated. The initial model is, too, but it has no checkpoint."""
+        return step > 0 and (step % self._every == 0 or step == self._last_step)
+
+    @property
+    def keep(self) -> list[int]:
+        """The steps whose checkpoints have to be kept: the best one, and those that may turn out to be better."""
+        return sorted({*self.undecided, *([] if self._best is None else [self._best])})
+
+    def add(self, step: int, saved: asyncio.Task[float] | None = None) -> None:
+        """Compare the checkpoint of `step` with the best one as soon as it is `saved` (None: it is) and evaluated."""
+        self.undecided.append(step)
+        self.deciding = asyncio.create_task(self._decide(step, saved, after=self.deciding))
+
+    async def _decide(self, step: int, saved: asyncio.Task[float] | None, after: asyncio.Task[None] | None) -> None:
+        for each in (after, saved):
+            if each is not None:
+                await each
+        results = (await self._scheduler.wait_evals(step)).metrics
+        rank = (results.get(f"{self._prefix}/rows_scored", 0.0), results.get(self._metric, math.nan))
+        if math.isfinite(rank[1]) and rank > self._rank and await self._exported(step, results):
+            self._best, self._rank = step, rank
+        self.undecided.remove(step)
+
+    async def _exported(self, step: int, results: Mapping[str, float]) -> bool:
+        """Export the model of a checkpoint as the best. Return False, without a change, if it is damaged."""
+        path = self._run.checkpoints / f"{CHECKPOINT_PREFIX}{step}"
+        note = json.dumps({"step": step, "metric": self._metric, "value": results[self._metric]})
+
+        def work() -> None:
+            checkpoint_files.verify(path, only=[checkpoint_files.MODEL])
+            source, notes = Path(self._policy.model), {self._run.best_note.name: note + "\n"}
+            model_folder.from_checkpoint(path, source, self._run.export_best, self._policy.dtype, notes)
+
+        try:
+            await asyncio.to_thread(work)
+        except RpcError as error:
+            self._log.warning("checkpoint refused as the best", step=step, error=str(error))
+            return False
+        self._log.info("best checkpoint", step=step, **{self._metric: results[self._metric]})
+        return True

@@ -1,0 +1,90 @@
+"""Puts the advantages and the trainer's log-probs of recorded samples as shards, beside the computation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+
+from proto.errors import WireError
+from proto.messages import BatchMeta
+from proto.tensors import Array
+from services.policy_trainer.loss_spec import ADVANTAGES
+from services.policy_trainer.worker.samples import PROX_KEY, BatchTokens
+from shared.dataplane.client import DataClient, TaskShards
+from shared.rpc.errors import RpcError
+from shared.samples.choice import Choice
+from shared.stages import ADVANTAGES as ADVANTAGES_KEY
+from shared.stages import TRAIN_LOGPROBS
+
+if TYPE_CHECKING:
+    from services.policy_trainer.worker.batch_loss import BatchLoss
+
+PUT_S = 5.0
+REMEMBERED = 65_536
+"""Maximum number of tasks that are remembered as put."""
+
+
+class SampleRecords:
+    """It belongs to the event loop of `data`. Nothing waits for a put, and a failed one only costs these values."""
+
+    def __init__(self, choice: Choice | None, data: DataClient, store: Callable[[], Awaitable[str]]) -> None:
+        """`store` finds the store of this rank's host."""
+        self._choice = choice
+        self._data = data
+        self._store = store
+        self._put: dict[tuple[str, int], None] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._log = structlog.get_logger("policy-trainer-worker")
+
+    def wanted(self, batch: BatchMeta) -> list[int]:
+        """Return the positions of the tasks of a call that are recorded and were not put before.
+
+        The first call of a step with a task thus gives its log-probs before the step's first update of it.
+        """
+        choice = self._choice
+        if choice is None:
+            return []
+        tasks = enumerate(batch.tasks)
+        return [at for at, each in tasks if choice.takes(each.task_id) and (each.task_id, each.fence) not in self._put]
+
+    def put(self, batch: BatchMeta, wanted: list[int], tokens: BatchTokens, loss: BatchLoss) -> None:
+        """Put the shards of the `wanted` tasks in the background."""
+        for at in wanted:
+            self._put[batch.tasks[at].task_id, batch.tasks[at].fence] = None
+        while len(self._put) > REMEMBERED:
+            del self._put[next(iter(self._put))]
+        job = asyncio.create_task(self._put_all(batch, wanted, tokens, loss))
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+
+    async def close(self) -> None:
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+
+    async def _put_all(self, batch: BatchMeta, wanted: list[int], tokens: BatchTokens, loss: BatchLoss) -> None:
+        try:
+            shards = await asyncio.to_thread(_shards, batch, wanted, tokens, loss)
+            await self._data.put(shards, store=await self._store(), deadline_s=PUT_S)
+        except (RpcError, WireError) as error:
+            # A replayed step may give other bits for the same fences: those of the first time stay.
+            self._log.info("values of recorded samples not put", tasks=len(wanted), error=str(error)[:200])
+
+
+def _shards(batch: BatchMeta, wanted: list[int], tokens: BatchTokens, loss: BatchLoss) -> list[TaskShards]:
+    """Return the shards, with log-probs of 0 for all tokens if this rank has not computed them all."""
+    logprobs = tokens.flat[PROX_KEY] if PROX_KEY in tokens.flat else loss.kept_logprobs()
+    ends = np.cumsum(tokens.tokens_of_task)
+    last = np.cumsum([task.samples for task in batch.tasks])
+    advantages = batch.scalars[ADVANTAGES]
+    made: list[TaskShards] = []
+    for at in wanted:
+        task, end, size = batch.tasks[at], ends[at], tokens.tokens_of_task[at]
+        values: dict[str, Array] = {ADVANTAGES_KEY: np.asarray(advantages[last[at] - task.samples : last[at]], "f4")}
+        values[TRAIN_LOGPROBS] = logprobs[end - size : end].copy()
+        made.append(TaskShards(task.task_id, task.fence, values))
+    return made

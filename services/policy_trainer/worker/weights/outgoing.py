@@ -1,0 +1,97 @@
+"""A version's tensors on their way to an engine, in chunks of bounded size.
+
+Copies of the trainer's own weights are sent while these are still the version (GPU to GPU), and the version in the
+store from then on. Training waits for the copy of a chunk at most, never for an engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from proto.messages import TransferParameter
+from shared.weights import table
+
+CHUNK_BYTES = 256 * 1024**2
+"""Maximum bytes of a chunk, unless it is one tensor: the memory that a transfer takes beside the weights."""
+Version = tuple[int, int]
+"""Lineage and step."""
+
+
+class LiveWeights:
+    """The last published version on the device where it is trained, until its weights change. For any thread."""
+
+    def __init__(self, kind: str = "cuda") -> None:
+        """Weights on devices of another `kind` are not copied from there: on a CPU the store's are as near."""
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._version: Version | None = None
+        self._weights: Mapping[str, Tensor] = {}
+
+    def show(self, version: Version, weights: Mapping[str, Tensor]) -> None:
+        """Let transfers copy `weights`, if all of them are on such a device."""
+        here = bool(weights) and all(each.device.type == self._kind for each in weights.values())
+        with self._lock:
+            self._version, self._weights = (version, weights) if here else (None, {})
+
+    def withdraw(self) -> None:
+        """Return once no copy is being made, so that the weights may change."""
+        with self._lock:
+            self._version, self._weights = None, {}
+
+    def parameters(self, version: Version) -> list[TransferParameter] | None:
+        """Return the table of `version`, or None if it is not here."""
+        with self._lock:
+            return table.described(self._weights) if version == self._version else None
+
+    def copies(self, version: Version, names: Sequence[str], device: str) -> list[Tensor] | None:
+        """Return finished copies on `device` of the tensors called `names`, or None if `version` is not here."""
+        with self._lock:
+            if version != self._version:
+                return None
+            copies = [self._weights[name].detach().to(device, copy=True).contiguous() for name in names]
+            if self._kind == "cuda":
+                cuda: Any = torch.cuda  # torch.cuda is partly untyped
+                cuda.current_stream(device).synchronize()
+            return copies
+
+
+@dataclass
+class OutgoingWeights:
+    """The tensors of one version, in the order of `parameters`. It belongs to the thread of one transfer."""
+
+    parameters: list[TransferParameter]
+    stored: Callable[[], Mapping[str, Tensor]]
+    """Returns the tensors in host memory. It may wait, and is called once, if the trainer's weights do not serve."""
+    live: LiveWeights = field(default_factory=LiveWeights)
+    version: Version = (-1, -1)
+
+    def chunks(self, device: str) -> Iterator[list[Tensor]]:
+        """Yield the tensors in order: live ones as copies on `device`, stored ones where they are."""
+        stored: Mapping[str, Tensor] | None = None
+        for names in in_chunks(self.parameters, CHUNK_BYTES):
+            found = self.live.copies(self.version, names, device)
+            if found is None:
+                stored = self.stored() if stored is None else stored
+                found = [stored[name] for name in names]
+            yield found
+
+
+def in_chunks(parameters: Sequence[TransferParameter], limit_bytes: int) -> Iterator[list[str]]:
+    """Yield the names in order, in groups of at most `limit_bytes` or of one tensor."""
+    names: list[str] = []
+    total = 0
+    for each in parameters:
+        size = table.nbytes([each])
+        if names and total + size > limit_bytes:
+            yield names
+            names, total = [], 0
+        names.append(each.name)
+        total += size
+    if names:
+        yield names

@@ -1,0 +1,36 @@
+"""The weights of a version in host memory, from which they are put into a store."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from proto.tensors import Array
+from shared.colocation.locked import LockedMemory
+from shared.tensors_torch import to_numpy
+
+
+class Staging:
+    """Copies weights of a GPU into page-locked memory, which it keeps from version to version.
+
+    It may be used on any thread, by one call at a time. The arrays of a version are valid until the next call.
+    """
+
+    def __init__(self) -> None:
+        self._locked: LockedMemory | None = None
+
+    def arrays(self, weights: dict[str, Tensor]) -> dict[str, Array]:
+        """Return the weights by name, with the same bits. Arrays of tensors in host memory share it."""
+        on_device = {name: tensor for name, tensor in weights.items() if tensor.device.type != "cpu"}
+        if not on_device:
+            return {name: to_numpy(tensor) for name, tensor in weights.items()}
+        sizes = [tensor.nbytes for tensor in on_device.values()]
+        if self._locked is None or self._locked.sizes != sizes:
+            self._locked = None  # frees the old memory first
+            self._locked = LockedMemory(sizes)
+        host = dict(weights)
+        for (name, tensor), piece in zip(on_device.items(), self._locked.pieces, strict=True):
+            host[name] = piece.view(tensor.dtype).view(tensor.shape)
+            host[name].copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()
+        return {name: to_numpy(tensor) for name, tensor in host.items()}

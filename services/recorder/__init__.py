@@ -1,0 +1,1 @@
+"""The recorder: writes samples that people can read to `samples/` of the run directory."""

@@ -1,0 +1,160 @@
+"""The files of `samples/`: appends the records of whole tasks, each task once, and keeps the limit in bytes.
+
+A killed recorder may leave the last task of a file incomplete. The next life removes its lines before it appends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shared.samples.record import DISCARDED, SUFFIX, Record, file_of
+
+OPEN_FILES = 8
+"""Maximum number of files whose tasks are remembered. Others are read again."""
+
+
+class _Line(msgspec.Struct):
+    """The fields of a record that tell whether a task is complete."""
+
+    task: str
+    samples: int = 1
+    lineage: int = 0
+
+
+_line = msgspec.json.Decoder(_Line).decode
+
+
+class SampleFiles:
+    """Writes `samples/`. One process does so at a time."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._sizes = {path: path.stat().st_size for path in folder.rglob(f"*{SUFFIX}")}
+        self._tasks: dict[Path, set[str]] = {}
+        """Tasks by file, for the files written last."""
+        self.removed = 0
+        """Number of files removed to keep the limit."""
+        self.left_out = 0
+        """Number of tasks that were not written because their file alone would exceed the limit."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def append(self, records: Sequence[Record]) -> bool:
+        """Append all records of one task with one write. Return False, without any change, if the file has the task.
+
+        The tasks of one file that exceed the limit alone are left out, except its first. Raises OSError if the disk is
+        full; the file is then as before.
+        """
+        first = records[0]
+        path = self._folder / file_of(first.split, first.step or 0)
+        known = self._known(path)
+        if first.task in known:
+            return False
+        data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+        if known and self._sizes.get(path, 0) + len(data) > self._limit_bytes:
+            self.left_out += 1
+            return False
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            before = self._sizes.get(path, 0)
+            try:
+                written = os.write(descriptor, data)
+                if written != len(data):
+                    raise OSError(f"{path}: wrote {written} of {len(data)} bytes; is the disk full?")
+            except OSError:
+                os.ftruncate(descriptor, before)
+                raise
+        finally:
+            os.close(descriptor)
+        self._sizes[path] = before + len(data)
+        known.add(first.task)
+        self._trim(path)
+        return True
+
+    def discard(self, lineage: int, step: int) -> int:
+        """Move the files of steps and versions after `step` that belong to `lineage` or an earlier one to `discarded/`.
+
+        Files that an earlier call has moved stay where they are. Return the number of moved files.
+        """
+        moved = 0
+        for path in list(self._sizes):
+            relative = path.relative_to(self._folder)
+            if relative.parts[0] == DISCARDED or _step(path) <= step or self._lineage(path) > lineage:
+                continue
+            target = self._folder / DISCARDED / str(lineage) / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+            self._sizes[target] = self._sizes.pop(path)
+            self._tasks.pop(path, None)
+            moved += 1
+        return moved
+
+    def _known(self, path: Path) -> set[str]:
+        """Return the tasks of a file, after removing an incomplete last one."""
+        known = self._tasks.pop(path, None)
+        if known is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            known = self._repaired(path)
+        self._tasks[path] = known
+        while len(self._tasks) > OPEN_FILES:
+            del self._tasks[next(iter(self._tasks))]
+        return known
+
+    def _repaired(self, path: Path) -> set[str]:
+        """Truncate the file after its last complete task, and return its tasks."""
+        counts: Counter[str] = Counter()
+        complete: set[str] = set()
+        good = 0
+        end = 0
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            for line in file:
+                end += len(line)
+                try:
+                    row = _line(line)
+                except msgspec.DecodeError:
+                    continue
+                counts[row.task] += 1
+                if counts[row.task] >= row.samples and line.endswith(b"\n"):
+                    complete.add(row.task)
+                    good = end
+        if good < end:
+            os.truncate(path, good)
+            self._sizes[path] = good
+        return complete
+
+    def _lineage(self, path: Path) -> int:
+        try:
+            with path.open("rb") as file:
+                return _line(file.readline()).lineage
+        except (OSError, msgspec.DecodeError):
+            return 0
+
+    def _trim(self, newest: Path) -> None:
+        """Remove files until the limit is kept: discarded ones first, then the oldest steps. `newest` stays."""
+        left = self.nbytes
+        if left <= self._limit_bytes:
+            return
+        oldest_first = sorted(self._sizes, key=lambda path: (DISCARDED not in self._top(path), _step(path), path))
+        for path in oldest_first:
+            if left <= self._limit_bytes or path == newest:
+                break
+            path.unlink(missing_ok=True)
+            left -= self._sizes.pop(path)
+            self._tasks.pop(path, None)
+            self.removed += 1
+
+    def _top(self, path: Path) -> str:
+        return path.relative_to(self._folder).parts[0]
+
+
+def _step(path: Path) -> int:
+    return int(path.stem) if path.stem.isdigit() else 0

@@ -1,0 +1,172 @@
+"""The recorder process: asks the scheduler for ended tasks, reads their shards and writes their samples.
+
+Nothing waits for it for long: the scheduler keeps ended tasks for a few seconds (`services/scheduler/records.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import msgspec
+
+from proto.errors import WireError
+from proto.messages import BatchMeta, BatchPart, EndedTask, ErrorCode, PutTask, SamplesDue, TakeSamples, TaskHandle
+from proto.tensors import Array
+from services.recorder.build import bare, records
+from services.recorder.files import SampleFiles
+from shared.actor.service import Service
+from shared.dataplane.client import DataClient
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
+from shared.samples.record import FOLDER, SampleState
+from shared.stages import ADVANTAGES, ROLLOUT, TEXT, TRAIN_LOGPROBS
+from shared.topology import load
+
+ASK_S = 4.0
+"""Seconds for which a request waits for ended tasks."""
+AGAIN_S = 0.5
+"""Seconds before the scheduler is asked again after an error."""
+FETCH_S = 3.0
+READ_S = 5.0
+"""Maximum seconds for the shards of one answer. The scheduler gives its tasks up soon after that."""
+LATE_S = (0.1, 0.3, 0.9)
+"""Seconds to wait for the trainer's shards of a committed step, which it puts beside its computation."""
+LAST_S = 5.0
+"""Maximum seconds for the tasks that are due when the run ends."""
+Shards = dict[str, dict[str, Array]]
+"""Shards by task id."""
+
+
+class RecorderService(Service):
+    """The recorder of a run."""
+
+    NAME: ClassVar[str] = "recorder"
+
+    def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
+        super().__init__(run, instance, supervisor)
+        topology = load(run.topology)
+        self._settings = topology.services.monitor.samples
+        self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk)
+        self._files: SampleFiles
+        self._taken: list[PutTask] = []
+        """Tasks of the last answer that are done."""
+        self._rewinds = 0
+        self._lost = 0
+        self._counts = {"tasks": 0, "samples": 0, "unreadable": 0}
+
+    async def start(self) -> None:
+        if self._settings is None:
+            raise RpcError(ErrorCode.BAD_REQUEST, "recorder: monitor.samples is null, so there is nothing to record")
+        self._files = SampleFiles(self.run.path / FOLDER, self._settings.limit_bytes)
+
+    async def serve(self) -> None:
+        while True:
+            await self._record(final=False)
+
+    async def drain(self) -> None:
+        """Record what is due at the end of the run."""
+        try:
+            async with asyncio.timeout(LAST_S):
+                while await self._record(final=True):
+                    pass
+        except TimeoutError:
+            self.log.warning("samples left at the end", seconds=LAST_S)
+
+    async def close(self) -> None:
+        self._data.close()
+        await super().close()
+
+    async def _record(self, *, final: bool) -> bool:
+        """Ask once, and record the answer. Return whether there were any tasks."""
+        request = TakeSamples(incarnation=self.incarnation, taken=self._taken, rewinds=self._rewinds, final=final)
+        try:
+            due = await self.scheduler.call(request, SamplesDue, deadline_s=ASK_S)
+        except (RpcError, WireError) as error:
+            if isinstance(error, RpcError) and error.code == ErrorCode.NOT_READY:
+                self._taken = []
+            else:
+                self.log.warning("scheduler does not answer", error=str(error))
+                await asyncio.sleep(AGAIN_S)
+            return False
+        self._taken = []
+        for rewind in due.rewinds:
+            moved = self._files.discard(rewind.lineage, rewind.step)
+            self.log.info("samples discarded", lineage=rewind.lineage, step=rewind.step, files=moved)
+        self._rewinds += len(due.rewinds)
+        if due.lost > self._lost:
+            self.log.warning("samples lost: the recorder was too slow or away", tasks=due.lost - self._lost)
+            self._lost = due.lost
+        shards: Shards = {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READ_S):
+                await self._read(due, shards)
+        for ended in due.tasks:
+            self._write(ended, shards.get(ended.task_id))
+            self._taken.append(PutTask(ended.task_id, ended.fence))
+            await asyncio.sleep(0)  # other work of the loop comes between tasks
+        if due.tasks:
+            self.telemetry.emit(
+                "samples",
+                {**self._counts, "lost": self._lost, "left_out": self._files.left_out, "bytes": self._files.nbytes},
+            )
+        return bool(due.tasks)
+
+    def _write(self, ended: EndedTask, shards: Mapping[str, Array] | None) -> None:
+        now = time.time()
+        made = [bare(ended, now)]
+        if ended.samples and shards is not None:
+            try:
+                made = records(ended, shards, now)
+            except (ValueError, KeyError, IndexError, msgspec.DecodeError) as error:
+                self.log.warning("samples not readable", task_id=ended.task_id, error=str(error)[:200])
+        elif ended.samples:
+            self._counts["unreadable"] += 1
+            self.log.warning("samples not recorded: their shards are gone", task_id=ended.task_id)
+            return
+        try:
+            if self._files.append(made):
+                self._counts["tasks"] += 1
+                self._counts["samples"] += sum(each.sample >= 0 for each in made)
+        except OSError as error:
+            self._counts["unreadable"] += 1
+            self.log.warning("samples not written", task_id=ended.task_id, error=str(error))
+
+    # ---- shards
+
+    async def _read(self, due: SamplesDue, found: Shards) -> None:
+        """Put the shards of the tasks into `found`. Those that cannot be read are missing."""
+        by_store: dict[str, list[EndedTask]] = {}
+        for task in due.tasks:
+            if task.samples:
+                by_store.setdefault(task.store, []).append(task)
+        keys = (*ROLLOUT.makes, TEXT)
+        await asyncio.gather(*(self._fetch(tasks, store, keys, found) for store, tasks in by_store.items()))
+        left = [task for task in due.tasks if task.state == SampleState.TRAINED and task.task_id in found]
+        for pause_s in (0.0, *LATE_S):
+            await asyncio.sleep(pause_s if left else 0)
+            for store in due.trainer_stores:
+                await self._fetch(left, store, (ADVANTAGES, TRAIN_LOGPROBS), found)
+                left = [task for task in left if ADVANTAGES not in found[task.task_id]]
+
+    async def _fetch(self, tasks: Sequence[EndedTask], store: str, keys: tuple[str, ...], found: Shards) -> None:
+        """Add the shards of a store that can be read: all at once or, if it lacks some, task by task."""
+        if not tasks:
+            return
+        handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]
+        meta = BatchMeta(tasks=handles, parts=[BatchPart(ROLLOUT.name, list(keys))], stores=[store])
+        try:
+            arrays = await self._data.fetch(meta, keys, deadline_s=FETCH_S)
+        except (RpcError, WireError) as error:
+            silent = isinstance(error, RpcError) and error.code == ErrorCode.DEADLINE
+            if silent or len(tasks) == 1:
+                self.log.debug("shards not read", store=store, tasks=len(tasks), error=str(error)[:200])
+                return
+            for task in tasks:
+                await self._fetch([task], store, keys, found)
+            return
+        for task, each in zip(tasks, arrays, strict=True):
+            found.setdefault(task.task_id, {}).update(each)

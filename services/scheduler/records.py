@@ -1,0 +1,120 @@
+"""Ended tasks whose samples the recorder has not taken yet. The module is pure.
+
+A chosen task becomes due when it is trained, scored, filtered or dropped. Its collection (`collection.py`) then waits
+until the recorder has taken it or the scheduler gives it up: the recorder is away or too slow (`state.py`), or the
+tasks that wait take more room than is reserved for them. Training does not wait for any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from proto.messages import DropReason, EndedTask, PutTask
+from services.scheduler.tasks import Task
+from shared.samples.record import SampleState
+from shared.stages import TRAIN
+
+if TYPE_CHECKING:
+    from services.scheduler.run_state import RunState
+
+MOST_DUE = 65_536
+"""Maximum number of due tasks. Those that are trained and not yet collected take no extra room, only an entry."""
+
+
+class Due(msgspec.Struct):
+    """A task that is due. `nbytes` is above 0 if its collection waits for the recorder."""
+
+    fence: int
+    state: SampleState
+    step: int
+    lineage: int
+    reason: str = ""
+    nbytes: int = 0
+
+
+class Records:
+    """The due tasks by id, oldest first, and the returns to earlier steps that concern recorded samples."""
+
+    def __init__(self) -> None:
+        self.due: dict[str, Due] = {}
+        self.rewinds: list[tuple[int, int]] = []
+        """(lineage, step) of each return to an earlier step after which metrics rows were discarded."""
+        self.lost = 0
+        """Number of tasks whose samples were given up."""
+        self.held_bytes = 0
+        """Bytes of the due tasks whose collection waits for the recorder."""
+
+    def find(self, task: Task) -> Due | None:
+        """Return the entry of this attempt of a task."""
+        due = self.due.get(task.task_id)
+        return due if due is not None and due.fence == task.fence else None
+
+    @property
+    def held(self) -> Iterator[tuple[PutTask, int]]:
+        """The due tasks whose collection waits for the recorder, with their bytes."""
+        return ((PutTask(task_id, due.fence), due.nbytes) for task_id, due in self.due.items() if due.nbytes)
+
+    def hold(self, due: Due, nbytes: int) -> None:
+        """Note that the collection of a due task waits for the recorder."""
+        self.held_bytes += nbytes - due.nbytes
+        due.nbytes = nbytes
+
+    def forget(self, task_id: str) -> None:
+        """Remove a task that may be due, without counting it as lost."""
+        due = self.due.pop(task_id, None)
+        if due is not None:
+            self.held_bytes -= due.nbytes
+
+    def load(self, due: dict[str, Due], rewinds: list[tuple[int, int]], lost: int) -> None:
+        """Take the content of a snapshot."""
+        self.due, self.rewinds, self.lost = due, rewinds, lost
+        self.held_bytes = sum(each.nbytes for each in due.values())
+
+
+def record_trained(run: RunState, step: int, tasks: list[Task]) -> None:
+    """Make the chosen tasks of a committed step due."""
+    recording = run.config.recording
+    if recording is not None and recording.choice.takes_step(step):
+        for task in tasks:
+            _add(run, task, Due(task.fence, SampleState.TRAINED, step, run.lineage))
+
+
+def record_scored(run: RunState, task: Task, lineage: int) -> None:
+    """Make a task of an evaluation due that was scored. `lineage` belongs to the version."""
+    _add(run, task, Due(task.fence, SampleState.SCORED, task.epoch, lineage))
+
+
+def record_dropped(run: RunState, task: Task, why: DropReason, reason: str) -> None:
+    """Make a dropped task due, if it is chosen."""
+    recording = run.config.recording
+    step = run.committed_step + 1 if task.split == TRAIN else task.epoch
+    if recording is not None and (task.split != TRAIN or recording.choice.takes_step(step)):
+        state = SampleState.FILTERED if why == DropReason.FILTERED else SampleState.DROPPED
+        _add(run, task, Due(task.fence, state, step, run.lineage, f"{why}: {reason}"[:300]))
+
+
+def _add(run: RunState, task: Task, due: Due) -> None:
+    recording = run.config.recording
+    if recording is None or not recording.choice.takes(task.task_id):
+        return
+    if len(run.records.due) < MOST_DUE:
+        run.records.due[task.task_id] = due
+    else:
+        run.records.lost += 1
+
+
+def next_due(run: RunState, most: int) -> list[EndedTask]:
+    """Return the oldest due tasks, at most `most` of them. A task that left no shards has no samples."""
+    found: list[EndedTask] = []
+    for task_id, due in run.records.due.items():
+        if len(found) >= most:
+            break
+        task = run.tasks.find(task_id)
+        part = task.parts[0] if task is not None and task.fence == due.fence else None
+        samples = task.samples if task is not None and part is not None else 0
+        store = run.store_names[part.store] if part is not None else ""
+        found.append(EndedTask(task_id, due.fence, str(due.state), due.step, due.lineage, samples, store, due.reason))
+    return found

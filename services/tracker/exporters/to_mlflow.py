@@ -1,0 +1,121 @@
+"""MLflow: one run. Its step is the position in the run's history; `step` and `lineage` are metrics beside the others.
+
+MLflow's charts take a metric such as `step` as their x-axis. A batch is stored as a whole, and each row ends with the
+metric `tracker/row`, so its newest value says which rows MLflow holds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from itertools import islice
+
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the feeder tries again itself, for as long as it takes
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, RunStatus
+from mlflow.exceptions import MlflowException
+
+from services.tracker.exporter import End, Note, Subject, Unusable
+from services.tracker.history import Row
+from services.tracker.samples import Table
+from shared.redaction import flat
+from shared.topology.monitor_trackers import Mlflow
+
+BATCH_METRICS, BATCH_PARAMS = 1000, 100
+"""Maximum sizes of a batch, set by MLflow's API."""
+PARAM_CHARS, TAG_CHARS = 6000, 5000
+ROW = "tracker/row"
+ID = "rlbus.id"
+_REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED", "CUSTOMER_UNAUTHORIZED")
+_STATUS = {"done": RunStatus.FINISHED, "failed": RunStatus.FAILED}
+
+
+class MlflowExporter:
+    """A run of an experiment."""
+
+    SURE = True
+
+    def __init__(self, section: Mlflow) -> None:
+        self._section = section
+        self.samples = 0
+        self._client: MlflowClient
+        self._run = ""
+
+    def open(self, subject: Subject) -> int:
+        self._client = MlflowClient(self._section.uri)
+        try:
+            experiment = self._experiment()
+            found = self._client.search_runs([experiment], f"tags.`{ID}` = '{subject.id}'")
+        except MlflowException as error:
+            if error.error_code in _REFUSED:
+                raise Unusable(f"{self._section.uri}: {error.error_code}: {_line(error)}") from None
+            raise
+        tags = {ID: subject.id, "rlbus.path": str(subject.path)}
+        run = found[0] if found else self._client.create_run(experiment, tags=tags, run_name=subject.name)
+        self._run = run.info.run_id
+        if found:
+            self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
+        wanted = {_key(name): value[:PARAM_CHARS] for name, value in flat(subject.configuration).items()}
+        # MLflow refuses to change a parameter: a resumed run keeps those of its first start.
+        new = iter([Param(name, value) for name, value in wanted.items() if name not in run.data.params])
+        while batch := list(islice(new, BATCH_PARAMS)):
+            self._client.log_batch(self._run, params=batch)
+        return int(run.data.metrics.get(ROW, -1)) + 1
+
+    def send(self, rows: Sequence[Row]) -> None:
+        batch: list[Metric] = []
+        for metrics in map(_metrics, rows):
+            if len(batch) + len(metrics) > BATCH_METRICS:
+                self._log(batch)
+                batch = []
+            batch += metrics
+        self._log(batch)
+
+    def annotate(self, note: Note) -> None:
+        self._client.set_tag(self._run, f"{note.title}.{note.key}", f"step {note.step}: {note.text}"[:TAG_CHARS])
+
+    def show(self, table: Table) -> None:
+        """MLflow keeps tables as files of its own file store, which many installations lack."""
+
+    def close(self, end: End) -> None:
+        status = _STATUS.get(end.outcome, RunStatus.KILLED)
+        self._client.set_terminated(self._run, RunStatus.to_string(status))
+
+    def _experiment(self) -> str:
+        found = self._client.get_experiment_by_name(self._section.experiment)
+        if found is None:
+            return str(self._client.create_experiment(self._section.experiment))
+        if found.lifecycle_stage != "active":
+            name = self._section.experiment
+            raise Unusable(
+                f"experiment {name!r} is deleted; restore it, or name another (services.monitor.mlflow.experiment)"
+            )
+        return str(found.experiment_id)
+
+    def _log(self, metrics: list[Metric]) -> None:
+        remaining = iter(metrics)
+        while batch := list(islice(remaining, BATCH_METRICS)):
+            self._client.log_batch(self._run, metrics=batch)
+
+
+def make(section: Mlflow) -> MlflowExporter:
+    return MlflowExporter(section)
+
+
+def _metrics(row: Row) -> list[Metric]:
+    at = int(time.time() * 1000)
+    values = {_key(name): value for name, value in row.values.items()} | {"lineage": row.lineage, ROW: row.position}
+    return [Metric(name, float(value), at, row.position) for name, value in values.items()]
+
+
+def _key(name: str) -> str:
+    """Return a name that MLflow accepts: `eval/math/pass@8` -> `eval/math/pass_at_8`."""
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,129 @@
+"""trackio: one run. Its step is the position in the run's history; `training_step` and `lineage` are metrics beside
+the others.
+
+trackio's dashboard takes a metric such as `training_step` as its x-axis. The rows go to its storage, or to the
+interface of its server, under ids of their own: it ignores a row that it has already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+from trackio.alerts import AlertLevel
+from trackio.remote_client import RemoteClient
+from trackio.sqlite_storage import SQLiteStorage
+
+from services.tracker.exporter import End, Note, Subject, Unusable
+from services.tracker.history import Row
+from services.tracker.samples import COLUMNS, Table
+from shared.topology.monitor_trackers import Trackio
+
+TIMEOUT_S = 20.0
+STEP = "training_step"
+_REFUSED = frozenset({400, 401, 403})
+"""Status codes of a server that does not take the write token."""
+
+
+class TrackioExporter:
+    """A run of a project, in the database of this machine or on a server."""
+
+    SURE = True
+
+    def __init__(self, section: Trackio) -> None:
+        self._project, self._url = section.project, section.url
+        self.samples = section.samples
+        self._server: RemoteClient | None = None
+        self._subject: Subject
+
+    def open(self, subject: Subject) -> int:
+        self._subject = subject
+        if self._url is not None:
+            token = os.environ.get("TRACKIO_WRITE_TOKEN")
+            self._server = RemoteClient(self._url, write_token=token, httpx_kwargs={"timeout": TIMEOUT_S})
+        return subject.sent
+
+    def send(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        configuration = {
+            **self._subject.configuration,
+            "_Username": None,
+            "_Created": datetime.now(UTC).isoformat(),
+            "_Group": None,
+        }
+        logs = [self._log(str(row.position), row.position, _metrics(row)) for row in rows]
+        if rows[0].position == 0:
+            logs[0]["config"] = configuration
+        self._deliver(logs)
+
+    def annotate(self, note: Note) -> None:
+        level = AlertLevel.WARN if note.serious else AlertLevel.INFO
+        alert = {
+            "title": note.title,
+            "text": note.text,
+            "level": level.value,
+            "step": note.position,
+            "timestamp": datetime.now(UTC).isoformat(),
+            "alert_id": f"{self._subject.id}-{note.key}",
+        }
+        if self._server is not None:
+            self._call(self._server, "/bulk_alert", alerts=[self._entry() | alert])
+            return
+        SQLiteStorage.bulk_alert(
+            project=self._project,
+            run=self._subject.name,
+            run_id=self._subject.id,
+            **{f"{name}s": [value] for name, value in alert.items()},
+        )
+
+    def show(self, table: Table) -> None:
+        cells = [dict(zip(COLUMNS, row, strict=True)) for row in table.rows]
+        metrics = {"samples": {"_type": "trackio.table", "_value": cells}}
+        self._deliver([self._log(f"samples-{table.position}", table.position, metrics)])
+
+    def close(self, end: End) -> None:
+        """Nothing is open, and trackio has no state of a run: its end is a note."""
+
+    def _log(self, key: str, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        log = {"metrics": metrics, "step": step, "config": None, "log_id": f"{self._subject.id}-{key}"}
+        return self._entry() | log
+
+    def _deliver(self, logs: list[dict[str, Any]]) -> None:
+        if self._server is not None:
+            self._call(self._server, "/bulk_log", logs=logs)
+            return
+        SQLiteStorage.bulk_log(
+            project=self._project,
+            run=self._subject.name,
+            run_id=self._subject.id,
+            metrics_list=[each["metrics"] for each in logs],
+            steps=[each["step"] for each in logs],
+            config=logs[0]["config"],
+            log_ids=[each["log_id"] for each in logs],
+        )
+
+    def _entry(self) -> dict[str, Any]:
+        return {"project": self._project, "run": self._subject.name, "run_id": self._subject.id}
+
+    def _call(self, server: RemoteClient, name: str, **arguments: Any) -> None:
+        try:
+            server.predict(api_name=name, hf_token=None, **arguments)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code in _REFUSED:
+                text = f"{self._url}: refused ({error.response.text[:200]}); set TRACKIO_WRITE_TOKEN to its write token"
+                raise Unusable(text) from None
+            raise
+
+
+def _metrics(row: Row) -> dict[str, float]:
+    """Return the values of a row. trackio keeps the name `step` for its own step."""
+    values = {STEP if name == "step" else name: value for name, value in row.values.items()}
+    return {**values, "lineage": row.lineage}
+
+
+def make(section: Trackio) -> TrackioExporter:
+    return TrackioExporter(section)

@@ -1,0 +1,185 @@
+"""Every row that a run has committed, in the order of the commits, from `metrics.jsonl` and `metrics.discarded.jsonl`.
+
+`metrics.jsonl` alone has the rows that still count: a return to an earlier step moves rows to the other file. Together
+the two files tell the whole story, and it only ever grows: the rows before the first return, then those after it, and
+so on. The position of a row in it is therefore a number that never changes and that no two rows share.
+
+A row has the lineage that follows the last one taken back, 0 before the first return.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+METRICS, DISCARDED = "metrics.jsonl", "metrics.discarded.jsonl"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One committed row. `values` leaves out what was not finite."""
+
+    position: int
+    lineage: int
+    step: int
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The place of a row, so that long runs are not held in memory."""
+
+    file: str
+    offset: int
+    nbytes: int
+    step: int
+    lineage: int = 0
+
+
+class History:
+    """The rows of the run in `folder`. Call `refresh` to see new ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lines: list[_Line] = []
+        self._read_to = 0
+        """Bytes of `metrics.jsonl` that are in `_lines`."""
+        self._discarded_bytes = 0
+        """Size of the other file when both were read. It grows before rows are cut off `metrics.jsonl`."""
+        self._pending = False
+        """Whether rows in the other file were still to be cut off `metrics.jsonl` then."""
+        self._lineage = 0
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def refresh(self) -> None:
+        """Read what was added to the files. After a return to an earlier step both are read again."""
+        if self._pending or self._is_outdated() or _size(self._folder / METRICS) < self._read_to:
+            self._rebuild()
+            return
+        new, self._read_to = self._scan(METRICS, self._read_to)
+        self._lines += [_labelled(line, self._lineage) for line in new]
+
+    def rows(self, first: int, most: int) -> list[Row]:
+        """Return up to `most` rows from position `first`."""
+        found = self._rows(first, most)
+        while self._is_outdated():  # what was read may have been cut off and written anew meanwhile
+            self._rebuild()
+            found = self._rows(first, most)
+        return found
+
+    def _rows(self, first: int, most: int) -> list[Row]:
+        found: list[Row] = []
+        for position, line in enumerate(self._lines[first : first + most], first):
+            values = self._read(line)
+            if values.get("step") != line.step:
+                break
+            finite = {name: value for name, value in values.items() if value is not None and name != "lineage"}
+            found.append(Row(position, line.lineage, line.step, finite))
+        return found
+
+    def _is_outdated(self) -> bool:
+        return _size(self._folder / DISCARDED) != self._discarded_bytes
+
+    def step(self, position: int) -> int:
+        """Return the step of the row at `position`."""
+        return self._lines[position].step
+
+    def _rebuild(self) -> None:
+        discarded_bytes = _size(self._folder / DISCARDED)
+        discarded, _ = self._scan(DISCARDED, 0)
+        present, read_to = self._scan(METRICS, 0)
+        self._discarded_bytes, self._read_to = discarded_bytes, read_to
+        groups: dict[int, list[_Line]] = {}
+        for line in discarded:
+            groups.setdefault(line.lineage, []).append(line)
+        last = next(reversed(groups.values()), [])
+        self._pending = self._is_pending(last, present)
+        if self._pending:
+            first = min(line.step for line in last)
+            present = [line for line in present if line.step < first]
+        self._lineage = max(groups, default=-1) + 1
+        self._lines = _in_order(groups, present)
+
+    def _is_pending(self, group: list[_Line], present: list[_Line]) -> bool:
+        """Return whether the rows of `group` are in both files, which is so until they are cut off `metrics.jsonl`."""
+        known = {line.step: line for line in present}
+        for line in group:
+            if line.step in known:
+                kept = {name: value for name, value in self._read(line).items() if name != "lineage"}
+                return kept == self._read(known[line.step])
+        return False
+
+    def _read(self, line: _Line) -> dict[str, Any]:
+        """Return the row of a line, or {} if the line is no longer there."""
+        try:
+            with (self._folder / line.file).open("rb") as file:
+                row = json.loads(os.pread(file.fileno(), line.nbytes, line.offset))
+        except (OSError, ValueError):
+            return {}
+        return row if isinstance(row, dict) else {}
+
+    def _scan(self, name: str, start: int) -> tuple[list[_Line], int]:
+        """Return the complete lines of a file from byte `start`, and the byte after them. A missing file has none.
+
+        Raises OSError.
+        """
+        found: list[_Line] = []
+        try:
+            with (self._folder / name).open("rb") as file:
+                file.seek(start)
+                for data in file:
+                    if not data.endswith(b"\n"):
+                        break
+                    row = _parsed(data)
+                    if isinstance(row.get("step"), int):
+                        lineage = int(row.get("lineage", 0)) if name == DISCARDED else 0
+                        found.append(_Line(name, start, len(data), row["step"], lineage))
+                    start += len(data)
+        except FileNotFoundError:
+            pass
+        return found, start
+
+
+def _in_order(groups: dict[int, list[_Line]], present: list[_Line]) -> list[_Line]:
+    """Return all lines in the order of their commits.
+
+    The file as it stood before a return is what it kept then and the rows taken back. What it kept is in the file as it
+    stood before the next return, so the states of the file are found from the last to the first.
+    """
+    states = [present]
+    for group in reversed(groups.values()):
+        first = min(line.step for line in group)
+        states.append([line for line in states[-1] if line.step < first] + group)
+    states.reverse()
+    lineages = [0, *(lineage + 1 for lineage in groups)]
+    begins = [0, *(min(line.step for line in group) for group in groups.values())]
+    return [
+        _labelled(line, lineage)
+        for state, lineage, begin in zip(states, lineages, begins, strict=True)
+        for line in state
+        if line.step >= begin
+    ]
+
+
+def _labelled(line: _Line, lineage: int) -> _Line:
+    return _Line(line.file, line.offset, line.nbytes, line.step, lineage)
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(data)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,48 @@
+"""Sends a tracker what it lacks after the end of a run: `python -m services.tracker.rest --run DIR NAME`.
+
+`ctl track` starts it. Exit status: 0 if the tracker has everything, 1 if not, 2 if the run or the name is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from services.tracker import ledger
+from services.tracker.exporter import missing
+from services.tracker.feeder import Feeder, end_of
+from shared import topology
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m services.tracker.rest")
+    parser.add_argument("--run", type=Path, required=True, help="run directory")
+    parser.add_argument("name", help="wandb, tensorboard, mlflow or trackio")
+    arguments = parser.parse_args()
+    name = str(arguments.name)
+    try:
+        run = RunDir.open(arguments.run)
+        loaded = topology.load(run.topology, check_supported=False, check_files=False)
+        if lacking := missing(name):
+            print(f"{name}: {', '.join(lacking)} not installed; run `make setup-trackers`", file=sys.stderr)
+            return 2
+        ledger.hold(run.path, name)
+    except RpcError as error:
+        print(error, file=sys.stderr)
+        return 2
+    feeder = Feeder(run, loaded, name)
+    feeder.end(end_of(run))
+    feeder.run()
+    rest = feeder.refused or ledger.unsent(run.path, name)
+    print(rest or f"{name}: has every step, and how the run ended", file=sys.stderr if rest else sys.stdout)
+    return 1 if rest else 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # a tracker's library waits at exit, and its threads may hang

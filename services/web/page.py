@@ -1,0 +1,140 @@
+"""The page of a run: follows the monitor's stream and the files of the run, and serves them to browsers.
+
+It needs nothing but the run directory. A run that has ended, or has not begun, is shown from its files alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+import structlog
+import zmq
+
+from proto.errors import WireError
+from services.web.live_parts import LiveParts
+from services.web.run_files import RunFiles
+from services.web.supervisor_calls import SupervisorCalls
+from shared.process_rows import process_rows
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
+from shared.stream import Stream
+from shared.view.curves import PANELS
+
+TICK_S = 1.0
+"""Seconds between two pictures."""
+MAX_OTHERS = 12
+"""Maximum number of other runs whose metrics are kept. The one that was asked for longest ago goes first."""
+MAX_RUNS = 200
+"""Maximum number of other runs that are offered for comparison, the newest."""
+
+
+class Page:
+    """The picture of one run and the metrics of its siblings."""
+
+    def __init__(self, path: Path, *, operable: bool) -> None:
+        """`operable` tells the page to offer the operator's buttons."""
+        self.parts = LiveParts()
+        self.own = RunFiles(path)
+        self.calls: SupervisorCalls | None = None
+        """Calls to the supervisor while the run is live."""
+        self._others: dict[str, RunFiles] = {}
+        self._operable = operable
+        self._log = structlog.get_logger("web")
+
+    async def run(self) -> None:
+        """Follow the run until cancelled, across its restarts."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow())
+            group.create_task(self._tick())
+
+    def runs(self) -> list[str]:
+        """Return the names of the runs beside this one, newest first."""
+        found = []
+        for folder in self.own.path.parent.iterdir():
+            with contextlib.suppress(OSError):
+                if folder != self.own.path and folder.name[:1] != ".":
+                    found.append(((folder / "run.json").stat().st_mtime, folder.name))
+        return [name for _, name in sorted(found, reverse=True)[:MAX_RUNS]]
+
+    async def files(self, name: str) -> RunFiles | None:
+        """Return the up-to-date metrics of this run or of one beside it, or None if there is no such run."""
+        if name in ("", self.own.path.name):
+            await self.own.poll()
+            return self.own
+        if name not in self._others and name not in self.runs():
+            return None
+        files = self._others.pop(name, None) or RunFiles(self.own.path.parent / name, metrics_only=True)
+        self._others[name] = files
+        while len(self._others) > MAX_OTHERS:
+            self._others.pop(next(iter(self._others)))
+        await files.poll()
+        return files
+
+    async def _follow(self) -> None:
+        while True:
+            with contextlib.suppress(RpcError):
+                run = RunDir.open(self.own.path)
+                if run.sockets.exists():
+                    await self._follow_life(run)
+            await asyncio.sleep(TICK_S)
+
+    async def _follow_life(self, run: RunDir) -> None:
+        """Follow one life of the run, between its start or resumption and its end."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.calls = SupervisorCalls(context, run)
+        watching = asyncio.create_task(self._watch_processes(self.calls))
+        try:
+            async with Stream(run, ended=lambda: not run.sockets.exists()) as stream:
+                async for row in stream.rows():
+                    self.own.view.apply(row)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            self.calls.close()
+            self.calls = None
+            await asyncio.get_running_loop().run_in_executor(None, context.term)
+
+    async def _watch_processes(self, calls: SupervisorCalls) -> None:
+        """Ask the supervisor, which knows of a death before anybody else, while somebody looks."""
+        while True:
+            if self.parts.watchers:
+                with contextlib.suppress(RpcError, WireError):
+                    for row in process_rows(await calls.state(), time.time()):
+                        self.own.view.apply(row)
+            await asyncio.sleep(TICK_S)
+
+    async def _tick(self) -> None:
+        while True:
+            if self.parts.watchers or not self.parts.filled:
+                try:
+                    await self._show()
+                except OSError as error:
+                    self._log.warning("the run directory cannot be read", error=str(error))
+            await asyncio.sleep(TICK_S)
+
+    async def _show(self) -> None:
+        """Put the present picture into the live parts."""
+        await self.own.poll()
+        view, now, live = self.own.view, time.time(), self.calls is not None
+        self.parts.put(
+            "head",
+            {
+                "run": self.own.path.name,
+                "runs": self.runs(),
+                "live": live,
+                "operable": self._operable and live,
+                "progress": view.progress(),
+                "names": self.own.names(),
+                "panels": [{"title": panel.title, "names": panel.matching(self.own.names())} for panel in PANELS],
+                "last": [self.own.epoch, self.own.last_step],
+            },
+        )
+        self.parts.put("services", view.services(now) if live else [])
+        self.parts.put("pipeline", view.pipeline() if live else None)
+        self.parts.put(
+            "notices",
+            {"warnings": view.warnings(), "troubles": view.troubles() if live else [], "rewinds": view.rewinds()},
+        )

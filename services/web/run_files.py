@@ -1,0 +1,105 @@
+"""What the files of a run directory tell: metrics, warnings and logs, in the model that the terminal shows too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from proto.messages import TopicRow
+from shared.followed_file import FollowedFile
+from shared.metrics_follower import MetricsFollower
+from shared.rundir import service_name
+from shared.view import RunView
+from shared.view.notices import LogLine
+from shared.warnings import parse
+
+LOG_BYTES = 64 << 10
+"""Bytes before the end of each log file from which its lines are shown."""
+MAX_NAME = 200
+"""Maximum characters of the name of a metric. Longer ones are not shown."""
+MAX_LOG_TEXT = 4000
+"""Maximum characters of a log line."""
+_NOT_SHOWN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run"})
+
+_object = msgspec.json.Decoder(dict[str, Any])
+
+
+class RunFiles:
+    """One run directory."""
+
+    def __init__(self, path: Path, *, metrics_only: bool = False) -> None:
+        self.path = path
+        self.view = RunView()
+        self.epoch = 0
+        """Number of times that rows were taken back. Rows of different epochs do not belong together."""
+        self.last_step = -1.0
+        self._metrics = MetricsFollower(path / "metrics.jsonl")
+        self._warnings = FollowedFile(path / "warnings.jsonl")
+        self._logs: dict[Path, FollowedFile] = {}
+        self._metrics_only = metrics_only
+
+    async def poll(self) -> None:
+        """Read what was added to the files. Other work of the loop comes between their pages."""
+        more = True
+        while more:
+            more = self._poll_metrics()
+            await asyncio.sleep(0)
+        if self._metrics_only:
+            return
+        while lines := self._warnings.poll()[0]:
+            for line in lines:
+                if warning := parse(line):
+                    self.view.add_warning(warning)
+        self.view.add_log(self._new_log_lines())
+
+    def apply(self, row: TopicRow) -> None:
+        """Take a row of the monitor's stream."""
+        self.view.apply(row)
+
+    def points(self, names: Iterable[str], after: float) -> dict[str, list[tuple[float, float]]]:
+        """Return the points of metrics at steps beyond `after`."""
+        return {
+            name: [point for point in points if point[0] > after] for name, points in self.view.curves(names).items()
+        }
+
+    def names(self) -> list[str]:
+        """Return the names of the metrics that have values."""
+        return [name for name in self.view.metric_names() if len(name) <= MAX_NAME]
+
+    def _poll_metrics(self) -> bool:
+        """Read a page of metrics, and return whether there may be more."""
+        new = self._metrics.poll()
+        if new.restarted:
+            self.epoch += 1
+            self.view.load_metrics([])
+        for row in new.rows:
+            self.view.add_metrics(row)
+            step = row.get("step")
+            self.last_step = step if step is not None else self.last_step
+        return new.more
+
+    def _new_log_lines(self) -> Iterator[LogLine]:
+        for path in (self.path / "logs").glob("*.jsonl"):
+            if path not in self._logs:
+                self._logs[path] = FollowedFile(path, last_bytes=LOG_BYTES)
+            for line in self._logs[path].poll()[0]:
+                with contextlib.suppress(msgspec.DecodeError):
+                    yield _log_line(_object.decode(line))
+
+
+def _log_line(entry: dict[str, Any]) -> LogLine:
+    fields = " ".join(
+        f"{key}={value}" for key, value in entry.items() if key not in _NOT_SHOWN and value not in ("", None)
+    )
+    instance = entry.get("instance")
+    return LogLine(
+        at=str(entry.get("timestamp", "")),
+        level=str(entry.get("level", "")),
+        service=service_name(str(entry.get("service", "?")), instance if isinstance(instance, int) else 0),
+        text=f"{entry.get('event', '')} {fields}".rstrip()[:MAX_LOG_TEXT],
+    )

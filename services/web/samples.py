@@ -1,0 +1,105 @@
+"""Samples for the page: a row for each sample of a step, and one sample with its tokens. All sizes are bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.samples import reader
+from shared.samples.record import Record
+
+MAX_RECORDS = 500
+"""Maximum number of samples of a step that are listed."""
+MAX_STEPS = 2000
+HEAD_CHARS = 160
+"""Characters of a prompt and of a completion in the list."""
+MAX_CHARS = 60_000
+"""Maximum characters of a text of a shown sample."""
+MAX_TOKENS = 8000
+"""Maximum number of tokens of a shown sample."""
+
+
+def listed(run: Path, split: str, step: int | None) -> dict[str, Any]:
+    """Return the samples of a step, or of the newest one, with the splits and steps that have any."""
+    splits = reader.splits(run)
+    if split not in splits:  # it becomes part of a path
+        split = splits[0] if splits else ""
+    steps = reader.steps(run, split) if split else []
+    if step not in steps:
+        step = steps[-1] if steps else None
+    records = reader.read(run, step=step, split=split, limit=MAX_RECORDS) if step is not None else []
+    return {
+        "splits": splits,
+        "split": split,
+        "steps": steps[-MAX_STEPS:],
+        "step": step,
+        "samples": [_head(record) for record in records],
+    }
+
+
+def shown(run: Path, split: str, step: int, task: str, sample: int) -> dict[str, Any] | None:
+    """Return one sample with its tokens, or None if there is no such sample."""
+    if split not in reader.splits(run):
+        return None
+    found = [each for each in reader.read(run, step=step, task=task, split=split) if each.sample == sample]
+    return _body(found[-1]) if found else None
+
+
+def _head(record: Record) -> dict[str, Any]:
+    return {
+        **_facts(record),
+        "prompt": _text(record.prompt)[-HEAD_CHARS:],
+        "completion": record.completion[:HEAD_CHARS],
+    }
+
+
+def _body(record: Record) -> dict[str, Any]:
+    texts = {
+        "prompt": _text(record.prompt),
+        "completion": record.completion,
+        "conversation": "" if not record.messages else _text(record.messages),
+        "answer": "" if record.answer is None else _text(record.answer),
+    }
+    tokens = slice(MAX_TOKENS)
+    pieces = [piece[:HEAD_CHARS] for piece in record.pieces[tokens]]
+    cut = sum(max(0, len(text) - MAX_CHARS) for text in texts.values()) + record.cut
+    cut += sum(len(piece) for piece in record.pieces) - sum(map(len, pieces))
+    return {
+        **_facts(record),
+        **{name: text[:MAX_CHARS] for name, text in texts.items()},
+        "pieces": pieces,
+        "logprobs": record.logprobs[tokens],
+        "train_logprobs": None if record.train_logprobs is None else record.train_logprobs[tokens],
+        "sampled": None if record.sampled is None else record.sampled[tokens],
+        "cut": cut,
+        "tokens": len(record.pieces),
+    }
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    return {
+        "task": record.task,
+        "sample": record.sample,
+        "step": record.step,
+        "state": record.state,
+        "reason": record.reason,
+        "reward": record.reward,
+        "rewards": record.rewards,
+        "advantage": record.advantage,
+        "length": record.length,
+        "finish_reason": record.finish_reason,
+        "versions": record.versions,
+        "turns": record.turns,
+        "tool_calls": record.tool_calls,
+    }
+
+
+def _text(value: Any) -> str:
+    """Return a raw text unchanged, the messages of a conversation one after the other, other data as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        return "\n\n".join(f"[{each.get('role', '?')}]\n{_text(each.get('content', ''))}" for each in value)
+    return msgspec.json.encode(value).decode()

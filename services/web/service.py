@@ -1,0 +1,51 @@
+"""The web service: the page of its run in a browser (`monitor.web`)."""
+
+from __future__ import annotations
+
+from proto.messages import ErrorCode
+from services.web.application import application
+from services.web.page import Page
+from shared import topology as topologies
+from shared.actor.service import Service
+from shared.bearer import Secret
+from shared.guest_server import GuestServer
+from shared.rpc.errors import RpcError
+from shared.topology.monitor_web import TokenError, Web, read_token, split_address
+
+IDLE_S = 60
+"""Maximum seconds between two pieces of a request, and between two requests of a connection."""
+MAX_CONNECTIONS = 256
+
+
+class WebService(Service):
+    """Serves the page of a run. Nothing waits for it."""
+
+    NAME = "web"
+    _page: Page
+    _server: GuestServer | None = None
+
+    async def start(self) -> None:
+        web = topologies.load(self.run.topology, check_supported=False, check_files=False).services.monitor.web or Web()
+        try:
+            token, operator = (
+                Secret(read_token(file)) if file is not None else None for file in (web.token, web.operator_token)
+            )
+        except TokenError as error:
+            raise RpcError(ErrorCode.BAD_REQUEST, f"monitor.web: {error}") from None
+        self._page = Page(self.run.path, operable=operator is not None)
+        self._server = server_of(self._page, split_address(web.listen), token, operator)
+        await self._server.start()
+        self.log.info("page", url=f"http://{self._server.address}/")
+
+    async def serve(self) -> None:
+        await self._page.run()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.stop()
+        await super().close()
+
+
+def server_of(page: Page, listen: tuple[str, int], token: Secret | None, operator: Secret | None) -> GuestServer:
+    """Return the server of a page, which is yet to be started."""
+    return GuestServer(application(page, token, operator), IDLE_S, listen=listen, most_connections=MAX_CONNECTIONS)

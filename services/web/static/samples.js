@@ -1,0 +1,110 @@
+// Samples: the list of a step, and one sample with its tokens coloured by log-prob or by mismatch.
+
+import { get } from "./api.js";
+import { $, h, number, options, table } from "./dom.js";
+
+let found = null;
+let open = null;
+let coloring = "log-prob";
+
+export function setUp() {
+  $("sample-run").addEventListener("change", () => refresh(true));
+  $("split").addEventListener("change", () => refresh(true));
+  $("step").addEventListener("change", () => refresh(false));
+  $("order").addEventListener("change", () => list());
+}
+
+export function takeHead(head) {
+  options($("sample-run"), [head.run, ...head.runs], $("sample-run").value || head.run);
+}
+
+export async function refresh(newest) {
+  const query = { run: $("sample-run").value, split: $("split").value, ...(newest ? {} : { step: $("step").value }) };
+  found = await get("samples", query);
+  options($("split"), found.splits, found.split);
+  options($("step"), found.steps.map(String).reverse(), String(found.step ?? ""));
+  list();
+}
+
+const ORDERS = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, longest: (a, b) => b.length - a.length };
+
+function list() {
+  if (!found) return;
+  const by = ORDERS[$("order").value];
+  const samples = by ? [...found.samples].sort(by) : found.samples;
+  const rows = samples.map((each) => {
+    const show = () => openSample(each);
+    return h("tr", { class: "open", tabindex: "0", onclick: show, onkeydown: (event) => event.key === "Enter" && show() },
+      h("td", { class: "number" }, number(each.reward)),
+      h("td", { class: "number" }, number(each.advantage)),
+      h("td", { class: "number" }, number(each.length)),
+      h("td", {}, each.finish_reason),
+      h("td", {}, each.reason ? `${each.state}: ${each.reason}` : each.state),
+      h("td", { class: "wide" }, h("bdi", {}, each.prompt)),
+      h("td", { class: "wide" }, h("bdi", {}, each.completion)),
+      h("td", {}, `${each.task} ${each.sample}`),
+    );
+  });
+  const heads = [["reward", "number"], ["advantage", "number"], ["tokens", "number"], ["end"], ["state"], ["prompt"], ["completion"], ["task, sample"]];
+  const none = h("p", { class: "soft" }, "There are no samples here. The key monitor.samples says which are kept.");
+  $("sample-list").replaceChildren(rows.length ? table(heads, rows) : none);
+}
+
+async function openSample({ task, sample }) {
+  open = await get("sample", { run: $("sample-run").value, split: found.split, step: found.step, task, sample });
+  draw();
+  $("sample").scrollIntoView({ behavior: "smooth" });
+}
+
+function draw() {
+  const facts = [
+    ["task", open.task], ["sample", number(open.sample)], ["step", number(open.step)], ["state", open.reason || open.state],
+    ["reward", number(open.reward)], ...Object.entries(open.rewards).map(([name, value]) => [`reward ${name}`, number(value)]),
+    ["advantage", number(open.advantage)], ["tokens", number(open.length)], ["end", open.finish_reason],
+    ["versions", open.versions.join(", ")], ["turns", number(open.turns)], ["tool calls", number(open.tool_calls)],
+  ];
+  const texts = [["Prompt", open.prompt], ["Answer of the row", open.answer], ["Completion", open.completion], ["Conversation", open.conversation]];
+  const cut = open.cut + Math.max(0, open.tokens - open.pieces.length);
+  $("sample").hidden = false;
+  $("sample").replaceChildren(
+    h("div", { class: "facts" }, ...facts.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, h("bdi", {}, value))))),
+    ...(cut ? [h("p", { class: "warn" }, `${cut} characters and tokens are too much to show; the files in samples/ may have more.`)] : []),
+    ...texts.filter(([, text]) => text).flatMap(([name, text]) => [h("h2", {}, name), h("div", { class: "text", dir: "auto" }, text)]),
+    ...tokens(),
+  );
+}
+
+function tokens() {
+  if (!open.pieces.length) return [];
+  const detail = h("p", { class: "soft" }, "Point at a token to see its log-probs.");
+  const choice = h("select", { onchange: () => { coloring = choice.value; draw(); } });
+  options(choice, open.train_logprobs ? ["log-prob", "mismatch"] : ["log-prob"], open.train_logprobs ? coloring : "log-prob");
+  const spans = open.pieces.map((piece, index) => {
+    const given = open.sampled !== null && !open.sampled[index];
+    const engine = open.logprobs[index];
+    const trainer = open.train_logprobs?.[index];
+    const span = h("span", { class: given ? "given" : undefined, "data-token": index }, piece);
+    if (!given) span.style.backgroundColor = choice.value === "mismatch" ? mismatchColor(engine, trainer) : logprobColor(engine);
+    const say = () => {
+      const parts = [`token ${index}`, `log-prob ${number(engine)} (probability ${number(Math.exp(engine))})`];
+      if (trainer !== undefined && trainer !== null) parts.push(`trainer ${number(trainer)}, difference ${number(engine - trainer)}`);
+      detail.textContent = given ? `token ${index}: not sampled` : parts.join(", ");
+    };
+    span.addEventListener("pointerenter", say);
+    span.addEventListener("click", say);
+    return span;
+  });
+  return [h("h2", {}, "Tokens by ", choice), detail, h("div", { class: "text tokens", dir: "auto" }, ...spans)];
+}
+
+// Unlikely tokens are red: nothing at probability 1, full at e^-5.
+function logprobColor(logprob) {
+  return `rgba(220, 60, 40, ${Math.min(0.75, (0.75 * -logprob) / 5)})`;
+}
+
+// Engine above trainer is violet, below is teal; full at a difference of 0.5.
+function mismatchColor(engine, trainer) {
+  const difference = engine - (trainer ?? engine);
+  const strength = Math.min(0.8, 1.6 * Math.abs(difference));
+  return difference > 0 ? `rgba(150, 70, 220, ${strength})` : `rgba(0, 150, 150, ${strength})`;
+}

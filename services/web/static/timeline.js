@@ -1,0 +1,97 @@
+// The time line of the last steps: one lane per process. Filled spans are work, hatched ones wait for another process.
+
+import { get } from "./api.js";
+import { $, clean, duration, h } from "./dom.js";
+
+const COLORS = ["#2f7ed8", "#2ca02c", "#e4572e", "#a855f7", "#d4a017", "#17a2b8", "#e83e8c", "#7a8699"];
+const LANE = 26;
+const LEFT = 150;
+let picture = null;
+const colors = new Map();
+
+export function setUp() {
+  $("lanes").addEventListener("pointermove", point);
+  $("lanes").addEventListener("pointerdown", point);
+}
+
+export async function refresh() {
+  picture = await get("timeline", { seconds: $("seconds").value });
+  draw();
+}
+
+export function draw() {
+  if (!picture) return;
+  const canvas = $("lanes");
+  const ratio = devicePixelRatio || 1;
+  const width = canvas.clientWidth;
+  const height = (picture.lanes.length + 1) * LANE;
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  const style = getComputedStyle(document.body);
+  context.scale(ratio, ratio);
+  context.font = "12px system-ui, sans-serif";
+  context.textBaseline = "middle";
+  picture.lanes.forEach((lane, row) => {
+    const top = row * LANE;
+    context.fillStyle = style.color;
+    context.fillText(clean(lane.name).slice(0, 24), 0, top + LANE / 2, LEFT - 8);
+    for (const [begin, end, what, of] of lane.spans) {
+      const x = place(begin, width);
+      const wide = Math.max(1, place(end, width) - x);
+      context.fillStyle = of ? hatched(context, colorOf(what)) : colorOf(what);
+      context.fillRect(x, top + (of ? 8 : 4), wide, LANE - (of ? 16 : 8));
+    }
+  });
+  context.fillStyle = style.color;
+  for (let tick = 0; tick <= 4; tick += 1) {
+    const seconds = (-picture.seconds * tick) / 4;
+    context.textAlign = tick === 0 ? "right" : "center";
+    context.fillText(tick ? `−${duration(-seconds)}` : "now", place(seconds, width), height - LANE / 2);
+  }
+  context.textAlign = "left";
+  canvas.setAttribute("aria-label", `time line of ${picture.lanes.length} processes`);
+  const shares = picture.lanes.map((lane) => h("span", {}, `${lane.name} `, h("b", {}, share(lane))));
+  const legend = [...colors].map(([what, color]) => {
+    const mark = h("i", { class: "mark" });
+    mark.style.backgroundColor = color;
+    return h("span", {}, mark, ` ${what}`);
+  });
+  $("lane-names").replaceChildren(h("div", { class: "facts" }, ...shares), h("div", { class: "facts soft" }, ...legend));
+}
+
+function share(lane) {
+  const percent = (seconds) => `${Math.round((100 * seconds) / picture.seconds)} %`;
+  return `works ${percent(lane.working_s)}, waits ${percent(lane.waiting_s)}`;
+}
+
+function place(seconds, width) {
+  return LEFT + ((width - LEFT) * (seconds + picture.seconds)) / picture.seconds;
+}
+
+function colorOf(what) {
+  if (!colors.has(what)) colors.set(what, COLORS[colors.size % COLORS.length]);
+  return colors.get(what);
+}
+
+function hatched(context, color) {
+  const tile = new OffscreenCanvas(6, 6);
+  const pen = tile.getContext("2d");
+  pen.strokeStyle = color;
+  pen.moveTo(0, 6);
+  pen.lineTo(6, 0);
+  pen.stroke();
+  return context.createPattern(tile, "repeat");
+}
+
+function point(event) {
+  if (!picture) return;
+  const lane = picture.lanes[Math.floor(event.offsetY / LANE)];
+  const width = $("lanes").clientWidth;
+  const hit = lane?.spans.findLast(([begin, end]) => place(begin, width) - 2 <= event.offsetX && event.offsetX <= place(end, width) + 2);
+  if (hit) {
+    const [begin, end, what, of] = hit;
+    $("span").textContent = clean(`${lane.name}: ${what}${of ? `, waiting for ${of}` : ""}, ${duration(end - begin)}`);
+  }
+}

@@ -1,0 +1,51 @@
+"""The files of a checkpoint `step-<n>/` as bytes: its manifest and their checksums. It does not import torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from proto.messages import ErrorCode
+from shared.rpc.errors import RpcError
+
+LAYOUT = 1
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_CHUNK_BYTES = 8 << 20
+
+
+def verify(path: Path, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Check the size and checksum of every file, or of those in `only`, and return the manifest.
+
+    Raises RpcError(conflict).
+    """
+    try:
+        manifest = json.loads((path / STATE).read_text())
+        if manifest["layout"] != LAYOUT:
+            raise RpcError(ErrorCode.CONFLICT, f"checkpoint {path}: layout {manifest['layout']} instead of {LAYOUT}")
+        expected = {name: (int(row["bytes"]), int(row["xxh3_64"], 16)) for name, row in manifest["files"].items()}
+        found = {name: digest(path / name) for name in only or (MODEL, OPTIMIZER, *expected)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RpcError(
+            ErrorCode.CONFLICT, f"checkpoint {path}: damaged ({type(error).__name__}: {error}); use an older one"
+        ) from None
+    for name in found:
+        if found[name] != expected.get(name):
+            raise RpcError(
+                ErrorCode.CONFLICT, f"checkpoint {path}: {name} is not what was written (checksum); use an older one"
+            )
+    return dict(manifest)
+
+
+def digest(path: Path) -> tuple[int, int]:
+    """Return the size and the xxh3-64 of a file."""
+    hasher = xxhash.xxh3_64()
+    size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+            size += len(chunk)
+    return size, hasher.intdigest()

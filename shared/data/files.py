@@ -1,0 +1,20 @@
+"""Reads the part of a source that names files: `<path>?<key>=<value>&...`, whose last part may be a pattern."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_PARAMETERS = re.compile(r"(?P<path>.+?)\?(?P<query>\w+=[^/?]*)", re.DOTALL)
+
+
+def split_parameters(rest: str) -> tuple[str, str]:
+    """Return the path and the query of what follows the kind of a source. The query may be empty."""
+    found = _PARAMETERS.fullmatch(rest)
+    return (found["path"], found["query"]) if found else (rest, "")
+
+
+def matching_files(path: str) -> list[Path]:
+    """Return the files that `path` names, ordered by name: itself, or all that match if its last part has a `*`."""
+    file = Path(path)
+    return sorted(file.parent.glob(file.name)) if "*" in file.name else [file]

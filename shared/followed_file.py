@@ -1,0 +1,77 @@
+"""Reads a file of lines as it grows, and notices when lines that were read are taken back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+READ_BYTES = 4 << 20
+"""Default maximum bytes that one `poll` reads, and maximum length of a line. Longer lines are left out."""
+
+
+class FollowedFile:
+    """The complete lines of one file."""
+
+    def __init__(self, path: Path, *, last_bytes: int | None = None, read_bytes: int = READ_BYTES) -> None:
+        """With `last_bytes`, begin that many bytes before the end of the file."""
+        self._path = path
+        self._read_bytes = read_bytes
+        self._position = 0
+        self._newest = b""
+        """The last line that was read, which must still stand before `_position`."""
+        self._skipping = False
+        if last_bytes is not None:
+            try:
+                self._position = max(0, path.stat().st_size - last_bytes)
+            except OSError:
+                return  # it begins when the file appears
+            self._skipping = self._position > 0
+
+    def poll(self) -> tuple[list[bytes], bool]:
+        """Return the new lines, and whether they begin the file again because lines were taken back.
+
+        There may be more lines: call it until it returns none.
+        """
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return [], self._restart()
+        try:
+            restarted = self._was_cut(descriptor) and self._restart()
+            data = os.pread(descriptor, self._read_bytes, self._position)
+        except OSError:
+            return [], False
+        finally:
+            os.close(descriptor)
+        whole = data.rfind(b"\n") + 1
+        if not whole:
+            if len(data) == self._read_bytes:  # a line that is too long
+                self._position += len(data)
+                self._newest, self._skipping = data[-1:], True
+            return [], restarted
+        self._position += whole
+        lines = data[:whole].split(b"\n")[:-1]
+        self._newest = lines[-1] + b"\n"
+        if self._skipping:
+            lines, self._skipping = lines[1:], False
+        return lines, restarted
+
+    def new_lines(self) -> Iterator[str]:
+        """Yield all new lines as text. Lines of a file that was cut come again."""
+        while True:
+            lines, _ = self.poll()
+            if not lines:
+                return
+            for line in lines:
+                yield line.decode(errors="replace")
+
+    def _was_cut(self, descriptor: int) -> bool:
+        if os.fstat(descriptor).st_size < self._position:
+            return True
+        return os.pread(descriptor, len(self._newest), self._position - len(self._newest)) != self._newest
+
+    def _restart(self) -> bool:
+        began = self._position > 0
+        self._position, self._newest, self._skipping = 0, b"", False
+        return began

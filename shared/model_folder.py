@@ -1,0 +1,77 @@
+"""Makes folders from which Hugging Face libraries load a model, atomically. It does not import torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from shared.checkpoint_files import MODEL
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5", ".onnx")
+_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK})
+"""Errors of file systems that cannot give this file a second name."""
+
+
+def begin(target: Path) -> Path:
+    """Remove what an interrupted attempt left, and return the folder to fill in place of `target`, which is absent."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in (_partial(target), _replaced(target)):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return _partial(target)
+
+
+def finish(source: Path, target: Path) -> None:
+    """Add the files of the model `source` that are not weights to the filled folder, and move it to `target`.
+
+    Raises OSError (no space, no permission).
+    """
+    partial = _partial(target)
+    for each in sorted(source.iterdir()):
+        written = partial / each.name
+        if each.is_file() and not written.exists() and not each.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(each, written)
+    for path in partial.iterdir():
+        path.chmod(0o644)  # safetensors writes 0600, which another user's engine cannot read
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    if target.exists():
+        target.rename(_replaced(target))
+    partial.rename(target)
+    shutil.rmtree(_replaced(target), ignore_errors=True)
+
+
+def from_checkpoint(
+    checkpoint: Path, source: Path, target: Path, dtype: str, notes: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Make `target` from the weights of a checkpoint, of data type `dtype`, and the other files of the model `source`.
+
+    `notes` are the texts of further files, by name. The weights are a second name of the checkpoint's file where the
+    file system allows it, so they take no space and outlive the checkpoint. Raises OSError.
+    """
+    partial = begin(target)
+    partial.mkdir()
+    try:
+        os.link(checkpoint / MODEL, partial / MODEL)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(checkpoint / MODEL, partial / MODEL)
+    for name, text in notes.items():
+        (partial / name).write_text(text)
+    config = json.loads((source / "config.json").read_bytes())
+    config.pop("torch_dtype", None)  # the older name of the same key
+    (partial / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
+    finish(source, target)
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")

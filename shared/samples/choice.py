@@ -1,0 +1,42 @@
+"""The choice of the tasks whose samples are recorded. Every process computes it alone, so nothing is negotiated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import xxhash
+
+from shared.stages import TRAIN
+
+if TYPE_CHECKING:
+    from shared.topology import Topology
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Chooses all tasks of evaluations, and of the training tasks a share that depends only on the task id.
+
+    A step thus has about `per_step` chosen tasks of `tasks_per_step`.
+    """
+
+    every: int
+    per_step: int
+    tasks_per_step: int
+
+    @classmethod
+    def of(cls, topology: Topology) -> Choice | None:
+        """Return the choice of a topology, or None if no samples are recorded."""
+        samples = topology.services.monitor.samples
+        if samples is None:
+            return None
+        return cls(samples.every, samples.per_step, topology.algorithm.tasks_per_step)
+
+    def takes(self, task_id: str) -> bool:
+        """Return whether the samples of a task can be recorded, so that its rollout puts their text."""
+        if not task_id.startswith(f"{TRAIN}/"):
+            return True
+        return xxhash.xxh3_64_intdigest(task_id.encode()) % self.tasks_per_step < self.per_step
+
+    def takes_step(self, step: int) -> bool:
+        """Return whether the samples of a training step are recorded."""
+        return step % self.every == 0

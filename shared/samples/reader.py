@@ -1,0 +1,67 @@
+"""Reads `samples/` of a run directory while it may be written: torn and damaged lines are skipped."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from shared.samples.record import EVAL_PREFIX, FOLDER, SUFFIX, Record, file_of
+from shared.stages import TRAIN
+
+_decoder = msgspec.json.Decoder(Record)
+
+
+def splits(run: Path) -> list[str]:
+    """Return the splits that have samples: "train" first, then "eval/<set>" by name."""
+    evals = (run / FOLDER / EVAL_PREFIX.rstrip("/")).glob(f"*/*{SUFFIX}")
+    found = sorted({f"{EVAL_PREFIX}{path.parent.name}" for path in evals})
+    return [TRAIN, *found] if steps(run) else found
+
+
+def steps(run: Path, split: str = TRAIN) -> list[int]:
+    """Return the steps, or of an evaluation the policy versions, that have samples, ascending."""
+    if not _is_split(split):
+        return []
+    paths = (run / FOLDER / split).glob(f"*{SUFFIX}")
+    return sorted(int(path.stem) for path in paths if path.stem.isdigit())
+
+
+def read(
+    run: Path, *, step: int | None = None, task: str | None = None, split: str = TRAIN, limit: int | None = None
+) -> list[Record]:
+    """Return the records of a split, of one step or of all, of one task or of all.
+
+    They are in the order of the steps, and within a step as they were written. With `limit`, those of the newest steps
+    are returned, at most `limit` of them.
+    """
+    chosen = steps(run, split) if step is None or not _is_split(split) else [step]
+    found: list[list[Record]] = []
+    missing = limit
+    for number in reversed(chosen):
+        if missing is not None and missing <= 0:
+            break
+        records = list(itertools.islice(_records(run / FOLDER / file_of(split, number), task), missing))
+        found.append(records)
+        missing = None if missing is None else missing - len(records)
+    return [record for records in reversed(found) for record in records]
+
+
+def _is_split(split: str) -> bool:
+    """Return whether a name, which may come from a stranger, is that of a split and leads nowhere else."""
+    name = split.removeprefix(EVAL_PREFIX)
+    return split == TRAIN or (name != split and "/" not in name and name not in ("", ".", ".."))
+
+
+def _records(path: Path, task: str | None) -> Iterator[Record]:
+    """Yield the records of a file, which may have been removed meanwhile."""
+    wanted = b"" if task is None else b'{"task":' + msgspec.json.encode(task) + b","
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or not line.startswith(wanted):
+                continue
+            with contextlib.suppress(msgspec.DecodeError):
+                yield _decoder.decode(line)

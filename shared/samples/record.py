@@ -1,0 +1,80 @@
+"""The record of one sample in `samples/` of a run directory, and the files that hold the records.
+
+    samples/train/<step>.jsonl                              samples of a training step
+    samples/eval/<set>/<version>.jsonl                      samples of an evaluation of a policy version
+    samples/discarded/<lineage>/<split>/<number>.jsonl      samples of steps that a return to an earlier step took back
+
+Each line is a JSON object with the fields of `Record`. Only the service `recorder` writes these files.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from shared.stages import TRAIN
+
+FOLDER = "samples"
+EVAL_PREFIX = "eval/"
+DISCARDED = "discarded"
+SUFFIX = ".jsonl"
+
+
+class SampleState(StrEnum):
+    """The end of a sample's task."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"  # its group had equal rewards (`algorithm.filter`)
+    DROPPED = "dropped"  # too stale, or a bad row; `reason` says why
+    SCORED = "scored"  # it belongs to an evaluation
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample. The lists of tokens have equal lengths, and lack what comes before a sequence's first sampled token.
+
+    A task that ended without samples has one record, with `sample` -1 and without tokens.
+    """
+
+    task: str  # task id: `<split>/<epoch>/<index>`
+    sample: int = 0  # number of the sample in its group, among those that did not fail
+    samples: int = 1  # number of records of the task
+    split: str = TRAIN  # "train", or "eval/<set>"
+    step: int | None = None
+    """The step that trained it. If it was filtered or dropped: the step that was formed next. If it was scored: the
+    policy version."""
+    lineage: int = 0  # lineage of the weights that the step belongs to
+    state: SampleState = SampleState.TRAINED
+    reason: str = ""  # why it was filtered or dropped
+    prompt: str | list[dict[str, Any]] = ""  # raw text or messages, as in the row
+    completion: str = ""  # the text that reward functions received
+    messages: list[dict[str, Any]] = []  # of a workflow: the whole conversation, prompt included
+    answer: Any = None  # `answer` of the row
+    pieces: list[str] = []  # text of each token, special tokens included
+    token_ids: list[int] = []
+    logprobs: list[float] = []  # by the engine at the sampling temperature, 0 where not sampled
+    train_logprobs: list[float] | None = None  # by the trainer before the step's first update; None: not computed
+    sampled: list[int] | None = None  # 1 where the policy sampled the token; None: it sampled all of them
+    reward: float = 0.0
+    rewards: dict[str, float] = {}  # by name of the reward function or part
+    metrics: dict[str, float] = {}  # numbers of the workflow
+    advantage: float | None = None  # None unless trained
+    length: int = 0  # number of sampled tokens
+    finish_reason: str = ""  # "stop" or "length"
+    versions: list[int] = []  # policy versions that sampled it, ascending
+    turns: int = 1
+    tool_calls: int = 0
+    cut: int = 0  # number of characters of text that were left out because they exceeded the limits
+    at: float = 0.0  # unix seconds at which the record was written
+
+
+def file_of(split: str, step: int) -> str:
+    """Return the path, relative to `samples/`, of the file that holds the samples of a step."""
+    return f"{split}/{step}{SUFFIX}"
+
+
+def split_of(task_id: str) -> str:
+    """Return the split under which a task's samples are recorded: "train" or "eval/<set>"."""
+    name = task_id.rsplit("/", 2)[0]
+    return name if name == TRAIN else f"{EVAL_PREFIX}{name}"

@@ -1,0 +1,148 @@
+"""Models and data sets by their names on the Hugging Face hub, and where the local cache holds them.
+
+It knows the layout of the cache, `<kind>s--<owner>--<name>/snapshots/<commit>/`, and uses no network. `launch.hub`
+fetches what is missing. A resolved topology names the folder of a commit, so every later start uses that commit. On a
+host with another cache the same commit is looked up there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from shared.data.files import matching_files, split_parameters
+
+_NAME = r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>refs/(convert|pr)/\w+|[\w.-]+))?"
+_MODEL = re.compile(_NAME)
+SOURCE = re.compile(rf"hub:{_NAME}/(?P<path>[^?@]*[^?@/])(\?(?P<query>\w+=[^/?]*))?")
+_SNAPSHOT = re.compile(
+    r".*/(?P<folder>(?P<kind>model|dataset)s--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)"
+    r"/snapshots/(?P<revision>[0-9a-f]{40}))(/(?P<path>.+))?"
+)
+_COMMIT = re.compile("[0-9a-f]{40}")
+_KINDS = (".parquet", ".jsonl")
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+# Copies of the weights in other formats and layouts, and the folders that hold them.
+_OTHER_FILES = ("*/*", "consolidated*")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model, or files of a data set: those of `path`, which leaves out the suffix and the numbers of shards."""
+
+    kind: Literal["model", "dataset"]
+    name: str
+    revision: str = "main"
+    path: str = ""
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == "main" else f"@{self.revision}"
+        return f"{self.name}{revision}{f'/{self.path}' if self.path else ''}"
+
+    @property
+    def folder(self) -> str:
+        """Return the name of the repository's folder in the cache."""
+        return f"{self.kind}s--{self.name.replace('/', '--')}"
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether the revision is a commit, whose files never change."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def wanted(self) -> list[str]:
+        """Return the patterns of the files to fetch."""
+        return list(_MODEL_FILES) if self.kind == "model" else [self.path, *_files_of(self.path)]
+
+    @property
+    def unwanted(self) -> list[str]:
+        """Return the patterns of the files that are not fetched although `wanted` matches them."""
+        return list(_OTHER_FILES) if self.kind == "model" else []
+
+    def wants(self, file: str) -> bool:
+        """Return whether a file of the repository is to be fetched."""
+        wanted, unwanted = ([fnmatchcase(file, each) for each in patterns] for patterns in (self.wanted, self.unwanted))
+        return any(wanted) and not any(unwanted)
+
+    @property
+    def command(self) -> str:
+        """Return the command that fetches this into the local cache."""
+        words = ["hf", "download", self.name]
+        if self.kind == "dataset":
+            words += ["--repo-type", "dataset", "--include", self.path if "*" in self.path else f"{self.path}*"]
+        if self.revision != "main":
+            words += ["--revision", self.revision]
+        return shlex.join(words)
+
+
+def cache() -> Path:
+    """Return the local Hugging Face cache, found by the library's own variables (HF_HUB_CACHE, HF_HOME)."""
+    if "HF_HUB_CACHE" in os.environ:
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    cache_home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", os.path.join(cache_home, "huggingface"))
+    return Path(home).expanduser() / "hub"
+
+
+def model_name(value: str) -> HubName | None:
+    """Return the hub model that `policy.model` names, directly or as the folder of a snapshot, or None."""
+    if found := _MODEL.fullmatch(value):
+        return HubName("model", found["name"], found["revision"] or "main")
+    return _snapshot_name(value, "model")
+
+
+def source_name(value: str) -> HubName | None:
+    """Return the hub data set of a source `hub:...`, or of files in a snapshot. None for any other source."""
+    if found := SOURCE.fullmatch(value):
+        return HubName("dataset", found["name"], found["revision"] or "main", found["path"])
+    return _snapshot_name(split_parameters(value.partition(":")[2])[0], "dataset")
+
+
+def model_folder(value: str) -> str | None:
+    """Return the folder of a hub model in the local cache, or None."""
+    name = model_name(value)
+    folder = snapshot(name) if name is not None else None
+    return str(folder) if folder is not None else None
+
+
+def source_files(value: str) -> str | None:
+    """Return the source that reads the files of a `hub:` source, or of a snapshot, in the local cache, or None."""
+    name = source_name(value)
+    folder = snapshot(name) if name is not None else None
+    if name is None or folder is None:
+        return None
+    query = split_parameters(value.partition(":")[2])[1]
+    for pattern in (name.path, *_files_of(name.path)):
+        kind = Path(pattern).suffix
+        files = [each for each in matching_files(str(folder / pattern)) if each.is_file()]
+        if kind in _KINDS and files:
+            path = files[0] if len(files) == 1 else folder / pattern
+            return f"{kind.removeprefix('.')}:{path}{f'?{query}' if query else ''}"
+    return None
+
+
+def _files_of(path: str) -> list[str]:
+    return [f"{path}{form}{suffix}" for suffix in _KINDS for form in ("", "-*", "/*")]
+
+
+def _snapshot_name(path: str, kind: Literal["model", "dataset"]) -> HubName | None:
+    found = _SNAPSHOT.fullmatch(path)
+    if found is None or found["kind"] != kind or bool(found["path"]) != (kind == "dataset"):
+        return None
+    return HubName(kind, f"{found['owner']}/{found['name']}", found["revision"], found["path"] or "")
+
+
+def snapshot(name: HubName) -> Path | None:
+    """Return the folder of a revision in the local cache, or None."""
+    repository = cache() / name.folder
+    try:
+        commit = (repository / "refs" / name.revision).read_text(encoding="utf-8").strip()
+    except OSError:
+        commit = name.revision
+    folder = Path(os.path.abspath(repository / "snapshots" / commit))
+    return folder if commit and folder.is_dir() else None

@@ -1,0 +1,67 @@
+"""The sections of Prometheus (`monitor.prometheus`) and of traces (`monitor.traces`), and what makes them unusable."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from shared.topology.fields import LocalPath, Section, Size
+from shared.topology.monitor_web import TokenError, check_address, check_reach, read_token
+from shared.topology.problem import Found
+
+_PROMETHEUS, _TRACES = ("services", "monitor", "prometheus"), ("services", "monitor", "traces")
+_SCHEMES = ("http://", "https://")
+
+
+def _check_url(url: str) -> str:
+    rest = next((url.removeprefix(scheme) for scheme in _SCHEMES if url.startswith(scheme)), "")
+    host = rest.partition("/")[0]
+    if not host or "@" in host or any(each.isspace() for each in url):
+        raise ValueError(f"{url!r} is not an address of a collector; write one such as http://127.0.0.1:4318")
+    return url
+
+
+class Prometheus(Section):
+    listen: Annotated[str, AfterValidator(check_address)] = Field(
+        default="127.0.0.1:9464", description="address and TCP port of /metrics"
+    )
+    token: LocalPath | None = Field(
+        default=None,
+        description="file with the bearer token that scrapers need; required unless only this machine reaches the "
+        "address",
+    )
+
+
+class Traces(Section):
+    otlp: Annotated[str, AfterValidator(_check_url)] | None = Field(
+        default=None,
+        description="address of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318; headers "
+        "are taken from OTEL_EXPORTER_OTLP_HEADERS; default: none",
+    )
+    file: bool = Field(default=True, description="write traces/trace.json in the run directory, which Perfetto loads")
+    file_limit: Size = Field(
+        default=64 * 1024**2,
+        ge=64 * 1024,
+        description="maximum bytes of traces/, such as 64MiB, 64KiB or more; the oldest spans go first",
+    )
+    share: float = Field(
+        default=0.05, ge=0, le=1, description="share of the tasks that are traced, 0 to 1; steps always are"
+    )
+
+
+def check(prometheus: Prometheus | None, traces: Traces | None) -> Found:
+    """Yield that others reach the address without a token, and that traces go nowhere."""
+    if prometheus is not None:
+        yield from check_reach(_PROMETHEUS, prometheus.listen, prometheus.token)
+    if traces is not None and traces.otlp is None and not traces.file:
+        yield _TRACES, "no span would be kept: file is false and otlp is not set; set one, or remove the section"
+
+
+def token_problems(prometheus: Prometheus) -> Found:
+    """Yield the fault of the token file, which only the host of the exporter has."""
+    if prometheus.token is not None:
+        try:
+            read_token(prometheus.token)
+        except TokenError as error:
+            yield (*_PROMETHEUS, "token"), str(error)

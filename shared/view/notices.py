@@ -1,0 +1,66 @@
+"""What a person should know about a run: warnings, troubles and returns to an earlier step. And its log lines."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_WARNINGS = 200
+MAX_LOG_LINES = 2000
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class TroubleView:
+    """A present condition of a process that needs a person."""
+
+    service: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """A return to an earlier step, whose later steps are trained again."""
+
+    at: float
+    step: int
+    committed: int
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a process's log."""
+
+    at: str
+    """Time as ISO 8601 text."""
+    level: str
+    service: str
+    text: str
+
+
+class LogTail:
+    """The newest log lines of all processes."""
+
+    def __init__(self) -> None:
+        self._lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)
+        self.count = 0
+        """Number of lines added so far."""
+
+    def add(self, lines: Iterable[LogLine]) -> None:
+        """Add lines. Those that arrive together are put into the order of their times."""
+        for line in sorted(lines, key=lambda each: each.at):
+            self._lines.append(line)
+            self.count += 1
+
+    def lines(self, *, level: str = "debug", containing: str = "") -> list[LogLine]:
+        """Return the lines of at least `level` that have `containing` in their service or text, oldest first."""
+        least = LEVELS.index(level) if level in LEVELS else 0
+        wanted = containing.lower()
+        return [
+            line
+            for line in self._lines
+            if (LEVELS.index(line.level) if line.level in LEVELS else len(LEVELS)) >= least
+            and (not wanted or wanted in f"{line.service} {line.text}".lower())
+        ]

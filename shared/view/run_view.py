@@ -1,0 +1,234 @@
+"""`RunView`: takes the rows of a live run and returns what there is to see. See the topics in docs/telemetry.md."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from proto.messages import History, TopicRow
+from shared.view.curves import Curves, Point
+from shared.view.notices import MAX_WARNINGS, LogLine, LogTail, Rewind, TroubleView
+from shared.view.pipeline import Pipeline, Progress, StoreView
+from shared.view.services import ServiceBook, ServiceView
+from shared.view.timeline import Lane, Span, Timeline
+from shared.warnings import TOPIC, WarningRecord, of_topic
+
+STATES = ("PENDING", "LEASED", "ROLLED_OUT", "READY", "BATCHED", "TRAINED", "SCORED", "DROPPED", "COLLECTED")
+"""The states of tasks, in the order of a task's life."""
+MAX_REWINDS = 100
+_STAGE = "stage/"
+
+
+class RunView:
+    """The present picture of one run."""
+
+    def __init__(self, *, metrics_from_stream: bool = False) -> None:
+        """With `metrics_from_stream` the topic `step` continues the curves; otherwise only `add_metrics` does.
+
+        A stream may lose rows, so an observer that can read metrics.jsonl does that.
+        """
+        self._metrics_from_stream = metrics_from_stream
+        self._status: dict[str, float | str] = {}
+        self._tasks: Mapping[str, float | str] = {}
+        self._leases: Mapping[str, float | str] = {}
+        self._gc: Mapping[str, float | str] = {}
+        self._staleness: Mapping[str, float | str] = {}
+        self._losses: Mapping[str, float | str] = {}
+        self._stores: dict[str, Mapping[str, float | str]] = {}
+        self._services = ServiceBook()
+        self._curves = Curves()
+        self._timeline = Timeline()
+        self._warnings: dict[tuple[str, str, int], WarningRecord] = {}
+        self._rewinds: deque[Rewind] = deque(maxlen=MAX_REWINDS)
+        self._log = LogTail()
+        self.history_is_old = False
+        """Whether the stream showed that the curves lack rows or have rows that were taken back."""
+
+    # ---- in
+
+    def apply(self, row: TopicRow) -> None:
+        """Take a row of the monitor's stream or snapshot."""
+        name, values = f"{row.service}/{row.instance}", row.values
+        match row.topic:
+            case "cluster/status":
+                self._status |= values
+            case "cluster/losses":
+                self._losses = values
+            case "cluster/process":
+                self._services.supervised(name, row.at, values)
+            case "process":
+                self._services.own(name, row.at, values)
+            case "service":
+                self._services.state(name, row.at, values)
+            case "span":
+                self._take_span(name, row.at, values)
+            case "store":
+                self._stores[name] = values
+            case "scheduler/leases":
+                self._leases = values
+            case "scheduler/tasks":
+                self._tasks = values
+            case "scheduler/gc":
+                self._gc = {**self._gc, **values}
+            case "staleness":
+                self._staleness = values
+            case "step":
+                self._take_step({key: value for key, value in values.items() if isinstance(value, (int, float))})
+            case "scheduler/rewound":
+                self._take_rewind(Rewind(row.at, _integer(values, "step") or 0, _integer(values, "committed") or 0))
+            case topic if topic.startswith(TOPIC):
+                if warning := of_topic(values):
+                    self.add_warning(warning)
+            case _:
+                pass
+
+    def add_metrics(self, row: Mapping[str, float | None]) -> None:
+        """Take a row of metrics.jsonl. A row of a known step takes back that step and all later ones."""
+        self._curves.add(row)
+
+    def load_metrics(self, rows: Iterable[Mapping[str, float | None]]) -> None:
+        """Replace all curves by those of `rows`, the present content of metrics.jsonl."""
+        curves = Curves()
+        for row in rows:
+            curves.add(row)
+        self._curves = curves
+
+    def load_history(self, history: History) -> None:
+        """Take the monitor's answer to `GetHistory`. Its curves replace all curves if the stream continues them.
+
+        A row that came while the answer was on its way is missing then, and the next one shows it.
+        """
+        for row in history.spans:
+            self.apply(row)
+        self.history_is_old = False
+        if not self._metrics_from_stream:
+            return
+        columns = {name: (steps.tolist(), history.values[name].tolist()) for name, steps in history.steps.items()}
+        self._curves = Curves.of_columns(history.newest, columns)
+
+    def add_warning(self, warning: WarningRecord) -> None:
+        """Take a line of warnings.jsonl, or the same record from the stream. Each is kept once."""
+        self._warnings[(warning.kind, warning.about, warning.step)] = warning
+        while len(self._warnings) > MAX_WARNINGS:
+            self._warnings.pop(next(iter(self._warnings)))
+
+    def add_log(self, lines: Iterable[LogLine]) -> None:
+        """Take new lines of logs."""
+        self._log.add(lines)
+
+    # ---- out
+
+    def progress(self) -> Progress:
+        """Return how far the run has come."""
+        status, last = self._status, self._curves.last
+        step, steps = _integer(status, "step"), _integer(status, "steps")
+        if step is None and "step" in last:
+            step = int(last["step"])
+        step_s = self._curves.step_s()
+        left = max(steps - step, 0) if step is not None and steps is not None else None
+        return Progress(
+            run=str(status.get("run", "")),
+            reachable=bool(status.get("reachable", 1.0)),
+            step=step,
+            steps=steps,
+            version=_integer(status, "version"),
+            lineage=_integer(status, "lineage"),
+            step_s=step_s,
+            eta_s=left * step_s if left is not None and step_s is not None else None,
+            values=last,
+        )
+
+    def services(self, now: float) -> list[ServiceView]:
+        """Return the processes of the run. `now` is in seconds since 1970."""
+        return self._services.views(now)
+
+    def pipeline(self) -> Pipeline:
+        """Return what the run holds at the moment."""
+        counts = {state: _integer(self._tasks, state) for state in STATES}
+        if not any(count is not None for count in counts.values()):
+            counts = {state: _integer(self._status, f"tasks/{state}") for state in STATES}
+        losses, histogram = self._losses, self._staleness
+        return Pipeline(
+            tasks={state: count for state, count in counts.items() if count is not None},
+            leases=_integer(self._leases, "live") or 0,
+            leases_by_stage=_below(self._leases, _STAGE),
+            waiting=_integer(self._leases, "waiting") or 0,
+            staleness={int(key): int(value) for key, value in sorted(histogram.items()) if key.isdecimal()},
+            staleness_step=_integer(histogram, "step"),
+            stores=tuple(_store(name, values) for name, values in sorted(self._stores.items())),
+            clears_pending=_integer(self._gc, "pending") or 0,
+            dropped=_below(losses, "dropped/"),
+            lost=_below(losses, "lost/"),
+        )
+
+    def metric_names(self) -> list[str]:
+        """Return the names of all metrics that have a curve."""
+        return self._curves.names
+
+    def curves(self, names: Iterable[str]) -> dict[str, list[Point]]:
+        """Return the (step, value) points of metrics by ascending step."""
+        return {name: self._curves.points(name) for name in names}
+
+    def timeline(self, now: float, seconds: float) -> list[Lane]:
+        """Return what each process did in the `seconds` before `now`."""
+        return self._timeline.lanes(now - seconds, now)
+
+    def warnings(self) -> list[WarningRecord]:
+        """Return the warnings, oldest first."""
+        return sorted(self._warnings.values(), key=lambda each: each.at)
+
+    def troubles(self) -> list[TroubleView]:
+        """Return the present troubles of processes."""
+        found = []
+        for key, value in self._losses.items():
+            service, _, kind = key.rpartition("/")
+            if isinstance(value, str):
+                found.append(TroubleView(service, kind, value))
+        return found
+
+    def rewinds(self) -> list[Rewind]:
+        """Return the returns to earlier steps, oldest first."""
+        return list(self._rewinds)
+
+    def log(self, *, level: str = "debug", containing: str = "") -> list[LogLine]:
+        """Return the newest log lines of at least `level` that contain a text, oldest first."""
+        return self._log.lines(level=level, containing=containing)
+
+    # ---- rows
+
+    def _take_span(self, name: str, at: float, values: Mapping[str, float | str]) -> None:
+        seconds = values.get("seconds")
+        if isinstance(seconds, (int, float)):
+            what, of = str(values.get("what", "")), str(values.get("of", ""))
+            self._timeline.add(name, Span(what, at - float(seconds), at, of))
+
+    def _take_step(self, values: Mapping[str, float]) -> None:
+        if not self._metrics_from_stream or "step" not in values:
+            return
+        known = self._curves.last.get("step")
+        if known is None or values["step"] > known + 1:
+            self.history_is_old = True
+        if known is None or values["step"] > known:
+            self._curves.add(values)
+
+    def _take_rewind(self, rewind: Rewind) -> None:
+        if rewind not in self._rewinds:
+            self._rewinds.append(rewind)
+            self.history_is_old = True
+
+
+def _integer(values: Mapping[str, float | str], name: str) -> int | None:
+    value = values.get(name)
+    return int(value) if isinstance(value, (int, float)) else None
+
+
+def _below(values: Mapping[str, float | str], prefix: str) -> dict[str, int]:
+    """Return the numbers whose names begin with `prefix`, without it."""
+    numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+    return {key.removeprefix(prefix): int(value) for key, value in sorted(numbers.items()) if key.startswith(prefix)}
+
+
+def _store(name: str, values: Mapping[str, float | str]) -> StoreView:
+    numbers = {key: float(value) for key, value in values.items() if isinstance(value, (int, float))}
+    fields = ("bytes", "limit_bytes", "shards", "spilled_bytes", "busy")
+    return StoreView(name, *(numbers.get(field, 0.0) for field in fields))

@@ -1,0 +1,58 @@
+"""The warnings of a run: the records of `warnings.jsonl`, which the monitor appends and everything else only reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+TOPIC = "warning/"
+"""Prefix of the topics under which the monitor publishes warnings. The rest is the kind."""
+
+
+class WarningRecord(msgspec.Struct, frozen=True):
+    """One warning. It is given once for each time that its condition begins."""
+
+    at: float
+    """Time of the warning, in seconds since 1970."""
+    step: int
+    """The newest committed step at that time."""
+    kind: str
+    """A `WarningKind`."""
+    text: str
+    """The observation, with numbers, in one line."""
+    remedy: str
+    """The advice, with the topology key to change, in one line."""
+    about: str = ""
+    """The service or the evaluation set that it is about, empty if it is about the whole run."""
+
+
+def line_of(record: WarningRecord) -> str:
+    """Return the warning as one line for people."""
+    return f"warning at step {record.step}: {record.text}; {record.remedy} ({record.kind})"
+
+
+def parse(line: bytes | str) -> WarningRecord | None:
+    """Return the record of a line, or None if the line is damaged."""
+    try:
+        return msgspec.json.decode(line, type=WarningRecord)
+    except msgspec.DecodeError:
+        return None
+
+
+def of_topic(values: Mapping[str, float | str]) -> WarningRecord | None:
+    """Return the record that the values of a topic `warning/<kind>` are, or None if they are not one."""
+    try:
+        return msgspec.convert(values, WarningRecord, strict=False)
+    except msgspec.ValidationError:
+        return None
+
+
+def read(path: Path) -> list[WarningRecord]:
+    """Return all warnings in a file, oldest first. A missing file has none; damaged lines are left out."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return []
+    return [record for record in map(parse, lines) if record is not None]

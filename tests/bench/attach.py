@@ -1,0 +1,93 @@
+"""How long `python -m launch.monitor` takes to show a whole run: `python -m tests.bench.attach [--turns 5]`.
+
+Each turn starts the command in a pseudo-terminal of 80x24 and waits until processes, tasks and curves are on the
+screen. The CPU time of the process is shown too, because it depends less on what else the machine does. The time from
+the connection to the monitor on is measured without imports, in a process that has them behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import sys
+import tempfile
+import termios
+import time
+from pathlib import Path
+
+import psutil
+
+from launch.terminal.app import MonitorApp
+from launch.terminal.feed import Feed
+from shared.rundir import RunDir
+from tests.bench.turns import Spread
+from tests.integration.monitor.played_run import PlayedRun, monitored
+from tests.integration.tiny.harness import ROOT
+
+WANTED = ("2×READY", "LEASED 8", "step 40")
+LIMIT_S = 60.0
+COLUMNS, LINES = 80, 24
+
+
+def attach(run: RunDir) -> tuple[float, float]:
+    """Return the seconds from the start of the process to the whole picture, and its CPU seconds until then."""
+    begun = time.monotonic()
+    pid, descriptor = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.environ["TERM"] = "xterm-256color"
+        os.execv(sys.executable, [sys.executable, "-m", "launch.monitor", "--run", str(run.path)])  # noqa: S606
+    fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
+    seen = b""
+    try:
+        while not all(text.encode() in seen for text in WANTED) or "┤".encode() not in seen:
+            ready, _, _ = select.select([descriptor], [], [], LIMIT_S)
+            if not ready or time.monotonic() - begun > LIMIT_S:
+                raise SystemExit(f"no whole picture within {LIMIT_S:g} s: {seen[-3000:]!r}")
+            seen += os.read(descriptor, 1 << 16)
+        times = psutil.Process(pid).cpu_times()
+        return time.monotonic() - begun, times.user + times.system
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(descriptor)
+
+
+async def connect(run: RunDir) -> float:
+    """Return the seconds from the connection to the whole picture, in this process, which has imported everything."""
+    app = MonitorApp(Feed(run))
+    async with app.run_test(size=(COLUMNS, LINES)):
+        while not app.shown_at:
+            await asyncio.sleep(0.001)
+        return app.shown_at - app.feed.began_at
+
+
+async def prepare(run: RunDir) -> None:
+    played = PlayedRun(run)
+    played.write_steps(40)
+    played.emit_all()
+    await played.settle()
+    await played.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=5)
+    turns = parser.parse_args().turns
+    with tempfile.TemporaryDirectory() as folder, monitored(Path(folder)) as run:
+        asyncio.run(prepare(run))
+        whole = [attach(run) for _ in range(turns)]
+        connected = [asyncio.run(connect(run)) for _ in range(turns)]
+    print(f"from the start of the process: {Spread(tuple(1e3 * wall for wall, _ in whole)).text('.0f')} ms")
+    print(f"  of CPU: {Spread(tuple(1e3 * cpu for _, cpu in whole)).text('.0f')} ms")
+    print(f"from the connection: {Spread(tuple(1e3 * each for each in connected)).text('.0f')} ms")
+
+
+if __name__ == "__main__":
+    main()

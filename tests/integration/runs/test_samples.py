@@ -1,0 +1,107 @@
+"""Samples of real runs: what they say agrees with the metrics, and recording them changes no bit."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.samples.reader import read, splits, steps
+from shared.samples.record import Record, SampleState
+from tests.integration import parity_run as parity
+from tests.integration.tiny.harness import QUICKSTART, ctl
+from tests.integration.whole_cluster import cluster
+
+STEPS, TASKS, GROUP, ROWS = 3, 8, 4, 16
+SMALL = (
+    f"run.steps={STEPS}",
+    f"data.eval.heldout={{source: 'builtin:addition?split=test', every: {STEPS}, rows: {ROWS}, samples: 2, "
+    "temperature: 1.0}",
+    f"algorithm.tasks_per_step={TASKS}",
+    f"algorithm.group_size={GROUP}",
+    "algorithm.kl=null",
+    "services.reference=null",
+    "services.rollout.block_tasks=4",
+    "staleness=0",
+    f"monitor.samples.per_step={TASKS}",
+)
+
+
+def rows_of(path: Path) -> dict[int, dict[str, float]]:
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return {int(row["step"]): row for row in rows}
+
+
+def once(records: list[Record]) -> bool:
+    return set(Counter((each.task, each.sample) for each in records).values()) <= {1}
+
+
+def mismatch(records: list[Record]) -> float:
+    """Return the largest difference between the engine's and the trainer's log-probs."""
+    return max(
+        float(np.abs(np.subtract(each.logprobs, each.train_logprobs or [np.inf])).max(initial=0)) for each in records
+    )
+
+
+@pytest.mark.timeout(300)
+def test_a_run_records_what_it_trained_and_evaluated(tmp_path: Path) -> None:
+    with cluster(QUICKSTART, tmp_path, *SMALL, limit_s=280) as run:
+        assert run.end() == 0, run.output()
+    rows = rows_of(run.path)
+    assert splits(run.path) == ["train", "eval/heldout"]
+    assert steps(run.path) == [1, 2, 3]
+    for step in range(1, STEPS + 1):
+        records = read(run.path, step=step)
+        assert len(records) == TASKS * GROUP
+        assert once(records)
+        assert {each.state for each in records} == {SampleState.TRAINED}
+        assert np.mean([each.reward for each in records]) == pytest.approx(rows[step]["reward/mean"], abs=1e-6)
+        for task in {each.task for each in records}:
+            assert sum(each.advantage or 0 for each in records if each.task == task) == pytest.approx(0, abs=1e-4)
+        assert {version for each in records for version in each.versions} == {step - 1}
+        assert mismatch(records) < 1e-3  # without staleness, both have the same weights
+        for each in records:
+            assert each.completion == "".join(each.pieces).removesuffix("<eos>")
+            assert (each.reward == 1) == (each.completion == each.answer)
+            assert each.length == len(each.token_ids)
+    for version in (0, STEPS):
+        records = read(run.path, split="eval/heldout", step=version)
+        assert len(records) == 2 * ROWS
+        assert once(records)
+        assert {each.state for each in records} == {SampleState.SCORED}
+        groups = [[each.reward for each in records if each.task == task] for task in {each.task for each in records}]
+        assert np.mean(groups) == pytest.approx(rows[version]["eval/heldout/accuracy"])
+        assert np.mean(np.max(groups, axis=1)) == pytest.approx(rows[version]["eval/heldout/pass@2"])
+    shown = ctl(run.path, "samples", "--step", "2", "--worst", "3", "--json")
+    assert len(json.loads(shown.stdout)["samples"]) == 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_recording_samples_changes_no_bit_and_a_killed_run_records_each_sample_once(tmp_path: Path) -> None:
+    paths = []
+    for name, override in (("without", "monitor.samples=null"), ("killed", "monitor.samples.per_step=16")):
+        with parity.start(tmp_path / name, override) as run:
+            if name == "killed":
+                for step, services in (
+                    (2, ["recorder", "rollout"]),
+                    (4, ["scheduler"]),
+                    (6, ["policy-trainer-worker"]),
+                ):
+                    run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
+                    for service in services:
+                        parity.kill(run, service)
+            assert run.end() == 0, run.output()
+        paths.append(run.path)
+    assert parity.differences(*paths) == []
+    assert not (paths[0] / "samples").exists()
+    for step in range(1, parity.STEPS + 1):
+        records = read(paths[1], step=step)
+        assert len(records) == 16 * 4
+        assert once(records)
+    scores = read(paths[1], split="eval/heldout")
+    assert len(scores) == len(steps(paths[1], "eval/heldout")) * 32
+    assert once(scores)

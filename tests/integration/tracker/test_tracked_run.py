@@ -1,0 +1,96 @@
+"""A supervised run goes on and ends as it would without trackers, whatever they do, and says what they lack."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from services.scheduler.metrics_file import MetricsFile
+from services.tracker import ledger
+from services.tracker.server import END_S
+from tests.integration.tiny.harness import SERVICES, TINY, Launched, assert_nothing_left, ctl, launched, wait_for
+from tests.integration.tracker.test_trackers import silent_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+EXIT_S = 15.0
+"""Seconds in which the other processes end on a busy machine."""
+
+
+def commit(here: Launched, steps: int) -> None:
+    file = MetricsFile(here.run.metrics, lambda _: [], -1, 0)
+    for step in range(steps):
+        file.write(json.dumps({"step": float(step), "loss/policy": 0.5}))
+    file.close()
+
+
+def wait_line(here: Launched, text: str) -> str:
+    """Return the next line of the console that contains `text`."""
+    assert here.process.stdout is not None
+    for line in here.process.stdout:
+        if text in line:
+            return line
+    raise AssertionError(f"the launcher ended without a line with {text!r}")
+
+
+def test_run_says_that_a_tracker_is_not_reachable_and_what_it_lacks(tmp_path: Path) -> None:
+    sets = ("--set", "monitor.trackio={project: p, url: 'http://127.0.0.1:9'}")
+    with launched(tmp_path / "run", *sets, tiny=TINY) as here:
+        line = wait_line(here, "tracker/0: trackio: ")
+        assert "all steps wait in metrics.jsonl" in line
+        assert here.process.poll() is None
+        commit(here, 4)
+        assert ctl(here.path, "stop").returncode == 0
+        status, _, errors = here.end(120)
+        assert status == 1
+        [told] = [line for line in errors.splitlines() if "trackio" in line]
+        assert told.startswith("trackio lacks steps 0-3 (")
+        assert told.endswith(f"; python -m launch.ctl --run {here.path} track trackio sends the rest")
+
+
+def test_hanging_tracker_delays_the_end_of_the_run_no_longer_than_its_limit(tmp_path: Path) -> None:
+    with silent_server() as url:
+        sets = ("--set", f"monitor.trackio={{project: p, url: '{url}'}}", "--set", "monitor.tensorboard={}")
+        with launched(tmp_path / "run", *sets) as here:
+            services = here.wait_ready(SERVICES + 2)
+            commit(here, 3)
+            wait_for("event files", lambda: ledger.read(here.path, "tensorboard").sent == 3)
+            begun = time.monotonic()
+            assert ctl(here.path, "stop").returncode == 0
+            _, _, errors = here.end(120)
+            assert time.monotonic() - begun < END_S + EXIT_S
+            assert "trackio lacks steps 0-2" in errors
+            assert "tensorboard" not in errors  # it had the end of the run, too
+            assert ledger.read(here.path, "tensorboard").ended == "stopped"
+            assert {"tracker/0", "tracker/1"} < services.keys()
+            assert_nothing_left(here.run)
+
+
+def test_killed_tracker_is_started_again_and_sends_each_step_once(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", "--set", "monitor.tensorboard={}") as here:
+        pid = here.wait_ready(SERVICES + 1)["tracker/0"]["pid"]
+        commit(here, 3)
+        wait_for("first rows", lambda: ledger.read(here.path, "tensorboard").sent == 3)
+        os.kill(pid, signal.SIGKILL)
+        wait_for("next life", lambda: ledger.read(here.path, "tensorboard").pid not in (pid, 0))
+        file = MetricsFile(here.run.metrics, lambda _: [], 2, 0)
+        file.write(json.dumps({"step": 3.0, "loss/policy": 0.5}))
+        wait_for("later rows", lambda: ledger.read(here.path, "tensorboard").sent == 4)
+
+
+@pytest.mark.long
+def test_run_goes_on_without_a_tracker_that_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": "/dev/null"}.items():
+        monkeypatch.setenv(name, value)
+    with launched(tmp_path / "run", "--set", "monitor.wandb.project=p") as here:
+        line = wait_line(here, "tracker/0: ")
+        assert "WANDB_API_KEY" in line
+        assert "the run goes on without it" in line
+        assert here.process.poll() is None
+        assert ctl(here.path, "stop").returncode == 0
+        here.end(120)

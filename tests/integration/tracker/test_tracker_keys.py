@@ -1,0 +1,180 @@
+"""The keys of the trackers decide where the run goes, and a wrong one is said in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from launch import preflight
+from shared.topology import load
+from tests.integration.tiny.harness import ROOT, wait_for
+from tests.integration.tracker import read_back
+from tests.integration.tracker.read_back import Held
+from tests.integration.tracker.tracked import LIMIT_S, Tracked, tracked
+from tests.unit.shared.topology.small_topology import make, write
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def test_wandb_files_name_the_project_and_the_entity(tmp_path: Path) -> None:
+    section = {"project": "a-project", "entity": "a-team", "mode": "offline"}
+    with tracked(tmp_path, "wandb", section) as here:
+        here.commit(0)
+        done = here.command()
+        assert done.returncode == 0, done.stderr
+        held = read_back.wandb(here)
+        assert 'project: "a-project"' in held.configuration
+        assert 'entity: "a-team"' in held.configuration
+
+
+@pytest.mark.long
+def test_wandb_online_asks_the_server_and_offline_does_not(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
+        environment = {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "WANDB_API_KEY": "0" * 40,
+        }
+        server.settimeout(LIMIT_S)
+        (tmp_path / "offline").mkdir()
+        with tracked(tmp_path / "offline", "wandb", {"project": "p", "mode": "offline"}, **environment) as here:
+            here.commit(0)
+            assert here.command().returncode == 0
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+        server.settimeout(LIMIT_S)
+        (tmp_path / "online").mkdir()
+        with tracked(tmp_path / "online", "wandb", {"project": "p"}, **environment) as here:
+            here.commit(0)
+            here.start()
+            server.accept()[0].close()
+
+
+def test_event_files_are_in_the_directory_of_the_topology(tmp_path: Path) -> None:
+    with tracked(tmp_path, "tensorboard", {"directory": str(tmp_path / "boards")}) as here:
+        here.commit(0)
+        assert here.command().returncode == 0
+        assert [path.name for path in (tmp_path / "boards" / "a-run").iterdir()] == ["lineage-0"]
+        assert not (here.run.path / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "section", "read"),
+    [
+        ("tensorboard", {}, read_back.tensorboard),
+        pytest.param("wandb", {"project": "p", "mode": "offline"}, read_back.wandb, marks=pytest.mark.long),
+        pytest.param("trackio", {"project": "p"}, read_back.trackio, marks=pytest.mark.long),
+    ],
+)
+def test_no_samples_are_sent_if_the_topology_says_so(
+    tmp_path: Path, name: str, section: dict[str, str], read: Callable[[Tracked], Held], samples: int
+) -> None:
+    environment = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    with tracked(tmp_path, name, {**section, "samples": samples}, **environment) as here:
+        here.commit(0, 1)
+        here.sample("train", 1, "an answer")
+        done = here.command()
+        assert done.returncode == 0, done.stderr
+        assert ("an answer" in read(here).samples) == bool(samples)
+
+
+@pytest.mark.long
+def test_mlflow_has_the_run_at_its_address_in_its_experiment(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/other.db"
+    with tracked(tmp_path, "mlflow", {"uri": uri, "experiment": "an experiment"}) as here:
+        here.commit(0)
+        done = here.command()
+        assert done.returncode == 0, done.stderr
+        client = MlflowClient(uri)
+        found = client.get_experiment_by_name("an experiment")
+        assert found is not None
+        [run] = client.search_runs([found.experiment_id])
+        assert (run.info.run_name, run.info.status) == ("a-run", "KILLED")
+
+
+def test_trackio_has_the_run_in_its_project(tmp_path: Path) -> None:
+    with tracked(tmp_path, "trackio", {"project": "a-project"}, TRACKIO_DIR=str(tmp_path / "trackio")) as here:
+        here.commit(0)
+        assert here.command().returncode == 0
+        assert "a-project.db" in [path.name for path in (tmp_path / "trackio").iterdir()]
+
+
+@contextmanager
+def trackio_server(folder: Path) -> Iterator[tuple[str, str]]:
+    """A server of trackio with its database in `folder`: its address and its write token."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    code = f"import trackio; trackio.show(open_browser=False, block_thread=True, host='127.0.0.1', server_port={port})"
+    server = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "TRACKIO_DIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output: list[str] = []
+    assert server.stdout is not None
+    reader = threading.Thread(target=output.extend, args=(iter(server.stdout.readline, ""),))
+    reader.start()
+    try:
+        token = re.compile(r"write_token=([\w-]+)")
+        found = wait_for("the server's token", lambda: token.search("".join(output)), LIMIT_S)
+        yield f"http://127.0.0.1:{port}/", found[1]
+    finally:
+        server.kill()
+        server.wait()
+        reader.join()
+
+
+@pytest.mark.long
+def test_trackio_sends_to_the_server_of_the_topology(tmp_path: Path) -> None:
+    with (
+        trackio_server(tmp_path / "trackio") as (url, token),
+        tracked(tmp_path, "trackio", {"project": "p", "url": url}, TRACKIO_DIR=str(tmp_path / "trackio")) as here,
+    ):
+        here.commit(0, 1, 2)
+        done = here.command()
+        assert done.returncode == 1
+        assert "TRACKIO_WRITE_TOKEN" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        here.environment = {**here.environment, "TRACKIO_WRITE_TOKEN": token}
+        done = here.command()
+        assert done.returncode == 0, done.stderr
+        here.rewind(1)
+        here.commit(2, 3)
+        done = here.command()
+        assert done.returncode == 0, done.stderr
+        assert read_back.trackio(here).rows == here.committed
+
+
+@pytest.mark.long
+def test_wandb_without_a_key_is_refused_in_one_line(tmp_path: Path) -> None:
+    with tracked(tmp_path, "wandb", {"project": "p"}, WANDB_API_KEY="", HOME=str(tmp_path), NETRC="/dev/null") as here:
+        here.commit(0)
+        done = here.command()
+        assert done.returncode == 1
+        assert len(done.stderr.splitlines()) == 1
+        assert "WANDB_API_KEY" in done.stderr
+
+
+def test_library_that_is_not_installed_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topology = load(write(make(tmp_path)), ["monitor.trackio.project=p", "policy.model=./model"])
+    monkeypatch.setitem(sys.modules, "trackio", None)  # as importing it fails where it is not installed
+    assert [line for line in preflight.check(topology, "t.yaml").errors if "trackio" in line] == [
+        "t.yaml: services.monitor.trackio: trackio not installed; run `make setup-trackers`, or remove the key"
+    ]

@@ -1,0 +1,172 @@
+"""The page of ended runs in a real browser: curves, comparison, samples, and texts that try to do harm."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, FloatRect, Page, expect
+
+from tests.integration.tiny.harness import ROOT, environment
+from tests.integration.web.chromium import PHONE, chromium, visit
+from tests.integration.web.shown_run import HOSTILE, add_samples, ended_run, page_of, row, sample
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return ended_run(tmp_path / "shown")
+
+
+def test_curves_are_drawn_light_and_dark_and_fit_on_a_phone(browser: Browser, run: Path) -> None:
+    with page_of(run) as url:
+        with visit(browser, url) as page:
+            expect(page.locator(".chart canvas").first).to_be_visible()
+            expect(page.locator("#contact")).to_have_text("ended")
+            expect(page.locator("#progress")).to_contain_text("step 120")
+            titles = page.locator(".chart h2").all_inner_texts()
+            light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert titles[:2] == ["reward", "KL"]
+        with visit(browser, url, size=PHONE, dark=True) as page:
+            expect(page.locator(".chart canvas").first).to_be_visible()
+            assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+            assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+            page.locator("#theme").click()
+            assert page.evaluate("getComputedStyle(document.body).backgroundColor") == light
+
+
+def test_new_rows_and_rows_that_are_taken_back_change_the_curves(browser: Browser, run: Path) -> None:
+    with page_of(run) as url, visit(browser, url) as page:
+        last = page.locator(".chart").first.locator(".u-legend")
+        expect(page.locator("#progress")).to_contain_text("step 120")
+        expect(last).to_be_visible()
+        rows = [row(step) for step in range(1, 61)]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+        expect(page.locator("#progress")).to_contain_text("step 60")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(f"{json.dumps(row(61) | {'reward/mean': 77.0})}\n")
+        expect(page.locator("#progress")).to_contain_text("step 61")
+        expect(page.locator("#progress")).to_contain_text("reward 77")
+
+
+def test_a_zoom_of_one_chart_is_the_zoom_of_all(browser: Browser, run: Path) -> None:
+    ranges = "[...document.querySelectorAll('.uplot')].map((each) => each.dataset.steps)"
+    with page_of(run) as url, visit(browser, url) as page:
+        expect(page.locator(".chart canvas").nth(2)).to_be_visible()
+        before = page.evaluate(ranges)
+        assert len(before) >= 5
+        assert set(before) == {"1 120"}
+        box = page.locator(".u-over").first.bounding_box()
+        assert box is not None
+        drag(page, box)
+        expect(page.locator("#reset")).to_be_visible()
+        [zoomed] = set(page.evaluate(ranges))
+        low, high = map(float, zoomed.split())
+        assert 20 < low < 40
+        assert 50 < high < 70
+        page.locator("#reset").click()
+        expect(page.locator("#reset")).to_be_hidden()
+        assert set(page.evaluate(ranges)) == {"1 120"}
+        drag(page, box)
+        expect(page.locator("#reset")).to_be_visible()
+        page.locator(".u-over").nth(1).dblclick()
+        expect(page.locator("#reset")).to_be_hidden()
+        assert set(page.evaluate(ranges)) == {"1 120"}
+
+
+def drag(page: Page, box: FloatRect) -> None:
+    """Select the second quarter of a chart."""
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60, steps=4)
+    page.mouse.up()
+
+
+def test_two_runs_are_drawn_over_each_other(browser: Browser, run: Path) -> None:
+    ended_run(run.parent / HOSTILE.replace("/", "_").replace("\x00", ""), steps=80, offset=0.3)
+    ended_run(run.parent / "other", steps=80, offset=0.3)
+    with page_of(run) as url, visit(browser, url) as page:
+        expect(page.locator(".chart canvas").first).to_be_visible()
+        page.locator("#compare summary").click()
+        page.locator("#runs label", has_text="other").locator("input").check()
+        legend = page.locator(".chart").first.locator(".u-legend")
+        expect(legend).to_contain_text("other reward/mean")
+        expect(legend).to_contain_text("shown reward/mean")
+        expect(page.locator(".chart").first).to_have_attribute("data-points", "120 80")
+        assert page.evaluate("document.body.dataset.broken") is None
+
+
+def test_a_sample_opens_with_its_tokens_coloured_by_log_prob_and_by_mismatch(browser: Browser, run: Path) -> None:
+    add_samples(
+        run, 7, sample("train/0/1", 0, step=7, reward=1.0), sample("train/0/1", 1, step=7, reward=0.0, text="13x")
+    )
+    with page_of(run) as url, visit(browser, url) as page:
+        page.get_by_role("button", name="Samples").click()
+        page.locator("#order").select_option("worst")
+        first = page.locator("#sample-list tbody tr").first
+        expect(first).to_contain_text("13x")
+        first.click()
+        expect(page.locator("#sample")).to_contain_text("5+7=")
+        tokens = page.locator("#sample .tokens span")
+        assert tokens.all_inner_texts() == ["1", "3", "x"]
+        color = "(each) => getComputedStyle(each).backgroundColor"
+        assert tokens.first.evaluate(color) != tokens.last.evaluate(color)
+        before = tokens.last.evaluate(color)
+        page.locator("#sample select").select_option("mismatch")
+        assert page.locator("#sample .tokens span").last.evaluate(color) != before
+        page.locator("#sample .tokens span").last.click()
+        expect(page.locator("#sample")).to_contain_text("difference 0.05")
+
+
+def test_hostile_metric_names_samples_and_log_lines_are_text_and_do_no_harm(browser: Browser, run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f"{json.dumps({'step': 121, HOSTILE: 1.0, 'reward/mean': 1.0})}\n")
+    add_samples(
+        run,
+        7,
+        sample(HOSTILE, 0, step=7, reward=0.0, text=HOSTILE),
+        sample("train/0/2", 0, step=7, reward=1.0, text="<b>" + "ab" * 5_000_000),
+    )
+    line = {"timestamp": "2026-01-01T00:00:00", "level": "info", "service": HOSTILE, "event": HOSTILE}
+    (run / "logs" / "rollout-0.jsonl").write_text(f"{json.dumps(line)}\n")
+    with page_of(run) as url, visit(browser, url) as page:
+        page.locator("#filter").fill("onerror")
+        expect(page.locator(".chart h2", has_text="<img src=x onerror=")).to_be_visible()
+        page.get_by_role("button", name="Samples").click()
+        page.locator("#sample-list tbody tr").first.click()
+        expect(page.locator("#sample")).to_contain_text("␛[31mred")
+        expect(page.locator("#sample")).to_contain_text("⟨202e⟩")
+        page.locator("#sample-list tbody tr").last.click()
+        expect(page.locator("#sample")).to_contain_text("characters and tokens are too much to show")
+        page.get_by_role("button", name="Log").click()
+        expect(page.locator("#lines")).to_contain_text("<script>document.body.dataset.broken")
+        assert page.evaluate("document.body.dataset.broken") is None
+        assert page.locator("main img, main script").count() == 0
+
+
+def test_serving_by_hand_refuses_other_machines_and_addresses_in_use_in_one_line(run: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        used = f"127.0.0.1:{taken.getsockname()[1]}"
+        refusals = {
+            "0.0.0.0:8080": "others reach this address; use a loopback address, or monitor.web with a token",
+            "localhost": "'localhost' is not an address with a port; write one such as 127.0.0.1:8080",
+            used: f"--listen {used}: cannot be used (Address already in use); choose another port",
+        }
+        for address, expected in refusals.items():
+            command = [sys.executable, "-m", "launch.monitor", "--web", "--run", str(run), "--listen", address]
+            done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2
+            [line] = done.stderr.splitlines()
+            assert line.endswith(expected)

@@ -1,0 +1,40 @@
+"""Defects of what observers see: curves, processes, lost updates, text that steers the terminal."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+CURVES = "shared/view/curves.py"
+VIEW = "tests/unit/shared/view/test_run_view.py"
+DRAWN = "tests/unit/launch/terminal/test_drawing.py"
+
+OBSERVING = [
+    Mutation(
+        "curves keep the steps that were taken back",
+        CURVES,
+        "                curve.cut(step)\n",
+        "                curve.cut(math.inf)\n",
+        f"{VIEW}::test_curves_replace_what_the_run_takes_back",
+    ),
+    Mutation(
+        "a silent process counts as well",
+        "shared/view/services.py",
+        "silent_s > SILENT_S:",
+        "silent_s < 0:",
+        f"{VIEW}::test_a_process_that_falls_silent_is_wrong",
+    ),
+    Mutation(
+        "waits hide work",
+        "launch/terminal/panes.py",
+        "key=lambda each: not each.waits):",
+        "key=lambda each: each.waits):",
+        f"{DRAWN}::test_the_lane_of_a_process_shows_work_over_waits",
+    ),
+    Mutation(
+        "escape codes of a sample reach the terminal",
+        "launch/terminal/visible.py",
+        "for code in range(0x20) if code != 0x0A}",
+        "for code in range(0x1B) if code != 0x0A}",
+        f"{DRAWN}::test_control_characters_become_visible_and_breaks_stay",
+    ),
+]

@@ -1,0 +1,72 @@
+"""Defects of recorded samples: what is kept for the recorder, for how long, and what the files hold."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+COLLECTION = "services/scheduler/collection.py"
+STATE = "services/scheduler/state.py"
+FILES = "services/recorder/files.py"
+DUE = "tests/unit/scheduler/test_records.py"
+WRITTEN = "tests/unit/recorder/test_files.py"
+BUILT = "tests/unit/recorder/test_build.py"
+READ = "tests/unit/shared/test_samples_reader.py"
+
+SAMPLES = [
+    Mutation(
+        "a filtered task is cleared before the recorder has its samples",
+        COLLECTION,
+        "if due is None or task.parts[0] is None:",
+        "if True:",
+        f"{DUE}::test_a_filtered_task_is_cleared_only_after_the_recorder_has_taken_it",
+    ),
+    Mutation(
+        "a recorder that is away is waited for",
+        STATE,
+        "if silent or self._now - self._held_since[key] > HOLD_S]",
+        "if False]",
+        f"{DUE}::test_a_recorder_that_is_away_is_not_waited_for",
+    ),
+    Mutation(
+        "tasks that wait for the recorder take the room of others",
+        COLLECTION,
+        "excess = run.records.held_bytes - room if run.plan.task_bytes else 0",
+        "excess = 0",
+        f"{DUE}::test_the_oldest_tasks_are_given_up_when_they_take_the_room_of_others",
+    ),
+    Mutation(
+        "due samples of steps that were taken back are recorded",
+        COLLECTION,
+        "for task_id, due in records.due.items() if due.step > step]",
+        "for task_id, due in records.due.items() if False]",
+        f"{DUE}::test_samples_of_steps_taken_back_are_not_due_and_their_discard_is_told_once",
+    ),
+    Mutation(
+        "a task is written twice",
+        FILES,
+        "if first.task in known:",
+        "if False:",
+        f"{WRITTEN}::test_a_task_is_written_once_also_by_another_life",
+    ),
+    Mutation(
+        "samples of a later lineage are discarded again by a restarted recorder",
+        FILES,
+        " or self._lineage(path) > lineage:",
+        ":",
+        f"{WRITTEN}::test_steps_taken_back_leave_and_repeated_ones_do_not",
+    ),
+    Mutation(
+        "the text of a sample has no limit",
+        "shared/samples/text.py",
+        "        _cut_text(text, limit)\n",
+        "        pass\n",
+        f"{BUILT}::test_text_beyond_its_limit_is_left_out_and_counted",
+    ),
+    Mutation(
+        "a split's name leads out of the folder",
+        "shared/samples/reader.py",
+        'return split == TRAIN or (name != split and "/" not in name and name not in ("", ".", ".."))',
+        "return True",
+        f"{READ}::test_a_name_that_is_no_split_has_no_samples",
+    ),
+]

@@ -1,0 +1,70 @@
+"""Defects of the monitor's warnings: repetition, omission, rows that were taken back."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+WATCH, FINDINGS = "services/monitor/warnings/watch.py", "services/monitor/warnings/episodes.py"
+LEARNING = "services/monitor/warnings/learning.py"
+TOLD = "tests/unit/monitor/test_watch.py"
+SERIES = "tests/unit/monitor/test_warning_series.py"
+
+WARNED = [
+    Mutation(
+        "an episode that is absent once is over",
+        FINDINGS,
+        "if self._absent[kind, about] >= self._over_after:",
+        "if True:",
+        f"{TOLD}::test_an_episode_counts_only_absences_in_a_row",
+    ),
+    Mutation(
+        "a restarted monitor tells the warnings about rows again",
+        WATCH,
+        "again = kind in OF_ROWS and any(each > step - ROWS_OVER for each in before)",
+        "again = False",
+        f"{TOLD}::test_a_restarted_monitor_does_not_repeat_what_it_told",
+    ),
+    Mutation(
+        "a restarted monitor forgets the conditions of the telemetry",
+        WATCH,
+        "if record.kind in OF_TELEMETRY:",
+        "if False:",
+        f"{TOLD}::test_a_condition_that_goes_on_over_a_restart_is_not_repeated",
+    ),
+    Mutation(
+        "kinds cannot be switched off",
+        WATCH,
+        "if kind in self._off or again",
+        "if again",
+        f"{TOLD}::test_a_kind_that_is_off_is_not_given",
+    ),
+    Mutation(
+        "texts of users are shown as they are",
+        WATCH,
+        'return "".join(each if each.isprintable() else "?" for each in line)',
+        "return line",
+        f"{TOLD}::test_texts_of_users_do_nothing_to_a_terminal",
+    ),
+    Mutation(
+        "a bound has no hysteresis",
+        LEARNING,
+        "if now < TRUNCATED[bool(held)] and not rising:",
+        "if now < TRUNCATED[0] and not rising:",
+        f"{TOLD}::test_a_value_that_wavers_around_its_bound_is_told_once",
+    ),
+    Mutation(
+        "rows that were taken back are noticed by the size of the file only",
+        "shared/followed_file.py",
+        "restarted = self._was_cut(descriptor) and self._restart()",
+        "restarted = os.fstat(descriptor).st_size < self._position and self._restart()",
+        "tests/unit/shared/test_metrics_follower.py"
+        "::test_rows_that_the_scheduler_takes_back_are_noticed_even_if_the_file_has_grown_since",
+    ),
+    Mutation(
+        "a reward that does not rise is never flat",
+        LEARNING,
+        "cause = _why_flat(history, facts)",
+        "return",
+        f"{SERIES}::test_a_run_that_goes_wrong_causes_its_warnings",
+    ),
+]

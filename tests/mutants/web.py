@@ -1,0 +1,54 @@
+"""Defects of the page for browsers: who reaches it, and rows that are taken back."""
+
+from __future__ import annotations
+
+from tests.mutants.mutation import Mutation
+
+GUARD = "services/web/guard.py"
+GUARDED = "tests/unit/web/test_guard.py"
+HISTORY = "tests/unit/web/test_run_files.py"
+
+WEB = [
+    Mutation(
+        "the page answers under any host name",
+        GUARD,
+        "if not self._is_own_name(host):",
+        "if False:",
+        f"{GUARDED}::test_other_names_are_refused",
+    ),
+    Mutation(
+        "the page answers requests of other origins",
+        GUARD,
+        'origin.partition("://")[2] != host',
+        "False",
+        f"{GUARDED}::test_requests_of_other_origins_are_refused",
+    ),
+    Mutation(
+        "any token opens the page",
+        GUARD,
+        'if kind.lower() != "bearer" or not self._token.matches(given):',
+        'if kind.lower() != "bearer":',
+        f"{GUARDED}::test_data_needs_the_token_if_there_is_one",
+    ),
+    Mutation(
+        "rows that were replaced by as many others stay in the curves",
+        "shared/followed_file.py",
+        "return os.pread(descriptor, len(self._newest), self._position - len(self._newest)) != self._newest",
+        "return False",
+        f"{HISTORY}::test_a_file_whose_last_read_line_is_gone_is_read_again",
+    ),
+    Mutation(
+        "samples are read outside the samples of the run",
+        "services/web/samples.py",
+        "if split not in reader.splits(run):",
+        "if False:",
+        "tests/unit/web/test_samples.py::test_a_split_that_is_a_path_out_of_the_samples_is_not_read",
+    ),
+    Mutation(
+        "a browser that takes nothing keeps its place",
+        "services/web/live_parts.py",
+        "async with asyncio.timeout(SEND_S):",
+        "async with asyncio.timeout(None):",
+        "tests/unit/web/test_live_parts.py::test_a_browser_that_takes_nothing_is_cut_off",
+    ),
+]

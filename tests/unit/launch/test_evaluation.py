@@ -1,0 +1,135 @@
+"""`--evaluate`: what it leaves out of a topology, which checkpoints it accepts, and its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from launch.evaluation import add_model, check_checkpoint, table, with_model, without_training
+from proto.tensors import Array
+from shared.checkpoint_files import LAYOUT, MODEL, OPTIMIZER, STATE, digest
+from shared.rpc.errors import RpcError
+from shared.topology import TopologyError, load
+from tests.unit.shared.topology.small_topology import make, write
+
+TOPOLOGIES = Path(__file__).resolve().parents[3] / "launch" / "topologies"
+WEIGHTS = {"embed": np.ones((4, 3), np.float32), "layer.0": np.ones((3, 3), np.float32), "norm": np.ones(3, np.float32)}
+
+
+def model(folder: Path, **changed: Array | None) -> Path:
+    """Write a model's folder with WEIGHTS, in which `changed` replaces or (None) removes tensors."""
+    folder.mkdir(parents=True)
+    weights = {name: each for name, each in {**WEIGHTS, **changed}.items() if each is not None}
+    save_file(weights, folder / MODEL)
+    (folder / "config.json").write_text(json.dumps({"torch_dtype": "bfloat16", "hidden_size": 3}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def checkpoint(folder: Path, **changed: Array | None) -> Path:
+    """Write a checkpoint with the same weights."""
+    model(folder, **changed)
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).unlink()
+    save_file({"step/norm": np.ones(1, np.float32)}, folder / OPTIMIZER)
+    files = {name: digest(folder / name) for name in (MODEL, OPTIMIZER)}
+    rows = {name: {"bytes": size, "xxh3_64": f"{found:016x}"} for name, (size, found) in files.items()}
+    (folder / STATE).write_text(json.dumps({"layout": LAYOUT, "step": 20, "files": rows}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "colocate.yaml", "sft.yaml"])
+def test_nothing_that_serves_training_alone_is_started(name: str, tmp_path: Path) -> None:
+    topology = load(TOPOLOGIES / name)
+    evaluates = without_training(topology)
+    assert evaluates.run.last_step == 0
+    assert "reference" not in {spec.service for spec in evaluates.services_plan()}
+    assert {spec.name for spec in evaluates.services_plan()} >= {"policy-trainer-worker/0", "rollout/0"}
+    assert evaluates.data == topology.data
+    evaluates.dump_resolved(tmp_path / "t.yaml")
+    assert load(tmp_path / "t.yaml") == evaluates  # services accept the topology that they are given
+
+
+def test_a_run_that_evaluates_needs_an_evaluation_set(tmp_path: Path) -> None:
+    with pytest.raises(TopologyError, match=r"run\.evaluate: true, but data\.eval has no evaluation set; add one"):
+        load(write(make(tmp_path)), ["run.evaluate=true", "data.eval={}"])
+
+
+def test_a_metric_that_no_evaluation_gives_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    path = write(make(tmp_path))
+    several = "data.eval.held={source: builtin:addition, every: 5, temperature: 0.5, samples: 4}"
+    for metric in ("accuracy", "avg@4", "pass@4"):
+        assert load(path, [several, f"checkpoint.keep_best=eval/held/{metric}"]).checkpoint.keep_best
+    refused = {
+        "eval/held/acuracy": "use eval/held/accuracy",
+        "eval/held/pass@8": "use eval/held/pass@4",
+        "reward/mean": "use eval/held/.*",
+    }
+    for metric, remedy in refused.items():
+        with pytest.raises(TopologyError, match=f"checkpoint.keep_best: no evaluation gives '{metric}'; {remedy}$"):
+            load(path, [several, f"checkpoint.keep_best={metric}"])
+    with pytest.raises(TopologyError, match=r"there is no evaluation set in data\.eval; add one$"):
+        load(path, ["checkpoint.keep_best=eval/held/accuracy", "data.eval={}"])
+
+
+def test_checkpoints_and_exported_models_of_the_policy_are_accepted(tmp_path: Path) -> None:
+    policy = str(model(tmp_path / "policy", **{"lm_head.weight": WEIGHTS["embed"]}))  # tied, which an export leaves out
+    check_checkpoint(model(tmp_path / "export"), policy)
+    check_checkpoint(checkpoint(tmp_path / "checkpoints" / "step-20"), policy)
+
+
+def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+    policy = str(model(tmp_path / "policy"))
+    steps = tmp_path / "checkpoints"
+    checkpoint(steps / "step-20")
+    damaged = checkpoint(steps / "step-40")
+    data = bytearray((damaged / MODEL).read_bytes())
+    data[-1] ^= 1
+    (damaged / MODEL).write_bytes(data)
+    wide, deep = np.ones((4, 5), np.float32), np.ones((3, 3), np.float32)
+    refused = {
+        steps / "step-30": "no such folder; there are step-20, step-40",
+        tmp_path / "nowhere": "no such folder; name RUN/checkpoints/step-N or RUN/export",
+        steps: r"holds neither state\.json \(a checkpoint\) nor config\.json \(an exported model\)",
+        damaged: r"model\.safetensors is not what was written \(checksum\)",
+        checkpoint(steps / "wide", embed=wide): r"another model than policy\.model .*embed is \[4, 5\], not \[4, 3\]$",
+        model(tmp_path / "deep", **{"layer.1": deep}): r"another model .*: layer\.1 is unknown$",
+        model(tmp_path / "flat", **{"layer.0": None}): r"another model .*: layer\.0 is missing$",
+    }
+    for path, text in refused.items():
+        with pytest.raises(RpcError, match=text) as caught:
+            check_checkpoint(path, policy)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoints_model_outlives_it_and_names_its_data_type(tmp_path: Path) -> None:
+    topology = with_model(load(write(make(tmp_path))), model(tmp_path / "policy"))
+    step = checkpoint(tmp_path / "step-20", embed=np.full((4, 3), 7, np.float32))
+    bits = (step / MODEL).read_bytes()
+    made = tmp_path / "made"
+    for _ in range(2):  # the second time replaces the first
+        add_model(step, topology, made)
+    for each in step.iterdir():
+        each.unlink()
+    assert (made / MODEL).read_bytes() == bits
+    assert json.loads((made / "config.json").read_text()) == {"hidden_size": 3, "dtype": topology.policy.dtype}
+    assert sorted(each.name for each in made.iterdir()) == ["config.json", MODEL, "tokenizer.json"]
+    assert not [each.name for each in tmp_path.iterdir() if each.name.startswith(".")]
+
+
+def test_the_table_has_a_line_for_each_set(tmp_path: Path) -> None:
+    more = ["data.eval.math={source: builtin:addition, every: 5, temperature: 0.5, samples: 4}"]
+    topology = load(write(make(tmp_path)), more)
+    row = {"eval/held/rows_scored": 90.0, "eval/held/rows_dropped": 2.0, "eval/held/accuracy": 0.5}
+    row |= {"eval/math/rows_scored": 8.0, "eval/math/rows_dropped": 0.0, "eval/math/accuracy": 0.25}
+    row |= {"eval/math/avg@4": 0.25, "eval/math/pass@4": 0.625}
+    assert [line.split() for line in table(topology, row)] == [
+        ["set", "rows", "samples", "accuracy", "avg@k", "pass@k", "dropped"],
+        ["held", "90", "1", "0.500", "-", "-", "2"],
+        ["math", "8", "4", "0.250", "0.250", "0.625", "0"],
+    ]
+    assert table(topology, {})[1].split() == ["held", "0", "1", "-", "-", "-", "0"]

@@ -1,0 +1,157 @@
+"""`ctl samples`: what is shown, and that hostile text does no harm."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+from typer.testing import CliRunner
+
+from launch import ctl
+from launch.samples import STYLES, Color, Order, choose, completion, show
+from services.recorder.files import SampleFiles
+from shared.rpc.errors import RpcError
+from shared.rundir import RunDir
+from shared.samples.plain import plain, shortened
+from shared.samples.record import Record, SampleState
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202eevil\u2066\r\x00\ud800[bold]markup[/bold]"
+
+
+def record(step: int, index: int, number: int, reward: float, length: int) -> Record:
+    return Record(
+        task=f"train/0/{index}",
+        sample=number,
+        samples=2,
+        step=step,
+        prompt="12 + 7 =",
+        completion="19",
+        answer="19",
+        pieces=["1", "9", "<eos>"],
+        token_ids=[4, 12, 1],
+        logprobs=[-0.01, -1.0, -9.0],
+        train_logprobs=[-0.01, -1.1, -6.0],
+        reward=reward,
+        rewards={"exact": reward},
+        advantage=reward - 0.5,
+        length=length,
+        finish_reason="stop",
+        versions=[step - 1],
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    files = SampleFiles(tmp_path / "samples", 1 << 30)
+    for step in (1, 2):
+        files.append([record(step, step, number, reward=0.5 * number, length=9 - number) for number in range(2)])
+        files.append([record(step, step + 7, number, reward=1 - number, length=number) for number in range(2)])
+    files.append(
+        [Record(task="held/2/0", split="eval/held", step=2, state=SampleState.SCORED, completion=HOSTILE[:20] * 1000)]
+    )
+    return tmp_path
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, records: list[Record], color: Color, *, terminal: bool = True) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200, color_system="standard" if terminal else None)
+    monkeypatch.setattr("rich.console.Console", lambda **options: console)
+    show(records, color, full=False)
+    return out.getvalue()
+
+
+def picked(run: Path, order: Order | None = None, count: int = 5, **options: object) -> list[tuple[str, int]]:
+    values: dict[str, object] = {"step": None, "task": None, "split": "train", **options}
+    found = choose(run, order=order, count=count, **values)  # type: ignore[arg-type]
+    return [(each.task, each.sample) for each in found]
+
+
+def test_the_newest_step_is_shown_in_the_asked_order(run: Path) -> None:
+    assert picked(run, count=3) == [("train/0/2", 0), ("train/0/2", 1), ("train/0/9", 0)]
+    assert picked(run, Order.BEST, 2) == [("train/0/9", 0), ("train/0/2", 1)]
+    assert picked(run, Order.WORST, 2) == [("train/0/2", 0), ("train/0/9", 1)]
+    assert picked(run, Order.LONGEST, 1, step=1) == [("train/0/1", 0)]
+    assert picked(run, task="train/0/8") == [("train/0/8", 0), ("train/0/8", 1)]
+    assert picked(run, split="eval/held") == [("held/2/0", 0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"step": 9}, "no samples of step 9 in train; there are steps 1-2"),
+        ({"task": "train/0/77"}, "no samples of task train/0/77 in train; there are steps 1-2"),
+        ({"split": "held"}, "no samples yet in held; there are train, eval/held"),
+        ({"split": "../.."}, "no samples yet in ../..; there are train, eval/held"),
+    ],
+)
+def test_no_samples_is_one_line_that_says_which_there_are(run: Path, options: dict[str, object], line: str) -> None:
+    with pytest.raises(RpcError) as error:
+        picked(run, **options)
+    assert str(error.value).endswith(line)
+
+
+def test_tokens_are_coloured_by_log_prob_or_by_mismatch() -> None:
+    shown = record(1, 1, 0, 1.0, 3)
+    styles = {color: [str(span.style) for span in completion(shown, color, 100).spans] for color in Color}
+    assert styles[Color.LOGPROB] == [STYLES[1], STYLES[4]]
+    assert styles[Color.MISMATCH] == [STYLES[2], STYLES[4]]
+    assert styles[Color.NONE] == []
+    tool = replace(shown, sampled=[1, 0, 1])
+    assert [str(span.style) for span in completion(tool, Color.LOGPROB, 100).spans] == ["dim italic", STYLES[4]]
+
+
+def test_all_facts_of_a_sample_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = drawn(monkeypatch, [record(4, 1, 0, 1.0, 3)], Color.NONE, terminal=False)
+    for fact in ("train/0/1 sample 0 · step 4 · trained", "reward 1", "exact 1", "advantage +0.5", "3 tokens", "stop"):
+        assert fact in text
+    assert "12 + 7 =" in text
+    assert "answer: 19" in text
+
+
+def test_hostile_text_reaches_no_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = Record(
+        task=HOSTILE,
+        step=1,
+        reason=HOSTILE,
+        prompt=[{"role": HOSTILE, "content": HOSTILE}],
+        completion=HOSTILE * 200_000,
+        pieces=[HOSTILE] * 3,
+        logprobs=[0.0] * 3,
+        answer=HOSTILE,
+        rewards={HOSTILE: 1.0},
+        finish_reason=HOSTILE,
+    )
+    for color in (Color.NONE, Color.LOGPROB):
+        text = drawn(monkeypatch, [hostile], color, terminal=False)
+        assert len(text) < 60_000
+        assert not set(text) & set("\x1b\x07\x9b\u202e\u2066\r\x00\ud800")
+        assert "\\x1b[2J" in text
+        assert "\\u202eevil" in text
+        assert "[bold]markup[/bold]" in text
+
+
+def test_plain_text_keeps_what_people_write() -> None:
+    text = "Zeile\n\tñandú 日本語 🎉 é ∑"
+    assert plain(text) == text
+    assert shortened("a" * 10, 4) == "aaaa… (6 more characters)"
+
+
+def test_json_is_one_document(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = RunDir(run, run, run)
+    monkeypatch.setattr(ctl, "find", lambda *_: where)
+    done = CliRunner().invoke(ctl.app, ["samples", "--best", "1", "--json"])
+    assert done.exit_code == 0
+    document = json.loads(done.output)
+    assert document["split"] == "train"
+    assert [(each["task"], each["reward"], each["advantage"]) for each in document["samples"]] == [
+        ("train/0/9", 1.0, 0.5)
+    ]
+    hostile = CliRunner().invoke(ctl.app, ["samples", "--split", "eval/held", "--json"])
+    assert hostile.output.isascii()
+    assert json.loads(hostile.output)["samples"][0]["completion"].startswith("\x1b[2J")
+    both = CliRunner().invoke(ctl.app, ["samples", "--best", "1", "--worst", "1"])
+    assert both.exit_code == 2

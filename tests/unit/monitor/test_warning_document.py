@@ -1,0 +1,34 @@
+"""docs/warnings.md has one row for each kind, and names only keys that topologies have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shared.topology.monitor_warnings import WarningKind
+from tests.golden.topology_keys import DOCUMENT as KEYS
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "warnings.md"
+SECTIONS = ("algorithm", "checkpoint", "data", "gc", "optimizer", "policy", "reward", "run", "sampling", "services")
+
+
+def rows() -> list[list[str]]:
+    """Return the cells of the table of kinds."""
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_table_has_every_kind_with_all_its_cells() -> None:
+    assert sorted(row[0].strip("`") for row in rows()) == sorted(WarningKind)
+    assert all(len(row) == 4 and all(row) for row in rows())
+
+
+def test_remedies_name_existing_keys() -> None:
+    known = set(re.findall(r"^\| `([^`]+)` \|", KEYS.read_text(), re.M))
+    detectors = DOCUMENT.parents[1] / "services" / "monitor" / "warnings"
+    sources = [DOCUMENT, detectors / "learning.py", detectors / "pipeline.py"]
+    lines = [line for source in sources for line in source.read_text().splitlines()]
+    text = "\n".join(line for line in lines if not line.startswith(("from ", "import ")))
+    named = set(re.findall(rf"\b(?:{'|'.join(SECTIONS)})(?:\.[a-z_-]+)+(?![\w/(])", text))
+    assert {key for key in named if not any(each == key or each.startswith(f"{key}.") for each in known)} == set()
+    assert len(named) > 20

@@ -1,0 +1,37 @@
+"""warnings.jsonl holds whole lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from services.monitor.warnings.files import WarningFile
+from shared import warnings
+from shared.warnings import WarningRecord
+
+RECORD = WarningRecord(1.5, 12, "truncation", "seen", "do", "heldout")
+
+
+def test_warnings_are_kept_and_a_torn_line_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "warnings.jsonl"
+    file = WarningFile(path)
+    file.append(RECORD)
+    file.close()
+    path.write_bytes(path.read_bytes() + b'{"at": 1')
+    again = WarningFile(path)
+    assert again.told == [RECORD]
+    again.append(RECORD)
+    again.close()
+    assert warnings.read(path) == [RECORD, RECORD]
+    assert set(json.loads(path.read_text().splitlines()[0])) == {"at", "step", "kind", "text", "remedy", "about"}
+
+
+def test_a_record_is_read_from_its_topic_and_other_values_are_not_one() -> None:
+    values: dict[str, float | str] = {"at": 1.5, "step": 12.0, "kind": "k", "text": "t", "remedy": "r", "about": ""}
+    assert warnings.of_topic(values) == WarningRecord(1.5, 12, "k", "t", "r")
+    assert warnings.of_topic({"at": 1.5}) is None
+    assert warnings.of_topic({**values, "step": "soon"}) is None
+
+
+def test_a_warning_is_one_line_for_people() -> None:
+    assert warnings.line_of(RECORD) == "warning at step 12: seen; do (truncation)"

@@ -1,0 +1,41 @@
+"""Recorded runs that went wrong cause the warnings that fit; recorded runs that learned cause none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.monitor.recorded import FOLDER, Recording, read, recordings, replay
+
+SICK: dict[str, list[tuple[int, str]]] = {
+    "small-batch": [(10, "zero-variance"), (30, "reward-flat"), (138, "kl-blow-up"), (189, "truncation")],
+    "groups-of-two": [(10, "zero-variance"), (17, "truncation"), (27, "reward-flat")],
+    "large-learning-rate": [(5, "kl-blow-up"), (10, "truncation"), (12, "reward-flat")],
+    "growing-memory": [(0, "memory-trend")],
+    "slow-failing-reward": [(0, "reward-failing"), (5, "reward-slow"), (10, "reward-flat")],
+}
+"""Warnings of each recording, with their steps."""
+
+
+def by_name(recording: Recording) -> str:
+    return recording.name
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_run_that_goes_wrong_causes_its_warnings(name: str) -> None:
+    told = replay(read(FOLDER / "sick" / f"{name}.jsonl.xz"))
+    assert [(each.step, each.kind) for each in told] == SICK[name]
+    assert all(any(letter.isdigit() for letter in each.text) and each.remedy for each in told)
+
+
+def test_every_recording_of_a_sick_run_is_tested() -> None:
+    assert sorted(each.name for each in recordings("sick")) == sorted(SICK)
+
+
+@pytest.mark.parametrize("recording", recordings("healthy"), ids=by_name)
+def test_a_healthy_run_causes_no_warning(recording: Recording) -> None:
+    assert len(recording.rows) > 20
+    assert replay(recording) == []
+
+
+def test_ten_healthy_runs_are_recorded() -> None:
+    assert len(recordings("healthy")) >= 10

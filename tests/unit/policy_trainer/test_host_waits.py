@@ -1,0 +1,92 @@
+"""A gradient makes the host wait for the device once, however many micro-batches and blocks of logits it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from proto.messages import LossSpec
+from services.policy_trainer.merging import add_up
+from services.policy_trainer.worker.backend import totals_of
+from services.policy_trainer.worker.backend_torch import TorchBackend
+from services.policy_trainer.worker.batch_loss import BatchLoss
+from shared.model import logprobs
+from shared.topology.algorithm import Optimizer
+from tests.unit.policy_trainer.training import accumulate, one_rank
+from tests.unit.tiny_models import make_model, ragged
+
+WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal")
+"""Operations whose result the host needs before it goes on."""
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations for whose result the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name().partition(".")[0]
+        if name in WAITS:
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def gradient(backend: TorchBackend) -> dict[str, float]:
+    ids, lengths, mask = ragged()
+    flat = {
+        "token_ids": ids,
+        "lengths": lengths,
+        "loss_mask": mask,
+        "rollout_logprobs": np.full(len(ids), -2.0, np.float32),
+        "versions": np.zeros(len(ids), np.int32),
+    }
+    ones = np.ones(len(ids), np.float32)
+    spec = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
+    return accumulate(backend, spec, flat, ones, ones / mask.sum())
+
+
+def test_no_operation_of_a_micro_batch_waits_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("qwen3", head_dim=16).save_pretrained(tmp_path)
+    backend = one_rank(tmp_path, "float32", Optimizer(lr=1e-3), max_tokens=16)
+    calls: list[int] = []
+    own = BatchLoss.__call__
+
+    def counted(loss: BatchLoss, local: Any) -> Any:
+        calls.append(1)
+        return own(loss, local)
+
+    monkeypatch.setattr(BatchLoss, "__call__", counted)
+    monkeypatch.setattr(logprobs, "MAX_LOGITS", 128)
+    with Waits() as waits:
+        totals = gradient(backend)
+    assert len(calls) > 2
+    assert totals["tokens"] > 0
+    assert waits.seen == []
+
+
+def test_the_sums_of_micro_batches_are_added_as_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    parts = [
+        {
+            "loss": torch.tensor(rng.normal(), dtype=torch.float32),
+            "clipped": torch.tensor(int(rng.integers(100))),
+            "mismatch_max": torch.tensor(rng.random(), dtype=torch.float64),
+        }
+        for _ in range(50)
+    ]
+    expected: dict[str, float] = {}
+    for part in parts:
+        add_up(expected, part)
+    assert totals_of(parts) == expected
+    assert totals_of([]) == {}
+
+
+def test_blocks_of_logits_are_larger_on_a_gpu() -> None:
+    assert logprobs.max_logits("cuda") == logprobs.GPU_LOGITS * logprobs.max_logits("cpu")

@@ -1,0 +1,123 @@
+"""A communicator is aborted by the thread that polls it, and by no other, with a stand-in for NCCL's library.
+
+tests/integration/policy_trainer/test_transfer_gpu.py runs the library itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from proto.messages import AskTransfer, TransferOffer
+from services.policy_trainer.worker.weights import nccl, sender
+from services.policy_trainer.worker.weights.nccl import NcclGroup
+from services.policy_trainer.worker.weights.outgoing import OutgoingWeights
+from shared.rpc.mailbox import Call
+from shared.weights.gloo import TransferLost
+from tests.unit.policy_trainer.test_weights_sender import FIRST, Trainer
+
+IN_PROGRESS = 7
+
+
+class Nccl:
+    """NCCL with a communicator that no peer joins."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.polled = threading.Event()
+        monkeypatch.setattr(nccl, "_library", lambda: self)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(cuda_stream=0))
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append((name, threading.get_ident()))
+            if name == "ncclCommGetAsyncError":
+                ctypes.cast(arguments[1], ctypes.POINTER(ctypes.c_int))[0] = IN_PROGRESS
+                self.polled.set()
+            return IN_PROGRESS if name == "ncclCommInitRankConfig" else 0
+
+        return call
+
+
+def test_a_communicator_that_is_given_up_is_aborted_by_its_own_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, given_up, ended = Nccl(monkeypatch), threading.Event(), list[str]()
+    group = NcclGroup(bytes(128), 2, device="cpu", deadline_s=60.0, given_up=given_up)
+
+    def send() -> None:
+        with pytest.raises(TransferLost) as raised:
+            group.broadcast([[torch.zeros(1)]])
+        ended.append(str(raised.value))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert library.polled.wait(30)
+    given_up.set()
+    thread.join(30)
+    assert ended == ["join: given up"]
+    assert library.calls[-1] == ("ncclCommAbort", thread.ident)
+    assert [name for name, _ in library.calls].count("ncclCommAbort") == 1
+
+
+class Noted:
+    """A channel that notes on which thread it is used, and sends until it is given up."""
+
+    def __init__(self) -> None:
+        self.used: list[tuple[str, int]] = []
+        self.given_up, self.sending, self.closed = threading.Event(), threading.Event(), threading.Event()
+
+    def announce(self, offer: TransferOffer, weights: OutgoingWeights) -> TransferOffer:
+        self.used.append(("announce", threading.get_ident()))
+        return offer
+
+    def send(self, weights: OutgoingWeights) -> None:
+        self.used.append(("send", threading.get_ident()))
+        self.sending.set()
+        assert self.given_up.wait(30)
+
+    def ended(self) -> None:
+        self.used.append(("ended", threading.get_ident()))
+
+    def give_up(self) -> None:
+        self.given_up.set()
+
+    def close(self) -> None:
+        self.used.append(("close", threading.get_ident()))
+        self.closed.set()
+
+
+def test_the_thread_that_sends_closes_the_channel_and_the_event_loop_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    channel = Noted()
+    monkeypatch.setattr(sender, "open_channel", lambda *_, **__: channel)
+
+    async def scenario() -> float:
+        trainer = Trainer(tmp_path)
+        trainer.may_end.set()
+        trainer.sender.published(FIRST, {})
+        request = AskTransfer(
+            instance=0, incarnation=1, communicator=0, ranks=1, host_id=trainer._host_id, lineage=1, step=1, drill=True
+        )
+        await trainer.sender.ask(request, cast(Call, None))
+        assert await asyncio.to_thread(channel.sending.wait, 30)
+        began = time.monotonic()
+        trainer.sender.close()
+        seconds = time.monotonic() - began
+        assert await asyncio.to_thread(channel.closed.wait, 30)
+        return seconds
+
+    assert asyncio.run(scenario()) < 5
+    assert [what for what, _ in channel.used] == ["announce", "send", "close"]
+    [own] = {thread for _, thread in channel.used}
+    assert own != threading.get_ident()

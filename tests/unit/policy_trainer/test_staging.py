@@ -1,0 +1,65 @@
+"""The weights of a version in host memory, while the worker continues to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from proto.messages import Publish
+from proto.tensors import Array
+from services.policy_trainer.worker.weights.publish import put_weights
+from services.policy_trainer.worker.weights.staging import Staging
+from shared.tensors_torch import to_torch
+
+LIMIT_S = 20.0
+
+
+def weights(device: str) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return {
+        "wide": torch.randn(300, 70, generator=made).to(device, torch.bfloat16),
+        "one": torch.randn((), generator=made).to(device),
+    }
+
+
+def test_weights_in_host_memory_are_not_copied() -> None:
+    given = weights("cpu")
+    arrays = Staging().arrays(given)
+    assert all(arrays[name].ctypes.data == given[name].data_ptr() for name in given)
+
+
+def test_the_event_loop_goes_on_while_weights_are_copied() -> None:
+    answered = threading.Event()
+
+    class Slow:
+        def arrays(self, weights: dict[str, Tensor]) -> dict[str, Array]:
+            assert answered.wait(LIMIT_S)
+            return {}
+
+    class Store:
+        async def put(self, *_: Any, **__: Any) -> list[str]:
+            return ["receipt"]
+
+    async def scene() -> None:
+        request = Publish(driver=1, order=1, lineage=1, step=1, store="batch-store/0", fence=1)
+        put = asyncio.ensure_future(put_weights(cast(Any, Store()), weights("cpu"), request, cast(Any, Slow())))
+        await asyncio.sleep(0)
+        answered.set()  # on the event loop, as an answer of the worker's mailbox would be
+        assert await put == "receipt"
+
+    asyncio.run(scene())
+
+
+@pytest.mark.gpu
+def test_versions_of_a_gpu_arrive_bit_for_bit_in_memory_that_is_kept() -> None:
+    staging = Staging()
+    first = staging.arrays(weights("cuda"))
+    second = staging.arrays({name: tensor + 1 for name, tensor in weights("cuda").items()})
+    assert [each.ctypes.data for each in first.values()] == [each.ctypes.data for each in second.values()]
+    for name, tensor in weights("cuda").items():
+        assert torch.equal(to_torch(second[name]), (tensor + 1).cpu())

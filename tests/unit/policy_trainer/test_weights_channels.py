@@ -1,0 +1,129 @@
+"""What a channel keeps, and until when, with a stand-in for the GPU's library where that is needed.
+
+tests/integration/policy_trainer/test_transfer_gpu.py runs the library itself.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from proto.messages import DeviceMemory, TransferOffer
+from services.policy_trainer.worker.weights import outgoing
+from services.policy_trainer.worker.weights.channels import MemoryChannel
+from services.policy_trainer.worker.weights.outgoing import LiveWeights, OutgoingWeights
+from shared.weights import memory
+from shared.weights.table import described
+
+OFFER = TransferOffer(communicator=1, number=1, deadline_s=1.0, parameters=[])
+NOTHING = OutgoingWeights([], dict)
+
+
+class CountedMemory:
+    """torch's bookkeeping of exported memory: an export is kept until its count of readers is 0."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.readers: list[int] = []
+        monkeypatch.setattr(memory, "exported", self.exported)
+        monkeypatch.setattr(memory, "room", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
+        monkeypatch.setattr(memory, "withdraw", lambda offered: self.closes(offered.counter_offset))
+        monkeypatch.setattr(memory, "give_back", lambda: None)
+
+    def exported(self, copy: Tensor) -> DeviceMemory:
+        self.readers.append(1)
+        return DeviceMemory(
+            gpu="gpu",
+            nbytes=copy.numel(),
+            handle=b"",
+            storage_bytes=copy.numel(),
+            storage_offset=0,
+            counter=b"",
+            counter_offset=len(self.readers) - 1,
+            event=b"",
+            event_sync=False,
+        )
+
+    def closes(self, number: int) -> None:
+        self.readers[number] -= 1
+
+    @property
+    def kept(self) -> int:
+        return sum(count > 0 for count in self.readers)
+
+
+def test_memory_that_an_engine_never_closed_is_withdrawn_with_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = CountedMemory(monkeypatch)
+    channel = MemoryChannel("cuda:0")
+    channel.announce(OFFER, NOTHING)
+    channel.close()
+    assert counted.kept == 0
+
+
+def test_memory_that_an_engine_has_closed_is_not_withdrawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = CountedMemory(monkeypatch)
+    channel = MemoryChannel("cuda:0")
+    for number in range(2):
+        channel.announce(OFFER, NOTHING)
+        counted.closes(number)
+        channel.ended()
+    channel.close()
+    assert counted.readers == [0, 0]
+
+
+def weights(value: float) -> dict[str, Tensor]:
+    return {"a": torch.full((4,), value), "none": torch.zeros(0), "b": torch.full((2, 2), value), "c": torch.zeros(9)}
+
+
+def unread() -> dict[str, Tensor]:
+    raise AssertionError("the version in the store was read")
+
+
+def test_the_trainers_own_weights_are_sent_while_they_are_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 32)
+    live, mine = LiveWeights("cpu"), weights(1.0)
+    live.show((1, 5), mine)
+    parameters = live.parameters((1, 5))
+    assert parameters == described(mine)
+    chunks = list(OutgoingWeights(parameters, unread, live, (1, 5)).chunks("cpu"))
+    assert [len(chunk) for chunk in chunks] == [3, 1]  # 16 + 0 + 16 bytes, and a tensor above the limit
+    for sent, own in zip((each for chunk in chunks for each in chunk), mine.values(), strict=True):
+        assert torch.equal(sent, own)
+        assert not own.numel() or sent.data_ptr() != own.data_ptr()  # a step may change them in the middle of a chunk
+
+
+def test_the_rest_of_a_version_comes_from_the_store_once_the_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 16)
+    live, mine = LiveWeights("cpu"), weights(1.0)
+    stored = {name: each.clone() for name, each in mine.items()}
+    live.show((1, 5), mine)
+    sent: list[Tensor] = []
+    for chunk in OutgoingWeights(described(mine), lambda: stored, live, (1, 5)).chunks("cpu"):
+        sent += chunk
+        live.withdraw()
+        for each in mine.values():
+            each.add_(1.0)
+    assert all(torch.equal(each, value) for each, value in zip(sent, stored.values(), strict=True))
+
+
+def test_live_weights_of_another_version_are_not_sent() -> None:
+    live = LiveWeights("cpu")
+    live.show((1, 5), weights(1.0))
+    assert live.parameters((1, 4)) is None
+    assert live.copies((1, 4), ["a"], "cpu") is None
+
+
+def test_weights_in_host_memory_are_read_from_the_store() -> None:
+    live = LiveWeights()
+    live.show((1, 5), weights(1.0))
+    assert live.parameters((1, 5)) is None
+
+
+def test_memory_for_an_engine_holds_all_tensors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 16)
+    shown: list[Tensor] = []
+    counted = CountedMemory(monkeypatch)
+    monkeypatch.setattr(memory, "exported", lambda copy: shown.append(copy) or counted.exported(copy))
+    sent = weights(3.0)
+    MemoryChannel("cpu").announce(OFFER, OutgoingWeights(described(sent), lambda: sent))
+    assert torch.equal(shown[0].view(torch.float32), torch.cat([each.reshape(-1) for each in sent.values()]))

@@ -1,0 +1,129 @@
+"""The files of `samples/`: whole tasks once, the limit, and repair after a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.recorder.files import SampleFiles
+from shared.samples.reader import read, steps
+from shared.samples.record import DISCARDED, Record, SampleState
+
+LARGE = 1 << 30
+
+
+def group(step: int, index: int, samples: int = 2, *, lineage: int = 0, split: str = "train") -> list[Record]:
+    return [
+        Record(task=f"train/0/{index}", sample=number, samples=samples, step=step, lineage=lineage, split=split, at=1.0)
+        for number in range(samples)
+    ]
+
+
+def files(run: Path, limit_bytes: int = LARGE) -> SampleFiles:
+    return SampleFiles(run / "samples", limit_bytes)
+
+
+def test_a_task_is_written_once_also_by_another_life(tmp_path: Path) -> None:
+    first = files(tmp_path)
+    assert first.append(group(1, 0))
+    assert not first.append(group(1, 0))
+    second = files(tmp_path)
+    assert not second.append(group(1, 0))
+    assert second.append(group(1, 1))
+    assert read(tmp_path) == [*group(1, 0), *group(1, 1)]
+
+
+@pytest.mark.parametrize("cut", [1, 40, 160, 200])
+def test_a_task_that_a_kill_left_incomplete_is_written_again(tmp_path: Path, cut: int) -> None:
+    files(tmp_path).append(group(1, 0))
+    files(tmp_path).append(group(1, 1))
+    path = tmp_path / "samples" / "train" / "1.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    assert read(tmp_path)[:2] == group(1, 0)
+    again = files(tmp_path)
+    assert not again.append(group(1, 0))
+    assert again.append(group(1, 1))
+    assert path.read_bytes() == whole
+    assert again.nbytes == len(whole)
+
+
+def test_the_oldest_steps_are_removed_to_keep_the_limit(tmp_path: Path) -> None:
+    one = files(tmp_path / "measured")
+    one.append(group(1, 0))
+    kept = files(tmp_path, limit_bytes=3 * one.nbytes)
+    for step in (1, 2, 10, 11):
+        kept.append(group(step, step))
+        assert kept.nbytes <= 3 * one.nbytes + 16
+    assert steps(tmp_path) == [10, 11]
+    assert files(tmp_path).nbytes == kept.nbytes
+
+
+def test_samples_larger_than_the_limit_stay_until_newer_ones_come(tmp_path: Path) -> None:
+    tight = files(tmp_path, limit_bytes=1)
+    tight.append(group(1, 0))
+    assert steps(tmp_path) == [1]
+    tight.append(group(2, 1))
+    assert steps(tmp_path) == [2]
+
+
+def test_one_file_does_not_exceed_the_limit(tmp_path: Path) -> None:
+    one = files(tmp_path / "measured")
+    one.append(group(1, 0))
+    kept = files(tmp_path, limit_bytes=3 * one.nbytes)
+    assert [kept.append(group(1, index, split="eval/held")) for index in range(6)] == [True] * 2 + [False] * 4
+    assert kept.nbytes <= 3 * one.nbytes
+    assert kept.left_out == 4
+
+
+def test_steps_taken_back_leave_and_repeated_ones_do_not(tmp_path: Path) -> None:
+    store = files(tmp_path)
+    for step in (1, 2, 3):
+        store.append(group(step, step))
+    store.append(group(3, 0, split="eval/held"))
+    assert store.discard(0, 1) == 3
+    assert steps(tmp_path) == [1]
+    assert steps(tmp_path, "eval/held") == []
+    store.append(group(2, 2, lineage=1))
+    again = files(tmp_path)
+    assert again.discard(0, 1) == 0
+    assert read(tmp_path, step=2) == group(2, 2, lineage=1)
+    left = sorted(str(path.relative_to(tmp_path / "samples" / DISCARDED)) for path in tmp_path.rglob("0/*/*.jsonl"))
+    assert left == ["0/train/2.jsonl", "0/train/3.jsonl"]
+
+
+def test_discarded_samples_go_first(tmp_path: Path) -> None:
+    store = files(tmp_path)
+    for step in (1, 2):
+        store.append(group(step, step))
+    limit = store.nbytes
+    store.discard(0, 1)
+    tight = files(tmp_path, limit_bytes=limit)
+    tight.append(group(2, 2, lineage=1))
+    assert steps(tmp_path) == [1, 2]
+    assert not list((tmp_path / "samples" / DISCARDED).rglob("*.jsonl"))
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = files(tmp_path)
+    store.append(group(1, 0))
+    real = __import__("os").write
+    monkeypatch.setattr("services.recorder.files.os.write", lambda fd, data: real(fd, data[: len(data) // 2]))
+    with pytest.raises(OSError, match="is the disk full"):
+        store.append(group(1, 1))
+    monkeypatch.undo()
+    assert read(tmp_path) == group(1, 0)
+    assert store.append(group(1, 1))
+    assert read(tmp_path) == [*group(1, 0), *group(1, 1)]
+
+
+def test_a_damaged_last_line_does_not_hide_later_tasks(tmp_path: Path) -> None:
+    files(tmp_path).append(group(1, 0))
+    path = tmp_path / "samples" / "train" / "1.jsonl"
+    with path.open("ab") as file:
+        file.write(b"\xff\x00 not json\n")
+    again = files(tmp_path)
+    assert again.append(group(1, 1, samples=1))
+    assert read(tmp_path) == [*group(1, 0), *group(1, 1, samples=1)]
+    assert read(tmp_path)[0].state == SampleState.TRAINED

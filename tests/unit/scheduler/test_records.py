@@ -1,0 +1,196 @@
+"""Ended tasks that are kept for the recorder, on the state machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from proto.messages import CommitStep, EndedTask, GetRunInfo, NextBatch, PutTask, SamplesDue, TakenBack, TakeSamples
+from services.scheduler import snapshot
+from services.scheduler.events import Configure, Fail, Recording, Tick
+from services.scheduler.state import HOLD_S, RECORD_S
+from services.scheduler.tasks import TaskState
+from shared.samples.choice import Choice
+from tests.unit.scheduler.bench import STORE, Bench, plan
+
+ALL = Recording(Choice(every=1, per_step=4, tasks_per_step=4), hold_tasks=4)
+
+
+def bench(recording: Recording = ALL, *, at_commit: bool = False, **changes: Any) -> Bench:
+    return Bench(plan(**changes), Configure(5, 3, 2, at_commit, recording)).start()
+
+
+def ask(bench: Bench, *taken: EndedTask, rewinds: int = 0, final: bool = False) -> Any:
+    done = [PutTask(each.task_id, each.fence) for each in taken]
+    return bench.ask(TakeSamples(incarnation=5, taken=done, rewinds=rewinds, final=final), wait_s=4.0)
+
+
+def due(bench: Bench, *taken: EndedTask) -> list[EndedTask]:
+    answer = ask(bench, *taken, final=True)
+    assert isinstance(answer, SamplesDue), answer
+    return list(answer.tasks)
+
+
+def test_the_tasks_of_a_committed_step_are_due_until_they_are_taken() -> None:
+    b = bench()
+    b.step(1)
+    first = due(b)
+    assert [each.task_id for each in first] == [f"train/0/{row}" for row in range(4)]
+    assert {(each.state, each.step, each.samples, each.store) for each in first} == {("trained", 1, 2, STORE)}
+    assert due(b) == first
+    assert due(b, *first[:3]) == first[3:]
+    assert due(b, first[3]) == []
+
+
+def test_only_chosen_tasks_and_steps_are_due() -> None:
+    choice = Choice(every=2, per_step=2, tasks_per_step=4)
+    b = bench(Recording(choice, hold_tasks=4))
+    b.step(1)
+    assert due(b) == []
+    ids = [task.task_id for task in b.step(2).batch.tasks]
+    assert [each.task_id for each in due(b)] == [each for each in ids if choice.takes(each)]
+
+
+def test_a_filtered_task_is_cleared_only_after_the_recorder_has_taken_it() -> None:
+    b = bench(filter_limit=4)
+    assert ask(b) is None
+    grant = b.granted(most=1)
+    b.complete(grant, reward=1.0)
+    assert b.acknowledge() == set()
+    answered = b.answer(b.effects, 4)
+    assert isinstance(answered, SamplesDue)
+    [ended] = answered.tasks
+    assert (ended.state, ended.step, ended.samples) == ("filtered", 1, 2)
+    assert ended.reason.startswith("filtered: all 2 rewards are 1.0")
+    assert due(b, ended) == []
+    assert b.acknowledge() == {(ended.task_id, 1)}
+    assert b.machine.run.tasks.find(ended.task_id) is None
+    b.machine.run.validate()
+
+
+def test_a_task_dropped_without_shards_is_not_kept_but_its_reason_is_due() -> None:
+    b = bench()
+    grant = b.granted(most=1)
+    b.complete(grant, outcome=2)
+    assert b.acknowledge() == {("train/0/0", 1)}
+    [ended] = due(b)
+    assert (ended.state, ended.samples, ended.store) == ("dropped", 0, "")
+
+
+def test_an_ended_task_is_kept_for_a_bounded_time() -> None:
+    b = bench(filter_limit=4)
+    assert ask(b) is None
+    b.complete(b.granted(most=1), reward=1.0)
+    b.event(Tick())
+    b.event(Tick(), after_s=HOLD_S / 2)
+    assert ask(b, final=True).lost == 0
+    b.event(Tick(), after_s=HOLD_S / 2)
+    assert b.acknowledge() == set()
+    b.event(Tick(), after_s=0.2)
+    assert b.acknowledge() == {("train/0/0", 1)}
+    assert ask(b, final=True).lost == 1
+    b.machine.run.validate()
+
+
+def test_a_recorder_that_is_away_is_not_waited_for() -> None:
+    b = bench(filter_limit=4)
+    b.event(Tick(), after_s=HOLD_S + 1)
+    b.complete(b.granted(most=1), reward=1.0)
+    b.event(Tick(), after_s=0.1)
+    assert b.acknowledge() == {("train/0/0", 1)}
+    assert b.machine.run.records.lost == 1
+
+
+def test_the_oldest_tasks_are_given_up_when_they_take_the_room_of_others() -> None:
+    b = bench(Recording(ALL.choice, hold_tasks=1), filter_limit=4, task_bytes=120)
+    assert ask(b) is None
+    for _ in range(3):  # each has 50 bytes
+        b.complete(b.granted(most=1), reward=1.0)
+    assert b.acknowledge() == {("train/0/0", 1)}
+    assert b.machine.run.records.lost == 1
+    assert [each.task_id for each in due(b)] == ["train/0/1", "train/0/2"]
+    b.machine.run.validate()
+
+
+def test_trained_tasks_collected_at_their_commit_wait_for_the_recorder() -> None:
+    b = bench(at_commit=True)
+    assert ask(b) is None
+    b.step(1)
+    assert not any(task.startswith("train/") for task, _ in b.acknowledge())
+    tasks = due(b)
+    assert [each.step for each in tasks] == [1, 1, 1, 1]
+    due(b, *tasks)
+    assert {task for task, _ in b.acknowledge()} >= {f"train/0/{row}" for row in range(4)}
+    b.machine.run.validate()
+
+
+def test_answers_about_tasks_that_nothing_waits_for_are_seconds_apart() -> None:
+    b = bench()
+    assert ask(b) is None
+    b.step(1)
+    answers = b.answer(b.effects, 4)
+    assert isinstance(answers, SamplesDue)
+    assert ask(b, *answers.tasks) is None
+    waiting = b.calls
+    b.step(2)
+    assert b.answer(b.effects, waiting) is None
+    b.event(Tick(), after_s=RECORD_S)
+    assert isinstance(b.answer(b.effects, waiting), SamplesDue)
+
+
+def test_without_tasks_the_recorder_asks_again() -> None:
+    b = bench()
+    assert ask(b) is None
+    waiting = b.calls
+    b.event(Tick(), after_s=4.0)
+    assert isinstance(b.answer(b.effects, waiting), Fail)
+
+
+def test_samples_of_steps_taken_back_are_not_due_and_their_discard_is_told_once() -> None:
+    b = bench(filter_limit=1)
+    b.complete(b.granted(most=1), reward=1.0)
+    b.step(1)
+    b.step(2)
+    run = b.machine.run
+    assert due(b)[0].state == "filtered"
+    for task in run.batches[1]:
+        run.tasks.edit(task).lost = True
+    b.ask(GetRunInfo(driver=1, reload=True))
+    answer = ask(b, final=True)
+    assert answer.tasks == []
+    assert answer.rewinds == [TakenBack(0, 0)]
+    assert ask(b, rewinds=1, final=True).rewinds == []
+    run.validate()
+
+
+def test_a_replayed_journal_and_a_snapshot_give_the_same_due_tasks() -> None:
+    b = bench(filter_limit=4)
+    assert ask(b) is None
+    b.complete(b.granted(most=1), reward=1.0)
+    b.step(1) if b.machine.run.window.finished else None
+    again = snapshot.load(b.plan, snapshot.dump(b.machine.run))
+    assert again.records.due == b.machine.run.records.due
+    assert again.records.held_bytes == b.machine.run.records.held_bytes > 0
+    other = Bench(b.plan, b.config)
+    for event in b.journal[1:]:
+        other.machine.replay(event)
+    assert snapshot.dump(other.machine.run) == snapshot.dump(b.machine.run)
+
+
+@pytest.mark.parametrize("step", [1])
+def test_a_run_without_a_recorder_keeps_nothing(step: int) -> None:
+    b = Bench(plan(filter_limit=4), Configure(5, 3, 2, False)).start()
+    b.complete(b.granted(most=1), reward=1.0)
+    assert b.acknowledge() == {("train/0/0", 1)}
+    assert due(b) == []
+    assert b.machine.run.tasks.counts[TaskState.DROPPED] == 0
+
+
+def test_the_step_of_a_late_commit_is_recorded_once() -> None:
+    b = bench()
+    b.step(1)
+    before = due(b)
+    b.ask(CommitStep(driver=1, step=1, metrics={}))
+    assert due(b) == before
+    assert b.ask(NextBatch(driver=1, step=1)).step == 1

@@ -1,0 +1,32 @@
+"""What a process reports about the resources that it uses."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from shared.actor.resources import ResourceMeter
+
+
+def burn(seconds: float) -> None:
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
+
+
+def test_the_cpu_share_is_that_since_the_previous_reading() -> None:
+    meter = ResourceMeter()
+    begun = time.monotonic()
+    burn(0.3)
+    busy = meter.read()
+    share = 0.3 / (time.monotonic() - begun)
+    assert 0.8 * share <= float(busy["cpu_share"]) <= 1.5
+    time.sleep(0.3)  # This is the idle time that is measured.
+    assert float(meter.read()["cpu_share"]) < float(busy["cpu_share"]) / 2
+
+
+def test_the_memory_is_that_of_the_process_and_a_gpu_is_named_only_if_it_is_used() -> None:
+    values = ResourceMeter().read()
+    assert abs(float(values["rss_bytes"]) - psutil.Process().memory_info().rss) < 64 << 20
+    assert "gpu_bytes" not in values

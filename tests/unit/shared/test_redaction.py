@@ -1,0 +1,38 @@
+"""Trackers receive the configuration of a run without its secrets."""
+
+from __future__ import annotations
+
+from shared.redaction import HIDDEN, flat, without_secrets
+
+
+def test_text_below_keys_that_sound_secret_is_hidden() -> None:
+    found = without_secrets(
+        {
+            "reward": {"params": {"api_key": "sk-1", "judge-token": "t", "nested": {"PASSWORD": "p"}, "model": "m"}},
+            "monitor": {"web": {"token": "abc"}},
+            "credentials": {"user": "u", "list": ["x"]},
+        }
+    )
+    assert found == {
+        "reward": {"params": {"api_key": HIDDEN, "judge-token": HIDDEN, "nested": {"PASSWORD": HIDDEN}, "model": "m"}},
+        "monitor": {"web": {"token": HIDDEN}},
+        "credentials": {"user": HIDDEN, "list": [HIDDEN]},
+    }
+
+
+def test_credentials_in_urls_are_hidden() -> None:
+    urls = ["https://user:pw@host/x", "http://host:1/?write_token=abc&b=1", "http://host/plain"]
+    assert without_secrets({"urls": urls})["urls"] == [
+        f"https://{HIDDEN}@host/x",
+        f"http://host:1/?write_token={HIDDEN}&b=1",
+        "http://host/plain",
+    ]
+
+
+def test_numbers_and_similar_words_stay() -> None:
+    kept = {"sampling": {"max_new_tokens": 8}, "algorithm": {"loss": {"aggregation": "token_mean"}}, "keys": 1}
+    assert without_secrets(kept) == kept
+
+
+def test_flat_configuration_has_dotted_paths() -> None:
+    assert flat({"a": {"b": [1, 2], "c": None}, "d": [{"e": "x"}]}) == {"a.b": "[1, 2]", "d.0.e": "x"}

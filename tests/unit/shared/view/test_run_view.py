@@ -1,0 +1,245 @@
+"""The model of a live run: rows of the stream in, the picture out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+import pytest
+
+from proto.messages import History, TopicRow
+from shared.view import RunView
+from shared.view.curves import MAX_POINTS, PANELS, Curves
+from shared.view.notices import LogLine
+from shared.view.services import RESTARTED_S, SILENT_S, Health
+from shared.view.timeline import MAX_SPANS, covered_s
+from shared.warnings import WarningRecord
+
+NOW = 1_000_000.0
+
+
+def row(topic: str, values: Mapping[str, float | str], *, name: str = "scheduler/0", at: float = NOW) -> TopicRow:
+    service, _, instance = name.rpartition("/")
+    return TopicRow(service=service, instance=int(instance), topic=topic, at=at, values=dict(values))
+
+
+def metrics(step: int, reward: float = 0.0, seconds: float = 2.0) -> dict[str, float | None]:
+    return {"step": step, "reward/mean": reward, "time/step": seconds}
+
+
+def history(steps: list[float]) -> History:
+    columns = {"reward/mean": np.asarray(steps), "time/step": np.asarray(steps)}
+    return History(newest={"step": steps[-1]}, steps=columns, values=columns, spans=[])
+
+
+def test_progress_has_the_steps_and_the_time_that_is_left() -> None:
+    view = RunView()
+    view.apply(row("cluster/status", {"reachable": 1.0, "run": "r", "step": 4, "steps": 10, "version": 3}))
+    for step in range(1, 5):
+        view.add_metrics(metrics(step, seconds=step))
+    seen = view.progress()
+    assert (seen.run, seen.step, seen.steps, seen.version, seen.lineage) == ("r", 4, 10, 3, None)
+    assert seen.step_s == 2.5
+    assert seen.eta_s == 15.0
+
+
+def test_progress_of_a_scheduler_that_fell_silent_keeps_the_steps() -> None:
+    view = RunView()
+    view.apply(row("cluster/status", {"reachable": 1.0, "step": 4, "steps": 10}))
+    view.apply(row("cluster/status", {"reachable": 0.0}))
+    assert not view.progress().reachable
+    assert view.progress().step == 4
+
+
+def test_curves_replace_what_the_run_takes_back() -> None:
+    curves = Curves()
+    for step in range(1, 6):
+        curves.add(metrics(step, reward=step))
+    curves.add(metrics(3, reward=30.0))
+    assert curves.points("reward/mean") == [(1, 1), (2, 2), (3, 30)]
+    assert curves.taken_back == 1
+    assert curves.last["step"] == 3
+
+
+def test_curves_take_the_same_row_twice_as_one() -> None:
+    curves = Curves()
+    curves.add(metrics(1))
+    curves.add(metrics(1))
+    assert curves.points("reward/mean") == [(1, 0.0)]
+    assert curves.taken_back == 0
+
+
+def test_curves_leave_out_values_that_are_not_finite() -> None:
+    curves = Curves()
+    curves.add({"step": 1, "a": float("nan"), "b": None, "c": 1.0})
+    assert curves.names == ["c"]
+    assert curves.points("a") == []
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
+    curves = Curves()
+    count = 5 * MAX_POINTS
+    for step in range(1, count + 1):
+        curves.add(metrics(step, reward=step))
+    points = curves.points("reward/mean")
+    assert len(points) <= MAX_POINTS
+    assert points[0] == (1, 1)
+    assert points[-MAX_POINTS // 4 :] == [(s, s) for s in range(count - MAX_POINTS // 4 + 1, count + 1)]
+    assert points == sorted(points)
+
+
+def test_panels_select_the_names_that_exist() -> None:
+    reward = next(panel for panel in PANELS if panel.title == "reward")
+    known = ["eval/held/accuracy", "eval/held/rows_scored", "loss/kl", "reward/mean"]
+    assert reward.matching(known) == ["reward/mean", "eval/held/accuracy"]
+
+
+def test_metrics_of_the_stream_are_used_only_by_those_who_ask_for_them() -> None:
+    file_reader, far_away = RunView(), RunView(metrics_from_stream=True)
+    for view in (file_reader, far_away):
+        view.load_metrics([metrics(1)])
+        view.apply(row("step", {"step": 2, "reward/mean": 0.5}))
+    assert file_reader.curves(["reward/mean"]) == {"reward/mean": [(1, 0.0)]}
+    assert far_away.curves(["reward/mean"]) == {"reward/mean": [(1, 0.0), (2, 0.5)]}
+    assert not far_away.history_is_old
+
+
+def test_a_hole_or_a_rewind_in_the_stream_asks_for_the_history() -> None:
+    view = RunView(metrics_from_stream=True)
+    view.load_metrics([metrics(1)])
+    view.apply(row("step", {"step": 3, "reward/mean": 0.5}))
+    assert view.history_is_old
+    view.load_history(history([1, 2, 3]))
+    assert not view.history_is_old
+    assert view.curves(["reward/mean"])["reward/mean"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    view.apply(row("scheduler/rewound", {"step": 1, "committed": 3}))
+    assert view.history_is_old
+    assert [(each.step, each.committed) for each in view.rewinds()] == [(1, 3)]
+    view.load_history(history([1]))
+    view.apply(row("step", {"step": 2, "reward/mean": 0.5}))
+    assert view.curves(["reward/mean"])["reward/mean"] == [(1, 1.0), (2, 0.5)]
+    assert not view.history_is_old
+
+
+def test_the_history_brings_the_time_line_to_those_who_read_the_file_too() -> None:
+    view = RunView()
+    view.add_metrics(metrics(1))
+    span = row("span", {"what": "generate", "seconds": 1.0}, name="rollout/0")
+    view.load_history(msgspec.structs.replace(history([1, 2]), spans=[span]))
+    assert view.curves(["reward/mean"])["reward/mean"] == [(1, 0.0)]
+    assert [lane.name for lane in view.timeline(NOW, 10)] == ["rollout/0"]
+
+
+def test_a_process_is_what_the_supervisor_and_itself_say_about_it() -> None:
+    view = RunView()
+    name = "rollout/1"
+    view.apply(row("service", {"state": "READY", "cause": ""}, name=name, at=NOW - 60))
+    own = {"host": "h", "pid": 7, "incarnation": "ab", "rss_bytes": 5e6, "cpu_share": 0.5, "progress_age_s": 1.0}
+    view.apply(row("process", own, name=name, at=NOW - 1))
+    view.apply(row("cluster/process", {"state": "READY", "restarts": 2, "cause": "killed", "pid": 7}, name=name))
+    [seen] = view.services(NOW)
+    assert (seen.name, seen.state, seen.health, seen.host, seen.restarts) == (name, "READY", Health.WELL, "h", 2)
+    assert (seen.rss_bytes, seen.cpu_share, seen.gpu_bytes) == (5e6, 0.5, None)
+    assert seen.progress_age_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("state", "health"),
+    [("BACKOFF", Health.WRONG), ("FAILED", Health.WRONG), ("STARTING", Health.CHANGING), ("DRAINED", Health.ENDED)],
+)
+def test_the_supervisors_word_on_a_process_counts_more_than_its_own(state: str, health: Health) -> None:
+    view = RunView()
+    view.apply(row("service", {"state": "READY", "cause": ""}, name="rollout/0"))
+    view.apply(row("cluster/process", {"state": state, "restarts": 1, "cause": "", "pid": 0}, name="rollout/0"))
+    assert view.services(NOW)[0].health == health
+
+
+def test_a_process_that_falls_silent_is_wrong() -> None:
+    view = RunView()
+    view.apply(row("process", {"pid": 3, "progress_age_s": -1}, name="rollout/0"))
+    view.apply(row("cluster/process", {"state": "READY", "restarts": 0, "cause": "", "pid": 3}, name="rollout/0"))
+    assert view.services(NOW + SILENT_S)[0].health == Health.WELL
+    later = view.services(NOW + SILENT_S + 1)[0]
+    assert later.health == Health.WRONG
+    assert later.progress_age_s is None
+
+
+def test_a_restart_that_nobody_saw_shows_for_a_while() -> None:
+    view = RunView()
+    for restarts in (3, 4):
+        values = {"state": "READY", "restarts": restarts, "cause": "killed", "pid": restarts}
+        view.apply(row("cluster/process", values, name="rollout/0"))
+        assert view.services(NOW)[0].health == (Health.WELL if restarts == 3 else Health.CHANGING)
+    assert view.services(NOW + RESTARTED_S)[0].health == Health.WELL
+
+
+def test_the_pipeline_counts_tasks_leases_staleness_and_stores() -> None:
+    view = RunView()
+    view.apply(row("cluster/status", {"tasks/PENDING": 9, "store/bytes": 1.0}))
+    assert view.pipeline().tasks == {"PENDING": 9}
+    view.apply(row("scheduler/tasks", {"READY": 2, "LEASED": 8, "dropped": 1}))
+    view.apply(row("scheduler/leases", {"live": 3, "waiting": 1, "stage/rollout": 2, "stage/reference": 1}))
+    view.apply(row("staleness", {"step": 5, "0": 10, "1": 6, "10": 1}, name="policy-trainer/0"))
+    view.apply(row("store", {"bytes": 10, "limit_bytes": 100, "shards": 4, "busy": 7}, name="batch-store/0"))
+    view.apply(row("cluster/losses", {"dropped/stale": 4, "lost/timeout": 2, "rollout/0/rewards": "all fail"}))
+    seen = view.pipeline()
+    assert list(seen.tasks.items()) == [("LEASED", 8), ("READY", 2)]
+    assert (seen.leases, seen.waiting, seen.leases_by_stage) == (3, 1, {"reference": 1, "rollout": 2})
+    assert (seen.staleness_step, seen.staleness) == (5, {0: 10, 1: 6, 10: 1})
+    assert (seen.busy, seen.stores[0].limit_bytes) == (7, 100)
+    assert (seen.dropped, seen.lost) == ({"stale": 4}, {"timeout": 2})
+    assert [(each.service, each.kind, each.text) for each in view.troubles()] == [("rollout/0", "rewards", "all fail")]
+
+
+def test_the_time_line_tells_work_from_waits() -> None:
+    view = RunView()
+    view.apply(row("span", {"what": "generate", "seconds": 4.0}, name="rollout/0", at=NOW - 1))
+    view.apply(row("span", {"what": "lease", "seconds": 3.0, "of": "scheduler"}, name="rollout/0", at=NOW))
+    view.apply(row("span", {"what": "score", "seconds": 2.0}, name="reference/0", at=NOW - 20))
+    [lane] = view.timeline(NOW, 10.0)
+    assert (lane.name, lane.working_s, lane.waiting_s) == ("rollout/0", 4.0, 1.0)
+    assert [(each.what, each.waits) for each in lane.spans] == [("generate", False), ("lease", True)]
+    assert lane.spans[0].begin == NOW - 5
+
+
+def test_the_time_line_cuts_spans_at_its_window_and_is_bounded() -> None:
+    view = RunView()
+    for number in range(3 * MAX_SPANS):
+        view.apply(row("span", {"what": "generate", "seconds": 1.0}, name="rollout/0", at=NOW + number))
+    [lane] = view.timeline(NOW + 3 * MAX_SPANS, 1e9)
+    assert len(lane.spans) == MAX_SPANS
+    [lane] = view.timeline(NOW + 3 * MAX_SPANS - 1.5, 1.0)
+    assert lane.working_s == 1.0
+    assert covered_s([(0, 2), (1, 3), (5, 6)]) == 4
+
+
+def test_a_warning_is_kept_once_whichever_way_it_comes() -> None:
+    view = RunView()
+    values: dict[str, float | str] = {"at": NOW, "step": 3.0, "kind": "kl", "text": "KL rises", "remedy": "lower lr"}
+    view.add_warning(WarningRecord(at=NOW, step=3, kind="kl", text="KL rises", remedy="lower lr"))
+    view.apply(row("warning/kl", values, name="monitor/0"))
+    view.apply(row("warning/kl", {"step": "x"}, name="monitor/0"))
+    assert [(each.kind, each.step, each.text, each.remedy) for each in view.warnings()] == [
+        ("kl", 3, "KL rises", "lower lr")
+    ]
+
+
+def test_warnings_about_two_services_are_two() -> None:
+    view = RunView()
+    for about in ("rollout/0", "rollout/1", "rollout/0"):
+        view.add_warning(WarningRecord(at=NOW, step=3, kind="memory-trend", text="t", remedy="r", about=about))
+    assert [each.about for each in view.warnings()] == ["rollout/0", "rollout/1"]
+
+
+def test_log_lines_are_filtered_by_level_and_text() -> None:
+    view = RunView()
+    view.add_log(
+        [
+            LogLine("2026-01-01T00:00:02", "warning", "rollout/0", "samples failed"),
+            LogLine("2026-01-01T00:00:01", "info", "scheduler/0", "state READY"),
+        ]
+    )
+    assert [line.service for line in view.log()] == ["scheduler/0", "rollout/0"]
+    assert [line.text for line in view.log(level="warning")] == ["samples failed"]
+    assert [line.text for line in view.log(containing="SCHED")] == ["state READY"]
