@@ -25,9 +25,9 @@ WEB = [
     ),
     Mutation(
         "any token opens the page",
-        GUARD,
-        'if kind.lower() != "bearer" or not self._token.matches(given):',
-        'if kind.lower() != "bearer":',
+        "shared/bearer.py",
+        'return kind.lower() == "bearer" and self.matches(given)',
+        'return kind.lower() == "bearer"',
         f"{GUARDED}::test_data_needs_the_token_if_there_is_one",
     ),
     Mutation(

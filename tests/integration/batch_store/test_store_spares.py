@@ -60,6 +60,14 @@ async def stats(peer: Peer) -> StoreStats:
     return await peer.store.call(GetStoreStats(), StoreStats, deadline_s=CALL_S)
 
 
+async def unmapped(peer: Peer) -> StoreStats:
+    """Wait until no collected file is mapped. A thread that fetched lets go of its arrays a moment after its caller."""
+    async with asyncio.timeout(CALL_S):
+        while (found := await stats(peer)).zombie_bytes:
+            await asyncio.sleep(0.01)
+    return found
+
+
 def inode(store: StoreProcess) -> int:
     """Return the inode of the only sealed file."""
     (path,) = (store.run.shm / "batch-store-0").glob("*.blk")
@@ -89,6 +97,7 @@ def test_pages_are_reused_and_mapped_data_does_not_change(store: StoreProcess, n
             # From here on two files are enough; the last puts and fetches use kept mappings.
             for step in range(2, 6):
                 await clear(peer, f"{name}/{step - 1}")
+                await unmapped(peer)
                 values = np.full(ELEMENTS + step % 3, step, np.float32)
                 await put(peer, f"{name}/{step}", values)
                 assert inode(store) in (first, second)
@@ -105,7 +114,7 @@ def test_pages_are_reused_and_mapped_data_does_not_change(store: StoreProcess, n
             assert now.lent == 4
 
             await clear(peer, f"{name}/5")
-            now = await stats(peer)
+            now = await unmapped(peer)
             assert now.bytes == now.spare_bytes > SPARE_BYTES
             large = np.arange(MEMORY // 4 - ELEMENTS, dtype=np.float32)
             await put(peer, "train/9/0", large)  # The put fits beside at most one spare.
