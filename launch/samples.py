@@ -14,7 +14,7 @@ from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 from shared.samples.plain import SHOWN_CHARACTERS, plain, shortened
 from shared.samples.reader import read, splits, steps
-from shared.samples.record import Record
+from shared.samples.record import Record, group_scores
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -138,7 +138,8 @@ def _facts(record: Record) -> str:
     if record.sample < 0:
         return "no samples"
     parts = [f"reward {record.reward:g}"]
-    parts += [f"{plain(name)} {value:g}" for name, value in {**record.rewards, **record.metrics}.items()]
+    numbers = {**record.rewards, **record.metrics, **group_scores(record)}
+    parts += [f"{plain(name)} {value:g}" for name, value in numbers.items()]
     parts += [f"advantage {record.advantage:+.3g}"] if record.advantage is not None else []
     parts += [f"{record.length} tokens", plain(record.finish_reason)]
     parts += [f"version {', '.join(map(str, record.versions))}"] if record.versions else []

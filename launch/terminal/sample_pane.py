@@ -7,7 +7,7 @@ from rich.text import Text
 from launch.samples import Color, Order, completion
 from launch.terminal.plot import number
 from launch.terminal.visible import visible, visible_text
-from shared.samples.record import Record
+from shared.samples.record import Record, group_scores
 
 MAX_SHOWN_CHARS = 20_000
 """Maximum number of characters of a prompt or a completion that are shown."""
@@ -53,7 +53,8 @@ def page(record: Record, color: Color) -> Text:
     text.append(
         f"  sample {record.sample}  step {record.step}  lineage {record.lineage}  {record.state} {record.reason}\n"
     )
-    parts = [f"{name} {number(value)}" for name, value in {**record.rewards, **record.metrics}.items()]
+    numbers = {**record.rewards, **record.metrics, **group_scores(record)}
+    parts = [f"{name} {number(value)}" for name, value in numbers.items()]
     advantage = "" if record.advantage is None else f"  advantage {record.advantage:+.4f}"
     text.append(f"reward {number(record.reward)}{advantage}  {'  '.join(parts)}\n")
     text.append(

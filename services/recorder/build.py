@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -42,12 +43,21 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Re
     """
     text = unpack(shards[TEXT]) if TEXT in shards else TaskText("", [])
     ends = np.cumsum(shards["lengths"])
-    return [_record(ended, shards, text, number, ends, at) for number in range(ended.samples)]
+    rewards = [float(_bounded(each.reward)) for each in text.samples]
+    group = msgspec.structs.replace(
+        bare(ended, at),
+        samples=ended.samples,
+        prompt=text.prompt,
+        answer=text.answer,
+        group_mean=round(fmean(rewards), 6) if rewards else None,
+        group_best=max(rewards, default=None),
+        cut=text.cut,
+    )
+    return [_record(group, shards, text, number, ends) for number in range(ended.samples)]
 
 
-def _record(
-    ended: EndedTask, shards: Mapping[str, Array], text: TaskText, number: int, ends: Array, at: float
-) -> Record:
+def _record(group: Record, shards: Mapping[str, Array], text: TaskText, number: int, ends: Array) -> Record:
+    """Return the record of one sample, with what `group` says of all samples of the task."""
     tokens = _places(shards, number, ends)
     mask = shards["loss_mask"][tokens]
     said = text.samples[number] if number < len(text.samples) else SampleText("", "", 0.0)
@@ -55,13 +65,10 @@ def _record(
     versions = np.unique(shards["versions"][tokens][mask == 1])
     advantages = shards.get(ADVANTAGES)
     return msgspec.structs.replace(
-        bare(ended, at),
+        group,
         sample=number,
-        samples=ended.samples,
-        prompt=text.prompt,
         completion=said.completion,
         messages=said.messages,
-        answer=text.answer,
         pieces=said.pieces if len(said.pieces) == len(tokens) else [],
         token_ids=shards["token_ids"][tokens].tolist(),
         logprobs=_rounded(shards["rollout_logprobs"][tokens]),
@@ -76,7 +83,6 @@ def _record(
         versions=versions.tolist(),
         turns=said.turns,
         tool_calls=said.tool_calls,
-        cut=text.cut,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shared.samples import reader
-from shared.samples.record import Record
+from shared.samples.record import Record, group_scores
 
 MAX_RECORDS = 500
 """Maximum number of samples of a step that are listed."""
@@ -87,6 +87,7 @@ def _facts(record: Record) -> dict[str, Any]:
         "reason": record.reason,
         "reward": record.reward,
         "rewards": record.rewards,
+        "group": group_scores(record),
         "advantage": record.advantage,
         "length": record.length,
         "finish_reason": record.finish_reason,

@@ -58,6 +58,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     sampled: list[int] | None = None  # 1 where the policy sampled the token; None: it sampled all of them
     reward: float = 0.0
     rewards: dict[str, float] = {}  # by name of the reward function or part
+    group_mean: float | None = None  # mean of the rewards of the task's samples
+    group_best: float | None = None  # highest of them
     metrics: dict[str, float] = {}  # numbers of the workflow
     advantage: float | None = None  # None unless trained
     length: int = 0  # number of sampled tokens
@@ -67,6 +69,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: int = 0
     cut: int = 0  # number of characters of text that were left out because they exceeded the limits
     at: float = 0.0  # unix seconds at which the record was written
+
+
+def group_scores(record: Record) -> dict[str, float]:
+    """Return the mean and the highest reward of the sample's group by name: of an evaluation, its avg@k and pass@k."""
+    if record.group_mean is None or record.group_best is None or record.samples < 2:
+        return {}
+    if record.split == TRAIN:
+        return {"group mean": record.group_mean, "group best": record.group_best}
+    return {f"avg@{record.samples}": record.group_mean, f"pass@{record.samples}": record.group_best}
 
 
 def file_of(split: str, step: int) -> str:

@@ -60,6 +60,7 @@ function draw() {
   const facts = [
     ["task", open.task], ["sample", number(open.sample)], ["step", number(open.step)], ["state", open.reason || open.state],
     ["reward", number(open.reward)], ...Object.entries(open.rewards).map(([name, value]) => [`reward ${name}`, number(value)]),
+    ...Object.entries(open.group).map(([name, value]) => [name, number(value)]),
     ["advantage", number(open.advantage)], ["tokens", number(open.length)], ["end", open.finish_reason],
     ["versions", open.versions.join(", ")], ["turns", number(open.turns)], ["tool calls", number(open.tool_calls)],
   ];

@@ -12,7 +12,7 @@ from services.recorder.build import bare, records
 from services.recorder.files import SampleFiles
 from shared.samples.limits import text_limit_bytes
 from shared.samples.reader import read
-from shared.samples.record import SampleState, split_of
+from shared.samples.record import SampleState, group_scores, split_of
 from shared.samples.text import SampleText, TaskText, pack, unpack
 
 
@@ -48,6 +48,15 @@ def test_a_record_holds_the_tokens_from_the_first_sampled_one_of_each_sequence()
     assert (two.token_ids, two.sampled) == ([7, 8, 7, 6], [1, 0, 1, 1])
     assert (two.versions, two.length, two.turns, two.tool_calls) == ([3, 4], 3, 2, 1)
     assert one.advantage is one.train_logprobs is None
+
+
+def test_every_record_of_an_evaluated_task_has_its_avg_at_k_and_pass_at_k() -> None:
+    ended = EndedTask("held/3/0", 1, "scored", 3, 0, 2, "batch-store/0")
+    for each in records(ended, shards(), 9.0):
+        assert (each.group_mean, each.group_best) == (0.75, 1.0)
+        assert group_scores(each) == {"avg@2": 0.75, "pass@2": 1.0}
+    assert group_scores(records(ENDED, shards(), 9.0)[0]) == {"group mean": 0.75, "group best": 1.0}
+    assert group_scores(bare(ended, 9.0)) == {}
 
 
 def test_advantages_and_the_trainers_log_probs_belong_to_their_samples() -> None:
