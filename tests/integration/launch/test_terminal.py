@@ -23,7 +23,7 @@ from launch.terminal.feed import Feed
 from launch.terminal.widgets import Confirm
 from shared.rundir import RunDir
 from shared.samples.record import FOLDER, Record, file_of
-from shared.view.services import Health
+from shared.view.services import Health, ServiceView
 from tests.integration.monitor.played_run import PlayedRun, metrics_row, monitored
 from tests.integration.tiny.harness import ROOT, TINY, environment, launched, wait_for
 
@@ -193,16 +193,19 @@ def test_samples_are_ordered_and_their_text_cannot_steer_the_terminal(tmp_path: 
         asyncio.run(scenario(run))
 
 
-def test_a_restart_needs_a_yes_and_a_killed_process_turns_red_and_back(tmp_path: Path) -> None:
+def test_a_restart_and_a_drain_need_a_yes_and_a_killed_process_turns_red_and_back(tmp_path: Path) -> None:
     async def scenario(run: RunDir) -> None:
         app = MonitorApp(Feed(run))
 
+        def services() -> list[ServiceView]:
+            return app.feed.view.services(time.time())
+
         def rollout() -> tuple[Health | None, int]:
-            found = [each for each in app.feed.view.services(time.time()) if each.name == "rollout/0"]
+            found = [each for each in services() if each.name == "rollout/0"]
             return (found[0].health, found[0].restarts or 0) if found else (None, 0)
 
         def pid() -> int:
-            [found] = [each.pid for each in app.feed.view.services(time.time()) if each.name == "rollout/0"]
+            [found] = [each.pid for each in services() if each.name == "rollout/0"]
             return found or 0
 
         async with app.run_test(size=(120, 30), notifications=True) as pilot:
@@ -229,8 +232,13 @@ def test_a_restart_needs_a_yes_and_a_killed_process_turns_red_and_back(tmp_path:
             table.move_cursor(row=table.get_row_index("scheduler/0"))
             await pilot.press("d")
             await shows(app, "scheduler/0 leases no tasks")
+            table.move_cursor(row=table.get_row_index("rollout/1"))
+            await pilot.press("d")
+            await shows(app, "drain rollout/1?")
+            await pilot.press("y")
+            await until(lambda: [each.state for each in services() if each.name == "rollout/1"] == ["DRAINED"])
 
-    with launched(tmp_path / "run", tiny=TINY) as here:
+    with launched(tmp_path / "run", "--set", "services.rollout.instances=2", tiny=TINY) as here:
         here.wait_ready()
         asyncio.run(scenario(here.run))
 
