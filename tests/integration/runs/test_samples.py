@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -105,3 +108,31 @@ def test_recording_samples_changes_no_bit_and_a_killed_run_records_each_sample_o
     scores = read(paths[1], split="eval/heldout")
     assert len(scores) == len(steps(paths[1], "eval/heldout")) * 32
     assert once(scores)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_samples_of_steps_that_a_resume_takes_back_leave_with_their_metrics(tmp_path: Path) -> None:
+    small = (*SMALL, "run.steps=6", "checkpoint.every=2", "checkpoint.memory_every=null")
+    with cluster(QUICKSTART, tmp_path, *small, limit_s=280) as run:
+        run.wait_for("samples of step 3", lambda: 3 in steps(run.path))
+        run.process.send_signal(signal.SIGKILL)
+        run.process.wait()
+    before = {step: read(run.path, step=step) for step in steps(run.path)}
+    with cluster(QUICKSTART, tmp_path, *small, limit_s=280, resume=True) as run:
+        back = run.wait_for("the step to which it returns", lambda: re.search(r"back to step (\d+)", run.output()))
+        assert run.end() == 0, run.output()
+    saved = int(back[1])
+    assert steps(run.path) == [1, 2, 3, 4, 5, 6]
+    for step in range(1, 7):
+        records = read(run.path, step=step)
+        assert len(records) == TASKS * GROUP
+        assert once(records)
+        assert {each.lineage > 0 for each in records} == {step > saved}
+    discarded = sorted(int(path.stem) for path in (run.path / "samples" / "discarded" / "0" / "train").iterdir())
+    assert discarded == [step for step in before if step > saved] != []
+    for step in discarded:
+        lines = (run.path / "samples" / "discarded" / "0" / "train" / f"{step}.jsonl").read_bytes().splitlines()
+        assert [msgspec.json.decode(line, type=Record) for line in lines] == before[step]
+    rows = [json.loads(line) for line in (run.path / "metrics.discarded.jsonl").read_text().splitlines()]
+    assert set(discarded) <= {row["step"] for row in rows}
