@@ -8,6 +8,9 @@ CODE   := proto shared services launch
 JOBS   ?= 2
 PYTEST  = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# A run has a dozen processes. Where nothing may write bytecode, each compiles every module again, half of its start.
+export PYTHONDONTWRITEBYTECODE :=
+
 SHELL         := /bin/bash
 .SHELLFLAGS   := -euo pipefail -c
 .DEFAULT_GOAL := help

@@ -57,6 +57,9 @@ def ray_cluster(*labels: str) -> Iterator[RayCluster]:
     before = dict(os.environ)
     settings = {f"health_check_{name}": value for name, value in NOTICED.items()} | {"worker_niceness": "0"}
     os.environ.update({f"RAY_{name}": value for name, value in settings.items()})
+    # Ray writes the cluster's address into `ray` of its default folder, and expects both to exist.
+    os.environ["RAY_TMPDIR"] = folder
+    os.mkdir(os.path.join(folder, "ray"))
     try:
         head = {"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False, "temp_dir": folder}
         made = RayCluster(Cluster(initialize_head=True, head_node_args={**head, "labels": {"rlbus-host": "home"}}))
