@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,8 +17,9 @@ import pytest
 from shared.samples.reader import read, splits, steps
 from shared.samples.record import Record, SampleState
 from tests.integration import parity_run as parity
-from tests.integration.tiny.harness import QUICKSTART, ctl
+from tests.integration.tiny.harness import QUICKSTART, ROOT, ctl
 from tests.integration.whole_cluster import cluster
+from tests.telemetry_values import undocumented
 
 STEPS, TASKS, GROUP, ROWS = 3, 8, 4, 16
 SMALL = (
@@ -52,7 +55,14 @@ def mismatch(records: list[Record]) -> float:
 @pytest.mark.timeout(300)
 def test_a_run_records_what_it_trained_and_evaluated(tmp_path: Path) -> None:
     with cluster(QUICKSTART, tmp_path, *SMALL, limit_s=280) as run:
+        run.wait_for("a row", lambda: (run.path / "metrics.jsonl").exists())
+        monitor = [sys.executable, "-m", "launch.monitor", "--run", str(run.path), "--json"]
+        with subprocess.Popen(monitor, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watching:
+            sent, _ = watching.communicate(timeout=280)
         assert run.end() == 0, run.output()
+    told = [json.loads(line) for line in sent.splitlines()]
+    assert {"rollout", "engine", "weights", "store", "samples", "cluster/status"} <= {row["topic"] for row in told}
+    assert undocumented((row["topic"], value) for row in told for value in row["values"]) == set()
     rows = rows_of(run.path)
     assert splits(run.path) == ["train", "eval/heldout"]
     assert steps(run.path) == [1, 2, 3]

@@ -1,0 +1,37 @@
+"""Topics and values that docs/telemetry.md lists, for tests that compare them with what services send."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.metric_names import undocumented as undocumented_metrics
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "telemetry.md"
+STEP_VALUES = {"step", "lineage", "version"}
+METRICS = {"train", "step", "eval", "cluster/metrics"}
+"""Topics whose values are metrics."""
+
+
+def undocumented(sent: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return the pairs of a topic and the name of a value that no row of the table covers."""
+    table = DOCUMENT.read_text().split("## Values")[1]
+    rows = re.findall(r"^\| (`[^|]+) \| (`[^|]+) \|", table, re.MULTILINE)
+    known = [(_patterns(topics), _patterns(values)) for topics, values in rows]
+    pairs = {(topic, value) for topic, value in sent if value not in STEP_VALUES}
+    metrics = {value for topic, value in pairs if topic in METRICS}
+    return {(topic, value) for topic, value in pairs if topic in METRICS and value in undocumented_metrics(metrics)} | {
+        (topic, value)
+        for topic, value in pairs
+        if topic not in METRICS and not any(_has(topics, topic) and _has(values, value) for topics, values in known)
+    }
+
+
+def _patterns(cell: str) -> list[re.Pattern[str]]:
+    names = re.findall("`([^`]+)`", cell)
+    return [re.compile(".+".join(map(re.escape, re.split(r"<\w+>", name)))) for name in names]
+
+
+def _has(patterns: list[re.Pattern[str]], name: str) -> bool:
+    return any(each.fullmatch(name) for each in patterns)
