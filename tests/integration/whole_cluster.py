@@ -20,7 +20,7 @@ import numpy as np
 from proto import blockfile
 from proto.tensors import Array
 from shared.rundir import RunDir
-from tests.integration.tiny.harness import ROOT, ctl
+from tests.integration.tiny.harness import ROOT, status_of
 
 POLL_S = 0.05
 T = TypeVar("T")
@@ -74,9 +74,8 @@ class Cluster:
         return {step: (state, json.loads(ids)) for step, state, ids in found}
 
     def status(self) -> dict[str, Any]:
-        """Return the output of `ctl status --json`, or {} while the run does not answer."""
-        done = ctl(self.path, "status", "--json")
-        return json.loads(done.stdout) if done.returncode == 0 else {}
+        """Return what `ctl status --json` prints, or {} while the run does not answer."""
+        return status_of(self.path)
 
     def pid(self, service: str) -> int | None:
         """Return the pid of instance 0 of a service, or None unless it is READY."""

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from tests.integration.tiny.harness import (
     ROOT,
     SERVICES,
     TINY,
+    Launched,
     assert_nothing_left,
     ctl,
     environment,
@@ -65,6 +67,14 @@ def cluster(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """A run for tests that leave it running."""
+    with launched(tmp_path_factory.mktemp("live") / "run") as here:
+        here.wait_ready()
+        yield here
+
+
 def test_run_is_done_when_the_driver_is_done_and_leaves_nothing(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
@@ -76,10 +86,8 @@ def test_run_is_done_when_the_driver_is_done_and_leaves_nothing(tmp_path: Path) 
     assert_nothing_left(run)
 
 
-def test_first_services_are_ready_before_the_others_start(tmp_path: Path) -> None:
-    with launched(tmp_path / "run") as here:
-        here.wait_ready()
-        names = [line.split()[0] for line in (here.path / "starts").read_text().splitlines()]
+def test_first_services_are_ready_before_the_others_start(live: Launched) -> None:
+    names = [line.split()[0] for line in (live.path / "starts").read_text().splitlines()]
     assert set(names[:2]) == {"scheduler", "batch-store"}
     assert set(names[2:]) == {"policy-trainer", "policy-trainer-worker", "rollout", "reference"}
 
@@ -319,10 +327,8 @@ def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     assert "run.seed" in done.stderr
 
 
-def test_directory_of_a_live_run_is_refused(tmp_path: Path) -> None:
-    with launched(tmp_path / "run") as here:
-        here.wait_ready()
-        done = cluster(str(QUICKSTART), "--run-dir", str(tmp_path / "run"), "--resume")
+def test_directory_of_a_live_run_is_refused(live: Launched) -> None:
+    done = cluster(str(QUICKSTART), "--run-dir", str(live.path), "--resume")
     assert done.returncode == 2
     assert "in use by another launcher" in done.stderr
 
@@ -378,18 +384,19 @@ def test_bad_rows_cause_a_warning_and_a_file_without_good_rows_an_error(tmp_path
 # ------------------------------------------------------------------------------------------------------ ctl
 
 
-def test_status_json_has_the_promised_fields_and_types(tmp_path: Path) -> None:
-    with launched(tmp_path / "run") as here:
-        here.wait_ready()
-        status = wait_for(
-            "heartbeats of all",
-            lambda: (
-                (answer := here.status())
-                and sum(row["heartbeat_age_s"] is not None for row in answer["services"]) == SERVICES - 1
-                and answer
-            ),
-        )
-    assert set(status) == STATUS_KEYS
+def test_status_json_has_the_promised_fields_and_types(live: Launched) -> None:
+    before = wait_for(
+        "heartbeats of all",
+        lambda: (
+            (answer := live.status())
+            and sum(row["heartbeat_age_s"] is not None for row in answer["services"]) == SERVICES - 1
+            and answer
+        ),
+    )
+    done = ctl(live.path, "status", "--json")
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    assert set(status) == set(before) == STATUS_KEYS
     assert len(status["services"]) == SERVICES
     for row in status["services"]:
         assert set(row) == SERVICE_KEYS
@@ -400,27 +407,17 @@ def test_status_json_has_the_promised_fields_and_types(tmp_path: Path) -> None:
     assert status["tasks"] == {"PENDING": 3}
 
 
-def test_status_works_without_the_scheduler(tmp_path: Path) -> None:
-    with launched(tmp_path / "run") as here:
-        rows = here.wait_ready()
-        os.kill(rows["scheduler/0"]["pid"], signal.SIGSTOP)
-        done = ctl(here.path, "status", "--json")
-        assert done.returncode == 0
-        answer = json.loads(done.stdout)
-        assert len(answer["services"]) == SERVICES
-        assert answer["steps"] == 200
-        os.kill(rows["scheduler/0"]["pid"], signal.SIGCONT)
-
-
-def test_restart_stops_and_starts_one_service(tmp_path: Path) -> None:
-    with launched(tmp_path / "run") as here:
-        before = here.wait_ready()
-        done = ctl(here.path, "restart", "rollout/0")
-        assert done.returncode == 0, done.stderr
-        wait_for("a new rollout", lambda: here.wait_ready()["rollout/0"]["pid"] != before["rollout/0"]["pid"])
-        after = here.wait_ready()
-    assert {name for name in before if after[name]["pid"] != before[name]["pid"]} == {"rollout/0"}
-    assert after["rollout/0"]["restarts"] == 1
+def test_status_works_without_the_scheduler(live: Launched) -> None:
+    scheduler = live.wait_ready()["scheduler/0"]["pid"]
+    os.kill(scheduler, signal.SIGSTOP)
+    try:
+        done = ctl(live.path, "status", "--json")
+    finally:
+        os.kill(scheduler, signal.SIGCONT)
+    assert done.returncode == 0
+    answer = json.loads(done.stdout)
+    assert len(answer["services"]) == SERVICES
+    assert answer["steps"] == 200
 
 
 def test_stop_ends_the_run(tmp_path: Path) -> None:
@@ -445,10 +442,8 @@ def test_stop_ends_the_run(tmp_path: Path) -> None:
         (["logs", "schedular"], "did you mean 'scheduler'"),
     ],
 )
-def test_unknown_service_gives_one_line_and_exit_status_2(tmp_path: Path, arguments: list[str], said: str) -> None:
-    with launched(tmp_path / "run") as here:
-        wait_for("the topology", lambda: (here.path / "topology.yaml").exists() and (here.path / "run.json").exists())
-        done = ctl(here.path, *arguments)
+def test_unknown_service_gives_one_line_and_exit_status_2(live: Launched, arguments: list[str], said: str) -> None:
+    done = ctl(live.path, *arguments)
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -460,30 +455,44 @@ def test_a_missing_run_gives_one_line_and_exit_status_2(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_logs_are_readable_and_bounded(tmp_path: Path) -> None:
-    with launched(tmp_path / "run") as here:
-        here.wait_ready()
-        done = ctl(here.path, "logs", "rollout", "-n", "1")
-        raw = ctl(here.path, "logs", "supervisor", "--json")
+def test_logs_are_readable_and_bounded(live: Launched) -> None:
+    done = ctl(live.path, "logs", "rollout", "-n", "1")
+    raw = ctl(live.path, "logs", "supervisor", "--json")
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) == 1
     assert "rollout/0" in done.stdout
     assert all(json.loads(line)["service"] == "supervisor" for line in raw.stdout.splitlines())
 
 
+def test_restart_stops_and_starts_one_service(live: Launched) -> None:
+    before = live.wait_ready()
+    done = ctl(live.path, "restart", "rollout/0")
+    assert done.returncode == 0, done.stderr
+    wait_for("a new rollout", lambda: live.wait_ready()["rollout/0"]["pid"] != before["rollout/0"]["pid"])
+    after = live.wait_ready()
+    assert {name for name in before if after[name]["pid"] != before[name]["pid"]} == {"rollout/0"}
+    assert after["rollout/0"]["restarts"] == 1
+
+
 # ------------------------------------------------------------------- the real scheduler and batch store
 
 
-@pytest.mark.parametrize("service", ["scheduler", "batch-store", "monitor", "recorder"])
-def test_a_killed_real_light_service_is_restarted(tmp_path: Path, service: str) -> None:
+def test_killed_real_light_services_and_a_driver_that_exits_early_are_restarted(tmp_path: Path) -> None:
+    """The real scheduler knows that no step was committed, so the driver is not done."""
     with launched(tmp_path / "run", tiny=TINY) as here:
-        before = here.wait_ready()
+        here.wait_ready()
         run = here.run
-        os.kill(before[f"{service}/0"]["pid"], signal.SIGKILL)
-        wait_for(
-            "a new life",
-            lambda: here.wait_ready()[f"{service}/0"]["incarnation"] != before[f"{service}/0"]["incarnation"],
-        )
+        for service in ("scheduler", "batch-store", "monitor", "recorder"):
+            before = here.wait_ready()[f"{service}/0"]
+            os.kill(before["pid"], signal.SIGKILL)
+            wait_for(
+                f"a new life of {service}",
+                lambda service=service, before=before: (
+                    here.wait_ready()[f"{service}/0"]["incarnation"] != before["incarnation"]
+                ),
+            )
+        os.kill(here.wait_ready()["policy-trainer/0"]["pid"], signal.SIGTERM)
+        wait_for("a new driver", lambda: here.wait_ready()["policy-trainer/0"]["restarts"] == 1)
         here.process.send_signal(signal.SIGINT)
         status, _, errors = here.end()
     assert status == 1, errors
@@ -496,11 +505,3 @@ def test_killed_launcher_of_real_services_leaves_nothing(tmp_path: Path) -> None
         run = here.run
         here.process.kill()
         assert_nothing_left(run)
-
-
-def test_driver_that_exits_before_the_last_step_is_started_again(tmp_path: Path) -> None:
-    """The scheduler is real, because it knows that no step was committed."""
-    with launched(tmp_path / "run", tiny=TINY) as here:
-        before = here.wait_ready()
-        os.kill(before["policy-trainer/0"]["pid"], signal.SIGTERM)
-        wait_for("a new driver", lambda: here.wait_ready()["policy-trainer/0"]["restarts"] == 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from launch.status import collect
+from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,7 +27,7 @@ TINY = "policy-trainer,policy-trainer-worker,rollout,reference"
 ALL_TINY = f"scheduler,batch-store,{TINY}"
 SERVICES = 8
 LIMIT_S = 30.0
-POLL_S = 0.02
+POLL_S = 0.05
 
 
 def wait_for(what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
@@ -55,9 +57,8 @@ class Launched:
         return RunDir.open(self.path)
 
     def status(self) -> dict[str, Any]:
-        """Return the output of `ctl status --json`, or {} while the run does not answer."""
-        done = ctl(self.path, "status", "--json")
-        return json.loads(done.stdout) if done.returncode == 0 else {}
+        """Return what `ctl status --json` prints, or {} while the run does not answer."""
+        return status_of(self.path)
 
     def wait_ready(self, ready: int = SERVICES) -> dict[str, dict[str, Any]]:
         """Return the services by name/instance, once `ready` of them are READY."""
@@ -134,6 +135,17 @@ def hurry(pids: Iterable[int]) -> None:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             for task in os.listdir(f"/proc/{pid}/task"):
                 os.sched_setscheduler(int(task), os.SCHED_OTHER, os.sched_param(0))
+
+
+def status_of(path: Path) -> dict[str, Any]:
+    """Return what `ctl status --json` prints, or {} while the run does not answer.
+
+    Tests poll it: the imports of a process for each question would take longer than most answers.
+    """
+    try:
+        return asyncio.run(collect(RunDir.open(path)))
+    except (RpcError, OSError, ValueError):
+        return {}
 
 
 def ctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
