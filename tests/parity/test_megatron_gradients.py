@@ -29,10 +29,8 @@ LAYOUTS = {
     "pp2": Layout(2, pp=2),
     "cp2": Layout(2, cp=2),
     "dp2xcp2": Layout(4, cp=2),
-    "dp2xtp2": Layout(4, tp=2),
-    "dp2xpp2": Layout(4, pp=2),
-    "tp2xpp2": Layout(4, tp=2, pp=2),
 }
+PRODUCTS = {"dp2xtp2": Layout(4, tp=2), "dp2xpp2": Layout(4, pp=2), "tp2xpp2": Layout(4, tp=2, pp=2)}
 FAMILY = "qwen3-tied"
 ALONE = Layout(1).place(0)
 # With a smaller eps, AdamW's first updates have full size however small a gradient is, including rounding errors.
@@ -86,9 +84,9 @@ def work(place: Place, folder: Path) -> None:
     save_file(out | {"norms": torch.tensor(norms, dtype=torch.float64)}, mine / "trained.safetensors")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.long) for each in PRODUCTS)])
 def test_gradients_updates_and_states_equal_those_of_one_torch_process(name: str, tmp_path: Path) -> None:
-    layout = LAYOUTS[name]
+    layout = (LAYOUTS | PRODUCTS)[name]
     models = {dtype: save(FAMILY, tmp_path / "models", dtype) for dtype in LIMITS}
     trained = alone(FAMILY, models["float32"], ALONE, **TRAINING)
     norms = []

@@ -118,6 +118,7 @@ def test_a_killed_spare_is_replaced_and_no_service_restarts(tmp_path: Path) -> N
         }
 
 
+@pytest.mark.long
 def test_spares_whose_imports_fail_are_reported_once_and_services_restart_without_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def test_no_spare_is_kept_with_spares_false(tmp_path: Path) -> None:
         assert not any("shared.actor.spare" in psutil.Process(pid).cmdline() for pid in processes_of(here.path))
 
 
+@pytest.mark.long
 def test_the_first_spare_starts_some_time_after_all_services_are_ready(tmp_path: Path) -> None:
     with launched(tmp_path / "run", "--set", "run.spares_after_s=3", spares=True) as here:
         rows = here.wait_ready()

@@ -63,6 +63,7 @@ def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Pa
     assert max(row["sync/sent"] for row in run.rows()[1:]) == 1.0
 
 
+@pytest.mark.long
 def test_a_worker_killed_long_after_its_checkpoint_replays_only_the_steps_after_its_snapshot(
     undisturbed: Path, tmp_path: Path
 ) -> None:
