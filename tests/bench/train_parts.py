@@ -9,6 +9,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from shared.topology.algorithm import Optimizer
 from tests.bench.model_flops import peak_flops, training_flops
 
 ROUNDS = 3
+MICRO_BATCH = 16_384
+"""Tokens of a micro-batch."""
 CONVENTIONS: tuple[Literal["whole", "causal"], ...] = ("whole", "causal")
 VOCABULARY, HIDDEN, TOKENS = 150_000, 64, 2048
 
@@ -57,6 +60,16 @@ def speed(batch: Path, model: Path) -> dict[str, Any]:
     return {"tokens_per_s": len(ids) / min(times), "seconds": times}
 
 
+def small_or_qwen3(on_gpu: bool) -> Any:
+    """Return the configuration of a model of the size of Qwen3-0.6B, or of a small one."""
+    from transformers import AutoConfig
+
+    sizes = (1024, 3072, 28, 16, 8, 128, 151_936) if on_gpu else (64, 192, 2, 4, 2, 16, 512)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    given = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
+    return AutoConfig.for_model("qwen3", tie_word_embeddings=True, max_position_embeddings=8192, **given)
+
+
 def utilisation(device: str) -> dict[str, Any]:
     """Return operations per second of forward and backward in bfloat16, and MFU where the device's peak is known.
 
@@ -65,23 +78,20 @@ def utilisation(device: str) -> dict[str, Any]:
     On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to 4,096 tokens; on a CPU, a small trial
     model is used.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     on_gpu = device == "cuda"
-    sizes = (1024, 3072, 28, 16, 8, 128, 151_936) if on_gpu else (64, 192, 2, 4, 2, 16, 512)
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    given = dict(zip((*names, "head_dim", "vocab_size"), sizes, strict=True))
-    config = AutoConfig.for_model("qwen3", tie_word_embeddings=True, max_position_embeddings=8192, **given)
+    config = small_or_qwen3(on_gpu)
     rng = np.random.default_rng(0)
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="bench-train-") as name:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(Path(name) / "model")
-        options = BackendOptions(max_tokens=16384, threads=1, device=device, scratch=Path(name) / "offloaded")
+        options = BackendOptions(max_tokens=MICRO_BATCH, threads=1, device=device, scratch=Path(name) / "offloaded")
         backend = TorchBackend(Path(name) / "model", "bfloat16", Optimizer(lr=1e-4), options, Layout(1).place(0))
         for _ in range(ROUNDS + 1):
             lengths = (rng.integers(512, 4097, 32) if on_gpu else rng.integers(16, 129, 8)).astype(np.int32)
-            seconds = _round_s(backend, lengths, config.vocab_size, device)
+            seconds = round_s(backend, lengths, config.vocab_size, device)
             counts = {how: training_flops(model, config, lengths.tolist(), how) for how in CONVENTIONS}
             rounds.append({"lengths": lengths.tolist(), "seconds": seconds, **counts})
     del rounds[0]  # the warm-up
@@ -96,8 +106,39 @@ def utilisation(device: str) -> dict[str, Any]:
     }
 
 
-def _round_s(backend: TorchBackend, lengths: np.ndarray, vocabulary: int, device: str) -> float:
-    """Return the seconds of one forward and backward pass over random sequences of `lengths`."""
+def plain_tokens_per_s(device: str, rounds: Sequence[Sequence[int]]) -> float:
+    """Return tokens/s of transformers' own model and attention over padded micro-batches of the same lengths.
+
+    The model is that of `utilisation`, and a micro-batch has at most `MICRO_BATCH` tokens with its padding. The loss is
+    the mean log-prob of all next tokens, whose gradient costs what a policy gradient costs.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = small_or_qwen3(device == "cuda")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(device).train()
+    model.gradient_checkpointing_enable()
+    rng = np.random.default_rng(0)
+    total_s = 0.0
+    for number, lengths in enumerate([rounds[0], *rounds]):
+        began = time.perf_counter()
+        left = sorted(lengths, reverse=True)
+        while left:
+            rows = max(MICRO_BATCH // left[0], 1)
+            taken, left = left[:rows], left[rows:]
+            ids = torch.from_numpy(rng.integers(0, config.vocab_size, (len(taken), taken[0]))).to(device)
+            mask = (torch.arange(taken[0])[None] < torch.tensor(taken)[:, None]).to(device)
+            labels = ids.masked_fill(~mask, -100)
+            model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        total_s += (time.perf_counter() - began) if number else 0.0  # the first is the warm-up
+        model.zero_grad(set_to_none=False)
+    return sum(map(sum, rounds)) / total_s
+
+
+def round_s(backend: TorchBackend, lengths: np.ndarray, vocabulary: int, device: str, *, keep: bool = False) -> float:
+    """Return the seconds of one forward and backward pass over random sequences of `lengths`. With `keep`, the gradient
+    remains for an update."""
     ids = np.random.default_rng(int(lengths.sum())).integers(0, vocabulary, int(lengths.sum())).astype(np.int32)
     mask = np.ones(len(ids), np.uint8)
     mask[np.cumsum(lengths) - lengths] = 0
@@ -115,7 +156,8 @@ def _round_s(backend: TorchBackend, lengths: np.ndarray, vocabulary: int, device
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    backend.drop_gradients()
+    if not keep:
+        backend.drop_gradients()
     return seconds
 
 

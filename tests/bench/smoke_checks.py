@@ -1,0 +1,383 @@
+"""The checks of `smoke_gpu`. `python -m tests.bench.smoke_checks NAME cuda|cpu` runs one and prints its measurements as
+JSON. Each imports only what it needs, because machines with GPUs may lack parts of the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from tests.bench.smoke_gpu import LEFT_OUT, ROOT
+
+Measured = dict[str, Any]
+GIB = 1 << 30
+PACKAGES = ("torch", "transformers", "triton", "vllm", "megatron-core", "pyzmq", "msgspec", "pydantic", "trl")
+SHAPES = 8
+ABORTS = 20
+STEPS = 3
+
+
+class Missing(Exception):
+    """This machine lacks what a check needs."""
+
+
+def require(*modules: str) -> None:
+    """Raises Missing for modules that are not installed."""
+    lacking = [each for each in modules if importlib.util.find_spec(each) is None]
+    if lacking:
+        raise Missing(f"not installed: {', '.join(lacking)}")
+
+
+def versions(device: str) -> Measured:
+    """Return what the other lines depend on. On CUDA, an operation on the device must succeed."""
+    found: Measured = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    shm = os.statvfs("/dev/shm")
+    found |= {"shm_bytes": shm.f_bavail * shm.f_frsize, "memory_bytes": psutil.virtual_memory().total}
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "free_bytes": free}
+        found |= {"device_bytes": total, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # type: ignore[no-untyped-call]
+    assert float(torch.ones(8, device=device).sum()) == 8
+    return found
+
+
+# ---- attention
+
+
+def attention(device: str) -> Measured:
+    """Time attention and its gradient for new shapes, as ragged batches bring in almost every micro-batch.
+
+    For causal chains and masked trees, shared and repeated keys, with cuDNN's kernel first and last: the median time of
+    the first call and of the second with each shape in ms, the peak bytes, and the slowest kernel.
+    """
+    on_gpu = device == "cuda"
+    rows, heads, groups, dim, longest = (8, 28, 4, 128, 2048) if on_gpu else (2, 4, 2, 16, 64)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    found: Measured = {}
+    for masked in (False, True):
+        for repeated in (False, True):
+            for cudnn in (True, False) if on_gpu else (False,):
+                with _cudnn_attention(allowed=cudnn, on_gpu=on_gpu):
+                    first, again, peak = [], [], 0
+                    for shape in range(SHAPES):
+                        length = longest - 8 * shape - 4 * masked - 2 * repeated - cudnn
+                        shared = heads if repeated else groups
+                        sizes = [(rows, each, length, dim) for each in (heads, shared, shared)]
+                        made = [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for size in sizes]
+                        mask = torch.ones(length, length, dtype=torch.bool, device=device).tril() if masked else None
+
+                        call = functools.partial(_attend, made, mask)
+                        if on_gpu:
+                            torch.cuda.reset_peak_memory_stats()
+                        first.append(_timed_ms(call, device))
+                        again.append(_timed_ms(call, device))
+                        peak = max(peak, torch.cuda.max_memory_allocated() if on_gpu else 0)
+                        assert all(each.grad is not None and bool(each.grad.isfinite().all()) for each in made)
+                    name = f"{'mask' if masked else 'chain'}, {'repeated' if repeated else 'shared'} keys"
+                    name += f", cuDNN {'first' if cudnn else 'off'}" if on_gpu else ""
+                    found[name] = {"first_ms": _median(first), "again_ms": _median(again)}
+                    if on_gpu:
+                        found[name] |= {"peak_bytes": peak, "kernel": _slowest_kernel(call)}
+    return found
+
+
+def _attend(made: list[Tensor], mask: Tensor | None) -> None:
+    """Compute attention and its gradients."""
+    shared = made[0].shape[1] != made[1].shape[1]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    out = attend(*made, attn_mask=mask, is_causal=mask is None, enable_gqa=shared)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _cudnn_attention(*, allowed: bool, on_gpu: bool) -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled() if on_gpu else False
+    if on_gpu:
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        yield
+    finally:
+        if on_gpu:
+            torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _slowest_kernel(call: Callable[[], None]) -> str:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return max(profiler.key_averages(), key=lambda each: each.device_time_total).key[:120]
+
+
+# ---- memory
+
+
+def locked_memory(device: str) -> Measured:
+    """Measure how much memory the optimizer's shelf takes for its bytes, and how fast it is filled and emptied."""
+    from shared.colocation.locked import LockedMemory
+
+    on_gpu = device == "cuda"
+    # Sizes just above powers of two, which torch's own page-locked memory doubles.
+    sizes = [(size << 20) + 4096 for size in ((513, 257, 1025, 129) if on_gpu else (33, 17))]
+    before = psutil.Process().memory_info().rss
+    memory = LockedMemory(sizes, lock=on_gpu)
+    there = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    for piece in memory.pieces:
+        piece.zero_()
+    held = psutil.Process().memory_info().rss - before - (0 if on_gpu else sum(sizes))
+
+    def leave() -> None:
+        for piece, tensor in zip(memory.pieces, there, strict=True):
+            piece.copy_(tensor, non_blocking=True)
+
+    def come_back() -> None:
+        for piece, tensor in zip(memory.pieces, there, strict=True):
+            tensor.copy_(piece, non_blocking=True)
+
+    times = [min(_timed_ms(each, device) for _ in range(3)) / 1e3 for each in (leave, come_back)]
+    assert held < 1.2 * sum(sizes), f"{held} bytes are held for {sum(sizes)}"
+    rates = {"out_bytes_per_s": sum(sizes) / times[0], "in_bytes_per_s": sum(sizes) / times[1]}
+    return {"bytes": sum(sizes), "held_over_bytes": held / sum(sizes), **rates}
+
+
+def device_memory(device: str) -> Measured:
+    """Export memory of the device to a reader that is killed before it opens it: the memory must come back."""
+    from shared.weights.memory import exported, give_back, packed, withdraw
+
+    before = torch.cuda.memory_allocated()
+    copy = packed({"weights": torch.ones(GIB // 4, dtype=torch.float32)}, f"{device}:0")
+    memory = exported(copy)
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as reader:
+        reader.kill()
+    del copy
+    give_back()
+    waiting = torch.cuda.memory_allocated() - before
+    withdraw(memory)
+    give_back()
+    assert torch.cuda.memory_allocated() == before
+    return {"bytes": GIB, "bytes_until_withdrawn": waiting}
+
+
+# ---- collectives
+
+
+def nccl_one_rank(device: str) -> Measured:
+    """Send 4 GiB to a communicator of one rank, then give up joins that no peer answers."""
+    require("msgspec", "zmq")
+    from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
+    from shared.ranks.meeting import LOOPBACK
+    from shared.weights.gloo import TransferLost
+
+    weights = [torch.ones(GIB // 4, dtype=torch.float32, device=device) for _ in range(4)]
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    group = NcclGroup(new_unique_id(LOOPBACK), 1, device=f"{device}:0", deadline_s=60.0)
+    group.broadcast([weights[:1]])
+    began = time.perf_counter()
+    group.broadcast([[each] for each in weights])
+    seconds = time.perf_counter() - began
+    peak = torch.cuda.max_memory_allocated() - base
+    group.abort()
+    for _ in range(ABORTS):
+        lonely = NcclGroup(new_unique_id(LOOPBACK), 2, device=f"{device}:0", deadline_s=0.2)
+        with contextlib.suppress(TransferLost):
+            lonely.broadcast([weights[:1]])
+            raise AssertionError("a join without a peer succeeded")
+    return {"bytes": 4 * GIB, "bytes_per_s": 4 * GIB / seconds, "peak_bytes": peak, "aborted_joins": ABORTS}
+
+
+def megatron_one_rank(device: str) -> Measured:
+    """Update a model by Megatron with one rank. Its optimizer gathers tensors of the device, which gloo cannot."""
+    require("megatron.core" if importlib.util.find_spec("megatron") else "megatron")
+    from services.policy_trainer.worker.megatron.backend import MegatronBackend
+
+    return _updates(device, "float32", backend=MegatronBackend, folder=None)
+
+
+# ---- training
+
+
+def step_and_publish(device: str) -> Measured:
+    """Update a random Qwen2 of 1.5B parameters in bfloat16 (a tiny one on a CPU) and copy its weights for a store.
+
+    `gap_ms` is the longest time for which the event loop of the worker would not have answered, `waits` the number of
+    places where a gradient made the host wait for the device.
+    """
+    from services.policy_trainer.worker.backend_torch import TorchBackend
+
+    with tempfile.TemporaryDirectory(prefix="smoke-gpu-") as folder:
+        return _updates(device, "bfloat16", backend=TorchBackend, folder=Path(folder))
+
+
+def _updates(device: str, dtype: str, *, backend: Any, folder: Path | None) -> Measured:
+    import numpy as np
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from services.policy_trainer.worker.backend import BackendOptions
+    from services.policy_trainer.worker.weights.staging import Staging
+    from shared.ranks.layout import Layout
+    from shared.topology.algorithm import Optimizer
+    from tests.bench.train_parts import round_s
+
+    large = device == "cuda" and folder is not None
+    sizes = (1536, 8960, 28, 12, 2, 151_936) if large else (64, 192, 2, 4, 2, 512)
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    config = Qwen2Config(**dict(zip((*names, "vocab_size"), sizes, strict=True)), tie_word_embeddings=True)
+    with tempfile.TemporaryDirectory(prefix="smoke-gpu-") as scratch:
+        model = Path(scratch) / "model"
+        AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(model)
+        options = BackendOptions(max_tokens=8192, threads=1, device=device, scratch=Path(scratch) / "offloaded")
+        made = backend(model, dtype, Optimizer(lr=1e-5), options, Layout(1).place(0))
+        steps_s, waits = [], 0
+        for step in range(1, STEPS + 1):
+            lengths = np.full(8, (512 if large else 16) + step, np.int32)
+            with _counted_waits(device) as counted:
+                gradient_s = round_s(made, lengths, config.vocab_size, device, keep=True)
+            waits = len(counted)
+            steps_s.append(gradient_s + _timed_ms(lambda step=step: made.step(step), device) / 1e3)
+        found: Measured = {"parameters": sum(each.numel() for each in made.state().weights.values())}
+        found |= {"steps_s": [round(each, 3) for each in steps_s], "waits": waits}
+        staging = Staging()
+        weights = made.state().weights
+        for attempt in ("first", "again"):
+            seconds, gap_s = asyncio.run(_beside_a_loop(lambda: staging.arrays(weights)))
+            found |= {f"publish_{attempt}_s": round(seconds, 3), f"gap_{attempt}_ms": round(gap_s * 1e3, 1)}
+        if device == "cuda":
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        return found
+
+
+@contextlib.contextmanager
+def _counted_waits(device: str) -> Iterator[list[Any]]:
+    """Collect the places where the host waits for the device. A CPU has none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+        found: list[Any] = []
+        try:
+            yield found
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+            found += [each for each in caught if "synchroniz" in str(each.message)]
+
+
+async def _beside_a_loop(work: Callable[[], object]) -> tuple[float, float]:
+    """Run work on a thread, and return its seconds and the longest gap between two turns of the loop in seconds."""
+    loop = asyncio.get_running_loop()
+    began = last = loop.time()
+    gap = 0.0
+    running = loop.run_in_executor(None, work)
+    while not running.done():
+        await asyncio.sleep(0.001)
+        now = loop.time()
+        gap, last = max(gap, now - last), now
+    await running
+    return loop.time() - began, gap
+
+
+def utilisation(device: str) -> Measured:
+    """Return MFU over rounds with new lengths, and tokens/s of a plain transformers loop over the same lengths."""
+    from tests.bench.train_parts import plain_tokens_per_s
+    from tests.bench.train_parts import utilisation as measure
+
+    found = measure(device)
+    plain = plain_tokens_per_s(device, [each["lengths"] for each in found["rounds"]])
+    return {name: found[name] for name in ("mfu", "flops_per_s", "tokens_per_s")} | {"plain_tokens_per_s": plain}
+
+
+# ---- whole
+
+
+def colocated_run(device: str) -> Measured:
+    """Train three steps with policy, reference and engine on one GPU. One process is killed, and the run goes on."""
+    require("zmq", "msgspec", "structlog", "pydantic", "ruamel", "cryptography")
+    from shared.topology import load
+
+    topology = ROOT / "launch" / "topologies" / "colocate.yaml"
+    with tempfile.TemporaryDirectory(prefix="smoke-gpu-") as folder:
+        path = Path(folder) / "run"
+        sets = [f"run.steps={STEPS}", "policy.dtype=bfloat16", "run.spares=false"]
+        sets += [f"services.{name}.gpus=1" for name in load(topology).placement.colocate]
+        command = [sys.executable, "-m", "launch.cluster", str(topology), "--run-dir", str(path)]
+        command += [word for each in sets for word in ("--set", each)]
+        began = time.monotonic()
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+            metrics = path / "metrics.jsonl"
+            while run.poll() is None and not (metrics.exists() and '"step": 1' in metrics.read_text()):
+                time.sleep(0.2)
+            for process in psutil.Process(run.pid).children() if run.poll() is None else []:
+                if "services.rollout" in process.cmdline():
+                    os.kill(process.pid, signal.SIGKILL)
+            output = run.communicate()[0]
+        assert run.returncode == 0, output.strip().splitlines()[-1]
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        assert rows[-1]["step"] == STEPS
+        return {"run_s": round(time.monotonic() - began, 1), "steps_s": [row.get("time/step") for row in rows[1:]]}
+
+
+def gpu_tests(device: str) -> Measured:
+    """Run the tests that are marked `gpu`."""
+    require("pytest", "hypothesis", "msgspec")
+    command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    last = done.stdout.strip().splitlines()[-1]
+    assert done.returncode == 0, "; ".join(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
+    return {"told": last}
+
+
+def _timed_ms(call: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1e3
+
+
+def _median(values: list[float]) -> float:
+    return round(sorted(values)[len(values) // 2], 3)
+
+
+CHECKS: dict[str, Callable[[str], Measured]] = {
+    check.__name__: check
+    for check in (
+        *(versions, attention, locked_memory, device_memory, nccl_one_rank, megatron_one_rank),
+        *(step_and_publish, utilisation, colocated_run, gpu_tests),
+    )
+}
+
+
+if __name__ == "__main__":
+    try:
+        if sys.argv[2] == "cuda" and not torch.cuda.is_available():
+            raise Missing("no CUDA device")
+        print(json.dumps(CHECKS[sys.argv[1]](sys.argv[2])))
+    except Missing as missing:
+        print(missing)
+        sys.exit(LEFT_OUT)

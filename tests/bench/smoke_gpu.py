@@ -1,0 +1,78 @@
+"""Runs the parts that need a GPU once, each in a process of its own: `make smoke-gpu`, or, with `--device cpu`, those
+that also run without one.
+
+Prints one JSON line for each check as it ends: its name, `ok` (null: left out, with the reason), `seconds`, and what it
+measured. The whole takes ten minutes at most. The exit status is 1 if a check failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WHOLE_S = 580.0
+"""Limit of the whole in seconds. Checks for which no time is left are left out."""
+LIMITS_S = {
+    "versions": 60.0,
+    "attention": 120.0,
+    "locked_memory": 60.0,
+    "device_memory": 60.0,
+    "nccl_one_rank": 90.0,
+    "megatron_one_rank": 90.0,
+    "step_and_publish": 120.0,
+    "utilisation": 150.0,
+    "colocated_run": 180.0,
+    "gpu_tests": 180.0,
+}
+"""The checks in their order, with the limit of each in seconds. They are functions of `smoke_checks`."""
+WITHOUT_GPU = ("versions", "attention", "locked_memory", "step_and_publish", "utilisation")
+LEFT_OUT = 77
+"""Exit status of a check that needs something this machine lacks. Its last line says what."""
+
+
+def run(name: str, device: str, limit_s: float) -> dict[str, Any]:
+    """Run one check and return its line."""
+    line: dict[str, Any] = {"check": name, "ok": False}
+    began = time.monotonic()
+    command = [sys.executable, "-m", "tests.bench.smoke_checks", name, device]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return line | {"seconds": round(limit_s, 1), "error": f"not done within {limit_s:.0f} s"}
+    line["seconds"] = round(time.monotonic() - began, 1)
+    said = done.stdout.splitlines()[-1] if done.stdout.strip() else ""
+    if done.returncode == 0:
+        return line | {"ok": True, **json.loads(said)}
+    if done.returncode == LEFT_OUT:
+        return line | {"ok": None, "left_out": said}
+    errors = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return line | {"error": errors[-1][:500]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.smoke_gpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", choices=tuple(LIMITS_S), nargs="+", default=tuple(LIMITS_S), metavar="CHECK")
+    given = parser.parse_args()
+    until = time.monotonic() + WHOLE_S
+    failed = False
+    for name, limit_s in LIMITS_S.items():
+        if name not in given.only or (given.device == "cpu" and name not in WITHOUT_GPU):
+            continue
+        left_s = min(limit_s, until - time.monotonic())
+        line = {"check": name, "ok": None, "left_out": "no time is left"}
+        if left_s > 1:
+            line = run(name, given.device, left_s)
+        print(json.dumps(line), flush=True)
+        failed |= line["ok"] is False
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
