@@ -12,6 +12,7 @@ import torch
 from tests.bench.smoke_gpu import LIMITS_S, ROOT, WITHOUT_GPU, run
 
 
+@pytest.mark.slow
 def test_checks_without_a_gpu_measure_something() -> None:
     command = [sys.executable, "-m", "tests.bench.smoke_gpu", "--device", "cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
