@@ -43,7 +43,8 @@ from shared.followed_file import FollowedFile
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, checkpoint_steps, newest_run, service_name, sweep_abandoned
 from shared.security.roles import Role
-from shared.topology import Topology, TopologyError, hub_names, load, snapshot_bytes, stop_limit_s
+from shared.topology import Topology, TopologyError, hub_names, load, model_memory, snapshot_bytes, stop_limit_s
+from shared.topology.fields import format_size
 
 STATUS_DEADLINE_S = 2.0
 POLL_S = 1.0
@@ -258,11 +259,17 @@ def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> N
     width = max(len("gpus"), *map(len, gpus.values()))
     hosts = {spec: f"{spec.host or _HERE}  " for spec in plan} if len(topology.store_hosts()) > 1 else {}
     far = max(map(len, hosts.values()), default=0)
-    print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  {'host' if hosts else '':<{far}}module")
+    try:
+        model = {key: format_size(nbytes) for key, nbytes in model_memory.per_process(topology).items()}
+        total = model_memory.per_place(topology, gpus).get(model_memory.Place(topology.home, ""), 0)
+        print(f"model memory   {format_size(total)} of host memory, without activations and libraries")
+    except (OSError, ValueError):
+        model = {}  # the model is not here yet
+    print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  {'model':>9}  {'host' if hosts else '':<{far}}module")
     for spec in plan:
         threads, seen = preflight.threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"
-        where = hosts.get(spec, "")
-        print(f"{spec.name:<26}{threads:>8}  {seen:<{width}}  {where:<{far}}{module_of(spec.service)}")
+        where, holds = hosts.get(spec, ""), model.get((spec.service, spec.instance), "-")
+        print(f"{spec.name:<26}{threads:>8}  {seen:<{width}}  {holds:>9}  {where:<{far}}{module_of(spec.service)}")
 
 
 def _launch(

@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
+import math
 import os
 import resource
 import shutil
 import socket
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from launch import functions, gpus
 from services.tracker.exporter import missing
 from shared.data import DataError, open_source
 from shared.rundir import SHM_ROOT
 from shared.security.connections import MOST_CONNECTIONS, most_connections
-from shared.topology import Topology, hub, model_files, monitor_traces, monitor_web, snapshot_bytes
+from shared.topology import Topology, hub, model_files, model_memory, monitor_traces, monitor_web, snapshot_bytes
 from shared.topology.fields import format_size
 from shared.topology.monitor_web import split_address
 from shared.topology.services import DEVICE_SERVICE
@@ -42,6 +46,7 @@ def check(topology: Topology, file: str) -> Findings:
     findings.errors.extend(f"{file}: {line}" for line in functions.problems(topology))
     _check_tokenizer(topology, file, findings)
     _check_memory(topology, file, findings)
+    _check_model_memory(topology, file, findings)
     if refused := _refused_snapshots(topology):
         findings.warnings.append(f"{file}: {refused}: a killed trainer returns to its checkpoint")
     _check_gpus(topology, file, findings)
@@ -178,6 +183,49 @@ def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
         )
     elif not os.access(folder, os.W_OK):
         findings.errors.append(f"{file}: {folder}: not writable; set services.batch-store.directory")
+
+
+def _check_model_memory(topology: Topology, file: str, findings: Findings) -> None:
+    """Check that the model in training fits into the memory of this machine and of its GPUs."""
+    names = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    try:
+        visible = gpus.visible_gpus(topology, names if gpus.wanted(topology) <= len(names) else None)
+        needed = model_memory.per_place(topology, visible)
+        elements = sum(map(math.prod, model_files.weight_shapes(topology.policy.model)))
+    except (OSError, ValueError):
+        return  # Another check reports it, or the model is not here yet.
+    sizes = gpu_bytes() if any(place.gpu for place in needed) else []
+    room = {"": host_bytes()} | {str(index): nbytes for index, nbytes in enumerate(sizes)}
+    shares = model_memory.training_parts(topology)
+    parts = ", ".join(f"{part} {format_size(math.ceil(elements * share))}" for part, share in shares.items() if share)
+    for (host, gpu), wanted in needed.items():
+        limit = room.get(gpu)
+        if host != topology.home or limit is None or wanted <= limit:
+            continue
+        where = f"GPU {gpu}" if gpu else "this machine"
+        findings.errors.append(
+            f"{file}: policy.model: its training takes {format_size(wanted)} of the memory of {where}, which has "
+            f"{format_size(limit)} (each rank of the trainer: {parts}); use a smaller model, or divide it "
+            "(services.policy-trainer.gpus, placement.hosts)"
+        )
+
+
+def host_bytes() -> int:
+    """Return the memory of this machine, or of the control group of this process if that is less."""
+    total = int(psutil.virtual_memory().total)
+    with contextlib.suppress(OSError, ValueError):
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
+
+
+def gpu_bytes() -> list[int]:
+    """Return the memory of every GPU of this machine, or an empty list if nvidia-smi cannot tell."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return [int(line) * MIB for line in done.stdout.split()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
 
 
 def _refused_snapshots(topology: Topology) -> str:

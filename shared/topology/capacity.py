@@ -35,7 +35,7 @@ _SPARE_VERSIONS = 1
 _EXACT_VERSIONS = 3
 # With algorithm.kl.refresh_every, the reference's version, and the next one while the last earlier tasks are scored.
 _REFERENCE_VERSIONS = 2
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STEP_S = 60.0
 """Seconds for work that does not grow with the checkpoint: the open step, and calls between services."""
 _SAVED_BYTES_PER_S = 32 << 20
@@ -181,7 +181,7 @@ def weight_bytes(model: str, dtype: str) -> int:
     Raises OSError, or ValueError naming the file that is missing, truncated or not a safetensors file.
     """
     shapes = weight_shapes(model)
-    return sum(map(math.prod, shapes)) * _DTYPE_BYTES[dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
+    return sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype] + len(shapes) * _SHARD_BYTES + _PUT_BYTES
 
 
 def _checkpoint_bytes(topology: Topology) -> int:
@@ -208,7 +208,7 @@ def snapshot_bytes(topology: Topology) -> int:
         shapes = weight_shapes(topology.policy.model)
     except (OSError, ValueError):
         return 0
-    trainer, width = topology.services.policy_trainer, _DTYPE_BYTES[topology.policy.dtype]
+    trainer, width = topology.services.policy_trainer, DTYPE_BYTES[topology.policy.dtype]
     elements = sum(map(math.prod, shapes))
     # A single rank of backend torch, and megatron, have float32 masters beside 16-bit weights.
     megatron = trainer.backend == "megatron"

@@ -1,0 +1,106 @@
+"""Computes the memory that a topology's model takes on each host and GPU: parameters, gradients and optimizer state.
+
+Everything else (activations, the cache of an engine, the libraries) comes in addition, so a run that this arithmetic
+refuses cannot fit. It is pure: it reads the shapes in the model's files and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from shared.topology.capacity import DTYPE_BYTES
+from shared.topology.model_files import weight_shapes
+from shared.topology.schema import Topology
+from shared.topology.services import DEVICE_SERVICE
+
+Key = tuple[str, int]
+"""Service and instance."""
+_FLOAT, _MOMENTS = 4, 8
+"""Bytes per parameter of a float32, and of the two moments of AdamW."""
+
+
+class Part(StrEnum):
+    """The parts of a model in training."""
+
+    WEIGHTS = "weights"
+    MASTERS = "masters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+
+
+class Place(NamedTuple):
+    """The memory of a host, or of one of its GPUs."""
+
+    host: str | None
+    gpu: str  # as CUDA_VISIBLE_DEVICES names it; "" is the host's own memory
+
+
+def training_parts(topology: Topology) -> dict[Part, float]:
+    """Return the bytes per parameter of the model that each rank of the trainer holds, by part.
+
+    A single rank of backend torch holds everything, with float32 masters beside 16-bit weights. Several ranks hold
+    equal pieces in float32 (FSDP2). With megatron, ranks hold the weights and float32 gradients of their tensor- and
+    pipeline-parallel piece, and split masters and optimizer further.
+    """
+    trainer, width = topology.services.policy_trainer, DTYPE_BYTES[topology.policy.dtype]
+    masters = _FLOAT if width < _FLOAT else 0
+    ranks = trainer.world_size
+    if trainer.backend == "megatron":
+        pieces = trainer.parallel.tp * trainer.parallel.pp
+        return {
+            Part.WEIGHTS: width / pieces,
+            Part.MASTERS: masters / ranks,
+            Part.GRADIENTS: _FLOAT / pieces,
+            Part.OPTIMIZER: _MOMENTS / ranks,
+        }
+    if ranks > 1:
+        return {Part.WEIGHTS: _FLOAT / ranks, Part.GRADIENTS: _FLOAT / ranks, Part.OPTIMIZER: _MOMENTS / ranks}
+    return {Part.WEIGHTS: width, Part.MASTERS: masters, Part.GRADIENTS: _FLOAT, Part.OPTIMIZER: _MOMENTS}
+
+
+def per_process(topology: Topology) -> dict[Key, int]:
+    """Return the bytes of the model in each process that computes with it.
+
+    An embedded engine on a CPU computes with the version in its host's store, and holds none itself. Raises OSError or
+    ValueError if the model cannot be measured.
+    """
+    elements = sum(map(math.prod, weight_shapes(topology.policy.model)))
+    width = DTYPE_BYTES[topology.policy.dtype]
+    rollout, reference = topology.services.rollout, topology.services.reference
+    maps = rollout.engine == "transformers" and rollout.device == "cpu"
+    pieces = {"reference": reference.parallel.model_ranks if reference is not None else 1, "rollout": 1}
+    found: dict[Key, int] = {}
+    for spec in topology.services_plan():
+        if spec.service == DEVICE_SERVICE["policy-trainer"]:
+            found[spec.service, spec.instance] = math.ceil(elements * sum(training_parts(topology).values()))
+        elif spec.service in pieces:
+            held = 0 if spec.service == "rollout" and maps else width * elements
+            found[spec.service, spec.instance] = math.ceil(held / pieces[spec.service])
+    return found
+
+
+def per_place(topology: Topology, gpus: Mapping[Key, str]) -> dict[Place, int]:
+    """Return the bytes of the model on every host and GPU. `gpus` is CUDA_VISIBLE_DEVICES by process.
+
+    Colocated services take turns, so the largest of them counts. On GPUs, the trainer's parts wait in host memory
+    during the turns of the others. Raises like `per_process`.
+    """
+    hosts = {(spec.service, spec.instance): spec.host for spec in topology.services_plan()}
+    together = {DEVICE_SERVICE[name] for name in topology.placement.colocate}
+    apart: dict[Place, int] = {}
+    turns: dict[Place, int] = {}
+    for key, nbytes in per_process(topology).items():
+        names = [each for each in gpus.get(key, "").split(",") if each]
+        for name in names or [""]:
+            place, share = Place(hosts[key], name), math.ceil(nbytes / max(len(names), 1))
+            if key[0] in together:
+                turns[place] = max(turns.get(place, 0), share)
+            else:
+                apart[place] = apart.get(place, 0) + share
+        if names and key[0] in together and key[0] == DEVICE_SERVICE["policy-trainer"]:
+            own = Place(hosts[key], "")
+            apart[own] = apart.get(own, 0) + nbytes
+    return {place: apart.get(place, 0) + turns.get(place, 0) for place in apart | turns}
