@@ -224,7 +224,7 @@ class TransformersEngine:
                 digest = as_int(digest_whole(source))
             same_place = len({(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tied}) == 1
             same_bits = source is None or tied[0].device != source.device or _same_bits(tied[0], source)
-            if not same_place or not same_bits or digest not in (None, as_int(digest_whole(tied[0]))):
+            if not same_place or not same_bits or (digest is not None and digest != as_int(digest_whole(tied[0]))):
                 wrong.add(name)
             self._compute.progress += 1
         if wrong:

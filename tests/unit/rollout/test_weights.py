@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.weights.publish import FLOOR, MEDIAN, SIGNAL, Canaries
 from services.policy_trainer.worker.weights.publish import TOLERANCE as TRAINERS_TOLERANCE
 from services.rollout.engine import WeightsMismatch
+from services.rollout.engines import transformers_engine
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.weights_source import Entry
 from services.rollout.weights_sync import CALIBRATION, HeldVersion, WeightsSync
@@ -235,6 +237,23 @@ def test_weights_in_host_memory_are_adopted_without_a_copy_and_tied_ones_stay_ti
     assert held.keys() == weights.keys()  # Untied weights would add a name.
     assert all(np.shares_memory(held[name], weights[name]) for name in weights)
     asyncio.run(engine.stop())
+
+
+def test_adopted_weights_are_proved_without_reading_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object) -> NoReturn:
+        raise AssertionError("bits were read")
+
+    monkeypatch.setattr(transformers_engine, "digest_whole", read)
+    monkeypatch.setattr(torch, "equal", read)
+    engine = started(deterministic=False)
+    weights = base()
+
+    async def scenario() -> None:
+        await engine.set_weights(weights)
+        await engine.verify(weights, {})
+        await engine.stop()
+
+    asyncio.run(scenario())
 
 
 # ---- verification of single weights by the embedded engine, without a canary
