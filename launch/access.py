@@ -1,4 +1,4 @@
-"""Exports the access of a run for another machine. The module itself connects to nothing."""
+"""Exports access to a run for another machine. The module itself opens no connection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def role_of(label: str) -> Role:
 
 
 def export(run: RunDir, role: Role, file: Path) -> None:
-    """Write what a machine needs to reach `run` as `role` to `file`, with mode 0600.
+    """Write an access file to `file`, with mode 0600, for a machine that reaches `run` as `role`.
 
     Raises RpcError(bad_request) if the run does not listen for other machines or the file cannot be written.
     """
@@ -36,7 +36,7 @@ def export(run: RunDir, role: Role, file: Path) -> None:
 
 
 def access_of(run: RunDir, role: Role) -> Access:
-    """Return what a machine needs to reach `run` as `role`.
+    """Return the access with which a machine reaches `run` as `role`.
 
     Raises RpcError(bad_request) if the run does not listen for other machines.
     """

@@ -197,12 +197,12 @@ def _main(
             _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
     if checkpoint is not None and not evaluation.is_checkpoint(checkpoint):
-        checkpoint = None  # its folder is the model already
+        checkpoint = None  # its folder is already a model
     raise typer.Exit(_launch(topology, path, access, interrupts, engine, checkpoint, resume=resume, detach=detach))
 
 
 def _for_evaluation(topology: Topology, file: Path, checkpoint: Path | None) -> Topology:
-    """Return `topology` for `--evaluate`. Refuses a topology without evaluation sets, and an unusable checkpoint."""
+    """Return `topology` for `--evaluate`. Refuse a topology without evaluation sets, and an unusable checkpoint."""
     if not topology.data.eval:
         _refuse([f"{file}: data.eval: --evaluate has no evaluation set to score; add one"])
     topology = evaluation.without_training(topology)
@@ -318,7 +318,7 @@ def _launch(
         if detach:
             side = detached.detach(run)
             if isinstance(side, detached.Launcher):
-                stack.pop_all()  # The files to be removed belong to the process that stays.
+                stack.pop_all()  # The process that stays removes these files.
                 return side.wait()
             stays = side
         begun = time.monotonic()
@@ -343,7 +343,7 @@ def _launch(
             if rest := unsent(run.path, name):
                 print(f"{rest}; python -m launch.ctl --run {run.path} track {name} sends the rest", file=sys.stderr)
         sys.stdout.flush()
-    except OSError:  # stdout is closed; the exit status still tells the outcome, even if Python flushes at exit.
+    except OSError:  # stdout is closed; the exit status still reports the outcome, even if Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return EXIT_DONE if ended.outcome == RunOutcome.DONE else EXIT_FAILED
 
@@ -359,7 +359,10 @@ async def _supervise(
     stays: detached.Detached | None,
     engine: RayEngine | None,
 ) -> RunEnded:
-    """Run the supervisor and return how the run ended. `stays` lets a detached launcher return once all are READY."""
+    """Run the supervisor and return how the run ended.
+
+    `stays` lets a detached launcher return once all processes are READY.
+    """
 
     def on_event(event: EVENTS) -> None:
         if stays is not None and supervisor.all_ready:
@@ -441,7 +444,7 @@ async def _supervise(
 
 
 async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
-    """Kill everything once the directory of the run is gone: training results could not be kept from then on."""
+    """Kill everything once the run directory is gone, because training results could no longer be saved."""
     while True:
         await asyncio.sleep(POLL_S)
         if not place.is_there(run, lock):
@@ -449,7 +452,7 @@ async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
 
 
 class _Rewinds:
-    """Reporter of the run's returns to an earlier step, each of which is shown once."""
+    """Shows each return of the run to an earlier step once."""
 
     def __init__(self, run: RunDir, topology: Topology, told: int) -> None:
         """Skip the first `told` returns, which happened before this launch."""
@@ -465,12 +468,12 @@ class _Rewinds:
 
 
 class _Warnings:
-    """Shows the warnings that are added to the run's file from now on."""
+    """Shows the warnings that are added to the run's warnings file from now on."""
 
     def __init__(self, run: RunDir) -> None:
         self._lines = FollowedFile(run.warnings)
         for _ in self._lines.new_lines():
-            continue  # It was shown by an earlier launch.
+            continue  # An earlier launch has shown this warning.
 
     def show(self, screen: Screen) -> None:
         for line in self._lines.new_lines():

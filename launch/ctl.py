@@ -58,7 +58,7 @@ R = TypeVar("R")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__)
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 _FIND_THEIR_OWN = ("join", "plot")
-"""Commands that need no run of this machine, or several."""
+"""Commands that need no run on this machine, or take several runs."""
 
 
 @app.callback()
@@ -98,7 +98,7 @@ def restart(
     everything: Annotated[bool, typer.Option("--all", help="restart every process, one after the other")] = False,
     as_json: Json = False,
 ) -> None:
-    """Stop one service, or one instance of it, and start it again. With all, one process restarts at a time."""
+    """Stop a service, or one of its instances, and start it again. With all, one process restarts at a time."""
     run, before = context.obj
     with _one_line_errors():
         if everything == bool(name):
@@ -116,7 +116,7 @@ def restart(
 def drain(
     context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
 ) -> None:
-    """Let a rollout or reference finish its leases and end. It stays ended until restart or scale starts it again."""
+    """Let a rollout or reference finish its leases and end. It does not run again until restart or scale starts it."""
     run, before = context.obj
     with _one_line_errors():
         keys = select(name, _supervised_keys(run))
@@ -132,7 +132,7 @@ def scale(
     instances: Annotated[int, typer.Argument(metavar="N", help="number of instances, 1 or more")],
     as_json: Json = False,
 ) -> None:
-    """Run N instances of a service: start missing instances, drain those above N."""
+    """Run N instances of a service: start missing instances, and drain those above N."""
     run, before = context.obj
     with _one_line_errors():
         select(name, _supervised_keys(run))
@@ -148,7 +148,7 @@ def track(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="[TRACKER]", help="wandb, tensorboard, mlflow or trackio")] = "",
 ) -> None:
-    """Send to the trackers of an ended run what they lack. Exit status 0 if they have everything."""
+    """Send missing data to the trackers of an ended run. Exit status 0 if they have everything."""
     run, _ = context.obj
     with _one_line_errors():
         if isinstance(run, Access):
@@ -173,7 +173,7 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Say what is wrong, who waits for whom, since when and until when. Exit status 0 if nothing is wrong."""
+    """Report what is wrong, and who waits for whom, since when and until when. Exit status 0 if nothing is wrong."""
     from launch.doctor import as_document, as_lines, diagnose, examine
 
     run, before = context.obj
@@ -194,7 +194,7 @@ def trace(
     task_id: Annotated[str, typer.Argument(metavar="TASK_ID", help="task id, such as train/0/17 (split, epoch, row)")],
     as_json: Json = False,
 ) -> None:
-    """Tell the story of one task across processes, also after its collection or the end of the run."""
+    """Show the story of one task across processes, even after its collection or the end of the run."""
     from launch.story import as_lines, as_rows, from_message, story
 
     run, before = context.obj
@@ -221,7 +221,7 @@ def plot(
         typer.Option("--metric", metavar="NAME", help="metric or pattern, such as eval/*/accuracy; may be repeated"),
     ] = None,
 ) -> None:
-    """Draw the curves of one or several runs, which may have ended or be under way."""
+    """Draw the curves of one or more runs, whether ended or still under way."""
     from launch.curves import chosen, read_histories
     from launch.drawing import picture
 
@@ -240,7 +240,7 @@ def plot(
 
 @app.command()
 def report(context: typer.Context) -> None:
-    """Write report.html into the run directory, as the end of a run does."""
+    """Write report.html into the run directory, as at the end of a run."""
     from launch.report import write_report
 
     run, _ = context.obj
@@ -270,7 +270,7 @@ def samples(
     full: Annotated[bool, typer.Option("--full", help="show long texts as a whole")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show recorded samples, also after the end of the run."""
+    """Show recorded samples, even after the end of the run."""
     run, before = context.obj
     with _one_line_errors():
         if not isinstance(run, RunDir):
@@ -294,7 +294,7 @@ def export_access(
     role: Annotated[str, typer.Option("--role", help="observer, operator or service")],
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="file to write; it holds the role's secret key")],
 ) -> None:
-    """Write what another machine needs to watch the run, to steer it, or to take part in it."""
+    """Write an access file with which another machine can watch the run, steer it or take part in it."""
     from launch.access import export, role_of
 
     run, _ = context.obj
@@ -350,7 +350,7 @@ def logs(
 
 
 def _given_run(context: typer.Context) -> Path:
-    """Return the run directory of `--run`, else the newest run's."""
+    """Return the run directory given with `--run`, or else that of the newest run."""
     given = context.parent.params if context.parent is not None else {}
     found = find(given.get("run"), given.get("access"))
     if not isinstance(found, RunDir):
@@ -378,13 +378,13 @@ def _supervised_keys(run: Run) -> list[Key]:
         try:
             state = asyncio.run(with_client(run, SUPERVISOR, GetSupervisorState(), SupervisorState))
         except RpcError:
-            return known  # The request itself will tell the cause.
+            return known  # The request itself will report the cause.
         known += [(process.service, process.instance) for process in state.processes]
     return list(dict.fromkeys(known))
 
 
 def _registered_keys(run: Run) -> list[Key]:
-    """Return all registered processes, also on hosts that have joined; none while the scheduler is away."""
+    """Return all registered processes, including those on joined hosts, or [] while the scheduler does not answer."""
     try:
         status = asyncio.run(with_client(run, "scheduler", GetStatus(), Status))
     except RpcError as error:

@@ -32,9 +32,9 @@ DEFAULTS = (
 )
 """The metrics that are drawn if none is named."""
 READ_BYTES = 64 << 20
-"""Maximum bytes that are read from each file. Of a longer one the newest rows are read."""
+"""Maximum bytes that are read from each file. If a file is longer, its newest rows are read."""
 LARGEST = 1e300
-"""Maximum absolute value that is drawn: differences of larger ones overflow."""
+"""Maximum absolute value that is drawn: differences between larger values overflow."""
 Point = tuple[int, float]
 Row = dict[str, Any]
 
@@ -45,7 +45,7 @@ class History:
 
     name: str
     rows: list[Row]
-    """The rows of the steps that stand."""
+    """The rows of the steps that were not taken back."""
     discarded: dict[int, list[Row]]
     """The rows of the steps that were taken back, by the lineage of weights that ended then."""
 
@@ -68,7 +68,7 @@ class History:
 
 
 def read_history(folder: Path, name: str = "") -> History:
-    """Read the metrics of the run in `folder`. Raises RpcError(bad_request), one line, if it has none."""
+    """Read the metrics of the run in `folder`. Raises a one-line RpcError(bad_request) if it has none."""
     path = folder / METRICS
     if not path.is_file():
         text = f"run {folder}: has no {METRICS}; name the directory of a run that has begun"
@@ -80,7 +80,7 @@ def read_history(folder: Path, name: str = "") -> History:
 
 
 def read_histories(folders: Sequence[Path]) -> list[History]:
-    """Read several runs. Runs whose folders have the same name are called by their paths."""
+    """Read several runs. Runs whose folders have the same name are named by their paths."""
     names = [folder.absolute().name for folder in folders]
     return [
         read_history(folder, name if names.count(name) == 1 else str(folder))
@@ -89,10 +89,10 @@ def read_histories(folders: Sequence[Path]) -> list[History]:
 
 
 def chosen(histories: Iterable[History], wanted: Sequence[str]) -> list[str]:
-    """Return the metrics of the runs that `wanted` names, each a name or a pattern such as `eval/*/accuracy`.
+    """Return the metrics of the runs that match `wanted`: names, or patterns such as `eval/*/accuracy`.
 
-    Raises RpcError(bad_request) with the nearest name for one that no row has. Without any, the defaults are chosen, as
-    far as the runs have them.
+    Raises RpcError(bad_request) with the nearest name if no row has a wanted metric. If `wanted` is empty, the defaults
+    are chosen, as far as the runs have them.
     """
     known = list(dict.fromkeys(name for history in histories for name in history.metrics))
     found: dict[str, None] = {}
@@ -107,7 +107,7 @@ def chosen(histories: Iterable[History], wanted: Sequence[str]) -> list[str]:
 
 
 def _curves(rows: Iterable[Row]) -> dict[str, list[Point]]:
-    """Return the curve of every metric, empty if it has no value that can be drawn."""
+    """Return the curve of every metric. A curve is empty if its metric has no value that can be drawn."""
     curves: dict[str, list[Point]] = {}
     for row in rows:
         step = row["step"]
@@ -133,7 +133,7 @@ def _rows(path: Path) -> list[Row]:
         try:
             row = msgspec.json.decode(line)
         except ValueError:
-            continue  # a line that is being written, or the first of those that are read
+            continue  # a line that is still being written, or a cut-off first line
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             found.append(row)
     return found

@@ -1,4 +1,4 @@
-"""A run whose launcher has returned: the supervisor stays in a session of its own, and `--attach` shows its console.
+"""A run whose launcher has returned: the supervisor keeps running in its own session, and `--attach` shows its console.
 
 The launcher forks once it holds the run directory and before it starts an event loop or a thread of its own. The child
 inherits the locks, so there is no moment at which another launcher could take the run.
@@ -36,12 +36,12 @@ class Detached:
     _to_launcher: int
 
     def ready(self) -> None:
-        """Let the launcher return, once. Later calls do nothing."""
+        """Let the launcher return. Later calls do nothing."""
         if self._to_launcher >= 0:
             try:
                 os.write(self._to_launcher, _READY)
             except OSError:
-                pass  # The launcher was ended.
+                pass  # The launcher has ended.
             finally:
                 os.close(self._to_launcher)
                 self._to_launcher = -1

@@ -1,7 +1,7 @@
 """Takes the model and the data of a run from home, before anything of the run starts on this host.
 
-The files stay in the folder of this host. What is there already is compared with the digests of home's files, and only
-the rest is taken, so an interrupted transfer continues where it was.
+The files stay in the folder of this host. Existing contents are compared with the digests of home's files, and only the
+rest is taken, so an interrupted transfer continues where it stopped.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LOOK_S = 0.2
 
 
 async def take(access: Access, folder: Path, host: str, is_over: Callable[[], bool]) -> Access:
-    """Return `access` with a topology that names files in `folder`, once they are there and verified.
+    """Return `access` with a topology that names files in `folder`, once these are there and verified.
 
-    Raises RpcError: bad_request if the disk has no room for them, draining once `is_over`.
+    Raises RpcError: bad_request if the disk has no room for the files, draining once `is_over` returns True.
     """
     data = yaml.safe_load(access.topology)
     taking = asyncio.ensure_future(_take(access, data, folder, host))
@@ -102,7 +102,7 @@ async def _take(access: Access, data: dict[str, Any], folder: Path, host: str) -
 
 
 async def _whole(relay: Relay, task: PutTask) -> None:
-    """Return once all of a file is here. Home may need time to start."""
+    """Return once the whole file is here. Home may need time to start."""
     loop = asyncio.get_running_loop()
     until = loop.time() + HOME_S
     most = 0
@@ -121,7 +121,7 @@ async def _whole(relay: Relay, task: PutTask) -> None:
 
 
 def _resize(path: Path, nbytes: int) -> None:
-    """Give a file its size. It keeps what it has of it."""
+    """Give a file its final size. Existing contents are kept up to that size."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         os.ftruncate(file.fileno(), nbytes)
@@ -146,7 +146,7 @@ def _check_room(folder: Path, rows: list[DistributedFile], host: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _home(access: Access) -> AsyncIterator[Client]:
-    """Connect to the store of home, wherever it is."""
+    """Connect to home's store, wherever it is."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     life = new_incarnation()
     scheduler = Client(context, access.endpoints["scheduler"], "scheduler/0", life, keys=access.keys)

@@ -1,6 +1,6 @@
 """`ctl doctor`: asks every process of a run what it waits for, and finds the causes in the graph of answers.
 
-A process that does not answer is a finding itself, because a mailbox always answers. `diagnose` is a pure function.
+A process that does not answer is itself a finding, because a mailbox always answers. `diagnose` is a pure function.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from shared.security.roles import Role
 
 R = TypeVar("R")
 ANSWER_S = 1.5
-"""Seconds in which every process has to answer."""
+"""Maximum seconds to wait for each process's answer."""
 STALL_S = 5.0
-"""Seconds after which a wait of the next step, a lease without progress or a call of users' code is reported as a
+"""Seconds after which a wait of the next step, a lease without progress or a call to users' code is reported as a
 cause.
 """
 IDLE_S = 8.0
@@ -68,7 +68,7 @@ _AWAY = frozenset(
 
 @dataclass
 class Examined:
-    """Answers of the processes of a run, by name. The answer is None for a process that should answer and does not."""
+    """Answers of a run's processes, by process name, or None for a process that should have answered but did not."""
 
     run: str
     answers: dict[str, Waits | None]
@@ -202,7 +202,7 @@ def _stopped(services: Iterable[ServiceRow]) -> list[WaitRow]:
 
 
 def diagnose(examined: Examined) -> list[Finding]:
-    """Return the findings: causes first, by the length of their stalls, then waits that are not wrong by themselves."""
+    """Return the findings: causes first, by the number of their stalls, then waits that are not wrong by themselves."""
     graph = _Graph(examined)
     wrong = [*_processes(graph), *_stores(graph), *_services(graph), *_leases(graph), *_troubles(graph)]
     wrong += _unexplained(graph, wrong)
@@ -304,7 +304,7 @@ def _services(graph: _Graph) -> Iterator[Finding]:
 
 
 def _leases(graph: _Graph) -> Iterator[Finding]:
-    """Yield the holders whose leases make no progress for a reason that they do not report themselves."""
+    """Yield a finding for each lease that makes no progress for a reason that its holder does not report."""
     for _, row in graph.rows:
         if row.kind == WaitKind.LEASE and row.since_s >= STALL_S and graph.examined.answers.get(row.of) is not None:
             yield graph.finding(row.of, f"{row.of}: {row.what}; it is lost at the limit and leased again", row)
@@ -348,7 +348,7 @@ def _of(row: WaitRow) -> str:
 
 
 def told(row: WaitRow) -> str:
-    """Return one line that describes a wait, its beginning and its limit."""
+    """Return one line that describes a wait, its duration so far and its limit."""
     return f"{row.what}{_of(row)}{_times(row.since_s, row.limit_s)}"
 
 
@@ -361,7 +361,7 @@ def _times(since_s: float, limit_s: float) -> str:
 
 
 def as_document(examined: Examined, findings: list[Finding]) -> dict[str, Any]:
-    """Return `{run, step, steps, wrong, waits, processes}` for JSON."""
+    """Return `{run, step, steps, wrong, notices, waits, processes}` for JSON."""
     rows = [{"process": name, **msgspec.structs.asdict(row)} for name, row in examined.rows()]
     listed = [
         {"service": each.service, "text": each.text, "since_s": each.since_s, "limit_s": each.limit_s,
@@ -380,7 +380,7 @@ def as_document(examined: Examined, findings: list[Finding]) -> dict[str, Any]:
 
 
 def as_lines(examined: Examined, findings: list[Finding]) -> Iterator[str]:
-    """Yield the findings for people, causes first."""
+    """Yield the findings as lines for people, causes first."""
     wrong = [each for each in findings if each.wrong]
     at = f"step {examined.step} of {examined.steps}" if examined.step is not None else "the scheduler does not answer"
     count = f"{len(wrong)} cause{'s' if len(wrong) > 1 else ''} found" if wrong else "nothing is wrong"

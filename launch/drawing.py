@@ -18,11 +18,11 @@ WIDTH, HEIGHT = 330, 190
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 26, 22
 LEGEND_LINE = 20
 BUCKETS = 260
-"""Maximum number of pieces of a curve of which the lowest and the highest point are drawn, about one for a pixel."""
+"""Maximum number of pieces of a curve, about one per pixel. The lowest and the highest point of each are drawn."""
 TITLE_CHARS = 44
 TICKS = 4
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f7f")
-"""Okabe and Ito's palette, which people with colour blindness can tell apart, on white and on black."""
+"""Mostly Okabe and Ito's palette, whose colours colour-blind people can tell apart on white and on black."""
 STYLE = (
     ".chart{--paper:#fff;--ink:#1a1a1a;--line:#dcdcdc}"
     "@media(prefers-color-scheme:dark){.chart{--paper:#15181c;--ink:#e4e4e4;--line:#3a3f45}}"
@@ -32,7 +32,7 @@ STYLE = (
     ".chart .back{stroke-width:1;stroke-dasharray:3 2;opacity:.6}"
 )
 _CONTROLS = (*range(9), *range(11, 32), *range(0x7F, 0xA0), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF)
-"""Characters that XML does not allow, or that no one can see, except tab and newline."""
+"""Characters that XML does not allow or that are invisible, except tab and newline."""
 _DIRECTION = (*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x2070), 0xFEFF)
 """Characters that reorder or hide the text around them."""
 _SEEN = dict.fromkeys((*_CONTROLS, *_DIRECTION), "\ufffd")
@@ -52,21 +52,21 @@ class Scale:
 
 
 def visible(text: str, limit_chars: int) -> str:
-    """Return text of any source without characters that hide or reorder text, at most `limit_chars` long.
+    """Return text from any source without characters that hide or reorder text, at most `limit_chars` long.
 
-    It is not escaped.
+    The text is not escaped.
     """
     seen = text[: limit_chars + 1].translate(_SEEN)
     return seen if len(seen) <= limit_chars else seen[: limit_chars - 1] + "…"
 
 
 def plain(text: str, limit_chars: int) -> str:
-    """Return text of any source as one line, escaped for XML."""
+    """Return text from any source as one line, escaped for XML."""
     return escape(" ".join(visible(text, limit_chars).split()), {'"': "&quot;"})
 
 
 def picture(histories: Sequence[History], metrics: Sequence[str]) -> str:
-    """Return the charts of `metrics` as an SVG document. Steps that a run took back are thin and dashed."""
+    """Return the charts of `metrics` as an SVG document. Curves of steps that a run took back are thin and dashed."""
     columns = max(1, min(COLUMNS, len(metrics)))
     legend = LEGEND_LINE * len(histories) if len(histories) > 1 else 0
     width, height = columns * WIDTH, math.ceil(len(metrics) / columns) * HEIGHT + legend

@@ -1,4 +1,4 @@
-"""`--evaluate`: a run that trains nothing, of the policy or of one of its checkpoints, and the table of its results."""
+"""`--evaluate`: a run that evaluates the policy or a checkpoint without training, and the table of its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_NAMES = 3
 
 
 def without_training(topology: Topology) -> Topology:
-    """Return `topology` for a run that only evaluates: what serves training alone is neither started nor reserved.
+    """Return `topology` for a run that only evaluates: what only training needs is neither started nor reserved.
 
     The trainer stays, because it publishes the weights and proves that the engines have loaded them.
     """
@@ -42,12 +42,12 @@ def with_model(topology: Topology, folder: Path) -> Topology:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a checkpoint of a run rather than a model's folder."""
+    """Return whether `path` is a run checkpoint rather than a model folder."""
     return (path / STATE).is_file()
 
 
 def check_checkpoint(path: Path, model: str) -> None:
-    """Raise RpcError(bad_request or conflict), with one line, unless `path` is an intact checkpoint or exported model
+    """Raise a one-line RpcError(bad_request or conflict) unless `path` is an intact checkpoint or exported model
     with the shapes of the policy in the folder `model`."""
     if not path.is_dir():
         there = [f"step-{step}" for step in checkpoint_steps(path.parent)]
@@ -70,7 +70,7 @@ def check_checkpoint(path: Path, model: str) -> None:
 
 
 def _differences(found: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> list[str]:
-    """Return the matrices that only one of two models has, or whose shapes differ, described in a few words each.
+    """Return a short description of each matrix that only one of the two models has, or whose shape differs.
 
     A tied output matrix may be left out. Experts may be stored one by one or together, so they are not compared.
     """
@@ -91,7 +91,7 @@ def _differences(found: Mapping[str, list[int]], expected: Mapping[str, list[int
 
 
 def add_model(checkpoint: Path, topology: Topology, target: Path) -> None:
-    """Make `target` a model's folder from the weights of a checkpoint and the other files of the policy's model.
+    """Make `target` a model folder with the weights of a checkpoint and the other files of the policy's model.
 
     Raises OSError.
     """
@@ -112,7 +112,7 @@ def table(topology: Topology, row: Mapping[str, float]) -> list[str]:
 
 
 def best_lines(run: RunDir) -> list[str]:
-    """Return one line that names the exported best checkpoint, or no line if there is none."""
+    """Return one line that names the exported best checkpoint, or an empty list if there is none."""
     try:
         best = json.loads(run.best_note.read_text())
         return [f"best       {run.export_best} (step {best['step']}, {best['metric']} {best['value']:.3f})"]

@@ -125,7 +125,7 @@ def _check_in_process(functions: Sequence[Wanted]) -> list[str]:
 
 
 def _end(child: subprocess.Popen[Any]) -> None:
-    """End the process. It is a subreaper, so it also ends everything that users' code has started."""
+    """Stop the process. It is a subreaper, so it also stops everything that users' code has started."""
     child.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(_END_S)

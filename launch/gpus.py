@@ -1,6 +1,7 @@
 """Assigns the GPUs of this machine to processes: colocated services share them, all others get their own.
 
-Pure functions. Services that do not take turns never share a GPU, and no service gets a GPU that the machine lacks.
+The functions are pure. Services that do not take turns never share a GPU, and no service gets a GPU that the machine
+lacks.
 
 A process numbers the GPUs that it sees from 0; the values assigned here are those of CUDA_VISIBLE_DEVICES. A rank of
 the trainer or of the reference sees one GPU, and an engine sees all of its `services.rollout.gpus`. Thus no process can
@@ -55,7 +56,7 @@ def wanted(topology: Topology) -> int:
 
 
 def described(topology: Topology) -> str:
-    """Return the GPUs that each service takes on this machine, such as `policy-trainer 8, reference 8 (the same),
+    """Return the GPUs that each service uses on this machine, such as `policy-trainer 8, reference 8 (the same),
     rollout 8`."""
     together = topology.placement.colocate
     shares = [share for share in _shares(topology) if share.host == topology.home]

@@ -1,7 +1,7 @@
-"""Names the modules that processes computing with the model import, so that spare processes can import them beforehand.
+"""Names the modules that are needed to compute with the model, so that spare processes can import them beforehand.
 
-An entry is `module`, or `module:function` for a function that imports. A process imports modules that are missing here
-at its start, which only takes longer.
+An entry is `module`, or `module:function` for a function that imports. If a module is missing here, processes import it
+when they start, which only takes longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TRANSFORMERS = (
 
 
 def heavy_imports(topology: Topology) -> dict[str, tuple[str, ...]]:
-    """Return the imports of every service of which a spare process is kept. The result is empty with `run.spares:
+    """Return the imports of every service for which a spare process is kept. The result is empty with `run.spares:
     false`."""
     if not topology.run.spares:
         return {}
@@ -61,7 +61,7 @@ def heavy_imports(topology: Topology) -> dict[str, tuple[str, ...]]:
 
 
 def _modeling(model: str) -> tuple[str, ...]:
-    """Return the module of transformers that defines the model, if it has the usual name."""
+    """Return the transformers module that defines the model, or () if it does not have the usual name."""
     kind = str(model_files.read_config(model).get("model_type", "")).replace("-", "_")
     spec = find_spec("transformers")
     if spec is None or spec.origin is None or not kind.isidentifier():

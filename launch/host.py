@@ -1,13 +1,13 @@
 """`python -m launch.host --access FILE` runs the part of a run that belongs on this host.
 
-It joins the run that the access file describes (`launch.ctl export-access --role service`). Under a supervisor and a
-guard of its own it runs what the run's supervisor orders: a store, rollouts, references and ranks of the trainer. It
-ends with the run, and when the run no longer answers. An agent that the run gave up joins again. Exit status: 0 if the
-run ended, 1 if the host failed or lost the run, 2 if the command line or the access is wrong.
+It joins the run that the access file describes (`launch.ctl export-access --role service`). With its own supervisor
+and guard, it runs what the run's supervisor orders: a store, rollouts, references and ranks of the trainer. It ends
+when the run ends or no longer answers. An agent that the run gave up joins again. Exit status: 0 if the run ended, 1 if
+the host failed or lost the run, 2 if the command line or the access is wrong.
 
-Whatever starts it (Ray, srun, ssh, a container) may pass the access on standard input instead (`--access -`): one line,
-after which the input stays open. When the input ends, this host ends. With `--wait` the file may be written later, so
-that a job can start agents together with the run (`launch.cluster --export-access`).
+The program that starts it (Ray, srun, ssh, a container) may pass the access on standard input instead (`--access -`):
+one line, after which the input stays open. When the input ends, this host ends. With `--wait` the file may be written
+later, so that a job can start agents together with the run (`launch.cluster --export-access`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def address_towards(endpoint: str) -> str:
 
 
 def _checked(text: str) -> HostFacts:
-    """Return what this host has, and what it lacks for the topology `text`."""
+    """Return the facts of this host, with the requirements of the topology `text` that it lacks."""
     try:
         topology = _topology(text, check_files=False)
         return facts(topology if topology.policy.distribute else _topology(text))
@@ -138,7 +138,10 @@ def _from_input() -> Access:
 
 
 def _from_file(path: Path, wait_s: float) -> Access:
-    """Return the access in the file `path`, which may be written later. Raises RpcError: not_ready if it is not."""
+    """Return the access in the file `path`, which may be written within the next `wait_s` seconds.
+
+    Raises RpcError: not_ready if it is not written in time.
+    """
     until = time.monotonic() + wait_s
     while wait_s and not path.exists():
         if time.monotonic() >= until:
@@ -149,7 +152,10 @@ def _from_file(path: Path, wait_s: float) -> Access:
 
 
 def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int:
-    """Live until the run ends. `held` says that the end of standard input is the end of this host."""
+    """Take part in the run until it ends, and return the exit status.
+
+    `held` says whether this host ends when its standard input ends.
+    """
     topology = _topology(access.topology, check_files=False)
     if not topology.policy.distribute:
         _topology(access.topology)
@@ -176,9 +182,9 @@ def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int
 
 
 class _Ends:
-    """Takes the signals and the end of standard input that end this host, from its start to its exit.
+    """Handles signals and the end of standard input, which end this host, from its start to its exit.
 
-    A first signal drains, so that leases are handed back. A second one, and the end of the input, kill.
+    The first signal drains the host, so that it returns its leases. A second signal or the end of the input kills it.
     """
 
     def __init__(self, held: bool) -> None:
@@ -194,11 +200,11 @@ class _Ends:
 
     @property
     def asked(self) -> bool:
-        """Whether this host is to end."""
+        """Whether this host should end."""
         return bool(self._causes)
 
     def apply_to(self, supervisor: Supervisor) -> None:
-        """End `supervisor` when this host is to end, which may be at once. Called on the supervisor's event loop."""
+        """Stop `supervisor` when this host should end, which may be at once. Called on the supervisor's event loop."""
         self._loop = asyncio.get_running_loop()
         self._supervisor = supervisor
         self._act()
@@ -237,7 +243,7 @@ class _Life:
         self._log = structlog.get_logger("host")
 
     async def live(self) -> int | None:
-        """Join, run what is ordered, and return the exit status; None if the host has to join again."""
+        """Join, run the ordered processes, and return the exit status, or None if the host must join again."""
         names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
         link = HostLink(self._access, self._host, names, new_incarnation())
         try:
@@ -256,7 +262,7 @@ class _Life:
                 access=self._access,
             )
             running = asyncio.ensure_future(supervisor.run())
-            await asyncio.sleep(0)  # it has opened its door
+            await asyncio.sleep(0)  # afterwards, the supervisor has opened its door
             self._ends.apply_to(supervisor)
             following = asyncio.create_task(link.follow(supervisor))
             ended = await running

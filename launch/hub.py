@@ -1,8 +1,8 @@
 """Fetches the models and data sets that a topology names by their hub names into the local Hugging Face cache.
 
-`huggingface_hub` does the work, so its variables are respected (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HOME, ...),
-a broken connection continues where it was, whole files are kept, and the cache is used if the hub cannot be reached.
-The library is imported only for a topology with hub names.
+`huggingface_hub` does the work, so its environment variables are respected (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE,
+HF_HOME, ...), a download continues where a broken connection stopped it, whole files are kept, and the cache is used if
+the hub cannot be reached. The library is imported only for a topology with hub names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class HubError(Exception):
 
 @dataclass(frozen=True)
 class Missing:
-    """Files of `name` at `commit` that are not in the cache, or a cache that takes an older commit for the revision."""
+    """Files of `name` at `commit` that are not in the cache.
+
+    There are none (`files` is 0) if the cache merely takes an older commit for the revision.
+    """
 
     name: HubName
     commit: str
@@ -47,9 +50,9 @@ class Missing:
 
 
 def pinned(names: Mapping[Path, HubName], topology: FilePath) -> list[str]:
-    """Return the overrides with which a run continues with the commits of `names` in its resolved `topology`.
+    """Return the overrides with which a run continues to use the commits of `names` in its resolved `topology`.
 
-    A name that gives a commit, or another repository than the run began with, is left as it is.
+    A name that gives a commit, or a repository other than the run's first one, is left as it is.
     """
     try:
         recorded = yaml.safe_load(topology.read_text())
@@ -65,7 +68,7 @@ def pinned(names: Mapping[Path, HubName], topology: FilePath) -> list[str]:
 
 
 def missing(names: Mapping[Path, HubName]) -> list[Missing]:
-    """Return what is to be fetched for `names`. Raises HubError if that cannot be found out."""
+    """Return what must be fetched for `names`. Raises HubError if this cannot be determined."""
     return [found for name in dict.fromkeys(names.values()) if (found := _missing(name)) is not None]
 
 
@@ -87,9 +90,9 @@ def fetch(names: Mapping[Path, HubName]) -> None:
 
 
 def leave() -> NoReturn:
-    """End this process at once. The threads of a download would otherwise first finish their files.
+    """Exit this process at once. Otherwise, download threads would first finish their files.
 
-    The partial files that it leaves could not be used again: they have names of their own.
+    Partial files are deleted. They could not be used again, because each has a unique name.
     """
     for descriptor in FilePath("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -103,9 +106,10 @@ def leave() -> NoReturn:
 
 
 def _missing(name: HubName) -> Missing | None:
-    """Return what is to be fetched for `name`, None if nothing is.
+    """Return what must be fetched for `name`, or None if nothing is missing.
 
-    A commit that is there is not looked up. If the hub cannot be reached, the cache must have the whole revision.
+    A commit that is in the cache is not looked up. If the hub cannot be reached, the cache must have the whole
+    revision.
     """
     from huggingface_hub import HfApi, errors
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of its HTTP client
@@ -152,7 +156,7 @@ def _is_whole(name: HubName) -> bool:
         _download(name, local_files_only=True)
     except errors.LocalEntryNotFoundError:
         return False
-    # The library cannot tell for a revision that another release of it has fetched.
+    # The library cannot determine this for a revision that another release of the library has fetched.
     return name.kind == "model" or hub.source_files(f"hub:{name}") is not None
 
 
@@ -190,7 +194,7 @@ def _broken_off(name: HubName, reason: str) -> str:
 
 
 def _refused(name: HubName, error: Exception) -> str:
-    """Return one line for an answer of the hub that no retry changes."""
+    """Return one line that describes an answer of the hub that no retry would change."""
     from huggingface_hub import errors
 
     page = f"{_endpoint()}/{'datasets/' if name.kind == 'dataset' else ''}{name.name}"
@@ -210,7 +214,7 @@ def _refused(name: HubName, error: Exception) -> str:
 
 def _no_file(name: HubName, known: list[str]) -> str:
     what = "safetensors or JSON file" if name.kind == "model" else f"Parquet or JSONL file {name.path}*"
-    # A path leaves out the suffix and the numbers of shards.
+    # A path leaves out the suffix and the shard numbers.
     paths = {_SHARD.sub("", file) for file in known}
     return f"{name}: the {name.kind} has no {what}{nearest(name.path, paths)}"
 

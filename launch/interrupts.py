@@ -1,7 +1,7 @@
-"""SIGINT, SIGTERM and SIGHUP to the launcher, from its first line to its last.
+"""Handles SIGINT, SIGTERM and SIGHUP in the launcher, from its first line to its last.
 
 A signal that the launcher inherited as ignored stays ignored: `nohup` ignores SIGHUP, and a shell without job control
-ignores SIGINT for what it starts with `&`. SIGTERM always ends the run.
+ignores SIGINT in commands started with `&`. SIGTERM always ends the run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from types import FrameType
 
 
 class Interrupts:
-    """Handler of the signals for the whole life of the process. Use it only on the main thread.
+    """Handles the signals for the whole life of the process. Use it only on the main thread.
 
-    A signal raises KeyboardInterrupt, unless `tell` named a function for it. asyncio's own handlers would not suffice,
-    because a closing loop returns the signals to their default action, which ends the process.
+    A signal raises KeyboardInterrupt, unless `tell` has set a function to call instead. asyncio's own handlers would
+    not suffice: a closing loop restores the default action of the signals, which ends the process.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Deliver a signal that arrives within the block after it. A mask would not do: other threads take signals."""
+        """Delay any signal until the end of the block. A signal mask would not suffice: other threads take signals."""
         self._holds = True
         try:
             yield
@@ -53,7 +53,7 @@ class Interrupts:
             self._told = before
 
     def ignore(self) -> None:
-        """Ignore the signals until the process has ended: the run is over, and its outcome is about to be told."""
+        """Ignore the signals until the process has ended: the run is over, and its outcome is about to be reported."""
         for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
 

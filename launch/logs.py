@@ -37,7 +37,10 @@ def readable(line: str) -> str:
 
 
 def parsed(line: str) -> LogLine | None:
-    """Return a line of a `.jsonl` log. Its text has the event, the fields and the traceback. None for other text."""
+    """Parse a line of a `.jsonl` log, or return None for other text.
+
+    The text of the result has the event, the fields and the traceback.
+    """
     try:
         entry = json.loads(line)
     except ValueError:

@@ -1,10 +1,10 @@
-"""`python -m launch.monitor` shows the present state of a run, then every change, in a terminal, as lines or as JSON.
+"""`python -m launch.monitor` shows the current state of a run, then every change, in a terminal, as lines or as JSON.
 
 It changes nothing by itself; keys restart and drain processes if this user may operate the run. docs/monitor.md
 describes the views.
 
-Exit status: 0 when the run has ended or at Ctrl-C; 1 when a run on another machine does not answer or stops answering,
-because its end cannot be observed from there; 2 when there is no such run or it refuses this access.
+Exit status: 0 when the run has ended or after Ctrl-C; 1 when a run on another machine does not answer or stops
+answering, because its end cannot be observed from here; 2 when there is no such run or the run refuses this access.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(
         str, typer.Option("--listen", metavar="ADDRESS:PORT", help="of --web, on the loopback; port 0 picks a free one")
     ] = "127.0.0.1:0",
 ) -> None:
-    """Show the state of a run and every change of it."""
+    """Show the state of a run and every change to it."""
     try:
         found = find(run, access)
         if web:
@@ -74,7 +74,10 @@ def main(
 
 
 def _serve_page(run: Run, listen: str) -> NoReturn:
-    """Continue as the process that serves the page of a run, whose libraries this one never loads. Raises RpcError."""
+    """Replace this process with the one that serves the run's page. Raises RpcError.
+
+    This process never loads the libraries of the page server.
+    """
     if not isinstance(run, RunDir):
         text = "--web reads the run directory; start it on the run's machine, and reach it through `ssh -L`"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
@@ -87,7 +90,7 @@ async def _watch(run: Run, work: Coroutine[Any, Any, None]) -> None:
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # The signal may be ignored, such as in a script's background job.
+        # The signal may be ignored, for example in a script's background job.
         if signal.getsignal(number) != signal.SIG_IGN:
             loop.add_signal_handler(number, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
@@ -133,7 +136,7 @@ async def _terminal(run: Run) -> None:
 
 
 async def _check_access(run: Run) -> None:
-    """Raise a one-line RpcError for an access that is refused, because the stream would merely stay silent."""
+    """Raise a one-line RpcError if the access is refused. The stream alone would merely stay silent."""
     if not isinstance(run, Access):
         return
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)

@@ -21,8 +21,8 @@ from shared.topology import Topology, load
 
 BASE = Path("runs")
 LOCK_WAIT_S = 40.0
-"""Seconds within which the services of a killed launcher end under its guard and free the directory, in addition to the
-time for a checkpoint that is being written."""
+"""Maximum seconds to wait until the guard of a killed launcher has stopped its services and the directory is free, in
+addition to the time for a checkpoint that is being written."""
 _POLL_S = 0.1
 _MIB = 1 << 20
 FIXED = (
@@ -75,9 +75,9 @@ def lock(path: Path, save_limit_s: float = 0.0) -> int:
     """Lock the run directory. Return the lock's descriptor. The guard shares it, so that the lock outlives this
     process.
 
-    Waits for the processes of a killed launcher to end, which may first have to write a checkpoint (`save_limit_s`).
-    Raises RpcError: busy if another launcher or its services are alive, bad_request if the directory cannot be created;
-    and OSError if there is no room for it.
+    Waits for the processes of a killed launcher to end. They may first have to write a checkpoint (`save_limit_s`).
+    Raises RpcError(busy) if another launcher or its services are alive, RpcError(bad_request) if the directory cannot
+    be created, and OSError if there is no room for it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,10 @@ def is_held(path: Path) -> bool:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Lock an open file or directory until this process and all processes that inherit the descriptor have ended."""
+    """Lock an open file or directory until this process and all processes that inherit the descriptor have ended.
+
+    Return whether it could be locked.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -128,8 +131,8 @@ def _in_use_error(path: Path, who: str) -> RpcError:
 
 
 def folder_for(path: Path) -> Path:
-    """Return where to make the new run `path`: beside it under a hidden name, or `path` itself if it already holds
-    files."""
+    """Return the folder in which to create the new run `path`: a hidden one beside it, or `path` itself if that already
+    contains files."""
     with contextlib.suppress(OSError):
         if any(path.iterdir()):
             return path
@@ -139,7 +142,7 @@ def folder_for(path: Path) -> Path:
 def create(path: Path, topology: Topology, folder: Path | None = None) -> RunDir:
     """Create a run directory with its resolved topology, in a locked `folder` from `folder_for` (default: `path`).
 
-    Raises RpcError if it already holds a run, OSError if there is no room for it.
+    Raises RpcError if `path` already contains a run, and OSError if there is no room for it.
     """
     hidden = folder if folder != path else None
     try:
@@ -171,9 +174,9 @@ def reopen(path: Path, topology: Topology) -> RunDir:
 
 
 def cannot_start_text(path: Path, topology: Topology, error: OSError) -> str:
-    """Return one line for an error of the file systems that a run needs at its start.
+    """Return one line that describes an error in a file system that a run needs at its start.
 
-    If one of them is full, the line names the fullest, because a failed write does not tell where it failed.
+    If one of these is full, the line names the fullest, because the error of a failed write does not name it.
     """
     text = f"run directory {path.absolute()}: cannot be started: {error.strerror or error}"
     if error.errno not in DISK_FULL_ERRNOS:

@@ -1,4 +1,4 @@
-"""Checks rows, functions, tokenizer, memory and ports before anything starts. Changes nothing in the run."""
+"""Checks rows, functions, tokenizer, memory and ports before anything starts. It changes nothing in the run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check(topology: Topology, file: str) -> Findings:
 
 
 def check_host(topology: Topology) -> list[str]:
-    """Return one line for each requirement of the processes of `topology` that compute which this host lacks.
+    """Return one line for each requirement of computing processes of `topology` that this host lacks.
 
     A model that will be taken from home is not checked.
     """
@@ -131,7 +131,7 @@ def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
     """Check the tokenizer files of the model folder, with which a rollout tokenizes prompts and answers."""
     model = topology.policy.model
     if hub.model_name(model) is not None and not Path(model).is_dir():
-        return  # It is not in the cache (yet).
+        return  # The model is not in the cache (yet).
     where = f"{file}: policy.model: {model}"
     if not model_files.has_tokenizer(model):
         names = ", ".join(model_files.TOKENIZERS)
@@ -259,7 +259,7 @@ def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _check_allocator(topology: Topology, file: str, findings: Findings) -> None:
-    """Check that torch allocates memory of the GPU that another process can open, if weights are read from there."""
+    """Check that torch allocates GPU memory that another process can open, if weights are read from such memory."""
     if topology.services.rollout.weights != "ipc":
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -346,7 +346,10 @@ def _is_installed(module: str) -> bool:
 
 
 def _check_address(address: tuple[str, int], keys: tuple[str, str], file: str, findings: Findings) -> bool:
-    """Return false if no other port of the same host can be used either. `keys` set the port and the host."""
+    """Check that an address can be used. Return False if no other port of the same host can be used either.
+
+    `keys` are the topology keys that set the port and the host.
+    """
     host, port = address
     try:
         with socket.create_server(address, family=socket.AF_INET6 if ":" in host else socket.AF_INET):

@@ -34,7 +34,7 @@ class Metrics:
     """The rows of metrics.jsonl, read as they are written."""
 
     def __init__(self, path: Path, *, steps: int) -> None:
-        """Read existing rows of a resumed run, which count for the summary, but not for the pace."""
+        """Read the existing rows of a resumed run. They count for the summary but not for the pace."""
         self._follower = FollowedFile(path)
         self.steps = steps
         self.last: Row = {}
@@ -82,7 +82,10 @@ class Metrics:
         return int(self.last.get("step", 0))
 
     def eta_s(self) -> float | None:
-        """Return the seconds to the last step at the pace of the latest rows, or None before there are two rows."""
+        """Return the time to the last step, in seconds, at the pace of the latest rows.
+
+        Return None before there are two rows.
+        """
         if len(self._times) < 2:
             return None
         (begin, first), (end, last) = self._times[0], self._times[-1]
@@ -171,7 +174,7 @@ def starting_text(states: Mapping[str, str], status: Status | None) -> str:
 
 
 def rewind_text(step: int, committed: int, *, deterministic: bool, cause: str = "") -> str:
-    """Return `back to step 20 of 48: the weights of steps 21-48 died with their processes`, or another `cause`."""
+    """Return `back to step 20 of 48: the weights of steps 21-48 died with their processes`, or name `cause`."""
     lost = f"steps {step + 1}-{committed}" if committed > step + 1 else f"step {committed}"
     if cause and not deterministic:
         return f"back to step {step} of {committed}: {cause}; {lost} will be trained again"

@@ -1,4 +1,4 @@
-"""Writes `report.html` of a run: one page without scripts, links or internet. It reads files of the run directory only.
+"""Writes the `report.html` of a run: one page without scripts or links, readable offline. It reads only run files.
 
 The page is written at the end of every run and again by `ctl report`, also while the run is under way. Its size is
 limited, and so is the time for which the end of a run waits for it.
@@ -34,18 +34,18 @@ REPORT = "report.html"
 AT_END_S = 1.0
 """Maximum seconds for which the end of a run waits for the report."""
 LOG_BYTES = 8 << 20
-"""Maximum bytes that are read of the end of a log."""
+"""Maximum bytes read from the end of a log."""
 SAMPLES_BYTES = 16 << 20
-"""Maximum bytes of a file with samples that is read."""
+"""Maximum size, in bytes, of a sample file that is read."""
 MOST_LINES = 200
 """Maximum number of rows of each table."""
 MOST_METRICS = 24
 TEXT_CHARS = 4000
 CONFIGURATION_CHARS = 200_000
 BEST, WORST, LONGEST, EVALUATED = 4, 4, 2, 4
-"""Numbers of samples that are shown of the newest step with samples, and of each evaluation set."""
+"""Numbers of samples shown from the newest step with samples, and from each evaluation set."""
 _CAUSES = ("process died", "killed", "to be killed", "cannot start", "host lost", "the run goes on without it")
-"""Lines of the supervisor that are listed, with the process under `name` or `host`."""
+"""Events in the supervisor's log that are listed. Each names the process or host as `name` or `host`."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,17 @@ def write_report(run: RunDir) -> Path:
 
 
 def write_in_time(run: RunDir, limit_s: float = AT_END_S) -> str:
-    """Write the page within `limit_s`. Return a line about it for the console; a failure is told there and logged."""
+    """Write the page within `limit_s`. Return a line about the result for the console. A failure is also logged."""
     told = [f"not ready after {limit_s:g} s; python -m launch.ctl --run {run.path} report writes it"]
 
     def work() -> None:
         try:
             told[0] = str(write_report(run))
-        except Exception as error:  # whatever a damaged file caused, the run has its outcome
+        except Exception as error:  # a damaged file may cause any error, but the run has its outcome
             structlog.get_logger(SUPERVISOR).warning("no report", exc_info=error)
             told[0] = f"not written ({type(error).__name__}: {error}), log: {run.log_file(SUPERVISOR, 0)}"
 
-    # A daemon: the process ends without it. It writes into a file of its own, which is renamed last.
+    # The process does not wait for a daemon thread at exit. The thread writes to its own file and renames it last.
     thread = threading.Thread(target=work, name="report", daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -89,8 +89,8 @@ def write_in_time(run: RunDir, limit_s: float = AT_END_S) -> str:
 
 
 def page(run: RunDir) -> str:
-    """Return the page."""
-    from jinja2 import Environment  # other commands do without its import
+    """Return the HTML of the page."""
+    from jinja2 import Environment  # other commands do not import it
     from markupsafe import Markup
 
     history = read_history(run.path) if run.metrics.is_file() else History(run.name, [], {})
@@ -135,7 +135,7 @@ def _summary(run: RunDir, history: History, log: Sequence[Row]) -> list[tuple[st
 
 
 def _evaluations(history: History) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the evaluations, the newest ones."""
+    """Return the header and the rows of the newest evaluations."""
     names = [name for name in history.metrics if name.startswith("eval/")][:MOST_METRICS]
     found = [row for row in history.rows if any(name in row for name in names)][-MOST_LINES:]
     table = [[str(row["step"]), *(_number(row.get(name)) for name in names)] for row in found]
@@ -143,7 +143,7 @@ def _evaluations(history: History) -> tuple[list[str], list[list[str]]]:
 
 
 def _last_values(history: History) -> list[list[str]]:
-    """Return name, first, last, lowest and highest value of the metrics."""
+    """Return the name and the first, last, lowest and highest value of each metric."""
     table: list[list[str]] = []
     for name in history.metrics[:MOST_LINES]:
         if values := [value for _, value in history.points(name)]:
@@ -152,7 +152,7 @@ def _last_values(history: History) -> list[list[str]]:
 
 
 def _causes(log: Iterable[Row]) -> list[tuple[str, str, str, str]]:
-    """Return when which process ended, what happened, and why."""
+    """Return the time, process, event and cause of each log line whose event is in `_CAUSES`."""
     found = [
         (
             _time(_at(line)),
@@ -180,7 +180,7 @@ def _warnings(path: Path) -> list[list[str]]:
 
 
 def _samples(folder: Path) -> Iterator[Shown]:
-    """Yield the samples with the highest and the lowest rewards and the longest ones, and some of each evaluation."""
+    """Yield the samples with the highest and the lowest rewards, the longest samples, and some of each evaluation."""
     for split in splits(folder):
         newest = next((step for step in reversed(steps(folder, split)) if _is_small(folder, split, step)), None)
         if newest is None:
@@ -237,7 +237,7 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _configuration(path: Path) -> str:
-    """Return the topology for people who get the report: without secrets."""
+    """Return the topology without secrets, for readers of the report."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 FEW = 5
-"""Number of samples that are shown without a number."""
+"""Number of samples that are shown if no number is given."""
 STYLES = ("", "yellow", "dark_orange", "red", "bold white on red")
 PROBABILITIES = (0.5, 0.2, 0.05, 0.01)
-"""A token at most this probable gets the next style."""
+"""A token with at most this probability gets the next style."""
 MISMATCHES = (0.01, 0.05, 0.2, 1.0)
 """A token whose log-probs differ by at least this much gets the next style."""
 
@@ -59,9 +59,9 @@ def ordered(records: Sequence[Record], order: Order | None) -> list[Record]:
 def choose(
     run: Path, *, step: int | None, task: str | None, split: str, order: Order | None, count: int
 ) -> list[Record]:
-    """Return the samples to show: of one task, or of a step (default: the newest one).
+    """Return the samples to show: those of one task, or those of one step (default: the newest).
 
-    Raises RpcError(bad_request) in one line if there are none.
+    Raises a one-line RpcError(bad_request) if there are none.
     """
     known = steps(run, split)
     if task is None and step is None and known:
@@ -84,7 +84,7 @@ def _nothing(run: Path, step: int | None, task: str | None, split: str, known: S
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers in few words: `1-4, 7`."""
+    """Format numbers compactly: `1-4, 7`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -154,7 +154,7 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def completion(record: Record, color: Color, most: int) -> Text:
-    """Return the completion with coloured tokens, at most `most` characters of it."""
+    """Return the first `most` characters of the completion, with coloured tokens."""
     from rich.text import Text
 
     if not record.pieces or color == Color.NONE:

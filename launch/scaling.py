@@ -1,5 +1,5 @@
-"""`ctl scale`: checks whether a run can have another number of instances of a service, and their resources. Starts
-nothing."""
+"""`ctl scale`: checks whether a run can have another number of instances of a service, and returns their resources. It
+starts nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THREADS_PER_CPU = 4
 
 
 def ranks(topology: Topology) -> dict[str, int]:
-    """Return the number of processes that hold one model together, by service."""
+    """Return the number of processes that together hold one model, by service."""
     services = topology.services
     reference = services.reference.parallel.model_ranks if services.reference is not None else 1
     return {"policy-trainer-worker": services.policy_trainer.world_size, "reference": reference}
@@ -29,7 +29,7 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
     run.
 
     The topology has no key for the number of references on CPUs, so --resume does not start the additional ones.
-    Raises RpcError(bad_request), one line, and writes nothing if the run cannot have this number.
+    Raises a one-line RpcError(bad_request) and writes nothing if the run cannot have this number.
     """
     now = load(run.topology)
     _check(now, service, instances)

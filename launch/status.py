@@ -60,7 +60,7 @@ async def collect(run: Run) -> dict[str, Any]:
     """Return `{run, step, steps, version, services: [...], tasks, store, dropped, lost, last_drop, spares: [...],
     troubles: [...], warnings: [...]}`. The newest warnings come last.
 
-    Raises RpcError if neither of them answers.
+    Raises RpcError if neither the scheduler nor the supervisor answers.
     """
     seen, supervised, warned = await asyncio.gather(
         _reply_or_none(run, "scheduler", GetStatus(), Status),
@@ -92,7 +92,7 @@ async def collect(run: Run) -> dict[str, Any]:
 
 
 async def _warnings(run: Run) -> list[warnings.WarningRecord]:
-    """Return the newest warnings: from the file of the run, or on another machine the newest of each kind."""
+    """Return the newest warnings: from the run's file or, for a run on another machine, the newest of each kind."""
     if isinstance(run, RunDir):
         return warnings.read(run.warnings)[-SHOWN_WARNINGS:]
     seen = await _reply_or_none(run, "monitor", GetSnapshot(), Snapshot)

@@ -1,8 +1,8 @@
 """`ctl trace`: the story of one task across processes, from the scheduler's journal and the logs. It changes nothing.
 
-The journal is replayed up to its present end with the scheduler's own rules, and every event that changed the task is
-told with its time and cause. A compacted journal begins with a snapshot, which has only the steps of tasks that were
-collected before.
+The journal is replayed up to its current end with the scheduler's own rules, and every event that changed the task is
+reported with its time and cause. A compacted journal begins with a snapshot. For tasks that were collected before the
+snapshot, it records only the steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MOST_ROWS = 2000
 """Maximum number of entries that are sent to another machine."""
 _HIDDEN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run", "exception"})
 _ENDS = frozenset({"exited", "process died", "killed", "to be killed"})
-"""Lines of the supervisor about the end of a process, with its name under `name`."""
+"""Events in the supervisor's log about the end of a process, whose name is under `name`."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Held:
 def story(run: RunDir, task_id: str) -> list[Entry]:
     """Return the story of a task, oldest first.
 
-    Raises RpcError(bad_request), one line, if the journal cannot be read or knows no such task.
+    Raises a one-line RpcError(bad_request) if the journal cannot be read or has no such task.
     """
     with reading(run.journal) as recorded:
         entries, held = replayed(_beginning(run, recorded), task_id, recorded)
@@ -99,7 +99,7 @@ def story(run: RunDir, task_id: str) -> list[Entry]:
 
 
 def _beginning(run: RunDir, recorded: Recorded) -> RunState:
-    """Return the state before the first event of the journal. Raises RpcError(bad_request), one line."""
+    """Return the state before the first event of the journal. Raises a one-line RpcError(bad_request)."""
     try:
         plan, _ = make_plan(load(run.topology, check_supported=False), run.topology)
         parts = recorded.snapshot()
@@ -118,7 +118,7 @@ def replayed(state: RunState, task_id: str, recorded: Recorded) -> tuple[list[En
 
 
 class _Replay:
-    """Replay of the events of a journal, which notes their effects on one task."""
+    """Replays the events of a journal and records their effects on one task."""
 
     def __init__(self, state: RunState, task_id: str) -> None:
         self._state = state
@@ -247,7 +247,7 @@ _WHAT: Final = {
 
 
 def _cause(event: Durable, task_id: str, lease: TaskLease | None) -> str:
-    """Return why an event ended an attempt at a task."""
+    """Return the reason why an event ended an attempt at a task."""
     holder = f"lease {lease.lease_id} of {service_name(*lease.holder)}" if lease is not None else "it"
     match event:
         case LeaseExpired():
@@ -314,7 +314,7 @@ def _parsed(line: str) -> Entry | None:
 
 
 def to_message(entries: Iterable[Entry]) -> Story:
-    """Return the newest entries for the wire."""
+    """Return the newest entries as a message."""
     rows = [
         StoryRow(each.at or 0.0, each.service, each.what, {key: _text(value) for key, value in each.facts.items()})
         for each in entries
@@ -338,7 +338,7 @@ def from_rows(rows: Iterable[dict[str, Any]]) -> list[Entry]:
 
 
 def as_lines(entries: Iterable[Entry]) -> Iterator[str]:
-    """Yield a line for each entry: local time, seconds since the first, process, event, facts."""
+    """Yield a line for each entry: local time, seconds since the first entry, process, event and facts."""
     first: float | None = None
     for each in entries:
         facts = "  ".join(f"{key} {_text(value)}" for key, value in each.facts.items())

@@ -4,7 +4,7 @@ All numbers are little-endian and unsigned. A file consists of these parts, with
 
     header   64 bytes
     table    fences u64[tasks] | dims u64[dims] | rows 32 B[rows] | counts u32[tasks] | task names | key names
-    data     of each row in order, each beginning at the next multiple of 64 from the start of the file
+    data     the data of each row in order, beginning at the next multiple of 64 from the start of the file
 
 Header, by byte offset:
 
@@ -20,11 +20,11 @@ Row: `key u32` (index into the key names), `dtype u8` (code of `proto.dtypes`), 
 `offset u64` from the start of the file, `nbytes u64`, `checksum u64` (xxh3-64 of the data). The dimensions of a row are
 the next `ndim` entries of `dims`; `prod(dimensions) * itemsize == nbytes`. `counts[i]` (>= 1) rows belong to task i:
 the rows of a task are consecutive, tasks are in the order of their names, and the keys of a task are distinct and in
-the order in which its content hash takes them. Names are ASCII and distinct, separated by one "\\n", with none at
-the end. Offsets are canonical: row 0 begins at the first multiple of 64 at or after the end of the table, row i + 1 at
-the first multiple of 64 at or after the end of row i (an empty shard takes no room), and the file ends exactly where
-the last row does. Padding bytes are not read. The content hash of a task is the xxh3-64 of the checksums of its rows,
-each as u64, in row order.
+the order used by its content hash. Names are ASCII and distinct, separated by one "\\n", without a trailing separator.
+Offsets are canonical: row 0 begins at the first multiple of 64 at or after the end of the table, row i + 1 at the first
+multiple of 64 at or after the end of row i (an empty shard takes no room), and the file ends exactly where the last row
+does. Padding bytes are not read. The content hash of a task is the xxh3-64 of the checksums of its rows, each as u64,
+in row order.
 
 A decoder raises WireError for a file that breaks one of these rules or the limits below.
 """
@@ -89,7 +89,7 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A header and table that passed every check. Task i is `task_ids[i]` under `fences[i]`."""
+    """A header and a table that passed every check. Task i is `task_ids[i]` with fence `fences[i]`."""
 
     task_ids: list[str]
     fences: list[int]
@@ -134,7 +134,7 @@ class Table:
         return xxhash.xxh3_64_intdigest(rows["checksum"].tobytes())
 
     def checksums(self, task: int) -> dict[str, int]:
-        """Return the checksum of every shard of a task by key."""
+        """Return the checksums of all shards of a task, by key."""
         rows = self._rows[int(self._starts[task]) : int(self._starts[task + 1])]
         return {
             self.keys[key]: digest for key, digest in zip(rows["key"].tolist(), rows["checksum"].tolist(), strict=True)
@@ -142,7 +142,7 @@ class Table:
 
 
 class FileHead:
-    """The header and the table of a file, whose rows it places: `rows` get their canonical offsets."""
+    """The header and the table of a file. The constructor sets the canonical offsets in `rows`."""
 
     def __init__(
         self, task_ids: list[str], fences: list[int], counts: Array, keys: list[str], rows: Array, dims: Array
@@ -156,7 +156,7 @@ class FileHead:
         rows["offset"], self.file_bytes = _canonical(rows["nbytes"], HEADER_BYTES + table_bytes)
 
     def pack(self) -> bytes:
-        """Return header and table, once the rows have their checksums."""
+        """Return the header and the table as bytes. The rows must already have their checksums."""
         columns = (self._fences, self._dims, self._rows, self._counts)
         table = b"".join([*(each.tobytes() for each in columns), self._task_names, self._key_names])
         names = len(self._task_names), len(self._key_names)
@@ -166,10 +166,10 @@ class FileHead:
 
 
 class BlockLayout:
-    """The plan of a file to be written. Offsets are known at once, checksums after the data was written.
+    """The layout of a file to be written. Offsets are known at once, checksums only after the data has been written.
 
-    `tasks` holds (task_id, fence, {key: array}) with arrays in wire form (`proto.tensors.as_wire`). Raises WireError
-    naming what cannot be written.
+    `tasks` contains (task_id, fence, {key: array}) with arrays in wire form (`proto.tensors.as_wire`). Raises a
+    WireError that names what cannot be written.
     """
 
     def __init__(self, tasks: Sequence[tuple[str, int, dict[str, Array]]]) -> None:
@@ -214,7 +214,7 @@ class BlockLayout:
         self.offsets: list[int] = rows["offset"].tolist()
 
     def sums(self, checksums: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the content hash and the bytes of every task, given the checksum of every row."""
+        """Return the content hashes of all tasks and their sizes in bytes, given the checksum of every row."""
         ends = np.cumsum(self._counts, dtype=np.int64)
         packed = np.array(checksums, _U64).tobytes()
         digests = [
@@ -224,7 +224,7 @@ class BlockLayout:
         return digests, np.add.reduceat(self._rows["nbytes"], ends - self._counts).tolist()
 
     def head(self, checksums: Sequence[int]) -> bytes:
-        """Return header and table, given the checksum of every row."""
+        """Return the header and the table as bytes, given the checksum of every row."""
         self._rows["checksum"] = checksums
         return self._head.pack()
 
@@ -350,7 +350,7 @@ def _dims_ok(rows: Array, dims: Array) -> bool:
 
 
 def _canonical(sizes: Array, head_bytes: int) -> tuple[Array, int]:
-    """Return the offsets of shards of these sizes after `head_bytes`, and the end of the last one."""
+    """Return the canonical offsets of shards with these sizes after `head_bytes`, and the end of the last shard."""
     first = _up(head_bytes)
     padded = (sizes.astype(np.int64) + (ALIGN - 1)) & ~(ALIGN - 1)
     ends = first + np.cumsum(padded)

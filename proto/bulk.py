@@ -7,10 +7,10 @@ A connection is a byte stream of messages. Each begins with a head of 24 bytes, 
     5   u8   kind                    16  u64  offset of the range in the stream
     6   u16  reserved, 0
 
-HELLO (reader to store) is followed by the 16 bytes of the line's id, DATA (store to reader) by the bytes of its range,
-READ and CLOSE (reader to store) by nothing. On a sealed line the tag of 16 bytes comes last and what follows the head
-of DATA is AES-128-GCM ciphertext (SPEC section 11). A receiver ends the connection at the first message that breaks a
-rule: the beginning of the next one is unknown.
+HELLO (reader to store) is followed by the 16-byte line id, and DATA (store to reader) by the bytes of its range. READ
+and CLOSE (reader to store) consist of the head alone. On a sealed line, each message ends with a 16-byte tag, and the
+range in DATA is AES-128-GCM ciphertext (SPEC section 11). A receiver closes the connection at the first message that
+breaks a rule, because it cannot know where the next message begins.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Kind(IntEnum):
 
 
 class Head(NamedTuple):
-    """A checked head. `nbytes` and `offset` are 0 unless it is about a range; `stream` is 0 in HELLO only."""
+    """A checked head. `nbytes` and `offset` are 0 unless the message has a range; `stream` is 0 only in HELLO."""
 
     kind: Kind
     stream: int = 0
@@ -51,12 +51,12 @@ class Head(NamedTuple):
 
 
 def pack_head(head: Head) -> bytes:
-    """Return the 24 bytes of `head`."""
+    """Return `head` as 24 bytes."""
     return _HEAD.pack(MAGIC, VERSION, head.kind, 0, head.stream, head.nbytes, head.offset)
 
 
 def unpack_head(data: Buffer) -> Head:
-    """Return the head in exactly 24 bytes. Raises WireError."""
+    """Return the head in `data`, which must be exactly 24 bytes. Raises WireError."""
     if len(data) != HEAD_BYTES:
         raise WireError(f"bulk head of {len(data)} bytes: must be {HEAD_BYTES}")
     magic, version, number, reserved, stream, nbytes, offset = _HEAD.unpack(data)

@@ -1,4 +1,4 @@
-"""Encodes messages to frames and decodes them: envelope, body, tensor table, raw frames. Raises WireError only."""
+"""Encodes messages into frames and decodes them: envelope, body, tensor table, raw frames. Raises WireError only."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def encode_body(body: Message) -> bytes:
 def decode_body(kind: int, data: Buffer) -> Message:
     """Decode the body of message type `kind`. Raises WireError.
 
-    msgspec allocates by the bytes present, not by announced sizes, and limits nesting by the recursion limit.
+    msgspec allocates memory for the bytes that are present, not for announced sizes, and the recursion limit bounds
+    nesting.
     """
     cls = by_type(kind)
     try:
@@ -122,7 +123,7 @@ def _milliseconds(remaining_s: float) -> int:
 
 
 def with_remaining(header: Buffer, remaining_s: float) -> bytes:
-    """Return the envelope for sending a message again, `remaining_s` before its caller's deadline."""
+    """Return the envelope for sending a message again, with `remaining_s` seconds left until its caller's deadline."""
     return envelope.with_remaining(header, max(_milliseconds(remaining_s), 1))
 
 
@@ -132,7 +133,7 @@ def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:
 
 
 def check(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Envelope:
-    """Check the frames of a message against its envelope, without parsing, and return it. Raises WireError only."""
+    """Check a message's frames against its envelope without parsing, and return the envelope. Raises WireError only."""
     if len(frames) < 2:
         raise WireError(f"message of {len(frames)} frames: at least an envelope and a body")
     head = envelope.unpack(frames[0], limits)
@@ -160,7 +161,7 @@ def decode_checked(head: Envelope, frames: Sequence[Buffer], limits: Limits = CO
 
 
 def _parts(head: Envelope, frames: Sequence[Buffer]) -> tuple[Buffer, Buffer, Sequence[Buffer]]:
-    """Return body, tensor table (empty if there is none) and raw frames."""
+    """Return the body, the tensor table (empty if there is none) and the raw frames."""
     if not head.flags & envelope.FLAG_TABLE:
         return frames[1], b"", frames[2:]
     if len(frames) < 3:

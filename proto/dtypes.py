@@ -13,7 +13,7 @@ from proto.errors import WireError
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One row of the table: wire code, public name (torch's), numpy dtype and bytes per element."""
+    """One row of the table: wire code, public name (as in torch), numpy dtype and bytes per element."""
 
     code: int
     name: str
@@ -50,7 +50,7 @@ _BY_NUMPY = {row.numpy: row for row in TABLE}
 
 
 def by_code(code: int) -> DType:
-    """Return the row of a wire code. Raises WireError for a code outside the table."""
+    """Return the table row of a wire code. Raises WireError for a code outside the table."""
     row = _BY_CODE.get(code)
     if row is None:
         raise WireError(f"dtype code {code}: not in the table (1..{TABLE[-1].code})")
@@ -58,7 +58,7 @@ def by_code(code: int) -> DType:
 
 
 def by_name(name: str) -> DType:
-    """Return the row of a public name such as `bfloat16`. Raises WireError for an unknown name."""
+    """Return the table row of a public name such as `bfloat16`. Raises WireError for an unknown name."""
     row = _BY_NAME.get(name)
     if row is None:
         raise WireError(f"dtype {name!r}: not in the table; use one of {', '.join(_BY_NAME)}")
@@ -66,7 +66,10 @@ def by_name(name: str) -> DType:
 
 
 def by_numpy(dtype: np.dtype[Any]) -> DType:
-    """Return the row of a numpy dtype in any byte order. Raises WireError for object, string, complex or structured."""
+    """Return the table row of a numpy dtype in any byte order.
+
+    Raises WireError for object, string, complex and structured dtypes.
+    """
     row = _BY_NUMPY.get(dtype) or _BY_NUMPY.get(dtype.newbyteorder("<"))
     if row is None:
         raise WireError(f"dtype {dtype}: cannot be sent; use one of {', '.join(_BY_NAME)}")

@@ -41,7 +41,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     minor: int = MINOR
 
     def pack(self) -> bytes:
-        """Return the 64 bytes. Raises WireError if a field does not fit its width."""
+        """Return the header as 64 bytes. Raises WireError if a field does not fit its width."""
         call = (self.type, self.flags, 0, self.remaining_ms, self.request_id, self.incarnation)
         sizes = (self.body_bytes, self.frame_count, self.table_bytes, 0, self.total_bytes)
         try:

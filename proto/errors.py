@@ -1,4 +1,4 @@
-"""The exception of encoders and decoders."""
+"""The exception that encoders and decoders raise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Makes the head of a block file that holds rows of other block files, from their tables alone, without their data.
+"""Builds the head of a block file that contains rows of other block files, from their tables alone.
 
-A stream between hosts is such a file, so that its reader checks it with the code that checks files. This module uses
+A stream between hosts is such a file, so its reader checks it with the code that checks block files. This module uses
 internals of `proto.blockfile`.
 """
 
@@ -23,8 +23,8 @@ _EMPTY = np.empty(0, np.int64)
 
 
 class Picks(NamedTuple):
-    """Tasks to take, by column. `task_ids` and `fences` have one entry per task. Place i is task `tasks[i]` of table
-    `files[i]` and holds shards of pick `owners[i]`. Owners ascend, and so do the files of one owner.
+    """Tasks to take, as columns. `task_ids` and `fences` have one entry per task. Place i is task `tasks[i]` of table
+    `files[i]` and has shards of pick `owners[i]`. Owners ascend, and so do the files of each owner.
     """
 
     task_ids: list[str]
@@ -50,7 +50,7 @@ class Excerpt:
 
 
 def missing_keys(tables: Sequence[Table], picks: Picks, keys: Sequence[str]) -> list[str]:
-    """Return `task_id#key` of the shards of `keys` that no table has, the first MAX_NAMED of them."""
+    """Return the names `task_id#key` of the shards in `keys` that no table has, at most MAX_NAMED."""
     there: list[set[str]] = [set() for _ in picks.task_ids]
     for number, task, owner in zip(picks.files, picks.tasks, picks.owners, strict=True):
         there[owner].update(tables[number].checksums(task))
@@ -66,8 +66,8 @@ def missing_keys(tables: Sequence[Table], picks: Picks, keys: Sequence[str]) -> 
 def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: int) -> Excerpt | None:
     """Return an excerpt with the shards `keys` of `picks`, or all their shards if `keys` is empty.
 
-    It ends before the task that would exceed `max_bytes`, but has at least one task. Returns None if a shard is missing
-    (see `missing_keys`).
+    The excerpt ends before the task that would exceed `max_bytes`, but has at least one task. Returns None if a shard
+    is missing (see `missing_keys`).
     """
     count = len(picks.task_ids)
     if not count:
@@ -95,7 +95,7 @@ def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: 
 
 
 def rows_of(table: Table) -> tuple[list[int], list[int], list[int]]:
-    """Return the begins, ends and checksums of all rows of a table, in order."""
+    """Return the begin offsets, end offsets and checksums of all rows of a table, in order."""
     rows = table._rows
     return rows["offset"].tolist(), (rows["offset"] + rows["nbytes"]).tolist(), rows["checksum"].tolist()
 
@@ -183,7 +183,10 @@ def _assemble(
 
 
 def _runs(file_of: Array, sources: Array, rows: Array) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return files, sources, targets and lengths. Rows with the same distance in both files share a run."""
+    """Return the files, sources, targets and lengths of the runs, as in `Excerpt`.
+
+    Consecutive rows of a file share a run if the distance between source and target is the same.
+    """
     full = np.flatnonzero(rows["nbytes"])
     if not len(full):
         return [], [], [], []

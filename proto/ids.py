@@ -10,7 +10,7 @@ from proto.errors import WireError
 
 MAX_NAME_BYTES = 255
 REVISION = ":"
-"""Separator in a shard key between the name of the shard and its revision."""
+"""Separator between the shard name and its revision in a shard key."""
 _TASK = re.compile(r"[A-Za-z0-9_.:-]+/[0-9]+/[0-9]+")
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:-]*")
 
@@ -37,7 +37,7 @@ def check_key(key: str) -> str:
 
 
 def revised_name(key: str) -> str | None:
-    """Return the name of the shard in a key with a revision, or None for a key without one."""
+    """Return the shard name of a key that has a revision, or None for a key without a revision."""
     name, colon, _ = key.partition(REVISION)
     return name if colon else None
 
@@ -48,12 +48,12 @@ def make_task_id(split: str, epoch: int, index: int) -> str:
 
 
 def split_task_id(task_id: str) -> tuple[str, int, int]:
-    """Split an id made by `make_task_id`. Raises WireError."""
+    """Return the split, epoch and index of a task id made by `make_task_id`. Raises WireError."""
     check_task_id(task_id)
     split, epoch, index = task_id.rsplit("/", 2)
     return split, int(epoch), int(index)
 
 
 def new_incarnation() -> int:
-    """Return a random 63-bit number that identifies one life of a process."""
+    """Return a random 63-bit number that identifies one incarnation of a process."""
     return secrets.randbits(63) | 1

@@ -1,7 +1,7 @@
-"""Small numeric arrays inside a body, in msgpack-numpy's format but with checks that it lacks.
+"""Small numeric arrays inside a body, in the msgpack-numpy format but with checks that msgpack-numpy lacks.
 
-msgpack-numpy's decoder unpickles kind `O`, and for type `|O` builds object arrays over the sender's bytes. It is called
-here only after type, shape and size have been checked against closed lists.
+The msgpack-numpy decoder unpickles kind `O`, and for type `|O` it builds object arrays over the sender's bytes. This
+module calls it only after type, shape and size have been checked against closed lists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIELDS = frozenset([b"nd", b"type", b"kind", b"shape", b"data"])
 
 
 def to_map(array: Array) -> dict[bytes, Any]:
-    """Return the msgpack-numpy map of `array`. Raises WireError for more than 64 KiB or a dtype not in the list."""
+    """Return the msgpack-numpy map of `array`. Raises WireError for over 64 KiB or a dtype not in `INLINE_TYPES`."""
     wire = np.asarray(array)
     if wire.dtype.str not in INLINE_TYPES:
         raise WireError(f"inline array of dtype {wire.dtype}: use one of {', '.join(sorted(INLINE_TYPES))}")

@@ -1,4 +1,4 @@
-"""Limits of messages. Receivers check them before they allocate, and senders check the same limits.
+"""Message limits. Receivers check them before they allocate memory, and senders check the same limits.
 
 Senders check because an oversize frame makes a ZeroMQ peer reconnect forever (SPEC section 7).
 """

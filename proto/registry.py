@@ -1,7 +1,7 @@
 """The registry of messages by type number, filled by `messages` at import, and the base classes of messages.
 
-SPEC.md describes each message from its class: the docstring, with the error codes of its own under `Errors:`, and for
-each field the comment beside it or the docstring below it.
+The message descriptions in SPEC.md come from the message classes: the docstring, with the message's own error codes
+under `Errors:`, and for each field the comment beside it or the docstring below it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BY_TYPE: dict[int, type[Message]] = {}
 
 
 def message(number: int, *, reply: type[Message] | None = None) -> Callable[[type[M]], type[M]]:
-    """Return a class decorator that assigns a message its type number and a request its `reply`."""
+    """Return a class decorator that assigns a message its type number, and a request also its `reply`."""
 
     def register(cls: type[M]) -> type[M]:
         if number in _BY_TYPE or not 0 < number < 65536:
@@ -62,5 +62,5 @@ def by_type(number: int) -> type[Message]:
 
 
 def all_messages() -> dict[int, type[Message]]:
-    """Return a copy of the registry, for tests and the generator of the specification."""
+    """Return a copy of the registry, for tests and the specification generator."""
     return dict(_BY_TYPE)

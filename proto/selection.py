@@ -23,16 +23,16 @@ class Selection(NamedTuple):
     """Indices of the keys in the table."""
     codes: Array
     first: Array
-    """Start of the data, counted in elements of its type. It is whole because item sizes divide 64, and 64 divides
-    offsets."""
+    """Start of the data, counted in elements of its type. It is a whole number, because item sizes divide 64 and
+    offsets are multiples of 64."""
     end: Array
     shapes: dict[int, tuple[int, ...]]
     """Shape by row, for rows whose shape is not (end - first,)."""
     numbers: Array
-    """Numbers of the rows in the table."""
+    """Row numbers in the table."""
 
     def columns(self) -> int:
-        """Return the number of rows per task if all tasks have the same keys and types, as is usual, else 0."""
+        """Return the number of rows per task if all tasks have the same keys and types, as is usual; otherwise 0."""
         each = int(self.counts[0]) if len(self.counts) else 0
         alike = each > 0 and bool(
             (self.counts == each).all()
@@ -43,7 +43,7 @@ class Selection(NamedTuple):
 
 
 def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None) -> Selection:
-    """Return those of the shards `keys` that tasks (given by index) have, in the order of `keys`.
+    """Return the shards named in `keys` that the tasks (given by index) have, in the order of `keys`.
 
     If `keys` is None, return all shards in the order of the file.
     """
@@ -69,13 +69,13 @@ def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None) -> Se
 
 
 def placed(table: Table, numbers: Array) -> tuple[list[int], list[int], list[int]]:
-    """Return the begins, ends and checksums of rows given by number."""
+    """Return the begin offsets, end offsets and checksums of rows given by number."""
     rows = table._rows[numbers]
     return rows["offset"].tolist(), (rows["offset"] + rows["nbytes"]).tolist(), rows["checksum"].tolist()
 
 
 def named(table: Table, numbers: Array) -> list[str]:
-    """Return `task_id#key` of rows given by number."""
+    """Return the names `task_id#key` of rows given by number."""
     owners = np.searchsorted(table._starts, numbers, side="right") - 1
     keys = table._rows["key"][numbers]
     return [f"{table.task_ids[task]}#{table.keys[key]}" for task, key in zip(owners, keys, strict=True)]

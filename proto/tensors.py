@@ -35,7 +35,7 @@ class TensorRow:
 
 
 def checksum(data: Buffer | Array) -> int:
-    """Return the xxh3-64 of the bytes, which is defined for an empty tensor, too."""
+    """Return the xxh3-64 of the bytes. It is also defined for an empty tensor."""
     return xxhash.xxh3_64_intdigest(raw_bytes(data) if isinstance(data, np.ndarray) else data)
 
 
@@ -97,7 +97,7 @@ def encode(arrays: Sequence[Array], limits: Limits) -> tuple[bytes, list[memoryv
 
 
 def _check_size(index: int, shape: Sequence[int], itemsize: int, limits: Limits) -> None:
-    """Limit a tensor by its non-zero dimensions, because numpy refuses a shape such as (0, 2**63)."""
+    """Check a tensor's size by its non-zero dimensions, because numpy refuses a shape such as (0, 2**63)."""
     room = itemsize
     for dim in shape:
         room *= dim or 1  # Python integers do not overflow
@@ -116,7 +116,10 @@ def _pack_row(row: TensorRow) -> bytes:
 
 
 def parse_table(table: Buffer, frame_count: int, limits: Limits) -> list[TensorRow]:
-    """Parse and check a table, whose rows use the frames in order, each exactly once. Raises WireError only."""
+    """Parse a table, check it and return its rows. They use the frames in order, each exactly once.
+
+    Raises WireError only.
+    """
     count, rest = divmod(len(table), ROW_BYTES)
     if rest:
         raise WireError(f"tensor table of {len(table)} bytes: must be a multiple of {ROW_BYTES}")
@@ -143,7 +146,7 @@ def parse_table(table: Buffer, frame_count: int, limits: Limits) -> list[TensorR
 
 
 def decode(table: Buffer, frames: Sequence[Buffer], limits: Limits) -> list[Array]:
-    """Return the arrays, read-only. A tensor of one frame is a view of it; others are copied once.
+    """Return the arrays, read-only. A tensor in a single frame is a view of that frame; other tensors are copied once.
 
     Raises WireError if sizes or checksums do not match.
     """

@@ -1,8 +1,8 @@
 """`Batch`: a set of tasks, their keys and scalars, and the stores that hold their shards, with explicit transfers.
 
 A `Batch` is REMOTE (a handle: ids, sizes, stores), LOCAL (it also holds its arrays) or EMPTY (no tasks). Only `fetch`
-moves data. A handle costs no data to split and join and is sent as `BatchMeta`, so a controller passes handles only.
-All operations return a new batch.
+moves data: splitting and joining handles does not. A handle is sent as `BatchMeta`, so a controller passes only
+handles. All operations return a new batch.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def weights_meta(ref: WeightsRef, store: str = "") -> BatchMeta:
 async def fetch_weights(
     data: DataClient, ref: WeightsRef, store: str, *, deadline_s: float, on_progress: OnProgress = ignore_progress
 ) -> dict[str, Array]:
-    """Return the weights of `ref` from `store`, the one of the reader's host, which takes them from another host.
+    """Return the weights of `ref` from `store`, the store on the reader's host, which takes them from another host.
 
-    If it cannot, or is "", they come from the store into which they were put. Other arguments and errors are those of
-    `DataClient.fetch`.
+    If it cannot, or `store` is "", the weights are fetched from the store into which they were put. The other arguments
+    and the errors are those of `DataClient.fetch`.
     """
     if store not in ("", ref.store):
         task = PutTask(ref.task_id, ref.fence)
@@ -112,7 +112,7 @@ class Batch:
 
     @property
     def scalars(self) -> Mapping[str, Array]:
-        """Values of each sample by name, [samples] in the order of the tasks."""
+        """The scalars by name, each [samples], in task order."""
         return self._meta.scalars
 
     @property
@@ -122,12 +122,12 @@ class Batch:
 
     @property
     def samples(self) -> int:
-        """Number of samples of all tasks."""
+        """Number of samples in all tasks."""
         return sum(task.samples for task in self._meta.tasks)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all tasks, including prompts."""
+        """Number of tokens in all tasks, including prompts."""
         return sum(task.tokens for task in self._meta.tasks)
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ class Batch:
     # ---- scalars and splitting
 
     def with_scalars(self, scalars: Mapping[str, Array]) -> Batch:
-        """Return the same tasks with exactly these scalars, each [samples]. Raises ValueError for another length."""
+        """Return the same tasks with exactly these scalars, each [samples]. Raises ValueError if a length differs."""
         wrong = [f"{name} {list(values.shape)}" for name, values in scalars.items() if values.shape != (self.samples,)]
         if wrong:
             raise ValueError(f"batch of {self.samples} samples: scalars {', '.join(wrong)}")
@@ -189,14 +189,14 @@ class Batch:
         return [self.take(range(first, min(first + tasks, len(self)))) for first in range(0, len(self), tasks)]
 
     def chunk(self, count: int) -> list[Batch]:
-        """Return `count` batches with balanced tokens, each in this batch's order. Some are EMPTY if tasks run out.
+        """Return `count` batches with balanced token counts, in this batch's order. Some are EMPTY if tasks run out.
 
         Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens. The
         maximum is at most 4/3 - 1/(3 count) times the optimum. Ties go to the lower index and the lower chunk, so the
         result is deterministic. Tasks without tokens count as one token each, which spreads them, too.
 
-        Tasks are not divided: a handle and a fetch are per task, and its samples share a prompt, which a rank computes
-        once. Raises ValueError for a count below 1.
+        Tasks are not divided: handles and fetches are per task, and the samples of a task share a prompt, which a rank
+        computes once. Raises ValueError for a count below 1.
         """
         if count < 1:
             raise ValueError(f"chunk({count}): the count must be at least 1")
@@ -238,7 +238,7 @@ class Batch:
     def union(self, other: Batch) -> Batch:
         """Return a handle of the same tasks with the keys and scalars of both batches, in this batch's order.
 
-        Each part of `other` must be new or equal to one of this batch. This batch's value wins if both have a scalar.
+        Each part of `other` must be new or equal to a part of this batch. If both have a scalar, this batch's is kept.
         Raises ValueError if tasks or fences differ, or parts overlap only partially.
         """
         mine, theirs = self._meta, other._meta
@@ -305,7 +305,7 @@ def _task_order(tasks: Sequence[TaskHandle], others: Sequence[TaskHandle]) -> li
 
 
 def _new_parts(parts: Sequence[BatchPart], others: Sequence[BatchPart]) -> list[int]:
-    """Return the positions in `others` of parts without any key of `parts`. All others must equal one of `parts`."""
+    """Return the positions in `others` of parts without any key of `parts`. The rest must each equal one of `parts`."""
     known = {key for part in parts for key in part.keys}
     same = {frozenset(part.keys) for part in parts}
     for part in others:

@@ -1,4 +1,4 @@
-"""Tokens that HTTP requests carry."""
+"""Bearer tokens of HTTP requests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Secret:
         self._digest = hashlib.sha256(token.encode()).digest()
 
     def matches(self, given: str) -> bool:
-        # Digests have one length, so that the comparison does not tell the token's.
+        # All digests have the same length, so the comparison does not reveal the length of the token.
         return hmac.compare_digest(hashlib.sha256(given.encode()).digest(), self._digest)
 
     def is_borne_by(self, authorization: str) -> bool:
-        """Return whether a header `authorization` is a bearer token that matches (RFC 6750)."""
+        """Return whether the header `authorization` is a bearer token that matches (RFC 6750)."""
         kind, _, given = authorization.partition(" ")
         return kind.lower() == "bearer" and self.matches(given)

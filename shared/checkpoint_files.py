@@ -1,4 +1,4 @@
-"""The files of a checkpoint `step-<n>/` as bytes: its manifest and their checksums. It does not import torch."""
+"""The files of a checkpoint `step-<n>/` as bytes: its manifest and the file checksums. It does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK_BYTES = 8 << 20
 def verify(path: Path, only: Sequence[str] = ()) -> dict[str, Any]:
     """Check the size and checksum of every file, or of those in `only`, and return the manifest.
 
-    Raises RpcError(conflict).
+    Raises RpcError(conflict) if the checkpoint is damaged or has another layout.
     """
     try:
         manifest = json.loads((path / STATE).read_text())
@@ -41,7 +41,7 @@ def verify(path: Path, only: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def digest(path: Path) -> tuple[int, int]:
-    """Return the size and the xxh3-64 of a file."""
+    """Return the size and the xxh3-64 digest of a file."""
     hasher = xxhash.xxh3_64()
     size = 0
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Reads a file of lines as it grows, and notices when lines that were read are taken back."""
+"""Reads a file of lines as it grows, and detects when lines already read are removed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 READ_BYTES = 4 << 20
-"""Default maximum bytes that one `poll` reads, and maximum length of a line. Longer lines are left out."""
+"""Default maximum bytes that one `poll` reads, and maximum length of a line. Longer lines are skipped."""
 
 
 class FollowedFile:
@@ -19,19 +19,19 @@ class FollowedFile:
         self._read_bytes = read_bytes
         self._position = 0
         self._newest = b""
-        """The last line that was read, which must still stand before `_position`."""
+        """The last line that was read. If it no longer ends at `_position`, the file was truncated."""
         self._skipping = False
         if last_bytes is not None:
             try:
                 self._position = max(0, path.stat().st_size - last_bytes)
             except OSError:
-                return  # it begins when the file appears
+                return  # reading begins when the file appears
             self._skipping = self._position > 0
 
     def poll(self) -> tuple[list[bytes], bool]:
-        """Return the new lines, and whether they begin the file again because lines were taken back.
+        """Return the new lines, and whether reading began again at the start of the file because lines were removed.
 
-        There may be more lines: call it until it returns none.
+        There may be more lines: call this until it returns none.
         """
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -58,7 +58,7 @@ class FollowedFile:
         return lines, restarted
 
     def new_lines(self) -> Iterator[str]:
-        """Yield all new lines as text. Lines of a file that was cut come again."""
+        """Yield all new lines as text. After a file is truncated, its lines are yielded again."""
         while True:
             lines, _ = self.poll()
             if not lines:

@@ -19,9 +19,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HOST = "127.0.0.1"
 HEAD_LIMIT_BYTES = 16 << 10
 IDLE_S = 600
-"""Maximum seconds between two pieces of a request, and between two requests of a connection."""
+"""Maximum seconds between two pieces of a request, and between two requests on a connection."""
 STOP_S = 1
-"""Maximum seconds that `stop` waits for requests under way before it cancels them."""
+"""Maximum seconds that `stop` waits for requests in progress before it cancels them."""
 
 
 class GuestServer:
@@ -35,7 +35,7 @@ class GuestServer:
         listen: tuple[str, int] = (HOST, 0),
         most_connections: int | None = None,
     ) -> None:
-        """`listen` is a host and a port, 0 for a free one. Connections beyond `most_connections` are answered 503."""
+        """`listen` is a host and a port, 0 for a free one. Connections beyond `most_connections` get a 503."""
         self._listen = listen
         config = uvicorn.Config(
             application,
@@ -76,7 +76,7 @@ class GuestServer:
         self._serving = asyncio.create_task(self._server.serve([listener]))
 
     async def stop(self) -> None:
-        """Close every connection. Requests under way receive `http.disconnect` and have STOP_S to end."""
+        """Close every connection. Requests in progress receive `http.disconnect` and have STOP_S to finish."""
         if self._serving is None:
             return
         self._server.should_exit = True

@@ -1,7 +1,7 @@
 """The worker's side of leases: acquire, renew by progress, complete, hand back.
 
 Calls to a scheduler or store that is away are repeated while the lease is held, each with a time limit. A call within
-its limit renews the lease, however short `lease_s` is. A call that exceeds its limit hangs, and no longer renews it.
+its limit renews the lease, however short `lease_s` is. A call that exceeds its limit no longer renews it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Lease:
     """A held lease. `cancel` is set when its work must stop, and may be read from any thread; code on the loop may wait
     for `given_up`.
 
-    Until `computed` is called, the lease progresses with the compute thread, which may be busy with the lease before.
-    Afterwards only `advance` counts, so that a lease stuck after its computation is lost although others compute.
+    Until `computed` is called, the lease progresses with the compute thread, which may be busy with an earlier lease.
+    Afterwards only `advance` counts, so a lease that is stuck after its computation is lost even if others compute.
     """
 
     def __init__(self, grant: LeaseGrant, computing: Callable[[], int]) -> None:
@@ -46,7 +46,7 @@ class Lease:
         self.cancel = threading.Event()
         self.given_up = asyncio.Event()
         self.untouched = False
-        """Whether the work has not begun. Whatever ends the lease then, its tasks are not to blame."""
+        """Whether the work has not begun. If the lease ends in this state, its tasks are not to blame."""
         self._computing = computing
         self._computed: int | None = None
         self._advanced = 0
@@ -75,11 +75,11 @@ class Lease:
         return time.monotonic() < self._waits_until
 
     def wait(self, limit_s: float) -> None:
-        """Wait for a peer for up to `limit_s` seconds from now on. With 0, stop waiting."""
+        """Record a wait for a peer of up to `limit_s` seconds from now. With 0, the wait ends."""
         self._waits_until = time.monotonic() + limit_s
 
     async def within(self, limit_s: float, work: Awaitable[T]) -> T:
-        """Return the result of `work`, and renew the lease meanwhile for up to `limit_s`. `work` ends by itself."""
+        """Return the result of `work`. Renew the lease meanwhile for up to `limit_s`, which does not stop `work`."""
         self.wait(limit_s)
         try:
             return await work
@@ -123,9 +123,9 @@ class LeaseBook:
     def __init__(self, service: Service, stage: str, computing: Callable[[], int]) -> None:
         """`computing` returns the progress counter of the compute thread, which only that thread advances."""
         self.blocked_on_devices: Callable[[], bool] = lambda: False
-        """Whether computation is blocked because other processes have the devices, in turns with their own limits."""
+        """Returns whether computation is blocked by processes that have the devices. Turns have their own limits."""
         self.queued: set[Lease] = set()
-        """Leases that wait for other leases to end. They progress whenever one of the others does."""
+        """Leases that wait for other leases to end. They progress whenever one of those does."""
         self.retired = asyncio.Event()
         """Event that is set once no further lease may be taken."""
         self._others = 0
@@ -140,7 +140,7 @@ class LeaseBook:
 
     @property
     def uncomputed(self) -> list[Lease]:
-        """Leases that the compute thread is not done with."""
+        """Leases that the compute thread has not finished."""
         return [lease for lease in self._held.values() if not lease.is_computed]
 
     def progress(self) -> list[LeaseProgress]:
@@ -159,7 +159,7 @@ class LeaseBook:
         return [LeaseProgress(number, lease.progress, lease.untouched) for number, lease in self._held.items()]
 
     def lost(self, lease_ids: Sequence[int]) -> None:
-        """Give up these leases, which the scheduler has taken away."""
+        """Give up these leases, which the scheduler has withdrawn."""
         for lease_id in lease_ids:
             lease = self._held.pop(lease_id, None)
             if lease is not None:
@@ -175,8 +175,8 @@ class LeaseBook:
     async def acquire(self, max_tasks: int, holds: Callable[[], tuple[int, int]] = lambda: (0, -1)) -> Lease:
         """Wait until there is work, and return its lease. `holds` returns (lineage, step) of the engine's weights.
 
-        Raises only Retired and RpcError(bad_request); after any other error the request is repeated. A request that was
-        made before the book was retired is awaited, because otherwise no process would hold its lease.
+        Raises only Retired and RpcError(bad_request); after any other error the request is repeated. If the book is
+        retired during a request, this still waits for the answer, because otherwise no process would hold its lease.
         """
         asked_at = time.monotonic()
         while True:
@@ -225,7 +225,7 @@ class LeaseBook:
         self._report(lease, what, began)
 
     def about(self, lease: Lease) -> dict[str, float | str]:
-        """Return the lease and its traced tasks for a span, or nothing if none of its tasks is traced."""
+        """Return the lease and its traced tasks as span values, or an empty dict if none of its tasks is traced."""
         tasks = self._service.telemetry.traced(task.task_id for task in lease.grant.batch.tasks)
         return {"tasks": tasks, "lease": float(lease.grant.lease_id), "stage": self._stage} if tasks else {}
 
@@ -257,7 +257,7 @@ class LeaseBook:
         """End the lease with `results`. Its other tasks go back to the scheduler. Raises LeaseLost."""
         request = self._request(lease, results, scalars or {})
         try:
-            # The call continues if the lease is given up: a heartbeat may find it ended before the answer arrives.
+            # The call continues if the lease is given up: a heartbeat may report its end before the answer arrives.
             call = partial(self._service.scheduler.call, request, CompleteAck, deadline_s=CALL_S)
             ack = await lease.within(CALL_S, self._repeat(lease, "complete", lambda _: call(), CALL_S))
         except RpcError as error:

@@ -1,4 +1,4 @@
-"""Follows `metrics.jsonl` while it is written. A run that goes back to an earlier step cuts the file: that is seen."""
+"""Follows `metrics.jsonl` while it is written, and detects when a run that returns to an earlier step truncates it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _decoder = msgspec.json.Decoder(Row)
 
 @dataclass(frozen=True)
 class NewRows:
-    """What was read."""
+    """The rows that one `poll` has read."""
 
     rows: list[Row]
     restarted: bool
-    """Whether rows that were read before are gone, so that `rows` are the first that the file has."""
+    """Whether rows that were read before are gone, so that `rows` are the first rows of the file."""
     more: bool
     """Whether there may be further rows."""
 
 
 class MetricsFollower:
-    """A reader of the complete lines of a metrics file, and of those that are added."""
+    """Reads the complete lines of a metrics file, including lines that are added later."""
 
     def __init__(self, path: Path) -> None:
         self._file = FollowedFile(path, read_bytes=PAGE_BYTES)
 
     def poll(self) -> NewRows:
-        """Return the next page of rows. A file that does not exist has none. Damaged lines are left out."""
+        """Return the next page of rows. A file that does not exist has none. Damaged lines are skipped."""
         lines, restarted = self._file.poll()
         rows = []
         for line in lines:

@@ -1,4 +1,4 @@
-"""Makes folders from which Hugging Face libraries load a model, atomically. It does not import torch."""
+"""Atomically makes folders from which Hugging Face libraries can load a model. It does not import torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shared.checkpoint_files import MODEL
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5", ".onnx")
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK})
-"""Errors of file systems that cannot give this file a second name."""
+"""Errors of file systems that cannot create a hard link to this file."""
 
 
 def begin(target: Path) -> Path:
-    """Remove what an interrupted attempt left, and return the folder to fill in place of `target`, which is absent."""
+    """Remove leftovers of an interrupted attempt, and return the folder to fill instead of `target`. It is absent."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for leftover in (_partial(target), _replaced(target)):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -50,8 +50,8 @@ def from_checkpoint(
 ) -> None:
     """Make `target` from the weights of a checkpoint, of data type `dtype`, and the other files of the model `source`.
 
-    `notes` are the texts of further files, by name. The weights are a second name of the checkpoint's file where the
-    file system allows it, so they take no space and outlive the checkpoint. Raises OSError.
+    `notes` maps the names of additional files to their text. Where the file system allows it, the weights are a hard
+    link to the checkpoint's file, so they take no space and outlive the checkpoint. Raises OSError.
     """
     partial = begin(target)
     partial.mkdir()

@@ -1,7 +1,7 @@
 """Limits of the operating system: errors of exhausted disks and descriptors, and the limit on open descriptors.
 
 libzmq aborts a process that has no descriptor left when a peer connects over ipc. Each connection from another host
-takes two, and a batch may map thousands of files with one each.
+takes two descriptors, and a batch may map thousands of files, each of which takes one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keeps a compute thread busy with leases: while some are computed, the next is prepared and earlier ones are finished.
 
-At most one lease is held ahead. Errors of blocks being finished are reported, and a computation that hangs ends the
+At most one lease is held ahead. Errors in finishing a block are reported, and a computation that hangs ends the
 service.
 """
 
@@ -18,7 +18,7 @@ from shared.rpc.errors import RpcError
 FINISHING_BLOCKS = 2
 DRAIN_FINISH_S = 4.0
 STOP_S = 4.0
-"""Seconds in which a cancelled computation has to end."""
+"""Maximum seconds for a cancelled computation to end."""
 PREPARE_S = 30.0
 PREPARE_ATTEMPTS = 4
 """Seconds and number of attempts after which repeated failures to prepare leases with the same weights are fatal."""
@@ -147,7 +147,7 @@ class LeasePipeline(Generic[P, C]):
             except RpcError as error:
                 if error.code == ErrorCode.BAD_REQUEST:
                     raise
-                # Missing data, most often the weights of a version, does not return at once.
+                # Missing data, most often the weights of a version, does not reappear at once.
                 await self._book.hand_back(lease, f"not prepared: {error}", untouched=True)
                 refused.count(lease, error)
                 await asyncio.sleep(BACKOFF_S)
@@ -157,7 +157,7 @@ class LeasePipeline(Generic[P, C]):
                 return lease, prepared
 
     async def _next_lease(self) -> Lease:
-        """Return the next lease. One that is granted after `may_lease` was cleared is handed back."""
+        """Return the next lease. A lease that is granted after `may_lease` was cleared is handed back."""
         while self._may_lease is not None:
             await self._allowed(self._may_lease)
             lease = await self._acquire()

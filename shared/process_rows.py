@@ -1,4 +1,4 @@
-"""What the supervisor says of the processes of a run, as rows of the topic `cluster/process`."""
+"""Converts the supervisor's state of a run's processes to rows of the topic `cluster/process`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from proto.messages import SupervisorState, TopicRow
 
 
 def process_rows(state: SupervisorState, at: float) -> list[TopicRow]:
-    """Return a row for each process, in the name of that process. `at` is in seconds since 1970."""
+    """Return a row for each process, attributed to that process. `at` is in seconds since 1970."""
     return [
         TopicRow(
             service=row.service,

@@ -1,4 +1,4 @@
-"""The resolved topology for files that leave the machine: without secrets, nested or flat."""
+"""Prepares the resolved topology for files that leave the machine: without secrets, nested or flat."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _IN_QUERY = re.compile(r"([?&][\w.-]*(?:key|token|secret|password|auth|signature
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """Return `value` with the text below keys that sound secret, and credentials in URLs, replaced by `(hidden)`.
+    """Return `value` with text under keys that sound secret, and credentials in URLs, replaced by `(hidden)`.
 
-    Numbers stay, such as `max_new_tokens`.
+    Numbers, such as `max_new_tokens`, are kept.
     """
     if isinstance(value, Mapping):
         secret = bool(_SECRET.search(key))
@@ -33,7 +33,7 @@ def without_secrets(value: Any, key: str = "") -> Any:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Return the leaves of nested data by dotted path, as text. An unset value is left out."""
+    """Return the leaves of nested data as text, by dotted path. Unset values are omitted."""
     if isinstance(value, Mapping):
         items = [(str(name), item) for name, item in value.items()]
     elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):

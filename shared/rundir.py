@@ -30,7 +30,7 @@ CHECKPOINT_PREFIX = "step-"
 SHM_ROOT = Path("/dev/shm")
 SHM_PREFIX = "rlbus-"
 UNFINISHED_PREFIX = ".rlbus-run-"
-"""Prefix of the hidden name of a run directory that is still being made. Its maker holds a lock on it."""
+"""Prefix of the hidden name of a run directory that is still being made. Its creator holds a lock on it."""
 _OWNER_LOCK = "owner.lock"
 _SHM_LINK = "shm"
 _TOPOLOGY = "topology.yaml"
@@ -64,7 +64,7 @@ def folder_id(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of one run. `sockets` is a short private directory because ipc paths end at 107 bytes."""
+    """Paths of one run. `sockets` is a short private directory because ipc paths are limited to 107 bytes."""
 
     path: Path
     sockets: Path
@@ -112,7 +112,7 @@ class RunDir:
 
     @property
     def best_note(self) -> Path:
-        """A file in `export_best` with an object of the step, the metric and its value."""
+        """A JSON file in `export_best`: an object with the step, the metric and its value."""
         return self.export_best / "best.json"
 
     @property
@@ -144,10 +144,10 @@ class RunDir:
     ) -> RunDir:
         """Create the run directory, and private directories for its sockets and shared memory.
 
-        `folder`, if given, is an empty directory beside `path` in which the run is made, and which is renamed to `path`
-        last. Otherwise the run is made in `path`, which becomes a run when run.json is renamed there, last.
+        `folder`, if given, is an empty directory beside `path`. The run is made in `folder`, which is finally renamed
+        to `path`. Otherwise the run is made in `path`, which becomes a run when run.json is finally renamed there.
 
-        Raises RpcError(bad_request) if `path` already holds a run, OSError if there is no room for it.
+        Raises RpcError(bad_request) if `path` already holds a run, and OSError if there is no room for it.
         """
         path = path.absolute()
         if (path / "run.json").exists():
@@ -161,7 +161,7 @@ class RunDir:
     def reopen(cls, path: Path, *, topology: Topology | None = None, shm_root: Path = SHM_ROOT) -> RunDir:
         """Reopen a run for --resume, with its keys and new directories for sockets and shared memory.
 
-        Raises OSError if there is no room for them. The run can be reopened again then.
+        Raises OSError if there is no room for them. In that case the run can be reopened later.
         """
         old = cls.open(path)
         old.remove_volatile()
@@ -187,9 +187,9 @@ class RunDir:
 
     @classmethod
     def rejoin(cls, path: Path, access: Access, *, shm_root: Path = SHM_ROOT) -> RunDir:
-        """Make `path`, with which this host joined the run of `access` before, its directory of that run again.
+        """Reuse `path`, with which this host joined the run of `access` before, as its directory of that run.
 
-        Logs and notes stay. A path without a run is joined as usual.
+        Logs and notes are kept. A path without a run is joined as usual.
 
         Raises RpcError(bad_request) if `path` holds another run, or processes of the former membership still run.
         """
@@ -215,9 +215,9 @@ class RunDir:
         folder: Path | None = None,
         topology: Topology | None = None,
     ) -> RunDir:
-        """Make the content of the run directory, in `folder` if it is given. The rename comes last.
+        """Make the content of the run directory, in `folder` if it is given. The rename is the last step.
 
-        If anything fails, the directories of sockets and shared memory are removed again.
+        If anything fails, the directories for sockets and shared memory are removed again.
         """
         here = folder or path
         for name in ("logs", "checkpoints"):
@@ -286,7 +286,8 @@ class RunDir:
 def _volatile_folders(shm_root: Path) -> Iterator[tuple[Path, Path]]:
     """Make private directories for the sockets and for the shared memory of a run, and remove them if the block fails.
 
-    They stay locked meanwhile. Then the sweep knows their owner by the lock file and by the link to the shared memory.
+    The directories stay locked during the block. Afterwards the sweep recognises their owner by the lock file and by
+    the link to the shared memory.
     """
     made: list[Path] = []
     locks: list[int] = []
@@ -314,10 +315,10 @@ def _locked(path: Path, flags: int = os.O_CREAT | os.O_RDWR) -> int:
 
 
 def sweep_abandoned(shm_root: Path = SHM_ROOT, runs: Path | None = None) -> list[Path]:
-    """Delete the shared memory and sockets of runs without a living process (all were killed at once, for example), and
-    the run directories under `runs` that their launcher did not finish making.
+    """Delete the shared memory and sockets of runs without a living process (for example if all were killed at once),
+    and the run directories under `runs` that their launcher did not finish making.
 
-    Returns the deleted directories. Directories that a process has locked stay, and so do directories that are younger
+    Returns the deleted directories. Directories that a process has locked are kept, as are directories that are younger
     than `ABANDONED_S`, belong to other users, or cannot be recognised.
     """
     sockets = _old_folders(Path(tempfile.gettempdir()), SHM_PREFIX)
@@ -341,7 +342,7 @@ def _remove_shards(shm: Path) -> None:
 
 
 def _linked(sockets: Path) -> Path | None:
-    """Return the shared memory of the run to which the sockets belong, or None if they name none."""
+    """Return the shared-memory directory of the run to which `sockets` belongs, or None if there is no link to it."""
     with contextlib.suppress(OSError):
         return sockets / os.readlink(sockets / _SHM_LINK)
     return None
@@ -358,7 +359,7 @@ def _old_folders(root: Path, prefix: str) -> list[Path]:
 
 
 def _is_old(folder: Path, prefix: str) -> bool:
-    """Return whether this is a directory with such a name, of this user, past the age at which it may be swept."""
+    """Return whether `folder` is a directory of this user that has such a name and is old enough to be swept."""
     try:
         status = folder.lstat()
     except OSError:
@@ -368,7 +369,7 @@ def _is_old(folder: Path, prefix: str) -> bool:
 
 
 def _remove_unowned(folder: Path, lock: Path) -> bool:
-    """Remove `folder` unless a process holds `lock`, which is a file in it, or `folder` itself while it is made."""
+    """Remove `folder` unless a process holds `lock`: a file in `folder`, or `folder` itself while it is being made."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -14,14 +14,14 @@ Shards of one task (S sequences, T tokens in total, prompt included; ragged, nev
 | versions | int32 [T] | policy version that sampled the token, else -1 |
 | ref_logprobs | float32 [T] | the reference's log-prob from logits / temperature where loss_mask is 1, else 0 |
 | prox_logprobs:<call> | float32 [T] | the trainer's log-prob at the start of the step, defined like ref_logprobs |
-| text | uint8 | only of tasks whose samples are recorded: their text (`shared.samples.text`) |
-| advantages | float32 [samples] | only of those tasks, once they are trained: the advantage of each sample |
-| train_logprobs | float32 [T] | only of those: the trainer's log-prob before its first update with them, else 0 |
+| text | uint8 | only for tasks whose samples are recorded: their text (`shared.samples.text`) |
+| advantages | float32 [samples] | only for those tasks, once they are trained: the advantage of each sample |
+| train_logprobs | float32 [T] | only for those tasks: the trainer's log-prob before its first update on them, else 0 |
 
 `<call>` is the driver's incarnation (hexadecimal), `-` and the number of its `Forward`. A replayed step may give other
-bits (other weights, another number of ranks), while a shard never changes, hence the new name. It is a revision
-(proto/SPEC.md, names): the store deletes the shards of the earlier call once the later ones are sealed. The part of
-stage `proximal` in a batch's metadata names the key.
+bits (other weights, another number of ranks), but a shard never changes, so each call has its own key. The call is a
+revision (proto/SPEC.md, names): the store deletes the shards of the earlier call once those of the later call are
+sealed. The part of stage `proximal` in a batch's metadata names the key.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Stage:
     needs: tuple[str, ...]
     makes: tuple[str, ...]
     scalars: frozenset[str] = frozenset()
-    """Per-sample scalars that its results may contain. The rollout stage may add any."""
+    """Per-sample scalars that the results of this stage may contain. The rollout stage may add any."""
 
 
 ROLLOUT = Stage(
@@ -64,10 +64,11 @@ REFERENCE = Stage(
     makes=("ref_logprobs",),
     scalars=frozenset(["kl", REFERENCE_SCALAR]),
 )
-"""Scalar `kl`, only with the KL in the reward, is the sum over the sample's tokens, from `rollout_logprobs`. Scalar
-`reference_step`, only with a refreshed reference, is the step of the version that scored, 0 for the initial model."""
+"""Scalar `kl` exists only with the KL in the reward. It is the sum over the sample's tokens, from `rollout_logprobs`.
+Scalar `reference_step` exists only with a refreshed reference. It is the step of the version that scored the sample, or
+0 for the initial model."""
 PROXIMAL = Stage("proximal", "policy-trainer", needs=("token_ids", "lengths", "loss_mask"), makes=("prox_logprobs",))
-"""Stage that the trainer makes itself once a task is BATCHED. It is not leased; its key is `prox_logprobs:<call>`."""
+"""Stage that the trainer runs itself once a task is BATCHED. It is not leased; its key is `prox_logprobs:<call>`."""
 
 
 def train_graph(*, with_reference: bool) -> tuple[Stage, ...]:

@@ -30,16 +30,16 @@ class Stream:
     """A connection to the monitor of a run. Use it as an async context manager, then iterate over `rows()`."""
 
     def __init__(self, run: RunDir | Access, *, ended: Callable[[], bool]) -> None:
-        """Create a stream that ends once `ended` returns true, which is called while nothing arrives."""
+        """Create a stream that ends once `ended` returns true. `ended` is called while nothing arrives."""
         self._run = run
         self._ended = ended
         self._incoming: asyncio.Queue[tuple[int, Update]] = asyncio.Queue(QUEUED_UPDATES)
         self.gaps = 0
         """Number of times that updates were lost in transit and the state was read again."""
         self.lost = 0
-        """Number of those updates, counted when the next one arrives or none comes any longer."""
+        """Number of updates lost in this way, counted when the next one arrives or no more arrive."""
         self._arrived = (_NONE, 0)
-        """Incarnation of the monitor and sequence of the update that arrived last."""
+        """Incarnation of the monitor and sequence number of the last update that arrived."""
         self.heard_at = 0.0
         """Loop time of the last message from the monitor."""
 
@@ -47,7 +47,7 @@ class Stream:
         run, loop = self._run, asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = open_socket(self._context, zmq.SUB)
-        # Subscribe to all topics and filter here, because a loss cannot be detected in a sequence with holes.
+        # Subscribe to all topics and filter here, because a loss cannot be detected in a sequence with gaps.
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._address = ""
         if isinstance(run, Access):
@@ -98,15 +98,15 @@ class Stream:
                     sequence = number
                     yield update[1].row
                     continue
-            # This is a gap, another life of the monitor, or silence. A full queue drops the newest updates, which only
-            # silence shows.
+            # This is a gap, another life of the monitor, or silence. A full queue drops the newest updates, which can
+            # be detected only during silence.
             taken = await self._take_snapshot()
             if taken is None:
                 incarnation, checked = _NONE, False
                 continue
             known, (incarnation, snapshot), checked = (incarnation, sequence), taken, update is None
             sequence = snapshot.sequence
-            if update is None:  # nothing is on its way, so what the snapshot has beyond the last update never comes
+            if update is None:  # nothing is on its way: updates that only the snapshot includes will never arrive
                 self._count_lost(incarnation, sequence, arrived=0)
             if (incarnation, sequence) == known:
                 continue
@@ -119,7 +119,7 @@ class Stream:
         return await self._client.call(GetHistory(), History, deadline_s=HISTORY_DEADLINE_S)
 
     def _count_lost(self, incarnation: int, number: int, *, arrived: int) -> None:
-        """Count the updates up to `number` that have not arrived. The last one has if `arrived` is 1."""
+        """Count the updates up to `number` that have not arrived. If `arrived` is 1, the last one has."""
         if self._arrived[0] == incarnation:
             self.lost += max(number - self._arrived[1] - arrived, 0)
         self._arrived = (incarnation, number)

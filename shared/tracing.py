@@ -1,6 +1,6 @@
-"""Which tasks are traced, and the identifiers of their spans.
+"""Selects the tasks that are traced, and makes the identifiers of their spans.
 
-Every process derives both from the task's id by hashing, so that each reports its own part of a trace and no message
+Every process derives both from the task's id by hashing, so each process reports its own part of a trace and no message
 carries a trace context. Identifiers have the sizes of W3C Trace Context: 16 bytes for a trace, 8 for a span.
 """
 
@@ -21,7 +21,7 @@ def is_traced(task_id: str, share: float) -> bool:
 
 
 def traced(task_ids: Iterable[str], share: float) -> list[str]:
-    """Return the traced ones among `task_ids`, at most `MAX_TASKS`."""
+    """Return the traced tasks among `task_ids`, at most `MAX_TASKS`."""
     if share <= 0:
         return []
     return [task_id for task_id in task_ids if is_traced(task_id, share)][:MAX_TASKS]
@@ -33,5 +33,5 @@ def trace_id(run: str, subject: str) -> bytes:
 
 
 def span_id(trace: bytes, *parts: str | int) -> bytes:
-    """Return the id of a span within a trace, from the facts that name it."""
+    """Return the id of a span within a trace, from the parts that identify it."""
     return xxhash.xxh3_64_digest(trace + "\0".join(map(str, parts)).encode())

@@ -1,4 +1,4 @@
-"""Finds a function that a topology names by import path, `my.module:fn`. Errors are one line, raised at start.
+"""Finds a function that a topology names by import path, `my.module:fn`. Errors are raised at start, in one line.
 
 Paths come from the topology only, not from messages.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """Return the function at `path`. Its module is searched for on Python's path, then in the current directory.
+    """Return the function at `path`. Its module is looked up on Python's path, then in the current directory.
 
     Raises ValueError with the reason; the caller adds the key and the path.
     """

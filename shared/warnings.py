@@ -25,7 +25,7 @@ class WarningRecord(msgspec.Struct, frozen=True):
     remedy: str
     """The advice, with the topology key to change, in one line."""
     about: str = ""
-    """The service or the evaluation set that it is about, empty if it is about the whole run."""
+    """The service or the evaluation set that the warning is about. Empty if it is about the whole run."""
 
 
 def line_of(record: WarningRecord) -> str:
@@ -42,7 +42,7 @@ def parse(line: bytes | str) -> WarningRecord | None:
 
 
 def of_topic(values: Mapping[str, float | str]) -> WarningRecord | None:
-    """Return the record that the values of a topic `warning/<kind>` are, or None if they are not one."""
+    """Return the record in the values of a topic `warning/<kind>`, or None if they are not a record."""
     try:
         return msgspec.convert(values, WarningRecord, strict=False)
     except msgspec.ValidationError:
@@ -50,7 +50,7 @@ def of_topic(values: Mapping[str, float | str]) -> WarningRecord | None:
 
 
 def read(path: Path) -> list[WarningRecord]:
-    """Return all warnings in a file, oldest first. A missing file has none; damaged lines are left out."""
+    """Return all warnings in a file, oldest first. A missing file has none; damaged lines are skipped."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:

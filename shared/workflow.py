@@ -5,8 +5,8 @@
 `llm.chat` calls the policy. Its tokens are kept as they were sampled. A history that begins with the history of an
 earlier call (including the policy's answer) continues the sequence of that call; any other history opens a new one.
 
-Workflows run in separate processes, many samples in one loop. Samples share only what modules hold, and a sample whose
-process broke is made again from the start.
+Workflows run in separate processes, many samples in one loop. Samples share only module state. A sample whose process
+fails is made again from the start.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Trajectory:
 
 
 class LLM(Protocol):
-    """The policy, as one sample calls it."""
+    """The policy, as called by one sample."""
 
     async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Turn:
         """Return the policy's answer to a history. Raises ContextFull, and WorkflowError for an invalid history."""
@@ -108,7 +108,7 @@ class Context(Protocol):
         """Seconds left for this sample (`workflow.timeout_s`)."""
 
     async def call(self, tool: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
-        """Call `tool(*args)` on a thread of its own, and return its result.
+        """Call `tool(*args)` on its own thread, and return its result.
 
         Raises TimeoutError after `timeout_s`, or when the sample's time is over. The thread is then abandoned.
         """

@@ -10,7 +10,7 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
 
 def documented() -> list[re.Pattern[str]]:
-    """Return the names of the table, each a pattern: `<…>` stands for any text."""
+    """Return the names in the table. Each is a pattern in which `<…>` matches any text."""
     names = re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
     return [re.compile(".+".join(map(re.escape, re.split(r"<\w+>", name)))) for name in names]
 

@@ -1,10 +1,10 @@
-"""Decides which host runs what: `report`, `lose` and `look` in, orders and effects out. Pure: no socket, no clock.
+"""Decides which host runs what. `report`, `lose` and `look` return orders and effects. It uses no socket or clock.
 
 A host is AWAITED until its agent reports, then JOINED. It is LOST once the engine that placed it says so, its agent is
-silent, or its agent leaves before the run ends; then its processes move to a joined host with room, and
-the scheduler is told. A lost host that reports under a new incarnation is JOINED again, with a new store. It gets back
-only what no other host had room for, because moving a process that works costs its leases. An agent whose life was
-given up is told so and begins a new one, because its processes may run elsewhere by now.
+silent, or its agent leaves before the run ends; then its processes move to a joined host with room, and the scheduler
+is told. A lost host that reports under a new incarnation is JOINED again, with a new store. It gets back only what no
+other host had room for, because moving a working process costs its leases. An agent whose life was given up is told so
+and begins a new one, because its processes may already run elsewhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Unit:
     host: str
     """The host that the topology names."""
     processes: Mapping[Key, Sequence[int]]
-    """The GPUs of each process, counted from the first of the unit."""
+    """The GPUs of each process, numbered from the unit's first GPU."""
 
     @property
     def gpus(self) -> int:
@@ -71,7 +71,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Unable:
-    """End the run, because the processes of a host cannot go on."""
+    """End the run, because the processes of a host cannot continue."""
 
     cause: str
 
@@ -81,13 +81,13 @@ Effect = HostLost | Told | Unable
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a unit runs, or is to run."""
+    """The place where a unit runs or will run."""
 
     unit: Unit
     host: str
     first_gpu: int
     number: int
-    """Rank of the unit where several have no host: those that were planned first go first."""
+    """Rank among units without a host: units that were planned first are placed first."""
 
 
 @dataclass
@@ -96,32 +96,32 @@ class Host:
 
     name: str
     gpus: int
-    """Number of its GPUs that the topology allows the run to use."""
+    """Number of the host's GPUs that the topology allows the run to use."""
     store: Key
     state: HostState = HostState.AWAITED
     since: float = 0.0
     """Time at which this state began."""
     report: HostReport | None = None
-    """The last report of its present life."""
+    """The last report of the agent's current life."""
     heard_at: float = 0.0
     given_up: set[int] = field(default_factory=set)
-    """Incarnations of agents that have to begin a new life."""
+    """Incarnations of agents that must begin a new life."""
 
 
 class HostBook:
     """The hosts of a run except the one on which it was started, and the place of every process there."""
 
     def __init__(self, topology: Topology, threads: Mapping[str, int]) -> None:
-        """`threads` is the number of CPU threads of a process of each service."""
+        """`threads` is the number of CPU threads of each process, by service."""
         self._threads = dict(threads)
         self.hosts: dict[str, Host] = {}
         for number, name in enumerate(topology.store_hosts()):
             if name is not None and name != topology.home:
                 self.hosts[name] = Host(name, topology.placement.hosts[name].gpus, ("batch-store", number))
         self._places: dict[Key, _Place] = {}
-        """The place of every process but the stores."""
+        """The place of every process except the stores."""
         self._on: dict[str, dict[_Place, None]] = {name: {} for name in self.hosts}
-        """The places on each host. No report of one host looks at the others."""
+        """The places on each host, so that a report of one host is handled without a look at the others."""
         self._numbers = itertools.count()
         self._next_store = len(topology.store_hosts())
         self.ending = False
@@ -135,14 +135,14 @@ class HostBook:
         yield from self._places
 
     def host_of(self, key: Key) -> Host | None:
-        """Return the host that runs, or is to run, a process, or None if none of these hosts does."""
+        """Return the host that runs or will run a process, or None if none of these hosts does."""
         place = self._places.get(key)
         if place is not None:
             return self.hosts[place.host]
         return next((host for host in self.hosts.values() if host.store == key), None)
 
     def rows(self) -> list[ProcessRow]:
-        """Return the processes of all hosts, as their agents reported them; WAITING while no agent runs them."""
+        """Return the processes of all hosts, as reported by their agents, or as WAITING while no agent runs them."""
         found = {}
         for host in self.hosts.values():
             if host.state == HostState.JOINED and host.report is not None:
@@ -150,7 +150,7 @@ class HostBook:
         return [found.get(key) or ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()]
 
     def waits(self, now: float) -> list[WaitRow]:
-        """Return a row for each host that takes no part in the run now."""
+        """Return a row for each host that currently takes no part in the run."""
         return [
             WaitRow(WaitKind.PROCESS, f"host {host.name} is {host.state}: no agent reports from it", now - host.since)
             for host in self.hosts.values()
@@ -159,13 +159,13 @@ class HostBook:
 
     @property
     def running(self) -> bool:
-        """Whether an agent is alive that has not ended its processes."""
+        """Whether any live agent has not yet stopped its processes."""
         return any(host.state == HostState.JOINED for host in self.hosts.values())
 
     # ---- events
 
     def plan(self, topology: Topology) -> None:
-        """Take the processes of `topology`. Those that are placed already stay where they are."""
+        """Place the processes of `topology`. Processes that already have a place keep it."""
         placed = {frozenset(place.unit.processes): place for place in self._places.values()}
         units = {frozenset(unit.processes): unit for unit in _units(topology)}
         for keys in placed.keys() - units.keys():
@@ -176,7 +176,10 @@ class HostBook:
                 self._put(_Place(unit, unit.host, first or 0, next(self._numbers)))
 
     def report(self, report: HostReport, now: float) -> tuple[HostOrders, list[Effect]]:
-        """Take a report of an agent and return its orders. Raises RpcError for an agent that cannot take part."""
+        """Take an agent's report. Return the agent's orders, and the effects to carry out.
+
+        Raises RpcError if the agent cannot take part.
+        """
         host = self.hosts.get(report.host)
         if host is None:
             there = ", ".join(self.hosts)
@@ -193,7 +196,7 @@ class HostBook:
             text = f"host {host.name}: another agent of this host is alive; end one of them"
             raise RpcError(ErrorCode.CONFLICT, text)
         if host.state != HostState.JOINED and not report.ended:
-            if host.state == HostState.LOST:  # its former store is gone for good, with what it held
+            if host.state == HostState.LOST:  # its former store is gone for good, with its contents
                 host.store = ("batch-store", self._next_store)
                 self._next_store += 1
             host.state, host.since = HostState.JOINED, now
@@ -209,7 +212,7 @@ class HostBook:
         return self._orders(host), effects
 
     def lose(self, name: str, cause: str, now: float) -> list[Effect]:
-        """Give up a host. Its processes move, as far as other hosts have room."""
+        """Give up a host. Its processes move to other hosts, as far as these have room."""
         host = self.hosts[name]
         effects: list[Effect] = []
         if host.state != HostState.JOINED or host.report is None:
@@ -241,7 +244,7 @@ class HostBook:
         return HostOrders(processes=rows, ends=self.ending)
 
     def _place_homeless(self, effects: list[Effect]) -> None:
-        """Move the units of lost hosts to joined hosts with room, those with the fewest processes first."""
+        """Move the units of lost hosts to joined hosts with room, preferring hosts with the fewest processes."""
         if self.ending:
             return
         lost = [host.name for host in self.hosts.values() if host.state == HostState.LOST]
@@ -298,7 +301,7 @@ class HostBook:
 
 
 def _units(topology: Topology) -> list[Unit]:
-    """Return what the topology places on other hosts, except their stores."""
+    """Return the units that the topology places on other hosts, except the stores."""
     seen = visible_gpus(topology)
     services = topology.services
     ranks = {RANK: services.policy_trainer.world_size, "rollout": 1}

@@ -1,6 +1,6 @@
 """Carries out what `HostBook` decides: answers agents, tells the scheduler, passes requests on.
 
-An agent reports once a second and is answered with everything its host is to run, so a lost report or a restarted
+An agent reports once a second and is answered with everything its host should run, so a lost report or a restarted
 agent needs no repair. Requests of an operator or of the scheduler that concern a process of another host go to the
 supervisor of that host's agent, which answers them as this one would.
 """
@@ -27,10 +27,10 @@ from shared.security.keys import Keyring
 LOOK_S = 1.0
 GONE_CALL_S = 2.0
 FORWARD_S = 2.5
-"""Seconds that an agent has to answer a request that is passed on. It fits into the time for which callers wait."""
+"""Maximum seconds for an agent to answer a forwarded request. Callers wait longer than that."""
 KILL_S = 4.5
 END_S = 40.0
-"""Maximum seconds to wait for agents to end their processes at the end of a run."""
+"""Maximum seconds to wait for agents to stop their processes at the end of a run."""
 
 
 class HostDesk:
@@ -40,7 +40,7 @@ class HostDesk:
         """`on_notice` takes lines for people."""
         self.book = book
         self.on_unable: Callable[[str], None] = lambda cause: None
-        """Called once if the processes of a host cannot go on."""
+        """Called once if the processes of a host cannot continue."""
         self._on_notice = on_notice
         self._clients: dict[str, Client] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,7 +55,10 @@ class HostDesk:
         keys: Keyring | None,
         scheduler: Callable[[], Client],
     ) -> None:
-        """Begin to answer agents at `mailbox`, and to look for silent ones. `scheduler` returns its client."""
+        """Begin to answer agents at `mailbox`, and to look for silent agents.
+
+        `scheduler` returns the scheduler's client.
+        """
         self._loop = asyncio.get_running_loop()
         for host in self.book.hosts.values():
             host.since = self._loop.time()
@@ -73,22 +76,22 @@ class HostDesk:
     # ---- events
 
     def lose(self, host: str, cause: str) -> None:
-        """Give up a host that, as the engine of the placement says, is gone."""
+        """Give up a host that is gone according to the placement engine."""
         self._carry_out(self.book.lose(host, cause, asyncio.get_running_loop().time()))
 
     def tell(self, text: str) -> None:
-        """Pass a line on to people."""
+        """Show a line to people."""
         self._on_notice(text)
 
     def end(self) -> None:
-        """Have all agents end their processes."""
+        """Have all agents stop their processes."""
         if not self.book.ending:
             self.book.ending = True
             if not self.book.running:
                 self._ended.set()
 
     async def ended(self) -> None:
-        """Return when the agents have ended their processes, after `END_S` at the latest."""
+        """Return when the agents have stopped their processes, after `END_S` at the latest."""
         try:
             await asyncio.wait_for(self._ended.wait(), END_S)
         except TimeoutError:
@@ -121,7 +124,7 @@ class HostDesk:
             self._ended.set()
 
     async def _tell_scheduler(self, gone: HostGone) -> None:
-        """Tell the scheduler until it has taken note. A restarted one may know the host's leases too."""
+        """Repeat the message until the scheduler acknowledges it. A restarted scheduler may know the host's leases."""
         while True:
             try:
                 await self._scheduler().call(gone, Ack, deadline_s=GONE_CALL_S)
@@ -134,12 +137,12 @@ class HostDesk:
     # ---- requests for other hosts
 
     def hosts_of(self, keys: Iterable[Key]) -> list[Host]:
-        """Return the hosts of those of `keys` that are not of this machine."""
+        """Return the hosts that run the processes `keys`, except this machine."""
         found = {host.name: host for key in keys if (host := self.book.host_of(key)) is not None}
         return list(found.values())
 
     async def forward(self, host: Host, request: Request, deadline_s: float = FORWARD_S) -> Ack:
-        """Have the agent of `host` carry out a request. Raises RpcError(not_ready) if the host has none now."""
+        """Have the agent of `host` carry out a request. Raises RpcError(not_ready) if the host has no agent now."""
         if host.state != HostState.JOINED or host.report is None or not host.report.endpoint:
             raise RpcError(ErrorCode.NOT_READY, f"host {host.name} is {host.state}: nothing runs there now")
         client = self._clients.get(host.name)

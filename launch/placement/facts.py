@@ -1,4 +1,4 @@
-"""What a host has, and whether a part of a run can run there. Starts nothing."""
+"""Finds what a host has, and whether a part of a run can run there. It starts nothing."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from shared.topology.fields import format_size
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "shared", "services", "launch")
 CLOCK_LIMIT_S = 2.0
-"""Maximum seconds between the clocks of two hosts: the logs of a run are ordered by their times."""
+"""Maximum seconds between the clocks of two hosts, because the logs of a run are ordered by time."""
 
 
 class HostFacts(msgspec.Struct, frozen=True):
     """The facts that a host reports about itself."""
 
     name: str
-    """Its host name."""
+    """Name of the host."""
     code: str
-    """Digest of rlbus as installed there."""
+    """Digest of the rlbus code that is installed there."""
     python: str
     torch: str
-    """Version, empty if torch is not installed."""
+    """Version of torch, or an empty string if it is not installed."""
     gpus: int
     """GPUs that the agent may use."""
     niceness: int
-    """Niceness with which its processes run."""
+    """Niceness of the host's processes."""
     free_bytes: int
-    """Room on the disk of its working directory, where agents keep the folders of their hosts."""
+    """Free space on the disk of the working directory, where agents keep the folders of their hosts."""
     problems: list[str]
-    """What the topology needs and the host lacks, one line each."""
+    """Requirements of the topology that the host does not meet, one line each."""
 
 
 def facts(topology: Topology) -> HostFacts:
-    """Return the facts of this host, with what it lacks for those processes of `topology` that compute."""
+    """Return the facts of this host, with the requirements of computing processes of `topology` that it lacks."""
     return lacking(preflight.check_host(topology))
 
 
 def lacking(problems: Sequence[str]) -> HostFacts:
-    """Return the facts of this host, which lacks what `problems` say."""
+    """Return the facts of this host, with `problems` as the requirements that it lacks."""
     return HostFacts(
         name=socket.gethostname(),
         code=code_digest(),
@@ -64,7 +64,7 @@ def lacking(problems: Sequence[str]) -> HostFacts:
 
 
 def compare(home: HostFacts, there: HostFacts) -> list[str]:
-    """Return why a host cannot take part in a run that was started at `home`, one line each."""
+    """Return the reasons why a host cannot take part in a run that was started at `home`, one line each."""
     found = []
     if there.code != home.code:
         found.append(f"another rlbus (code {there.code}, here {home.code}); install the same release on both")
@@ -76,8 +76,8 @@ def compare(home: HostFacts, there: HostFacts) -> list[str]:
 
 
 def room_problem(topology: Topology, there: HostFacts) -> str:
-    """Return why a host has no room for the files that it would take from home, or an empty string if it has room or
-    takes no files.
+    """Return a line if a host has no room for the files that it would take from home. Return an empty string if it has
+    room or takes no files.
     """
     if not topology.policy.distribute:
         return ""
@@ -91,9 +91,9 @@ def room_problem(topology: Topology, there: HostFacts) -> str:
 
 
 def clock_problem(sent_at: float, there_at: float, received_at: float) -> str:
-    """Return what is wrong with the clock of a host that read it between two of our times (seconds) or an empty string.
+    """Return a line if a host's clock, read between two of our times (seconds), is wrong, or an empty string.
 
-    Only the part that the round trip cannot explain counts.
+    Only the part of the difference that the round trip cannot explain counts.
     """
     off = max(sent_at - there_at, there_at - received_at)
     if off <= CLOCK_LIMIT_S:
@@ -104,7 +104,7 @@ def clock_problem(sent_at: float, there_at: float, received_at: float) -> str:
 
 @cache
 def code_digest() -> str:
-    """Return a digest of the code of rlbus on this host."""
+    """Return a digest of the rlbus code on this host."""
     digest = hashlib.blake2b(digest_size=6)
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):

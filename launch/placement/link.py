@@ -1,4 +1,4 @@
-"""The agent's side of the reports: joins the run, and has the host's supervisor run what the answers name."""
+"""The agent's side of the reports: joins the run, and has the host's supervisor run the ordered processes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ REPORT_S = 1.0
 CALL_S = 5.0
 LAST_CALL_S = 2.0
 ALONE_S = 60.0
-"""Seconds after which an agent that the run does not answer ends everything on its host."""
+"""Seconds without an answer from the run after which an agent kills everything on its host."""
 
 
 class HostLink:
-    """The line from a host's agent to the run's supervisor, for one life of the agent."""
+    """The connection from a host's agent to the run's supervisor, for one life of the agent."""
 
     def __init__(self, access: Access, host: str, names: Sequence[str], incarnation: int) -> None:
         """`names` are the GPUs that the agent may use, as CUDA_VISIBLE_DEVICES names them."""
@@ -36,7 +36,7 @@ class HostLink:
         self._ordered: set[Key] = set()
         self._log = structlog.get_logger("host")
         self.given_up = False
-        """Whether the run has given up this life of the agent, which has to begin another one."""
+        """Whether the run has given up this life of the agent, so that the agent must begin another one."""
 
     async def join(self) -> HostOrders:
         """Report for the first time, and return the orders. Raises RpcError."""
@@ -69,7 +69,7 @@ class HostLink:
             self._obey(supervisor, orders)
 
     async def end(self, supervisor: Supervisor, failed: str) -> None:
-        """Tell the run that everything on this host has ended, and why if it was not told to."""
+        """Tell the run that everything on this host has ended. `failed` is the cause of a failure, or empty."""
         try:
             if failed:
                 await self._send(supervisor, LAST_CALL_S, failed=failed)

@@ -1,7 +1,7 @@
-"""The launcher's side of the placement by Ray: starts the keeper and passes on what it reports.
+"""The launcher's side of placement by Ray: starts the keeper and passes its reports on.
 
-The keeper (`launch.placement.ray_keeper`) is a process of its own. If it dies, Ray ends its actors, and with them the
-agents of all hosts; it is started again, and so are they.
+The keeper (`launch.placement.ray_keeper`) is a separate process. If it dies, Ray kills its actors, and the agents of
+all hosts end with them. The keeper and the agents are then started again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from shared.security.access import Access
 from shared.topology import Topology
 
 OPEN_S = 180.0
-"""Maximum seconds in which the cluster has to answer and its hosts have to check themselves."""
+"""Maximum seconds for the cluster to answer and for its hosts to check themselves."""
 SILENCE_S = 45.0
-"""Maximum seconds in which a cluster has to answer at all."""
+"""Maximum seconds for a cluster to answer at all."""
 AGAIN_S = 5.0
 """Seconds before a keeper that died is started again."""
 _LINE_BYTES = 1 << 16
@@ -62,7 +62,7 @@ class RayEngine:
         order = self._open_order(path)
         try:
             self._spawn(order)
-            home = facts(self._topology)  # meanwhile
+            home = facts(self._topology)  # while the keeper connects
             for news in self._until_ready():
                 match news.kind:
                     case "opened":
@@ -94,7 +94,7 @@ class RayEngine:
         self._watch()
 
     def close(self) -> None:
-        """End every agent that is left and the keeper, and wait for the keeper."""
+        """Stop all remaining agents and the keeper, and wait for the keeper to end."""
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return
@@ -104,7 +104,7 @@ class RayEngine:
         try:
             keeper.wait(20)
         except subprocess.TimeoutExpired:
-            keeper.kill()  # Ray ends its actors then
+            keeper.kill()  # Ray then kills its actors
             keeper.wait()
 
     def _open_order(self, path: Path) -> Order:
@@ -141,7 +141,7 @@ class RayEngine:
             self._keeper.stdin.write(msgspec.json.encode(order) + b"\n")
             self._keeper.stdin.flush()
         except BrokenPipeError:
-            self._log.warning("the keeper has ended")  # the end of its output tells, too
+            self._log.warning("the keeper has ended")  # the end of its output reports this, too
 
     def _output(self) -> IO[bytes]:
         assert self._keeper is not None  # noqa: S101
@@ -149,7 +149,10 @@ class RayEngine:
         return self._keeper.stdout
 
     def _until_ready(self) -> Iterator[News]:
-        """Yield what the keeper reports until every host is checked. Raises RpcError if it takes too long or dies."""
+        """Yield the keeper's reports until every host is checked.
+
+        Raises RpcError if the keeper takes too long or dies.
+        """
         until, silent = time.monotonic() + OPEN_S, time.monotonic() + SILENCE_S
         while True:
             limit = until if self.address else min(until, silent)
@@ -168,7 +171,7 @@ class RayEngine:
                     return
 
     def _read(self) -> list[News] | None:
-        """Return the whole lines that have come, or None at the end."""
+        """Return the messages that have arrived as whole lines, or None at the end of the output."""
         data = os.read(self._output().fileno(), _LINE_BYTES)
         if not data:
             return None
@@ -200,7 +203,7 @@ class RayEngine:
                 case "told" | "warning":
                     desk.tell(each.text)
                 case "refused" if desk.book.hosts[each.host].report is None:
-                    desk.on_unable(each.text)  # another start would not mend it
+                    desk.on_unable(each.text)  # another start would not help
                 case "failed" | "refused":
                     desk.tell(each.text)
                 case "opened" | "checked" | "ready":

@@ -1,14 +1,14 @@
 """Keeps the agents of a run on the nodes of a Ray cluster: `python -m launch.placement.ray_keeper`, for the launcher.
 
-It is a process of its own because a Ray driver has threads, signal handlers and memory that the launcher must not have,
+It is a separate process because a Ray driver has threads, signal handlers and memory that the launcher must not have,
 and because the launcher forks (`--detach`). It reads one JSON object per line from its input and writes one per line to
-its output (`Order`, `News`). The end of its input ends it and every agent.
+its output (`Order`, `News`). When its input ends, it and every agent end.
 
-Each host has one actor, which only holds the agent: a process in a session of its own whose standard input is a pipe
-from the actor. However the actor ends, even with its node's raylet, the pipe closes and the agent ends everything on
-its host. Ray would leave such processes alive. The actor's class travels by value and uses the standard library
-only, so that it can tell of a node that has another rlbus, or none. No tensor and no message of the run goes through
-Ray, and the access to the run goes through a method, because constructor arguments stay in Ray's tables.
+Each host has one actor, which only keeps the agent: a process in its own session, whose standard input is a pipe from
+the actor. However the actor ends, even with its node's raylet, the pipe closes and the agent stops everything on its
+host. Ray would leave such processes alive. The actor's class travels by value and uses only the standard library, so
+that it can report a node that has another rlbus, or none. No tensor and no message of the run goes through Ray, and the
+access to the run goes through a method, because constructor arguments stay in Ray's tables.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ NAMESPACE = "rlbus"
 LABEL = "rlbus-host"
 POLL_S = 0.25
 WAIT_S = 10.0
-"""Seconds that one call waits for the end of an agent."""
+"""Seconds for which one call waits for an agent to end."""
 CONNECT_S = 3.0
 AT_ONCE = 64
 """Maximum number of hosts that check themselves at the same time."""
 START_S = 60.0
-"""Maximum seconds in which an actor has to start."""
+"""Maximum seconds for an actor to start."""
 AGAIN_S = 5.0
 """Seconds before an agent that ended is started again."""
 LOOK_AGAIN_S = 1.0
 """Seconds before a host that could not be placed is tried again."""
 USAGE = 2
-"""Exit status of an agent that no other start would help."""
+"""Exit status of an agent for which another start would not help."""
 END_S = 5.0
 
 
@@ -71,8 +71,8 @@ class HostKeeper:
     def check(self, root: str, folder: str, topology: bytes) -> tuple[int, str, str]:
         """Return the exit status, the output and the errors of `launch.host --check` on this node.
 
-        `root` is where home has rlbus, and `folder` its working directory, from which users' modules are imported.
-        Both are used if this node has them.
+        `root` is the folder of rlbus at home. `folder` is the working directory at home, from which users' modules are
+        imported. Both are used if this node has them.
         """
         done = subprocess.run(
             [sys.executable, "-m", "launch.host", "--check"],
@@ -116,7 +116,7 @@ class HostKeeper:
 
     @staticmethod
     def _environment(root: str) -> dict[str, str]:
-        """Put our packages first on the path: other packages install a top-level `proto`, too."""
+        """Return the environment with our packages first on the path: other packages install a `proto`, too."""
         old = os.environ.get("PYTHONPATH", "")
         path = os.pathsep.join(filter(None, [root if os.path.isdir(root) else "", old]))
         return {**os.environ, "PYTHONPATH": path}
@@ -150,7 +150,7 @@ class Keeper:
         self._actor_class = ray.remote(HostKeeper)
 
     def check(self) -> None:
-        """Find a node for every host, have them check themselves side by side, and tell the results."""
+        """Find a node for every host, have the hosts check themselves in parallel, and report the results."""
         nodes = self._ray.nodes()
         here = next((node["Labels"].get(LABEL, "") for node in nodes if node["NodeID"] == self._home), "")
         if here and self._order.home and here != self._order.home:
@@ -184,11 +184,11 @@ class Keeper:
         return News("checked", host=name, facts=output, times=times)
 
     def start(self, access: bytes) -> None:
-        """From now on keep an agent on every host."""
+        """Keep an agent on every host from now on."""
         self._access = access
 
     def look(self) -> None:
-        """Find out what has ended, and start what is missing."""
+        """Find the agents that have ended, and start those that are missing."""
         nodes = self._ray.nodes()
         dead = {node["NodeID"]: node for node in nodes if not node["Alive"]}
         for placed in list(self._placed.values()):
@@ -209,13 +209,13 @@ class Keeper:
                 self._again_at[name] = now + LOOK_AGAIN_S
 
     def close(self) -> None:
-        """End every agent, and leave the cluster."""
+        """Stop every agent, and leave the cluster."""
         for placed in self._placed.values():
             self._ray.kill(placed.actor)
         self._ray.shutdown()
 
     def _create(self, name: str, nodes: list[dict[str, Any]]) -> str:
-        """Create the actor of a host on its node. Return why that is impossible now, or an empty text."""
+        """Create the actor of a host on its node. Return the reason why this is impossible now, or an empty string."""
         gpus = self._order.hosts[name]
         alive = [node for node in nodes if node["Alive"]]
         used = {placed.node for placed in self._placed.values()}
@@ -244,7 +244,10 @@ class Keeper:
         return ""
 
     def _try_to_start(self, placed: _Placed, now: float) -> str:
-        """Start the agent of a host if its actor answers, without waiting. Return why it cannot be started, if so."""
+        """Start the agent of a host if its actor answers, without waiting.
+
+        Return the reason why it cannot be started, or an empty string.
+        """
         if placed.answer is None:
             placed.answer, placed.asked_at = placed.actor.whose.remote(), now
         ready, _ = self._ray.wait([placed.answer], timeout=0)
@@ -253,7 +256,7 @@ class Keeper:
         return self._begun(placed, START_S if ready else 0.0) or self._start(placed)
 
     def _begun(self, placed: _Placed, limit_s: float) -> str:
-        """Wait for the actor of a host. Return why it does not start, or an empty text."""
+        """Wait for the actor of a host. Return the reason why it does not start, or an empty string."""
         try:
             self._ray.get(placed.answer or placed.actor.whose.remote(), timeout=limit_s)
         except self._ray.exceptions.GetTimeoutError:
@@ -306,7 +309,7 @@ class Keeper:
             self._say("refused", placed.name, why)
 
     def _say(self, kind: Literal["told", "refused"], host: str, text: str) -> None:
-        """Report `text` unless it is what was last reported about the host."""
+        """Report `text`, unless it was also the last report about the host."""
         if self._said.get(host) != text:
             tell(News(kind, f"host {host}: {text}", host))
         self._said[host] = text
@@ -318,7 +321,7 @@ class Keeper:
 
 
 def _line(error: object) -> str:
-    """Return the first meaningful line of an error of Ray."""
+    """Return the first non-empty line of a Ray error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__
 
@@ -329,7 +332,7 @@ def tell(news: News) -> None:
 
 
 def _orders() -> SimpleQueue[Order | None]:
-    """Read the input on a thread. None is its end."""
+    """Return a queue of the orders that a thread reads from the input. None marks the end of the input."""
     found: SimpleQueue[Order | None] = SimpleQueue()
 
     def read() -> None:
@@ -342,7 +345,10 @@ def _orders() -> SimpleQueue[Order | None]:
 
 
 def _closed(address: str) -> str:
-    """Return why no cluster can be reached at `HOST:PORT`, or "". Ray itself would try for a minute and then abort."""
+    """Return the reason why no cluster can be reached at `HOST:PORT`, or an empty string.
+
+    Ray itself would try for a minute and then abort.
+    """
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return ""  # such as `auto`
@@ -379,7 +385,7 @@ def _open(order: Order) -> Keeper | None:
 
 
 def main() -> None:
-    """Serve the launcher until its end. Everything else that is written to the standard output goes to the errors."""
+    """Serve the launcher until it ends. All other output to standard output goes to standard error."""
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

@@ -8,14 +8,14 @@ import msgspec
 
 
 class Order(msgspec.Struct, frozen=True):
-    """An order from the launcher: first `open`, which ends with `ready` or `failed`; then `start`."""
+    """An order from the launcher: first `open`, which the keeper answers up to `ready` or `failed`, then `start`."""
 
     kind: Literal["open", "start"]
     run: str = ""
     path: str = ""
     """Run directory at home. A host's directory has the same path, below `hosts/`."""
     address: str = ""
-    """The cluster, as for `ray.init`."""
+    """Address of the cluster, as for `ray.init`."""
     hosts: dict[str, int] = {}
     """The hosts to place, with their numbers of GPUs."""
     home: str = ""
@@ -26,7 +26,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An event that the keeper reports. `host` is the host that it concerns, or empty."""
+    """An event that the keeper reports. `host` is the host that it concerns, or an empty string."""
 
     kind: Literal["opened", "failed", "warning", "checked", "ready", "lost", "told", "refused"]
     text: str = ""
@@ -36,4 +36,4 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     facts: str = ""
     """`checked`: JSON of `HostFacts`."""
     times: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """`checked`: this machine's time, then the host's, then this machine's, in seconds since 1970."""
+    """`checked`: this machine's time, then the host's, then this machine's again, in seconds since 1970."""

@@ -1,1 +1,1 @@
-"""The supervisor: starts the processes of a run, restarts those that die, and ends them in order."""
+"""The supervisor: starts the processes of a run, restarts those that die, and stops them in order."""

@@ -25,7 +25,7 @@ REPORT_S = 1.0
 
 
 class SupervisorDoor:
-    """The socket and its keys. It belongs to the event loop on which it was made. `close` it after the mailbox."""
+    """The socket and its keys. The object belongs to the event loop that created it. Close it after the mailbox."""
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class SupervisorDoor:
         incarnation: int,
         access: Access | None = None,
     ) -> None:
-        """`access` is the way to the run's monitor from another host."""
+        """`access` gives the monitor's endpoint and keys to a supervisor on another host."""
         self._run = run
         self._context = context
         self._mailbox = mailbox
         self.keys: Keyring | None = None
-        """Keys of the run for peers on other hosts, or None if it does not listen for them."""
+        """Keys of the run for peers on other hosts, or None if the supervisor does not listen for such peers."""
         self._gate: Gate | None = None
         self.endpoint = ""
-        """Endpoint for operators and services of other hosts, with its port, or empty."""
+        """Endpoint for operators and services on other hosts, including its port, or an empty string."""
         where = run.endpoint("monitor", 0) if access is None else access.endpoints["monitor"]
         ring = None if access is None else access.keys
         self._monitor = Client(context, where, "monitor/0", incarnation, keys=ring)
@@ -52,7 +52,7 @@ class SupervisorDoor:
         self._reports: asyncio.Task[None] | None = None
 
     def open(self, endpoint: str) -> None:
-        """Answer operators at `endpoint`, `tcp://ADDRESS:PORT` (empty: nowhere), and begin to report refusals.
+        """Answer operators at `endpoint` (`tcp://ADDRESS:PORT`; empty: nowhere) and begin to report refusals.
 
         Raises RpcError(bad_request) if this host lacks the address, the port is taken, or there are no keys.
         """

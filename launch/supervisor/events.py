@@ -67,7 +67,7 @@ class Exited:
 
 @dataclass(frozen=True)
 class RestartAsked:
-    """The operator wants these processes to be ended and started again."""
+    """The operator wants these processes to be stopped and started again."""
 
     keys: Sequence[Key]
 
@@ -81,14 +81,14 @@ class RollingRestartAsked:
 
 @dataclass(frozen=True)
 class DrainAsked:
-    """The operator wants these processes to finish their leases, to end, and to stay ended."""
+    """The operator wants these processes to finish their leases and end, without a restart."""
 
     keys: Sequence[Key]
 
 
 @dataclass(frozen=True)
 class StartAsked:
-    """The operator wants these processes to run, which may be new or DRAINED."""
+    """The operator wants these processes, which may be new or DRAINED, to run."""
 
     keys: Sequence[Key]
 
@@ -118,7 +118,7 @@ class KillAsked:
 
 @dataclass(frozen=True)
 class HostUnable:
-    """The processes of another host cannot go on, for a reason for which another start would fail, too."""
+    """The processes of another host cannot continue, and another start would fail for the same reason."""
 
     cause: str
 
@@ -156,7 +156,7 @@ Event = (
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start this process. Answered with `Spawned`, or with `Exited` and pid 0 if it cannot be started."""
+    """Start this process. The answer is `Spawned`, or `Exited` with pid 0 if it cannot be started."""
 
     key: Key
 
@@ -179,7 +179,7 @@ class Retire:
 
 @dataclass(frozen=True)
 class Kill:
-    """Send SIGKILL. A process that hangs first writes the stacks of its threads to its log."""
+    """Send SIGKILL. If the process hangs, it first writes the stacks of its threads to its log."""
 
     key: Key
     pid: int

@@ -1,8 +1,8 @@
-"""Outlives a killed launcher: ends the processes that it started and removes the run's sockets and shared memory.
+"""Outlives a killed launcher: stops the launcher's processes and removes the run's sockets and shared memory.
 
 The launcher starts it as a bare script (`python -I -S guard.py SOCKETS SHM`), so it imports nothing but the standard
-library. It reads `+PID` and `-PID` lines from its input, which ends when the launcher dies. It inherits the lock on the
-run directory, so that a second launcher waits until no process of the first one is left.
+library. It reads `+PID SECONDS` and `-PID` lines from its input, which ends when the launcher dies. It inherits the
+lock on the run directory, so that a second launcher waits until no process of the first one is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Left(NamedTuple):
 
     descriptor: int
     limit_s: float
-    """Seconds that the process has to end after SIGTERM, as announced by the supervisor."""
+    """Seconds within which the process must end after SIGTERM, as announced by the supervisor."""
 
 
 def watch(lines: Iterable[str]) -> dict[int, Left]:
@@ -44,7 +44,8 @@ def watch(lines: Iterable[str]) -> dict[int, Left]:
 
 
 def end(left: dict[int, Left]) -> None:
-    """Send SIGTERM to all, and SIGKILL to those alive when their limit is over. Return when all have ended."""
+    """Send SIGTERM to all processes, then SIGKILL to each that is alive after its limit. Return when all have ended or
+    `KILLED_S` after the last SIGKILL."""
     begun = time.monotonic()
     _signal(left.values(), signal.SIGTERM)
     for limit_s in sorted({each.limit_s for each in left.values()}):

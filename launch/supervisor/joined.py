@@ -1,6 +1,6 @@
-"""Logs of services that the supervisor did not start, because they run on a host that has joined the run.
+"""Fetches the logs of services that the supervisor did not start, because they run on a host that has joined the run.
 
-The service itself is asked for its log. No name received from another host is turned into a path here.
+Each service is asked for its own log. No name received from another host is turned into a path here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.security.curve import is_tcp
 from shared.security.keys import Keyring
 
 CALL_S = 1.0
-"""Seconds for one call. Two calls fit into the time for which `ctl` waits for the supervisor."""
+"""Maximum seconds for one call. Two calls fit into the time for which `ctl` waits for the supervisor."""
 
 
 async def log_of_joined(

@@ -1,4 +1,4 @@
-"""The processes that a service name stands for, and the order in which processes start and end. Starts nothing."""
+"""The processes that a service name stands for, and the order in which processes start and end. It starts nothing."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ ROLLING_ORDER = (
     "batch-store",
     "scheduler",
 )
-"""Order of a rolling restart: those on which the fewest others depend come first."""
+"""Order of a rolling restart: services on which the fewest others depend are restarted first."""
 
 EVERYTHING = "all"
 """Stands for every process of a run."""
 
 LEASING = ("rollout", "reference")
-"""Services that lease tasks: they can be drained, and run in any number."""
+"""Services that lease tasks: they can be drained and can have any number of instances."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Resized:
 
     keys: list[Key]
     threads: int
-    """CPU threads of each."""
+    """CPU threads of each instance."""
     gpus: Mapping[Key, str]
-    """CUDA_VISIBLE_DEVICES of each."""
+    """CUDA_VISIBLE_DEVICES of each instance."""
     listen: str = ""
-    """Endpoint at which each answers other hosts, or an empty string."""
+    """Endpoint at which each instance answers other hosts, or an empty string."""
 
 
 def module_of(service: str) -> str:
@@ -77,7 +77,10 @@ def module_of(service: str) -> str:
 
 
 def listen_endpoint(transport: Transport, service: str) -> str:
-    """Return where a service answers other hosts, or an empty string. The services contacted first have known ports."""
+    """Return the endpoint at which a service answers other hosts, or an empty string.
+
+    The services that are contacted first have known ports.
+    """
     ports = {
         "scheduler": transport.scheduler_port,
         SUPERVISOR: transport.supervisor_port,
@@ -111,9 +114,10 @@ def select(name: str, known: Iterable[Key]) -> list[Key]:
 
 
 def rolling_order(keys: Iterable[Key], ranks: Mapping[str, int]) -> list[list[Key]]:
-    """Return what to restart one after the other when everything is restarted: processes, or groups of ranks.
+    """Return the groups of processes to restart one after another when everything is restarted.
 
-    `ranks` is the number of processes that hold one model together, by service; these end together anyway.
+    A group is one process, or the ranks of one model. `ranks` is the number of processes that together hold one
+    model, by service; these end together anyway.
     """
     known = list(keys)
     units: list[list[Key]] = []
@@ -125,7 +129,7 @@ def rolling_order(keys: Iterable[Key], ranks: Mapping[str, int]) -> list[list[Ke
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'rollout'?`, or a list of the known names."""
+    """Return a hint such as `; did you mean 'rollout'?`, or a list of the known names."""
     names: Sequence[str] = sorted(known)
     close = difflib.get_close_matches(given, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(names)}"

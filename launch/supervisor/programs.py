@@ -1,7 +1,7 @@
-"""Starts the programs of a run's processes and reaps them. The guard knows at all times which of them are left.
+"""Starts the programs of a run's processes and reaps them. The guard always knows which of them are left.
 
-Programs are started from the main thread, because the kernel ties a child's "die with your parent" to the thread that
-made it. They have process groups of their own, so that a terminal's Ctrl-C reaches the launcher only.
+Programs are started from the main thread, because the kernel ties a child's parent-death signal to the thread that
+created the child. Each has its own process group, so that a terminal's Ctrl-C reaches only the launcher.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from shared.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x300000"
-"""Makes copies of 3 MiB and more bypass the caches, which reduces the memory traffic of a put of weights. By default
-glibc derives the limit from the size of the last level cache, which some virtual machines report as 320 MiB instead of
+"""Makes copies of 3 MiB or more bypass the caches, which reduces the memory traffic when weights are put. By default
+glibc derives the limit from the size of the last-level cache, which some virtual machines report as 320 MiB instead of
 32 MiB."""
 
 
 def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
-    """Return the environment of a service: our packages first, `threads` threads, flat memory, no network look-ups, and
-    the GPUs `gpus` (None: those of the launcher)."""
+    """Return the environment of a service: our packages first, `threads` threads, few malloc arenas, no network
+    look-ups, and the GPUs `gpus` (None: the launcher's GPUs)."""
     old = os.environ.get("PYTHONPATH", "")
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     return {
@@ -43,7 +43,7 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        # one arena per thread would keep the memory that the threads of a torch process free
+        # with one arena per thread, a torch process would keep the memory that its threads free
         "MALLOC_ARENA_MAX": "2",
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", GLIBC_TUNABLES),
         **seen,
@@ -70,9 +70,9 @@ class Programs:
         lock: int | None,
         drain_limit_s: Callable[[Key], float],
     ) -> None:
-        """`threads` are CPU threads by process (default 1); `gpus` is CUDA_VISIBLE_DEVICES by process; `lock` is the
-        descriptor of the lock on the run directory, which the guard inherits; `drain_limit_s` returns the seconds that
-        the guard gives a process to end.
+        """`threads` gives the CPU threads of each process (default 1), and `gpus` its CUDA_VISIBLE_DEVICES. `lock` is
+        the descriptor of the lock on the run directory, which the guard inherits. `drain_limit_s` returns how long the
+        guard lets a process take to end, in seconds.
         """
         self._run = run
         self._threads = dict(threads)
@@ -112,10 +112,10 @@ class Programs:
         return child
 
     def reap(self, child: Child) -> int:
-        """Return the exit status of a process that has ended or is about to, and end the processes that it started."""
+        """Return the exit status of a process that has ended or is about to, and kill the processes that it started."""
         asyncio.get_running_loop().remove_reader(child.descriptor)
         os.close(child.descriptor)
-        # The processes that it started (an engine's ranks, reward processes) hold memory that others get next.
+        # The processes that it started (an engine's ranks, reward processes) use memory that other processes get next.
         # They are killed before the wait, while no other process can have this pid.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.process.pid, signal.SIGKILL)
@@ -124,7 +124,7 @@ class Programs:
         return status
 
     def start_guard(self) -> None:
-        """Start the process that ends what is left of the run if the launcher dies (`launch.supervisor.guard`)."""
+        """Start the process that stops the rest of the run if the launcher dies (`launch.supervisor.guard`)."""
         script = Path(__file__).with_name("guard.py")
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(script), str(self._run.sockets), str(self._run.shm)],
@@ -136,7 +136,7 @@ class Programs:
         )
 
     async def close_guard(self) -> None:
-        """End the guard. Every program has ended."""
+        """Stop the guard. Call this once every program has ended."""
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
             await asyncio.get_running_loop().run_in_executor(None, self._guard.wait)

@@ -1,4 +1,4 @@
-"""Carries out the decisions of the supervisor's state machine: starts and watches processes, answers the operator.
+"""Carries out the decisions of the supervisor's state machine: starts and watches processes, and answers the operator.
 
 It decides nothing itself.
 """
@@ -120,16 +120,17 @@ class Supervisor:
         hosts: HostDesk | None = None,
         access: Access | None = None,
     ) -> None:
-        """`threads` are CPU threads by process (default 1); `gpus` is CUDA_VISIBLE_DEVICES by process; `listen` are the
-        endpoints for other hosts by process, including the supervisor's own, if the run spans several; `lock` is the
-        descriptor of the lock on the run directory, which the guard inherits; `save_limit_s` limits the time in which
-        the trainer saves a checkpoint at the end; `command` returns the program of a service, if it is not its module;
-        `spares` are the services of which a spare process is kept, with its imports; the first is started
-        `spares_after_s` after all processes are ready.
-        `ranks` is the number of processes that hold one model together, by service (default 1). `resize` checks that
-        a service can have a number of instances and returns what they need; it raises RpcError if not, and None means
-        that nothing can be scaled. `hosts` are the other hosts of the run. `access` is the way to the run for the
-        supervisor of another host, which runs a part of it.
+        """`threads` gives the CPU threads of each process (default 1), and `gpus` its CUDA_VISIBLE_DEVICES. If the run
+        spans several hosts, `listen` gives each process's endpoint for other hosts, including the supervisor's own.
+        `lock` is the descriptor of the lock on the run directory, which the guard inherits. `save_limit_s` limits the
+        time in which the trainer saves a checkpoint at the end. `command` returns the program of a service; by default,
+        a service runs its module. `spares` gives the imports of the spare process of each service that has one. The
+        first spare is started `spares_after_s` seconds after all processes are ready.
+
+        `ranks` is the number of processes that together hold one model, by service (default 1). `resize` checks that a
+        service can have a number of instances and returns what they need, or raises RpcError; if it is None, nothing
+        can be scaled. `hosts` manages the other hosts of the run. `access` gives the run's endpoints and keys to a
+        supervisor on another host, which runs a part of the run.
         """
         self._run = run
         self.state = RunLifecycle(plan, save_limit_s, hosts=hosts is not None)
@@ -228,7 +229,7 @@ class Supervisor:
         self._feed(StartAsked([key]))
 
     def drain(self, keys: Sequence[Key]) -> None:
-        """Have processes finish their leases, end, and stay ended."""
+        """Have processes finish their leases and end. They are not restarted."""
         self._feed(DrainAsked(keys))
 
     def kill(self, cause: str = "killed") -> None:
@@ -254,7 +255,7 @@ class Supervisor:
 
     @property
     def all_ready(self) -> bool:
-        """Whether every process of the run has been READY, on this host, and is on the others."""
+        """Whether every process here has been READY, and every process on the other hosts is READY or DRAINED."""
         away = all(row.state in (ProcessState.READY, ProcessState.DRAINED) for row in self.rows_of_hosts())
         return away and self.state.phase == RunPhase.RUNNING
 
@@ -295,7 +296,7 @@ class Supervisor:
             self._spares.refill()
 
     def _end_hosts(self) -> None:
-        """End the other hosts once the driver has ended, which may need what they hold until then."""
+        """Stop the other hosts once the driver has ended. Until then, it may need what is on them."""
         if self._hosts is None or self._hosts.book.ending or any(key[0] == DRIVER for key, _ in self.state.pids()):
             return
         self._hosts.end()
@@ -306,7 +307,7 @@ class Supervisor:
         self._feed(HostsEnded())
 
     def _write_outcome(self) -> None:
-        """Write how the run ends when its end begins, for services that report it."""
+        """Write the outcome of the run once the run begins to end, for services that report it."""
         if self._outcome_written or self._access is not None:
             return
         self._outcome_written = True
@@ -402,8 +403,8 @@ class Supervisor:
             self._feed(Exited(key, pid, status))
 
     async def _driver_exited(self, key: Key, pid: int) -> None:
-        """Report the exit. A driver drained by a foreign SIGTERM exits with 0 too; only the last step ends a run. An
-        evaluation has no steps and exports nothing: its row ends it."""
+        """Report the exit. A driver that drains after a SIGTERM from outside exits with 0, too, so the run is complete
+        only after its last step. An evaluation has no steps and exports nothing: it is complete once it has a row."""
         status = await self.scheduler_status(COMPLETE_CALL_S)
         complete = self._run.export.is_dir() and (status is None or status.step >= status.steps)
         if status is not None and status.steps == 0:
@@ -411,7 +412,7 @@ class Supervisor:
         self._feed(Exited(key, pid, 0, run_complete=complete))
 
     async def _retire(self, key: Key, pid: int) -> None:
-        """Ask a service to finish its leases. One that does not answer is told to end: it hands its leases back."""
+        """Ask a service to finish its leases. If it does not answer, tell it to end, so that it returns its leases."""
         name = service_name(*key)
         client = Client(self._context, self._run.endpoint(*key), name, self._incarnation)
         try:
@@ -505,8 +506,9 @@ class Supervisor:
                 raise RpcError(ErrorCode.BAD_REQUEST, f"scale {row.service} to {request.instances} refused: {why}")
 
     def _keys(self, service: str, instance: int) -> tuple[list[Key], list[Key]]:
-        """Return the processes of a service, or one of them: those of this machine, and those of other hosts.
+        """Return the processes of a service that run on this host, and those on the other hosts.
 
+        `instance` selects one of them; -1 stands for all.
         Raises RpcError(bad_request) if there is none.
         """
         here = [key for key in self.state.processes if key[0] == service and instance in (-1, key[1])]
@@ -519,7 +521,7 @@ class Supervisor:
         return list(self._hosts.book.keys()) if self._hosts is not None else []
 
     def _pass_on(self, request: Request, keys: Sequence[Key]) -> Answer | Awaitable[Answer]:
-        """Have the agents of the hosts of `keys` carry out a request."""
+        """Have the agents on the hosts that run `keys` carry out a request."""
         if self._hosts is None or not keys:
             return Ack()
         return self._forward(self._hosts, request, keys)
@@ -565,7 +567,7 @@ class Supervisor:
         for task in list(self._tasks):
             task.cancel()
         self._spares.close()
-        for child in self._children.values():  # only when `run` is left by an exception
+        for child in self._children.values():  # some are left only after an exception in `run`
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
         for child in self._children.values():

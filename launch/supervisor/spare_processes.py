@@ -1,4 +1,4 @@
-"""Starts and watches the spare processes of a run (`shared.actor.spare`), and hands them to services that start."""
+"""Starts and watches the spare processes of a run (`shared.actor.spare`), and hands them to starting services."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class SpareNotice:
-    """For people: the memory of the spares, or why there is none of some kind."""
+    """A message for people: how much memory the spares use, or the reason why a kind has none."""
 
     text: str
 
 
 class SpareProcesses:
-    """The spares of one run. They belong to the event loop of the main thread, on which it was made."""
+    """The spares of one run. The object belongs to the main thread's event loop, on which it was created."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class SpareProcesses:
         calm: Callable[[], bool],
         on_notice: Callable[[SpareNotice], None],
     ) -> None:
-        """`keys` are the processes that may start from a spare; `imports` are by service; `command` is the command of
-        a start without a spare; `calm` says whether a spare may be started now, and none is started before `after_s`
-        after it first says so.
+        """`keys` are the processes that may start from a spare. `imports` gives the imports of a spare, by service.
+        `command` returns the command that starts a process without a spare. `calm` returns whether a spare may be
+        started now. No spare is started earlier than `after_s` seconds after `calm` first returns True.
         """
         self._run = run
         self._programs = programs
@@ -66,7 +66,7 @@ class SpareProcesses:
         self._log = structlog.get_logger(SUPERVISOR)
 
     def refill(self) -> None:
-        """Start the next spare that is missing, if it is time to."""
+        """Start the next missing spare, if it is due."""
         calm, now = self._calm(), self._loop.time()
         if calm and self._begin_at is None:
             self._begin_at = now + self._after_s
@@ -78,7 +78,7 @@ class SpareProcesses:
             self._start(kind)
 
     def adopt(self, key: Key, command: Sequence[str], output: BinaryIO) -> Child | None:
-        """Turn the spare of this kind into the process `key` that `command` would start. Return None without one."""
+        """Turn a spare into the process `key` that `command` would start. Return it, or None without a usable spare."""
         kind = self._kinds.get(key)
         if kind is None or not self._rules.take(kind):
             return None
@@ -86,7 +86,7 @@ class SpareProcesses:
         with orders:
             try:
                 socket.send_fds(orders, [json.dumps(command[2:]).encode()], [output.fileno()])
-            except OSError as error:  # it has just died
+            except OSError as error:  # the spare has just died
                 self._log.warning("spare lost", kind=kind.service, pid=child.process.pid, error=str(error))
                 child.process.kill()
                 self._programs.reap(child)
@@ -102,7 +102,7 @@ class SpareProcesses:
         ]
 
     def close(self) -> None:
-        """End all spares. None is started afterwards, provided that it is never calm again."""
+        """Kill all spares. No spare is started afterwards, provided that `calm` never returns True again."""
         for kind in list(self._children):
             child, orders = self._release(kind)
             orders.close()
@@ -117,7 +117,7 @@ class SpareProcesses:
         command = [sys.executable, "-m", "shared.actor.spare", str(theirs.fileno()), "--run", str(self._run.path)]
         # The command line of the service will take the place of this one.
         command += ["-" * (size - len(_bytes(command)) - 1)] if size > len(_bytes(command)) + 1 else []
-        ours.send(json.dumps(self._imports[kind.service]).encode())  # the pair keeps it until the spare reads
+        ours.send(json.dumps(self._imports[kind.service]).encode())  # the socket buffers this until the spare reads it
         try:
             with theirs, (self._run.logs / f"{kind.service}-spare.out").open("wb") as output:
                 child = self._programs.start(keys[0], command, output, (theirs.fileno(),))
@@ -132,7 +132,7 @@ class SpareProcesses:
         self._loop.add_reader(ours, self._on_warm, kind)
 
     def _release(self, kind: SpareKind) -> tuple[Child, socket.socket]:
-        """Stop watching the spare of `kind`."""
+        """Stop watching the spare of `kind`. Return its process and its socket."""
         child, orders = self._children.pop(kind)
         self._loop.remove_reader(child.descriptor)
         self._loop.remove_reader(orders)
@@ -146,7 +146,7 @@ class SpareProcesses:
         except OSError:
             warm = False
         if not warm:
-            return  # it has died, as its pidfd tells, too
+            return  # it has died, which its pidfd also reports
         self._rules.warmed(kind)
         self._log.info("spare warm", kind=kind.service, pid=child.process.pid, rss_bytes=rss_bytes(child.process.pid))
         if self._rules.complete and not self._reported:
@@ -173,7 +173,7 @@ class SpareProcesses:
 
 
 def rss_bytes(pid: int) -> int:
-    """Return the resident memory of a process, 0 if it is gone."""
+    """Return the resident memory of a process in bytes, or 0 if the process is gone."""
     try:
         return int(psutil.Process(pid).memory_info().rss) if pid else 0
     except psutil.Error:

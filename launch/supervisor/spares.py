@@ -1,4 +1,4 @@
-"""Decides when spare processes are started, which start uses one, and when a kind of spare is given up.
+"""Decides when spare processes are started, which starts use one, and when a kind of spare is given up.
 
 It uses no process, socket or clock. There is at most one spare of a kind. One transition is missing on purpose: a kind
 of spare that was given up is not tried again, because its imports would fail again; its processes start without spares.
@@ -14,16 +14,16 @@ from typing import NamedTuple
 from launch.supervisor.state import WINDOW_S, describe_exit
 
 KILL_LIMIT = 3
-"""Number of kills of spares of one kind within `WINDOW_S` at which the kind is given up: memory may be short."""
+"""Number of kills within `WINDOW_S` at which a kind of spare is given up, because memory may be short."""
 
 
 class SpareKind(NamedTuple):
-    """Settings that are fixed before a process imports anything. A spare becomes only processes of its own kind."""
+    """Settings that are fixed before a process imports anything. A spare can only become a process of its own kind."""
 
     service: str
     threads: int
     gpus: str | None
-    """CUDA_VISIBLE_DEVICES, or None for that of the launcher."""
+    """CUDA_VISIBLE_DEVICES, or None for the launcher's value."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Spare:
 
     pid: int
     warm: bool = False
-    """Whether everything is imported."""
+    """Whether the spare has imported everything."""
 
 
 class SpareRules:
@@ -48,9 +48,9 @@ class SpareRules:
         return all(kind in self.spares and self.spares[kind].warm for kind in self._kills)
 
     def due(self, *, calm: bool) -> SpareKind | None:
-        """Return the kind of which a spare is to be started, if any.
+        """Return the kind of spare to start next, or None.
 
-        Return None unless the run is `calm`, because imports would slow down a process that starts. One spare imports
+        Return None unless the run is `calm`, because imports would slow down a starting process. Only one spare imports
         at a time, so that the first is warm early.
         """
         if not calm or not all(spare.warm for spare in self.spares.values()):
@@ -65,8 +65,9 @@ class SpareRules:
         self.spares[kind].warm = True
 
     def take(self, kind: SpareKind) -> bool:
-        """Return whether a process of `kind` starts from the spare, and forget the spare if so. A spare that still
-        imports at the lowest priority is not waited for.
+        """Return whether a process of `kind` can start from the spare. If so, forget the spare.
+
+        A spare that is still importing is not used, because the process would wait for imports at the lowest priority.
         """
         if kind not in self.spares or not self.spares[kind].warm:
             return False
@@ -74,7 +75,7 @@ class SpareRules:
         return True
 
     def exited(self, kind: SpareKind, status: int, now: float) -> str:
-        """Note that the spare of `kind` has exited. Return why the kind is given up, empty if it is not."""
+        """Note that the spare of `kind` has exited. Return the cause if the kind is given up, or an empty string."""
         self.spares.pop(kind, None)
         if status >= 0:
             return self.give_up(kind, describe_exit(status))

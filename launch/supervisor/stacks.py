@@ -22,9 +22,9 @@ _POLL_S = 0.05
 
 
 async def log_stacks(run: RunDir, key: Key, pid: int, cause: str, ask: Callable[[], None]) -> None:
-    """Have process `pid` write its stacks with `ask`, and append them to the log of its service.
+    """Call `ask`, which makes process `pid` write its stacks, and append the stacks to the log of process `key`.
 
-    `cause` says how it was found. A full disk or the end of the process is only logged.
+    `cause` says how the hang was detected. A full disk or the end of the process is only logged.
     """
     output = run.logs / f"{key[0]}-{key[1]}.out"
     try:
@@ -50,7 +50,7 @@ async def log_stacks(run: RunDir, key: Key, pid: int, cause: str, ask: Callable[
 
 
 async def _new_text(output: int, begin: int) -> str:
-    """Return what is appended to the file `output` after `begin`, once it no longer grows."""
+    """Return the text appended to the file `output` after offset `begin`, once the file no longer grows."""
     size = begin
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LIMIT_S):

@@ -1,7 +1,7 @@
 """Decides when the processes of a run start, restart and end: `handle(event, now) -> effects`.
 
 It uses no process, socket or clock. Three transitions are missing on purpose. A run that failed or drains starts no
-process. A process that ended because it was told to end the run is not restarted. A process whose first start was
+process. A process that ended because the run is ending is not restarted. A process whose first start was
 refused (a bad model, a bad setting) is not restarted, because the next start would be refused too; but one that was
 READY before is restarted even then, because it once started with the same settings.
 """
@@ -46,22 +46,22 @@ from shared.actor.service import PEER_LOST_STATUS, UNUSABLE_STATUS, ProcessState
 from shared.rundir import service_name
 
 FAILURE_LIMIT = 4
-"""Number of deaths by a process's own fault (an error, a crash) within `WINDOW_S` at which the run fails."""
+"""Number of deaths of a process through its own fault (an error, a crash) within `WINDOW_S` at which the run fails."""
 KILL_LIMIT = 40
-"""Number of deaths by a foreign kill, or for lack of a peer that died, within `WINDOW_S` at which the run fails."""
+"""Number of deaths of a process through an outside kill or a lost peer within `WINDOW_S` at which the run fails."""
 WINDOW_S = 300.0
 FIRST_BACKOFF_S = 0.25
 FAILURE_BACKOFF_S = 8.0
 KILL_BACKOFF_S = 1.0
 """Maximum seconds before the restart of a process that was killed again before it was READY."""
 START_LIMIT_S = 600.0
-"""Seconds after which a process that is not READY is ended and counted as failed."""
+"""Seconds after which a process that is not READY is killed and counted as failed."""
 DRAIN_LIMIT_S = 15.0
 """Seconds after which a process that was told to end is killed. Services limit their own drain to 10 s."""
 RETIRE_LIMIT_S = 600.0
-"""Seconds after which a process that was asked to finish its leases is told to end, and hands them back."""
+"""Seconds after which a process that was asked to finish its leases is told to end and returns them."""
 SAVES = frozenset({DRIVER, "policy-trainer-worker"})
-"""At the end of a run, these have the time that a checkpoint takes in addition to `DRAIN_LIMIT_S`."""
+"""At the end of a run, these services have time to save a checkpoint, in addition to `DRAIN_LIMIT_S`."""
 _OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 
 
@@ -76,7 +76,7 @@ class RunPhase(StrEnum):
 
 @dataclass
 class Process:
-    """The supervisor's knowledge of one process."""
+    """The supervisor's record of one process."""
 
     key: Key
     state: ProcessState = ProcessState.WAITING
@@ -95,7 +95,7 @@ class Process:
     given_up: bool = False
     """Whether the run goes on without this process because it failed too often. Only the operator starts it again."""
     drain_by: float | None = None
-    """Time at which a process that is to be DRAINED is told to end whatever it does, or None for all others."""
+    """Time at which a process that is being drained is told to end, whatever it is doing, or None for all others."""
     failures: deque[float] = field(default_factory=deque)
     kills: deque[float] = field(default_factory=deque)
 
@@ -118,9 +118,9 @@ class RunLifecycle:
         self._cause = ""
         self._culprit: Key | None = None
         self._rolling: deque[Sequence[Key]] = deque()
-        """The groups of a rolling restart that are still to be restarted, from the one under way."""
+        """The groups of a rolling restart that are still to be restarted, starting with the current one."""
         self._rolled: dict[Key, int] = {}
-        """The restarts so far of the group under way, empty before it is told to end."""
+        """The restart counts of the current group's processes before their restart, empty until it begins."""
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -159,7 +159,7 @@ class RunLifecycle:
             case HostsEnded():
                 self._hosts = False
             case KillAsked(cause):
-                self._hosts = False  # their keepers kill them
+                self._hosts = False  # the keepers of the other hosts kill their processes
                 self._drain(RunOutcome.STOPPED, cause, None)
                 for process in self.processes.values():
                     if process.alive:
@@ -170,7 +170,7 @@ class RunLifecycle:
         return self._effects
 
     def pids(self) -> Iterator[tuple[Key, int]]:
-        """Yield the processes that run, with their ids."""
+        """Yield the running processes, with their process ids."""
         for key, process in self.processes.items():
             if process.pid:
                 yield key, process.pid
@@ -186,7 +186,7 @@ class RunLifecycle:
 
     @property
     def end(self) -> tuple[RunOutcome, str]:
-        """How the run ends, and the cause. It counts once the run is DRAINING."""
+        """The outcome of the run and its cause. They are valid once the run is DRAINING."""
         return self._outcome, self._cause
 
     @property
@@ -315,7 +315,7 @@ class RunLifecycle:
             self._tell_to_end(process, now)
 
     def _begin(self, process: Process, now: float) -> None:
-        """Have a process run that is new, DRAINED, or about to be."""
+        """Run a process that is new, DRAINED, being drained, or given up."""
         if self.phase == RunPhase.DRAINING:
             return
         if process.state == ProcessState.DRAINED or process.given_up:
@@ -325,10 +325,10 @@ class RunLifecycle:
             process.kills.clear()
         elif process.drain_by is not None:
             process.drain_by = None
-            self._tell_to_end(process, now)  # it takes no further lease; another life does
+            self._tell_to_end(process, now)  # it takes no further leases; its next start does
 
     def _roll(self, now: float) -> None:
-        """Continue a rolling restart: tell the next group to end once the one before is READY again."""
+        """Continue a rolling restart: tell the next group to end once the previous one is READY again."""
         while self._rolling:
             group = [self.processes[key] for key in self._rolling[0] if key in self.processes]
             group = [each for each in group if _is_active(each)]
@@ -344,7 +344,7 @@ class RunLifecycle:
             self._rolled = {}
 
     def _active(self) -> list[Process]:
-        """Return the processes that are to run."""
+        """Return the processes that should be running."""
         return [each for each in self.processes.values() if _is_active(each)]
 
     # ---- progress
@@ -373,7 +373,7 @@ class RunLifecycle:
                 process.state = ProcessState.FAILED
                 self._effects.append(Kill(process.key, process.pid, hung=True))
             if process.drain_by is not None and process.drain_by <= now and process.pid:
-                process.drain_by = now + START_LIMIT_S  # it stays set, because the process is not to start again
+                process.drain_by = now + START_LIMIT_S  # it stays set, because the process must not start again
                 self._tell_to_end(process, now)
             if process.kill_at is not None and process.kill_at <= now and process.pid:
                 process.kill_at = None
@@ -422,7 +422,7 @@ class RunLifecycle:
             self._effects.append(Terminate(process.key, process.pid))
 
     def drain_limit_s(self, key: Key) -> float:
-        """Return the seconds that a process has to end when the run ends."""
+        """Return how long a process may take to end when the run ends, in seconds."""
         return DRAIN_LIMIT_S + (self._save_limit_s if key[0] in SAVES else 0.0)
 
     def _kill_at(self, process: Process, now: float) -> float:
@@ -430,7 +430,7 @@ class RunLifecycle:
 
 
 def _is_active(process: Process) -> bool:
-    """Return whether a process is to run."""
+    """Return whether a process should be running."""
     return process.state != ProcessState.DRAINED and process.drain_by is None and not process.given_up
 
 

@@ -1,4 +1,4 @@
-"""Answers the questions of observers and operators about the processes of a run. It changes nothing."""
+"""Answers questions from observers and operators about the processes of a run. It changes nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class Views:
         joined_log: Callable[[GetLog], Awaitable[LogLines]],
         hosts: HostBook | None,
     ) -> None:
-        """`joined_log` returns the log of a service that the supervisor did not start. `hosts` are the other hosts."""
+        """`joined_log` returns the log of a service that the supervisor did not start.
+
+        `hosts` records the other hosts.
+        """
         self._run = run
         self._state = state
         self._waits = waits
@@ -61,7 +64,7 @@ class Views:
         self._joined_log = joined_log
         self._hosts = hosts
         self._telling = asyncio.Lock()
-        """Held while a story is told: one at a time."""
+        """Locked while a story is prepared, so that stories are prepared one at a time."""
 
     def serve(self, mailbox: Mailbox) -> None:
         """Answer the questions that arrive at `mailbox`."""
@@ -95,7 +98,7 @@ class Views:
         return SupervisorState(run=self._run.name, phase=self._state.phase, processes=rows, spares=self._spares())
 
     async def _get_story(self, request: GetStory, call: Call) -> Story:
-        """Have another process replay the journal, because that would keep this one from answering."""
+        """Have another process replay the journal, because the replay would keep this process from answering."""
         try:
             check_task_id(request.task_id)
         except WireError as error:

@@ -14,14 +14,14 @@ from shared.rundir import service_name
 
 
 class ProcessWaits:
-    """Remembers since when each process has been in its state."""
+    """Remembers when each process entered its current state."""
 
     def __init__(self) -> None:
         self._since: dict[Key, tuple[ProcessState, bool, float]] = {}
         self._phase: tuple[RunPhase | None, float] = (None, 0.0)
 
     def note(self, state: RunLifecycle, now: float) -> None:
-        """Take note of the states after an event."""
+        """Record the states after an event."""
         if state.phase != self._phase[0]:
             self._phase = (state.phase, now)
         for key, process in state.processes.items():
@@ -30,11 +30,11 @@ class ProcessWaits:
                 self._since[key] = (process.state, process.told_to_end, now)
 
     def phase_s(self, now: float) -> float:
-        """Return the seconds since the phase of the run began."""
+        """Return how long the run has been in its current phase, in seconds."""
         return now - self._phase[1]
 
     def rows(self, state: RunLifecycle, now: float) -> list[WaitRow]:
-        """Return a row for each process that starts, ends, or waits for its restart."""
+        """Return a row for each process that is starting, ending, or waiting for its restart."""
         rows: list[WaitRow] = []
         for key, process in state.processes.items():
             since = self._since[key][2] if key in self._since else now
@@ -47,7 +47,10 @@ class ProcessWaits:
 
 
 def _what(process: Process) -> tuple[str, float | None] | None:
-    """Return what a process is doing and until when, or None if it simply runs or has ended."""
+    """Return a description of what a process is doing, and its deadline if it has one.
+
+    Return None if the process simply runs or has ended.
+    """
     name = service_name(*process.key)
     if process.told_to_end and process.pid:
         return f"{name} ends, as it was told to", process.kill_at
@@ -63,7 +66,7 @@ def _what(process: Process) -> tuple[str, float | None] | None:
 
 
 def stopped_processes(pids: Mapping[Key, int]) -> list[WaitRow]:
-    """Return a row for each process of the run, including those that services started, that a signal has stopped."""
+    """Return a row for each process of the run that a signal has stopped, including processes started by services."""
     owners = {pid: key for key, pid in pids.items()}
     processes = {each.pid: each for each in psutil.process_iter(["ppid", "status"])}
     rows: list[WaitRow] = []

@@ -1,8 +1,8 @@
 """Finds processes that are alive but no longer answer their mailbox. It only reports them; the state machine decides.
 
 The mailbox thread of a service never computes, so silence means a stopped or stuck process. A stuck *working* thread
-is not detected here: it loses its lease in the scheduler. Only READY processes are asked; a start and an end have
-deadlines of their own.
+is not detected here: it loses its lease in the scheduler. Only READY processes are asked; starts and ends have
+their own deadlines.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PING_EVERY_S = 2.0
 SILENCE_S = 20.0
 """Seconds without an answer after which a process counts as hung; see also `SLOWNESS`."""
 SLOWNESS = 5.0
-"""A process counts as hung only after this many times the longest gap that a READY process of its service has shown in
-this run.
+"""A process counts as hung only after this multiple of the longest time that any READY process of its service has taken
+to answer in this run.
 """
 TICK_S = 0.5
 CALL_S = 3600.0
@@ -44,7 +44,7 @@ class MailboxWatch:
     """Pings the mailbox of each given process. For the loop thread only.
 
     Time in which this process itself did not run (it was stopped, or the machine is overloaded) does not count: the
-    others may have fared the same, and their answers may wait to be read.
+    other processes may not have run either, and their answers may be waiting to be read.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class MailboxWatch:
         ready: Callable[[], Iterator[tuple[Key, int]]],
         on_silent: Callable[[Key, int, float], None],
     ) -> None:
-        """`ready` returns (key, pid) of the processes to ask. `on_silent` is called with (key, pid, seconds)."""
+        """`ready` yields the (key, pid) of each process to ask. `on_silent` is called with the (key, pid, seconds) of
+        each process that counts as hung."""
         self._run = run
         self._context = context
         self._incarnation = incarnation
@@ -76,7 +77,7 @@ class MailboxWatch:
             now = self._time()
             ready = dict(self._ready())
             for key in [key for key, question in self._questions.items() if ready.get(key) != question.pid]:
-                self._questions.pop(key).task.cancel()  # that life has ended
+                self._questions.pop(key).task.cancel()  # that process has ended
             for key, pid in ready.items():
                 question = self._questions.get(key)
                 if question is None or (question.task.done() and now >= question.asked_at + PING_EVERY_S):
@@ -109,7 +110,7 @@ class MailboxWatch:
         if key not in self._clients:
             endpoint = self._run.endpoint(*key)
             self._clients[key] = Client(self._context, endpoint, service_name(*key), self._incarnation)
-        with contextlib.suppress(RpcError):  # it answered, or its limit is over
+        with contextlib.suppress(RpcError):  # it answered with an error, or not in time
             await self._clients[key].call(Ping(), Pong, deadline_s=CALL_S)
         gap_s = self._time() - asked_at
         self._longest_gap_s[key[0]] = max(gap_s, self._longest_gap_s.get(key[0], 0.0))

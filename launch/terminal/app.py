@@ -1,4 +1,4 @@
-"""The terminal interface: tabs over one live run, redrawn once a second as far as they are visible."""
+"""The terminal interface: tabs that show one live run. The visible tab is redrawn once a second."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TITLES = ("Overview", "Services", "Pipeline", "Curves", "Time", "Log", "Samples"
 
 
 class MonitorApp(App[None]):
-    """The views of one run. It changes nothing unless an operator asks for it."""
+    """The views of one run. They change nothing unless an operator asks for it."""
 
     ENABLE_COMMAND_PALETTE = False
     CSS = """
@@ -87,7 +87,7 @@ class MonitorApp(App[None]):
         self.shown_at = 0.0
         """Time (time.monotonic) at which the first whole picture was drawn, or 0."""
         self._drawn_at = (0.0, 0.0)
-        """Times (time.monotonic, time.process_time) before the visible view was last drawn."""
+        """Times (time.monotonic, time.process_time) at which the last drawing of the visible view began."""
         self._first_panel, self._zoomed = 0, False
         self._window_s = WINDOWS_S[1]
         self._level = "info"
@@ -164,7 +164,7 @@ class MonitorApp(App[None]):
 
     @property
     def _main(self) -> Screen[object]:
-        """The screen below help and questions."""
+        """The screen beneath the help and the questions."""
         return self.screen_stack[0]
 
     @property
@@ -173,13 +173,13 @@ class MonitorApp(App[None]):
         return self._main.query_one(TabbedContent).active
 
     def _tick(self) -> None:
-        """Draw what is visible, unless this process has used its share of a core since it last did."""
+        """Draw the visible view, unless this process has used its share of a core since the last drawing."""
         elapsed_s, used_s = time.monotonic() - self._drawn_at[0], time.process_time() - self._drawn_at[1]
         if elapsed_s >= LONGEST_REDRAW_S or used_s <= CPU_SHARE * elapsed_s:
             self.redraw()
 
     def redraw(self) -> None:
-        """Take what is new and draw what is visible."""
+        """Read new data and draw the visible view."""
         self._drawn_at = (time.monotonic(), time.process_time())
         if not self._main.query("#head"):
             return  # The interface is being taken down.
@@ -301,7 +301,7 @@ class MonitorApp(App[None]):
     # ---- keys
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Return whether a key means something in the visible view."""
+        """Return whether a key has a function in the visible view."""
         views = {
             "restart": "services",
             "drain": "services",
@@ -322,7 +322,7 @@ class MonitorApp(App[None]):
         return views[action] == self.tab
 
     def action_show(self, tab: str) -> None:
-        self.set_focus(None)  # A pane with the focus in it would come back.
+        self.set_focus(None)  # Otherwise, a pane that contains the focus would become active again.
         self._main.query_one(TabbedContent).active = tab
 
     def action_help(self) -> None:
@@ -434,13 +434,13 @@ class MonitorApp(App[None]):
 
 
 def _stamp(run: Path, split: str, step: int) -> float:
-    """Return when the samples of a step were last written, or 0 if they are gone."""
+    """Return the time at which the samples of a step were last written, or 0 if they are gone."""
     with contextlib.suppress(OSError):
         return (run / FOLDER / file_of(split, step)).stat().st_mtime
     return 0.0
 
 
 def _is_light(colorfgbg: str) -> bool:
-    """Return whether the terminal says (as `foreground;background`) that its ground is light."""
+    """Return whether the terminal reports (as `foreground;background`) a light background."""
     ground = colorfgbg.rpartition(";")[2]
     return ground.isdigit() and int(ground) in (7, *range(9, 16))

@@ -1,4 +1,4 @@
-"""Keeps a `RunView` up to date: from the monitor's stream, and from the files of a run on this machine."""
+"""Keeps a `RunView` up to date from the monitor's stream and from the files of a run on this machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shared.view import RunView
 from shared.warnings import parse
 
 LOST_S = 20.0
-"""Seconds of silence after which a monitor on another machine is given up."""
+"""Seconds of silence after which a monitor on another machine counts as lost."""
 LOG_BYTES = 128 << 10
-"""Bytes at the end of each log that are read at first."""
+"""Bytes that are read first from the end of each log."""
 HISTORY_S = 2.0
 """Minimum seconds between two requests for the history."""
 PAGES = 8
-"""Maximum pages of metrics that are read at once, which takes about 0.1 s."""
+"""Maximum number of metrics pages that are read at once. Reading them takes about 0.1 s."""
 
 
 def opened(run: Run) -> Stream:
@@ -46,7 +46,7 @@ class Feed:
         self.run = run
         self.view = RunView(metrics_from_stream=isinstance(run, Access))
         self.connected = asyncio.Event()
-        """Set once the monitor's present state has arrived."""
+        """Set once the monitor's current state has arrived."""
         self.lost = 0
         """Number of updates that did not arrive because this process was too slow."""
         self.began_at = 0.0
@@ -75,7 +75,7 @@ class Feed:
         self.ended = True
 
     async def _keep_history(self, stream: Stream) -> None:
-        """Ask for the history at first, and again whenever the curves may lack rows."""
+        """Request the history once, and again whenever rows may be missing from the curves."""
         asked = False
         while True:
             if not asked or self.view.history_is_old:
@@ -83,11 +83,11 @@ class Feed:
                     self.view.load_history(await stream.history())
                     asked = True
                 except RpcError:
-                    pass  # The monitor restarts, or is of an earlier version.
+                    pass  # The monitor is restarting or has an earlier version.
             await asyncio.sleep(HISTORY_S)
 
     def read_files(self) -> bool:
-        """Read what was added to the metrics and the warnings of a run on this machine, up to some megabytes.
+        """Read new metrics and warnings of a run on this machine, up to a few megabytes.
 
         Return whether there may be more.
         """
@@ -107,7 +107,7 @@ class Feed:
         return True
 
     async def read_all_files(self) -> None:
-        """Read all that was added to the files. Other work of the loop comes in between."""
+        """Read everything that was added to the files. Other tasks of the event loop run in between."""
         more = True
         while more:
             more = self.read_files()

@@ -1,4 +1,4 @@
-"""The views of a live run as text of a given width and height. They read nothing and know no terminal."""
+"""Formats the views of a live run as text of a given width and height. It reads no file and uses no terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_WAIT_S = 0.05
 
 
 def headline(run: str, progress: Progress, *, width: int, note: str = "") -> Text:
-    """Return one line: the name of the run, step, bar, ETA, reward, speed."""
+    """Return one line with the run's name, step, progress bar, ETA, reward and speed."""
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(run, style="bold")
     if progress.step is not None:
@@ -55,7 +55,7 @@ def headline(run: str, progress: Progress, *, width: int, note: str = "") -> Tex
 
 
 def overview(view: RunView, now: float, width: int, height: int) -> list[Text]:
-    """Return what fits of: troubles and warnings, processes, pipeline, the most important curves."""
+    """Return as much as fits of the troubles and warnings, processes, pipeline and most important curves."""
     lines = [*notices(view, width, limit=3), *_processes(view.services(now), width), *pipeline(view, width)]
     room = height - len(lines) - 1
     if room >= MIN_PLOT_HEIGHT:
@@ -116,7 +116,7 @@ def pipeline(view: RunView, width: int) -> list[Text]:
 
 
 def pipeline_page(view: RunView, width: int) -> list[Text]:
-    """Return tasks by state, staleness and stores as bars, and the counts."""
+    """Return tasks by state, staleness and leases as bars, followed by the lines of `pipeline`."""
     seen = view.pipeline()
     lines: list[Text] = []
     lines += _bars("tasks by state", {state: float(count) for state, count in seen.tasks.items()}, width)
@@ -167,7 +167,7 @@ def curves(view: RunView, width: int, height: int, *, panels: Iterable[Panel] = 
 
 
 def timeline(view: RunView, now: float, width: int, seconds: float) -> list[Text]:
-    """Return a lane per process: what it worked on, and when it waited."""
+    """Return a lane per process that shows what the process worked on and when it waited."""
     lanes = view.timeline(now, seconds)
     if not lanes:
         return [Text(f"no process reported work or waits in the last {seconds:g} s", style="dim")]
@@ -193,7 +193,7 @@ def timeline(view: RunView, now: float, width: int, seconds: float) -> list[Text
 
 
 def _cells(lane: Lane, begin: float, seconds: float, across: int) -> list[tuple[str, bool]]:
-    """Return what the process did in each of `across` parts of the window. Work hides waits."""
+    """Return what the process did in each of `across` parts of the window, and whether it waited. Work hides waits."""
     cells: list[tuple[str, bool]] = [("", False)] * across
     for span in sorted(lane.spans, key=lambda each: not each.waits):
         first = int((span.begin - begin) / seconds * across)
@@ -204,7 +204,7 @@ def _cells(lane: Lane, begin: float, seconds: float, across: int) -> list[tuple[
 
 
 def _waits(lanes: Sequence[Lane], seconds: float) -> list[Text]:
-    """Return who waited for whom, longest first. Waits during which the process worked do not count."""
+    """Return a line for each wait, longest first. Time during which the process also worked does not count."""
     totals: dict[tuple[str, str, str], float] = {}
     for lane in lanes:
         work = [(each.begin, each.end) for each in lane.spans if not each.waits]
@@ -249,14 +249,14 @@ SERVICE_COLUMNS = {
     **{"service": 23, "state": 9, "restarts": 8, "progress": 9, "CPU": 5, "memory": 10, "GPU memory": 10},
     **{"host": 16, "pid": 8, "incarnation": 11, "last end": 80},
 }
-"""The columns of the list of processes, with their widths."""
+"""Columns of the process list, with their widths."""
 
 
 # ---- notices and logs
 
 
 def notices(view: RunView, width: int, *, limit: int | None = None) -> list[Text]:
-    """Return present troubles, warnings and returns to earlier steps, the newest `limit` of them."""
+    """Return current troubles, warnings and returns to earlier steps, or only the newest `limit` of these."""
     lines = [
         Text(f"✗ {each.service}: {each.text}", style="bold red", no_wrap=True, overflow="ellipsis")
         for each in view.troubles()
@@ -289,7 +289,7 @@ def log_line(line: LogLine) -> Text:
 
 
 def clock(at: float) -> str:
-    """Return the local time of day of a time in seconds since 1970."""
+    """Format a time in seconds since 1970 as the local time of day."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 

@@ -1,4 +1,4 @@
-"""A live run as lines of text, for pipes and terminals without cursor: the present picture, then what changes."""
+"""Prints a live run as lines of text, for pipes and simple terminals: the current picture, then the changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proto.messages import TopicRow
 
 WIDTH = 120
 EVERY_S = 1.0
-"""Seconds between two looks at the view. Several steps in between make one line."""
+"""Seconds between two checks of the view. Several steps in between are printed as one line."""
 
 
 async def print_picture(feed: Feed) -> None:
@@ -53,7 +53,7 @@ def _print_all(feed: Feed) -> None:
 
 
 class _Changes:
-    """Prints what differs from the last look."""
+    """Prints what has changed since the last check."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed

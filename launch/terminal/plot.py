@@ -13,7 +13,7 @@ from rich.text import Text
 from shared.view.curves import Point
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-"""Colours of the curves of one picture. The terminal chooses their shades, on light and on dark grounds."""
+"""Colours of the curves in one picture. The terminal chooses their shades for light and dark backgrounds."""
 LABEL = 8
 """Width of the labels of the vertical axis."""
 _BLANK = 0x2800
@@ -30,7 +30,7 @@ class Series:
 
 
 def plot(title: str, series: Sequence[Series], width: int, height: int) -> list[Text]:
-    """Return a picture of `width` x `height` characters: a title with the newest values, the curves, the steps."""
+    """Return a picture of `width` x `height` characters: a title with the newest values, the curves and the steps."""
     drawn = [each for each in series if each.points]
     head = _title(title, drawn, width)
     rows = max(height - 2, 1)
@@ -63,7 +63,7 @@ def plot(title: str, series: Sequence[Series], width: int, height: int) -> list[
 
 
 def append_cells(line: Text, cells: Iterable[tuple[str, str]]) -> Text:
-    """Append characters with their styles to a line and return it. Neighbours of one style become one span."""
+    """Append characters with their styles to a line and return it. Adjacent characters of one style become one span."""
     for style, group in groupby(cells, key=itemgetter(1)):
         line.append("".join(character for character, _ in group), style=style)
     return line

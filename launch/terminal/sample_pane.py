@@ -1,4 +1,4 @@
-"""Samples of a run as text: one line for each, and one sample with its tokens coloured."""
+"""Formats samples as text: one line per sample, or a page that shows one sample with coloured tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launch.terminal.visible import visible, visible_text
 from shared.samples.record import Record, group_scores
 
 MAX_SHOWN_CHARS = 20_000
-"""Maximum number of characters of a prompt or a completion that are shown."""
+"""Maximum number of characters shown of a prompt or a completion."""
 ORDERS: dict[Order | None, str] = {
     None: "as written",
     Order.WORST: "worst first",
@@ -27,7 +27,7 @@ COLUMNS = {
     **{"task": 18, "sample": 6, "state": 16, "reward": 8, "advantage": 9, "length": 6, "finish": 8, "turns": 5},
     "versions": 12,
 }
-"""The columns of the list of samples, with their widths."""
+"""Columns of the sample list, with their widths."""
 
 
 def cells(record: Record) -> list[Text]:

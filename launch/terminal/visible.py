@@ -1,4 +1,4 @@
-"""Makes text from a run harmless: names, samples and log lines may hold codes that would steer the terminal."""
+"""Makes text from a run harmless: names, samples and log lines may contain codes that would control the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HARMLESS = {
     **{code: 0xFFFD for code in range(0x80, 0xA0)},
     **{ord(character): 0xFFFD for character in _BIDI},
 }
-"""Control characters as their pictures, codes that change the direction of writing as �, a tab as a space."""
+"""Control characters become their pictures, codes that change the writing direction become �, a tab becomes a space."""
 
 
 def visible(text: str) -> str:
@@ -21,6 +21,6 @@ def visible(text: str) -> str:
 
 
 def visible_text(text: Text) -> Text:
-    """Do the same with styled text, in place, and return it."""
+    """Do the same to styled text, in place, and return it."""
     text.plain = visible(text.plain)
     return text

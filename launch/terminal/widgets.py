@@ -1,4 +1,4 @@
-"""The parts of the terminal interface: a picture that is drawn for its size, the help, and a question."""
+"""The parts of the terminal interface: a picture that is drawn to fit its size, the help, and a question."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ docs/monitor.md describes what each view shows.  Esc closes this page."""
 
 
 class Picture(Static):
-    """Lines that are drawn for the present size of the widget."""
+    """Lines that are drawn to fit the current size of the widget."""
 
     def __init__(self, draw: Callable[[int, int], Sequence[Text]], *, id: str) -> None:
         super().__init__("", id=id)
@@ -36,7 +36,7 @@ class Picture(Static):
         self._shown: Text | None = None
 
     def redraw(self, width: int, height: int) -> None:
-        """Draw for this size, and repaint only what differs from before."""
+        """Draw the lines for this size, and repaint the widget only if they have changed."""
         text = visible_text(Text("\n", no_wrap=True, overflow="ellipsis").join(self._draw(width, height)))
         if text != self._shown:
             self._shown = text
@@ -44,7 +44,7 @@ class Picture(Static):
 
 
 class Help(ModalScreen[None]):
-    """The keys."""
+    """The page that explains the keys."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,question_mark,q", "dismiss", "close")]
 
@@ -53,7 +53,7 @@ class Help(ModalScreen[None]):
 
 
 class Confirm(ModalScreen[bool]):
-    """Asks before something is done to a process."""
+    """Asks for confirmation before something is done to a process."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "answer(True)", "yes"),

@@ -1,4 +1,4 @@
-"""Messages of all services: errors, acknowledgements, pings. This module imports none of the other subjects."""
+"""Messages of all services: errors, acknowledgements and pings. This module imports no other module of messages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ else:  # msgspec passes fields of exactly this class to the guarded msgpack-nump
 
 @message(1)
 class Error(Message, frozen=True, kw_only=True):
-    """The alternative answer to any request."""
+    """An error, which any request may have as its answer."""
 
     code: str  # one of `ErrorCode`
     message: str  # one line for a person
     retry_after_s: float = 0.0  # seconds after which to ask again; 0 leaves it to the caller
-    names: list[str] = []  # the first subjects of the error; `message` ends with the number of others
+    names: list[str] = []  # the first names that the error concerns; `message` ends with the number of others
 
 
 class ErrorCode(StrEnum):
@@ -43,7 +43,7 @@ class ErrorCode(StrEnum):
 
 @message(2)
 class Ack(Message, frozen=True, kw_only=True):
-    """The request was carried out. There is nothing to add."""
+    """The request was carried out. There is nothing else to report."""
 
 
 @message(3)
@@ -53,7 +53,7 @@ class Pong(Message, frozen=True, kw_only=True):
     service: str
     instance: int
     incarnation: int
-    state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; of the supervisor, its phase (`SupervisorState`)
+    state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; for the supervisor, its phase (`SupervisorState`)
 
 
 @message(4, reply=Pong)

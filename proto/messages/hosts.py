@@ -13,41 +13,41 @@ class HostProcess(Record, frozen=True, array_like=True):
     service: str
     instance: int
     threads: int  # number of its CPU threads
-    gpus: list[int]  # the GPUs that it sees, as positions in the list of those that the agent may use
+    gpus: list[int]  # the GPUs that it sees, as positions in the agent's list of GPUs
 
 
 @message(35)
 class HostOrders(Message, frozen=True, kw_only=True):
-    """The processes that the host has to run. The agent starts those that are missing and drains all others."""
+    """The processes that the host has to run. The agent starts missing processes and drains all others."""
 
     processes: list[HostProcess]  # the processes, with their shares of the host
-    ends: bool = False  # the run ends: drain everything and end
+    ends: bool = False  # the run is ending: drain everything and end
 
 
 @message(36, reply=HostOrders)
 class HostReport(Request, frozen=True, kw_only=True):
-    """An agent reports its host and its processes, once a second. The first report of a life joins the run.
+    """An agent reports its host and its processes, once a second. The first report of an incarnation joins the run.
 
     Errors:
         bad_request: the run has no host of this name, or the host lacks GPUs.
         conflict: another agent of this host is alive.
-        lost: this life was given up, because the host counted as lost: end everything, then join again.
+        lost: this incarnation has been given up because the host counted as lost. End everything, then join again.
     """
 
     host: str  # its name in `placement.hosts`
     incarnation: int  # incarnation of the agent
-    endpoint: str  # endpoint at which the agent answers the messages of an operator or a scheduler to a supervisor
+    endpoint: str  # endpoint at which the agent answers messages that operators or schedulers send to a supervisor
     gpus: int  # number of GPUs that the agent may use
     processes: list[ProcessRow]  # the processes that it started
     ended: bool = False  # all of them have ended, and the agent ends with this report
-    failed: str = ""  # reason why the processes of this host cannot continue, in one line; empty: they can
+    failed: str = ""  # the reason why the processes of this host cannot continue, in one line; empty: they can
 
 
 @message(37, reply=Ack)
 class HostGone(Request, frozen=True, kw_only=True):
-    """A host is lost with everything on it: its leases are given up and its stores are gone for good.
+    """A host is lost with everything on it: its leases end, and its stores are permanently lost.
 
-    Processes that have registered again since then are not concerned.
+    Processes that have registered again since then are not affected.
     """
 
     host: str  # its name, for the log

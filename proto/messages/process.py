@@ -1,4 +1,4 @@
-"""Messages about the life of processes, between services, operators and the supervisor."""
+"""Messages about the life cycle of processes, between services, operators and the supervisor."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ServiceReport(Request, frozen=True, kw_only=True):
 class RestartService(Request, frozen=True, kw_only=True):
     """Stop and restart one instance of a service, or all of them.
 
-    Service `all` stands for every process of the run: they are restarted one after the other, the ranks of one model
-    together, and each is READY before the next one is stopped.
+    Service `all` stands for all processes of the run. They are restarted one after the other, but the ranks of a model
+    together. Each process is READY before the next one is stopped.
 
     Errors:
         bad_request: the run has no such service.
@@ -51,12 +51,12 @@ class ProcessRow(Record, frozen=True, array_like=True):
     pid: int
     incarnation: int
     restarts: int  # number of restarts so far
-    cause: str = ""  # the reason for its last end, in one line
+    cause: str = ""  # the reason why it last ended, in one line
     rss_bytes: int = 0
 
 
 class SpareRow(Record, frozen=True, array_like=True):
-    """A process that the supervisor keeps to replace one of `service`."""
+    """A process that the supervisor keeps to replace a process of `service`."""
 
     service: str
     pid: int
@@ -81,12 +81,12 @@ class GetSupervisorState(Request, frozen=True, kw_only=True):
 
 @message(15, reply=Ack)
 class KillInstance(Request, frozen=True, kw_only=True):
-    """Send SIGKILL to a process that hangs on devices for which others wait. `Ack` says that the process is dead.
+    """Send SIGKILL to a process that hangs on devices that others wait for. `Ack` means that the process is dead.
 
-    If that life of the instance has ended already, the answer is the same. The instance restarts as after any death.
+    The answer is the same if the process has already ended. The instance restarts as after any other death.
 
     Errors:
-        missing: the supervisor did not start this process, so it can neither kill it nor say whether it lives.
+        missing: the supervisor did not start this process, so it can neither kill it nor tell whether it is alive.
     """
 
     service: str
@@ -104,7 +104,7 @@ class WaitKind(StrEnum):
     LEASE = "lease"  # a lease makes no progress
     CLEAR = "clear"  # a store has not acknowledged clears
     ROOM = "room"  # memory is (nearly) full
-    CODE = "code"  # a process of users' code works on calls
+    CODE = "code"  # a user code process works on calls
     OUTAGE = "outage"  # a judge does not answer: rewards wait and nothing is leased
     COMPUTE = "compute"  # a computation runs
     CHECKPOINT = "checkpoint"  # a checkpoint is saved
@@ -113,13 +113,13 @@ class WaitKind(StrEnum):
 
 
 class WaitRow(Record, frozen=True, array_like=True):
-    """Something that has not happened yet."""
+    """An event that has not happened yet."""
 
     kind: str  # a `WaitKind`
     what: str  # one line for a person
-    since_s: float  # seconds that it has lasted
-    limit_s: float = 0.0  # seconds after which it ends or something is done about it; 0: nothing limits it here
-    of: str = ""  # the process that is waited for (`rollout/0`), or a service (`rollout`); empty: none of the run
+    since_s: float  # seconds that the wait has lasted
+    limit_s: float = 0.0  # seconds after which the wait ends or is acted on; 0: nothing limits it here
+    of: str = ""  # the process (`rollout/0`) or service (`rollout`) that causes the wait; empty: none of the run
 
 
 @message(16)
@@ -127,24 +127,24 @@ class Waits(Message, frozen=True, kw_only=True):
     """The present waits of a process."""
 
     incarnation: int
-    state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; of the supervisor, its phase (`SupervisorState`)
+    state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; for the supervisor, its phase (`SupervisorState`)
     state_s: float  # seconds since it entered that state
-    cause: str = ""  # what the state waits for, in one line
+    cause: str = ""  # what the process waits for in this state, in one line
     waits: list[WaitRow] = []  # in no particular order
     progress_s: float = -1.0
-    """Seconds since the counter of its working thread advanced (`Heartbeat.progress`). -1: it has not advanced yet."""
+    """Seconds since the counter of its working thread last advanced (`Heartbeat.progress`). -1: it never has."""
 
 
 @message(17, reply=Waits)
 class GetWaits(Request, frozen=True, kw_only=True):
-    """Ask a process what it waits for. Every process answers it at once, even while it waits."""
+    """Ask a process what it waits for. Every process answers at once, even while it waits."""
 
 
 @message(28, reply=Ack)
 class DrainService(Request, frozen=True, kw_only=True):
-    """End instances that lease tasks once they have finished the leases that they hold. They take no new ones.
+    """Drain instances that lease tasks. They take no new leases, and end once they have finished their present leases.
 
-    The supervisor passes it on to the service, and does not start the instance again: it is DRAINED.
+    The supervisor passes the request on to the service and does not start the instance again: it is DRAINED.
 
     Errors:
         bad_request: the run has no such service, or it leases no tasks.
@@ -157,12 +157,12 @@ class DrainService(Request, frozen=True, kw_only=True):
 
 @message(29, reply=Ack)
 class ScaleService(Request, frozen=True, kw_only=True):
-    """Run instances 0 to `instances` - 1 of a service: start those that are missing and drain those above.
+    """Run instances 0 to `instances` - 1 of a service: start missing instances and drain higher ones.
 
     The resolved topology of the run keeps the number if it has a key for it.
 
     Errors:
-        bad_request: the service cannot be scaled in this run, or this machine lacks what so many instances need.
+        bad_request: the service cannot be scaled in this run, or this machine lacks the resources for the instances.
         draining: the run is ending.
     """
 
@@ -173,7 +173,7 @@ class ScaleService(Request, frozen=True, kw_only=True):
 class StoryRow(Record, frozen=True, array_like=True):
     """One event in the story of a task."""
 
-    at: float  # its time, in seconds since 1970; 0 if it was before the journal's first event
+    at: float  # its time, in seconds since 1970; 0 if it happened before the journal's first event
     service: str  # the process that it concerns, such as `rollout/0`
     what: str  # the event
     facts: dict[str, str]  # values of the event by name
@@ -183,12 +183,12 @@ class StoryRow(Record, frozen=True, array_like=True):
 class Story(Message, frozen=True, kw_only=True):
     """The story of one task, oldest event first."""
 
-    rows: list[StoryRow]  # the events; the newest ones, if there are very many
+    rows: list[StoryRow]  # the events; only the newest if there are very many
 
 
 @message(7, reply=Story)
 class GetStory(Request, frozen=True, kw_only=True):
-    """Tell the story of one task, from the journal and the logs on the host of the run directory.
+    """Ask for the story of one task, from the journal and the logs on the host of the run directory.
 
     Errors:
         bad_request: the journal has no task of this name, or cannot be read.
@@ -210,7 +210,7 @@ class LogLines(Message, frozen=True, kw_only=True):
 class GetLog(Request, frozen=True, kw_only=True):
     """Get the end of a service's log, or its continuation.
 
-    Operators send it to the supervisor, which asks the service itself if its log is on a host that has joined.
+    Operators send this request to the supervisor. If the log is on a host that has joined, it asks the service itself.
 
     Errors:
         bad_request: this process has no log of that service.

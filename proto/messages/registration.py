@@ -18,23 +18,23 @@ class Registered(Message, frozen=True, kw_only=True):
 
 @message(21, reply=Registered)
 class Register(Request, frozen=True, kw_only=True):
-    """A service announces this life of itself. An earlier incarnation of the same instance loses its leases.
+    """A service announces its present incarnation. An earlier incarnation of the same instance loses its leases.
 
     Errors:
         bad_request: a number is out of range, or a text is too long.
-        lost: this life was lost with its host (`HostGone`). Its agent ends it.
+        lost: this incarnation was lost with its host (`HostGone`). The host's agent ends it.
     """
 
     service: str
     instance: int
     incarnation: int
     pid: int
-    host: str  # name of its host, for people
-    endpoint: str  # endpoint of its mailbox; empty if it has none for others
+    host: str  # name of its host, for human readers
+    endpoint: str  # endpoint of its mailbox; empty if it has none for other processes
     limit_bytes: int = 0
     """Memory limit of a batch store, plus its spill limit if it spills; 0 for other services."""
     data_id: str = ""
-    """Identity of the data of a batch store. Another value under the same name means that the former data is lost."""
+    """Identity of a batch store's data. Another value under the same store name means that the former data is lost."""
     host_id: str = ""
     """Processes with the same value reach the service's ipc endpoint. All others need a tcp `endpoint`."""
 
@@ -44,27 +44,27 @@ class LeaseProgress(Record, frozen=True, array_like=True):
 
     lease_id: int
     progress: int
-    """A counter that stops where the work itself hangs, but not while it waits for a peer that may take its time."""
+    """A counter that stops if the work itself hangs, but not while the work waits for a peer that may take long."""
     untouched: bool = False
-    """The lease waits for its turn. One that ends in this state does not count as an attempt of its tasks."""
+    """The lease waits for its turn. If it ends in this state, that does not count as an attempt at its tasks."""
 
 
 class TroubleKind(StrEnum):
     """The subject of a `Trouble`."""
 
-    REWARDS = "rewards"  # reward functions fail; lasts until all samples of a lease were scored without a failure
-    WORKFLOWS = "workflows"  # the same for workflows
+    REWARDS = "rewards"  # reward functions fail; lasts until all samples of a lease have been scored without a failure
+    WORKFLOWS = "workflows"  # workflows fail; lasts as for `rewards`
     JUDGE = "judge"  # a judge does not answer: rewards wait, and nothing is leased
     OVERRIDDEN = "overridden"  # an agent asked for sampling settings that differ from the topology's
     TRACKER = "tracker"  # an experiment tracker does not take the run: steps wait in metrics.jsonl
 
 
 class Trouble(Record, frozen=True, array_like=True):
-    """A condition of a service that a person should know."""
+    """A condition of a service that a person should know about."""
 
     kind: str  # a `TroubleKind`
     text: str  # one line
-    ends_run: bool = False  # waiting is over: the scheduler gives the driver no further batch
+    ends_run: bool = False  # the run waits no longer: the scheduler gives the driver no further batch
 
 
 @message(22)
@@ -73,17 +73,17 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
 
     scheduler_incarnation: int  # incarnation of the scheduler
     registered: bool  # false: register again
-    lost_leases: list[int] = []  # leases that the service no longer holds and on which it stops working
+    lost_leases: list[int] = []  # leases that the service no longer holds; it stops working on them
     weights: WeightsRef | None = None
-    """The newest version, sent only to an engine that holds an older one. It may be loaded under running samples."""
+    """The newest version, sent only to an engine that holds an older one. It may be loaded while samples run."""
     upstream: list[str] = []
-    """To a store on another host than the trainer's: the stores from which to take weights, nearest first, before the
-    trainer's."""
+    """For a store that is not on the trainer's host: the stores to try for weights before the trainer's store, nearest
+    first."""
 
 
 @message(23, reply=HeartbeatAck)
 class Heartbeat(Request, frozen=True, kw_only=True):
-    """A service is alive. Leases whose progress advanced are renewed. The mailbox thread sends it.
+    """The mailbox thread of a service reports that it is alive. Leases whose progress has advanced are renewed.
 
     Errors:
         bad_request: a number is out of range, a text is too long, or there are too many troubles.
@@ -129,30 +129,30 @@ class Resolve(Request, frozen=True, kw_only=True):
 class DeviceOrder(Message, frozen=True, kw_only=True):
     """The parts that may be on the shared devices.
 
-    Parts that are held and not named have to leave. The next `HoldDevices` confirms that they did.
+    Parts that are held but not named have to leave the devices. The next `HoldDevices` confirms that they have.
     """
 
     parts: list[str]  # the parts of this process that may be on the devices
-    granted: bool = False  # all parts that it wants are included and now count as in use
+    granted: bool = False  # all parts that the process wants are included and now count as in use
 
 
 @message(27, reply=DeviceOrder)
 class HoldDevices(Request, frozen=True, kw_only=True):
-    """A colocated process reports its parts on the shared devices. It is answered when these must or may change.
+    """A colocated process reports its parts on the shared devices. The answer comes when these must or may change.
 
-    A process loads nothing that was not granted to it.
+    A process loads only parts that were granted to it.
 
     Errors:
         bad_request: the process shares no devices, or has no such part.
-        conflict: a newer report of this life has arrived, or the parts contradict each other.
-        lost: this life is not registered.
+        conflict: a newer report of this incarnation has arrived, or the parts contradict each other.
+        lost: this incarnation is not registered.
         not_ready: there is nothing to change, or a newer report has arrived meanwhile.
     """
 
     service: str
     instance: int
     incarnation: int
-    number: int  # number of the report in this life; only the newest counts
+    number: int  # number of the report in this incarnation; only the newest counts
     holds: list[str] = []  # the parts that are on the devices
-    using: list[str] = []  # the held parts that are in use, which are not taken away
-    wants: list[str] = []  # the parts for which it waits, all at once, while it uses none
+    using: list[str] = []  # the held parts that are in use; these are not taken away
+    wants: list[str] = []  # the parts that it waits for, all at once, while it uses none

@@ -1,4 +1,4 @@
-"""Messages between the scheduler and the recorder, which writes samples for people."""
+"""Messages between the scheduler and the recorder, which writes human-readable samples."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class EndedTask(Record, frozen=True, array_like=True):
     step: int  # the step that trained it, the step formed after it was dropped, or the policy version that was scored
     lineage: int  # lineage of the weights at its end
     samples: int = 0  # number of samples; 0: there are no shards
-    store: str = ""  # name of the store with the shards of its rollout
+    store: str = ""  # name of the store that has its rollout shards
     reason: str = ""  # the reason for dropping it, in one line
 
 
 class TakenBack(Record, frozen=True, array_like=True, gc=False):
     """A return of the run to an earlier step."""
 
-    lineage: int  # lineage that ended with it
+    lineage: int  # lineage that ended with this return
     step: int  # the step to which the run returned
 
 
@@ -33,9 +33,9 @@ class SamplesDue(Message, frozen=True, kw_only=True):
     tasks: list[EndedTask] = []  # the oldest tasks that are due
     trainer_stores: list[str] = []  # the stores into which the trainer puts advantages and log-probs
     rewinds: list[TakenBack] = []
-    """The returns to earlier steps that the recorder does not know. The samples of later steps and versions that belong
-    to the lineage of one, or to an earlier lineage, are to be discarded before any of `tasks` is recorded."""
-    lost: int = 0  # number of tasks so far whose samples were given up because the recorder was too slow or away
+    """The returns to earlier steps that the recorder does not know yet. Before it records any of `tasks`, it has to
+    discard the samples of steps and versions after a return's step, if they belong to its lineage or an earlier one."""
+    lost: int = 0  # number of tasks so far whose samples were lost because the recorder was too slow or not running
 
 
 @message(117, reply=SamplesDue)
@@ -49,4 +49,4 @@ class TakeSamples(Request, frozen=True, kw_only=True):
     incarnation: int
     taken: list[PutTask] = []  # tasks of earlier answers that are recorded, or whose shards cannot be read
     rewinds: int = 0  # number of returns to earlier steps that the recorder knows
-    final: bool = False  # answer at once, also if no task is due, because the run ends
+    final: bool = False  # answer at once, even if no task is due, because the run is ending

@@ -18,11 +18,11 @@ class RunInfo(Message, frozen=True, kw_only=True):
     checkpoint_step: int  # newest verified checkpoint, or -1 if there is none
     stopping: bool = False  # the run is complete: nothing is left to do
     checkpoint_now: bool = False
-    """As in `StepBatch`, for the steps trained so far: save one as soon as the workers are at the committed step."""
+    """As in `StepBatch`, for the steps trained so far: save a checkpoint once the workers are at the committed step."""
     reference_step: int = 0
     """The policy version of this step must be given to the reference (`algorithm.kl.refresh_every`), and no store holds
     it: publish it again from its checkpoint, unless the workers hold it. 0: nothing is missing."""
-    drivers: int = 0  # number of drivers that have taken over the run so far, this one included
+    drivers: int = 0  # number of drivers that have taken over the run so far, including this one
 
 
 @message(41, reply=RunInfo)
@@ -37,8 +37,8 @@ class GetRunInfo(Request, frozen=True, kw_only=True):
     reload: bool = False
     """The trainer group was (re)loaded from a checkpoint: begin a new lineage."""
     loaded_step: int = -1
-    """With `reload`, the checkpoint that was loaded, or 0 for the initial model (-1: the newest one announced). If the
-    journaled steps after it cannot be replayed, the run returns to it: see the answer's `committed_step`."""
+    """With `reload`, the step of the loaded checkpoint, or 0 for the initial model (-1: the newest announced one). If
+    the journaled steps after it cannot be replayed, the run returns to it: see the answer's `committed_step`."""
 
 
 @message(42)
@@ -49,7 +49,7 @@ class StepBatch(Message, frozen=True, kw_only=True):
     batch: BatchMeta  # the tasks, and where their shards are
     scalars: dict[str, Array]  # as in `Complete`, in the order of the batch
     reward_mean_unfiltered: float = 0.0  # mean reward, including the samples of filtered tasks
-    samples_failed: int = 0  # samples that are left out of the groups of the batch
+    samples_failed: int = 0  # samples that are left out of the batch's groups
     dropped: int = 0  # tasks dropped since the last batch
     checkpoint_now: bool = False
     """Trained tasks fill the stores: save a checkpoint right after this step, or admission will stop."""
@@ -60,13 +60,13 @@ class StepBatch(Message, frozen=True, kw_only=True):
 
 @message(43, reply=StepBatch)
 class NextBatch(Request, frozen=True, kw_only=True):
-    """The driver asks for the batch of a step. The answer waits until it is ready. Asking again returns the same batch.
+    """The driver asks for the batch of a step, and is answered once it is ready. Asking again returns the same batch.
 
     Errors:
         bad_data: too many tasks in a row were dropped, or a trouble ended the run.
-        bad_request: the run has no such step, or can no longer produce the bits of an undisturbed run.
+        bad_request: the run has no such step, or can no longer be bit-identical to an undisturbed run.
         conflict: a newer driver has taken over, the step is not the next one, or its tasks were collected.
-        missing: a store has lost a version of the weights: send `GetRunInfo` and publish it again.
+        missing: a store has lost a weight version. Send `GetRunInfo` and publish that version again.
         not_ready: the batch was not ready before the deadline.
     """
 
@@ -89,7 +89,7 @@ class CommitStep(Request, frozen=True, kw_only=True):
 
 @message(45, reply=Ack)
 class PublishWeights(Request, frozen=True, kw_only=True):
-    """A version can be loaded from the stores. The scheduler frees it once nothing names it.
+    """A weight version can be loaded from the stores. The scheduler frees it once nothing refers to it.
 
     Errors:
         bad_request: the name of the weights is wrong, or a number is out of range.
@@ -117,16 +117,16 @@ class CheckpointSaved(Request, frozen=True, kw_only=True):
 
 @message(47)
 class EvalsDone(Message, frozen=True, kw_only=True):
-    """The evaluations of the version are done."""
+    """The evaluations of a version are done."""
 
     step: int  # the policy version
     accuracy: dict[str, float]  # mean score on each evaluation set
-    metrics: dict[str, float] = {}  # their part of the metrics row of the version
+    metrics: dict[str, float] = {}  # the evaluations' part of the version's metrics row
 
 
 @message(48, reply=EvalsDone)
 class WaitEvals(Request, frozen=True, kw_only=True):
-    """The driver waits for the evaluations of a version. The answer waits until they and all earlier ones are done.
+    """The driver waits for the evaluations of a version. It is answered once they and all earlier ones are done.
 
     Errors:
         bad_data: a trouble ended the run.

@@ -1,4 +1,4 @@
-"""Messages to the batch store: room for puts, places of shards, and their collection."""
+"""Messages to the batch store: room for puts, shard locations, and the collection of shards."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class PutBegin(Request, frozen=True, kw_only=True):
     """A producer asks for room for one file with the shards of these tasks. Asking again gives the same path.
 
     Errors:
-        bad_request: the put id or a task id is malformed, there is no task or one occurs twice, or `nbytes` is 64 or
-            less, or more than the store's memory.
+        bad_request: the put id or a task id is malformed, there are no tasks, a task occurs twice, or `nbytes` is 64
+            or less, or more than the store's memory.
         busy: there is no room, no descriptor is left, or the mount is full.
         collected: tasks (`names`) are tombstoned at these fences. The whole put is refused.
         conflict: the put id is open with other tasks or another size.
     """
 
-    put_id: str  # 32 lower-case hexadecimal digits, drawn at random; a retry of the whole put uses the same
+    put_id: str  # 32 lower-case hexadecimal digits, chosen at random; a retry of the whole put uses the same id
     nbytes: int  # size of the file
     tasks: list[PutTask]  # the tasks in the order of the file
     full: bool = False  # the mount, or a quota, had no room for the bytes of the previous grant
@@ -47,9 +47,9 @@ class PutSealed(Message, frozen=True, kw_only=True):
 
 @message(63, reply=PutSealed)
 class PutSeal(Request, frozen=True, kw_only=True):
-    """The producer has written the file. Sealing twice is one seal.
+    """The producer has written the file. Sealing twice has the effect of sealing once.
 
-    After bad_request, collected or conflict the grant is gone.
+    After bad_request, collected or conflict, the grant no longer exists.
 
     Errors:
         bad_request: the file is malformed, or does not hold the granted tasks.
@@ -75,7 +75,7 @@ class Locate(Request, frozen=True, kw_only=True):
     """A reader asks which sealed files hold these tasks.
 
     Errors:
-        collected: tasks (`names`) are tombstoned at these fences. It is checked before missing.
+        collected: tasks (`names`) are tombstoned at these fences. This is checked before missing.
         missing: tasks (`names`) were never put with these fences.
     """
 
@@ -89,7 +89,7 @@ class Clear(Request, frozen=True, kw_only=True):
     Clearing twice has the effect of clearing once. Later puts and reads under a tombstoned fence are refused.
 
     Errors:
-        bad_request: a task id is malformed, or a fence is not in 0 to 2^63 - 1. Nothing is cleared then.
+        bad_request: a task id is malformed, or a fence is not in 0 to 2^63 - 1. In this case, nothing is cleared.
     """
 
     tasks: list[PutTask]  # the tasks, each with the highest fence to be cleared
@@ -100,17 +100,17 @@ class Inventory(Message, frozen=True, kw_only=True):
     """One page of the tasks whose shards are sealed."""
 
     tasks: list[PutTask]  # the tasks with their fences
-    cursor: int  # cursor of the next page; 0: this was the last one
+    cursor: int  # cursor of the next page; 0: this is the last page
     files: list[int] = []  # for each task, the number of its files
     hashes: list[int] = []  # the content hash (section 8) of the shards in each of these files, task after task
 
 
 @message(68, reply=Inventory)
 class GetInventory(Request, frozen=True, kw_only=True):
-    """The scheduler asks a store for its contents, page by page, to reconcile.
+    """The scheduler asks a store for its contents, page by page, to reconcile its own state with them.
 
-    With `tasks`, the store reads the shards of these tasks again, drops those whose checksums fail, and lists what is
-    left of these tasks on one page.
+    With `tasks`, the store reads the shards of these tasks again, drops shards whose checksums fail, and lists the rest
+    on one page.
 
     Errors:
         busy: no descriptor is left.
@@ -124,16 +124,16 @@ class GetInventory(Request, frozen=True, kw_only=True):
 class StoreStats(Message, frozen=True, kw_only=True):
     """Exact counts of a store."""
 
-    bytes: int  # bytes held: sealed, granted, collected but mapped, and kept for reuse
+    bytes: int  # bytes held: sealed, granted, collected but still mapped, and kept for reuse
     limit_bytes: int  # maximum of `bytes`
     shards: int  # sealed shards
     tasks: int  # tasks with sealed shards
     files: int  # sealed files
     zombie_bytes: int  # bytes of collected files that are still mapped
     tombstones: int  # tasks with a tombstone
-    puts: int  # puts sealed in this life
-    clears: int  # tasks cleared in this life
-    busy: int  # times that a producer had to wait for room, under the limit or on the mount
+    puts: int  # puts sealed by this incarnation
+    clears: int  # tasks cleared by this incarnation
+    busy: int  # number of times that a producer had to wait for room, under the limit or on the mount
     spare_bytes: int = 0  # bytes of collected files that are kept for later puts
     lent: int = 0  # puts that were given such a file
 

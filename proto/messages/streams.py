@@ -25,11 +25,11 @@ class GetStorePlace(Request, frozen=True, kw_only=True):
 
 @message(77)
 class LineOpened(Message, frozen=True, kw_only=True):
-    """A line is open: connect and send HELLO (section 11). The id is good for one connection."""
+    """A line is open: connect and send HELLO (section 11). The id is valid for one connection."""
 
     line_id: str  # 32 hexadecimal digits
     endpoint: str  # endpoint to which to connect
-    secret: str = ""  # 64 hexadecimal digits, drawn for this line only; empty: its bytes travel unencrypted
+    secret: str = ""  # 64 hexadecimal digits, generated for this line only; empty: its bytes are sent unencrypted
 
 
 @message(78, reply=LineOpened)
@@ -43,13 +43,13 @@ class OpenLine(Request, frozen=True, kw_only=True):
 
 @message(102)
 class StreamOpened(Message, frozen=True, kw_only=True):
-    """The ranges of a stream can be read over the line. The same head means the same bytes."""
+    """The ranges of a stream can be read over the line. Streams with the same head have the same bytes."""
 
     stream: int  # number of the stream on the line, 1 or more
-    covered: int  # number of tasks in the stream: the first ones of the request; open another stream for the rest
+    covered: int  # number of tasks in the stream, from the first in the request; open another stream for the rest
     total_bytes: int  # size of the block file
     head_bytes: int  # length of its header and table
-    head_checksum: int  # xxh3-64 of these
+    head_checksum: int  # xxh3-64 of the header and table
 
 
 @message(103, reply=StreamOpened)
@@ -59,23 +59,23 @@ class OpenStream(Request, frozen=True, kw_only=True):
     Errors:
         bad_request: there is no task, or a task or a key occurs twice.
         busy: the store has the maximum number of streams.
-        collected: tasks (`names`) are tombstoned at these fences. It is checked before missing.
+        collected: tasks (`names`) are tombstoned at these fences. This is checked before missing.
         lost: the line is not open.
         missing: tasks or shards (`names`) do not exist.
     """
 
-    line_id: str  # the line over which the ranges will travel
+    line_id: str  # the line over which the ranges will be sent
     tasks: list[PutTask]  # the tasks, in the order of the stream
-    keys: list[str] = []  # the keys of each task, in the order of the stream; none: all, in file order
-    max_bytes: int = 1 << 26  # tasks are taken up to this size of their shards; the first is always taken
+    keys: list[str] = []  # the keys of each task, in the order of the stream; empty: all keys, in file order
+    max_bytes: int = 1 << 26  # tasks are taken up to this total size of their shards; the first is always taken
 
 
 @message(38)
 class Held(Message, frozen=True, kw_only=True):
-    """What the store has of a version, as the bytes of a stream with all its shards (section 11)."""
+    """The part of a version that the store has, as bytes of a stream with all shards of the version (section 11)."""
 
     total_bytes: int  # size of the stream
-    held_bytes: int  # bytes from the start of the stream that are here
+    held_bytes: int  # bytes from the start of the stream that the store has
     digests: list[int] = []
     """xxh3-64 of each MiB of the stream, from `Hold.first` on, up to 512 of them. The last MiB may be shorter."""
 
@@ -84,7 +84,7 @@ class Held(Message, frozen=True, kw_only=True):
 class Hold(Request, frozen=True, kw_only=True):
     """A reader, or a store on another host, needs this version from this store.
 
-    A store that lacks it begins to fetch it. Readers get the bytes that are there, and wait for the rest.
+    A store that lacks the version begins to fetch it. Readers get the bytes that have arrived, and wait for the rest.
 
     Errors:
         bad_request: the task is not a version of the weights, or `first` is not a chunk of it.
@@ -96,5 +96,5 @@ class Hold(Request, frozen=True, kw_only=True):
 
     task: PutTask  # the version
     origin: str  # the store into which the trainer put it
-    whole: bool = False  # answer when all of it is here, or after a second
+    whole: bool = False  # answer when the store has the whole version, or after a second
     first: int = -1  # index of the first MiB whose digest is wanted; -1: no digests

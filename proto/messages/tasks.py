@@ -1,4 +1,4 @@
-"""Tasks, batches of their handles, weight versions, and the leasing and completion of tasks."""
+"""Tasks, batches of task handles, weight versions, and the leasing and completion of tasks."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parts: list[BatchPart] = []  # the shards that exist, by the stage that made them
     stores: list[str] = []  # names of the stores that have them, such as `batch-store/0`
     scalars: dict[str, Array] = {}
-    """Values of the caller for each sample, such as `advantages` and `weights`: [samples] in the order of `tasks`."""
+    """The caller's values for each sample, such as `advantages` and `weights`: [samples] in the order of `tasks`."""
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
-    """Proof of loading: a fixed sequence and the trainer's log-probs of its tokens."""
+    """Proof that weights were loaded: a fixed sequence and the trainer's log-probs of its tokens."""
 
     token_ids: Array  # int32 [T]
     logprobs: Array  # float32 [T - 1], of tokens 1 to T - 1 at temperature 1
-    tolerance: float  # bound of the `quantile` of the absolute differences of log-probs
+    tolerance: float  # bound on the `quantile` of the absolute log-prob differences
     digests: list[int] = []
     """Digests of all weights (section 12), in the order of the sorted names. Empty if engines use the arrays themselves
     as their parameters."""
     quantile: float = 1.0  # share of the tokens whose difference must be within the tolerance
     floor: float = 0.0
-    """If above 0, the engine calibrates a narrower tolerance at its start, between `floor` and `tolerance`."""
+    """If above 0, the engine calibrates a narrower tolerance when it starts, between `floor` and `tolerance`."""
 
 
 class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of policy version (lineage, step) and the means to prove that it was loaded."""
+    """The location of policy version (lineage, step), and the means to prove that it was loaded."""
 
     lineage: int
     step: int
@@ -62,24 +62,24 @@ class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
     fence: int
     store: str  # name of the store that holds it
     nbytes: int  # bytes of all weights
-    canary: Canary  # proof of this version
-    drill: Canary  # proof of the start-up drill: the model directory's weights, perturbed
+    canary: Canary  # proof for this version
+    drill: Canary  # proof for the start-up drill, which loads the model directory's weights, perturbed
     drill_seed: int  # seed of that perturbation
     drill_factors: list[float] = []
-    """Factor of the noise of each weight, in the order of the sorted names; empty: 1 for all."""
+    """Noise factor of each weight, in the order of the sorted names; empty: 1 for all."""
 
 
 @message(30)
 class LeaseGrant(Message, frozen=True, kw_only=True):
-    """Work on these tasks."""
+    """A lease to work on these tasks."""
 
     lease_id: int
     stage: str  # the stage of the work
     split: str  # name of the data and its sampling: `train` or an evaluation set
     lease_s: float  # seconds without progress after which the lease ends
-    batch: BatchMeta  # the tasks, and the shards of them that exist
+    batch: BatchMeta  # the tasks, and those of their shards that exist
     min_step: int = 0  # oldest policy version that may sample them
-    exact: bool = False  # true: version `min_step` itself, and none that is newer
+    exact: bool = False  # true: exactly version `min_step`, and no newer version
     group_size: int = 1  # samples per task
     block_rows: int = 0  # fixed number of rows to run, including padding; 0: any number
     weights: WeightsRef | None = None
@@ -93,7 +93,7 @@ class LeaseRequest(Request, frozen=True, kw_only=True):
 
     Errors:
         bad_request: the stage is unknown, or `max_tasks` is below 1.
-        lost: another life of the instance is registered.
+        lost: another incarnation of the instance is registered.
         not_ready: there was no work before the deadline.
     """
 
@@ -101,7 +101,7 @@ class LeaseRequest(Request, frozen=True, kw_only=True):
     service: str
     instance: int
     incarnation: int
-    max_tasks: int  # maximum number of tasks of the lease, 1 or more
+    max_tasks: int  # maximum number of tasks in the lease, 1 or more
     holds_lineage: int = 0  # lineage of the version that the engine holds
     holds_step: int = -1  # policy version that the engine holds, -1 for none
 
@@ -130,7 +130,7 @@ class DropReason(StrEnum):
 
 
 class LossReason(StrEnum):
-    """Reasons for which a sample has no reward and is left out of its group."""
+    """Reasons why a sample has no reward and is left out of its group."""
 
     RAISED = "raised"  # the reward function raised
     ANSWER = "answer"  # the reward function did not return finite numbers
@@ -143,7 +143,7 @@ class LossReason(StrEnum):
 
 
 class TaskResult(Record, frozen=True, array_like=True):
-    """The end of one attempt at one task in one stage."""
+    """The result of an attempt at a task in a stage."""
 
     task_id: str
     fence: int
@@ -153,14 +153,14 @@ class TaskResult(Record, frozen=True, array_like=True):
     samples: int = 0  # number of samples
     tokens: int = 0  # tokens of all sequences
     nbytes: int = 0  # bytes of all shards
-    reason: str = ""  # the reason for another outcome than done, in one line for a person
+    reason: str = ""  # the reason for an outcome other than done, in one line for a person
     samples_failed: int = 0  # samples that are left out
     why: str = ""  # with outcome drop, a `DropReason`
-    lost: dict[str, int] = {}  # the lost ones among `samples_failed`, counted by `LossReason`
+    lost: dict[str, int] = {}  # the lost samples among `samples_failed`, counted by `LossReason`
 
 
 class Refusal(Record, frozen=True, array_like=True):
-    """The reason for not accepting a result. Its shards are garbage now."""
+    """A result that was not accepted, and the reason. Its shards are garbage now."""
 
     task_id: str
     fence: int
@@ -177,16 +177,16 @@ class CompleteAck(Message, frozen=True, kw_only=True):
 
 @message(33, reply=CompleteAck)
 class Complete(Request, frozen=True, kw_only=True):
-    """A worker ends a lease or a part of it. Sealed shards become visible with the acceptance, not before.
+    """A worker ends a lease or a part of it. Sealed shards become visible when their result is accepted, not before.
 
     Errors:
-        bad_request: the stage is unknown, or scalars or numbers are not allowed. No result is accepted then.
+        bad_request: the stage is unknown, or scalars or numbers are not allowed. In this case, no result is accepted.
     """
 
     lease_id: int
     stage: str  # the stage of the work
     incarnation: int
-    results: list[TaskResult]  # the tasks that are ended
+    results: list[TaskResult]  # the results of the ended tasks
     scalars: dict[str, Array] = {}
     """Values of the samples by name, each [sum of `samples` over the done results] in the order of `results`: `reward`
     float32, `length` int32, `loss_tokens` int32, `truncated` uint8, `version_min` int32, `sync_error` float32, and
@@ -200,12 +200,12 @@ class Complete(Request, frozen=True, kw_only=True):
 class ReportShards(Request, frozen=True, kw_only=True):
     """A reader could not read shards of these tasks: they are missing, or their checksums failed.
 
-    The store checks them before anything is done about them. With the answer, the scheduler has given the tasks whose
-    shards are lost a higher fence, or has arranged for their step to be repeated.
+    The store checks the shards first. When the scheduler answers, it has given a higher fence to the tasks whose shards
+    are lost, or has arranged for their step to be repeated.
 
     Errors:
         not_ready: the store did not answer.
     """
 
     store: str  # the store from which they were read, such as `batch-store/0`
-    tasks: list[PutTask]  # the tasks with the fences that were read
+    tasks: list[PutTask]  # the tasks with the fences under which they were read

@@ -1,4 +1,4 @@
-"""Messages for people who observe a run: status, telemetry, the stream of the monitor."""
+"""Messages for observing a run: status, telemetry and the monitor's stream."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Telemetry(Message, frozen=True, kw_only=True):
     instance: int
     incarnation: int
     sequence: int  # counts all messages that this process tried to send
-    dropped: int  # counts those of them that were dropped
+    dropped: int  # counts the messages among them that were dropped
     at: float  # time of the change, in seconds since 1970
     topic: str  # name of the topic
     values: dict[str, float | str]  # all values of the topic
@@ -85,7 +85,7 @@ class Snapshot(Message, frozen=True, kw_only=True):
 
     sequence: int  # sequence of the last update in it; the stream continues after it
     rows: list[TopicRow]  # the last values of every topic
-    dropped: int  # telemetry messages that services dropped, over all their lives
+    dropped: int  # telemetry messages that services dropped, over all their incarnations
     stream: str = ""  # tcp endpoint of the updates; empty: they are available on the monitor's host only
 
 
@@ -96,17 +96,17 @@ class GetSnapshot(Request, frozen=True, kw_only=True):
 
 @message(121)
 class History(Message, frozen=True, kw_only=True):
-    """What an observer who has just come has missed. The steps of a curve ascend, and long curves are thinned."""
+    """The history that a new observer has missed. The steps of a curve ascend, and long curves are thinned."""
 
     newest: dict[str, float]  # the newest row of metrics.jsonl, without values that are not finite
-    steps: dict[str, Array]  # by name of a metric: the steps of its points, float64
-    values: dict[str, Array]  # by name of a metric: the values of its points, float64
+    steps: dict[str, Array]  # the steps of each metric's points, float64, by metric name
+    values: dict[str, Array]  # the values of each metric's points, float64, by metric name
     spans: list[TopicRow]  # the newest rows of topic `span` of all services, oldest first
 
 
 @message(122, reply=History)
 class GetHistory(Request, frozen=True, kw_only=True):
-    """An observer asks for the curves of a run and for its time line. Each curve has at most 4096 points."""
+    """An observer asks for the curves and the timeline of a run. Each curve has at most 4096 points."""
 
 
 @message(113)

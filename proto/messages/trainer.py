@@ -12,12 +12,12 @@ from proto.registry import Message, Request, message
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The loss as named functions and numbers, which workers apply to every token. An option of 0 or "" is off."""
 
-    name: str  # a builtin, or the import path in the topology, from which workers take it
+    name: str  # a builtin loss, or the import path in the topology from which workers load it
     clip_low: float  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float  # as above
+    clip_high: float  # as for `clip_low`
     anchor: str
-    """"rollout", "proximal", or "present": proximal, and the call's gradients make the only update of the step."""
-    temperature: float  # temperature of training sampling, by which logits are divided
+    """"rollout", "proximal", or "present": as proximal, but the call's gradients make the only update of the step."""
+    temperature: float  # temperature of training sampling; logits are divided by it
     tis_cap: float = 0.0  # cap of the truncated importance weight exp(prox - rollout)
     kl_estimator: str = ""  # "k1", "k2" or "k3"
     kl_coef: float = 0.0  # factor of the KL term
@@ -39,7 +39,7 @@ class WorkerRequest(Request, frozen=True, kw_only=True):
     Errors:
         bad_data: shards or gradients (of the tasks in `names`) are not finite, or have wrong shapes.
         conflict: another driver has taken over, or `order` was already used.
-        lost: this life of the worker has no driver yet, or an earlier call failed.
+        lost: this incarnation of the worker has no driver yet, or an earlier call failed.
     """
 
     driver: int
@@ -134,8 +134,8 @@ class Publish(WorkerRequest, frozen=True, kw_only=True):
     step: int  # the policy version
     store: str  # name of the store
     fence: int
-    """The first fence to try. If the store has collected it (an earlier life put it and never announced it), the next
-    one is tried."""
+    """The first fence to try. If the store has collected it (an earlier incarnation put the version and never announced
+    it), the next fence is tried."""
 
 
 @message(90)
@@ -154,7 +154,8 @@ class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     step: int
     keep_last: int  # number of regular checkpoints to keep
     at_stop: bool = False
-    """It is saved because the run stops. It is kept in addition to `keep_last` and removed with the next checkpoint."""
+    """It is saved because the run stops. The checkpoint is kept in addition to `keep_last`, and removed with the next
+    one."""
     keep: list[int] = []  # steps of earlier checkpoints to keep in addition (`checkpoint.keep_best`)
 
 
@@ -163,7 +164,7 @@ class LoadCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     """Load a checkpoint, or a snapshot in shared memory. Every other snapshot is discarded.
 
     Errors:
-        conflict: it is damaged or belongs to another model. Nothing is changed.
+        conflict: the checkpoint or snapshot is damaged or belongs to another model. Nothing is changed.
         missing: no checkpoint or snapshot of this step exists.
     """
 
@@ -199,7 +200,7 @@ class WorkerState(Message, frozen=True, kw_only=True):
 
 @message(95, reply=WorkerState)
 class GetWorkerState(Request, frozen=True, kw_only=True):
-    """A new driver asks for the position of a worker and takes it over. Calls of older drivers are refused.
+    """A new driver asks for a worker's position and takes the worker over. Calls of older drivers are refused.
 
     Errors:
         conflict: this driver was replaced.
@@ -207,12 +208,12 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
 
     driver: int
     at_least: int = 0
-    """Calls get numbers above this one and above the number of the worker's last call, so that all ranks of a group
+    """Calls get numbers above this value and above the number of the worker's last call, so that all ranks of a group
     agree.
     """
     turn: int = 0
-    """`RunInfo.drivers` of this driver. A take-over is refused if an earlier one had a higher turn: it is the late
-    message of a driver that has died."""
+    """`RunInfo.drivers` of this driver. A takeover is refused if an earlier one had a higher turn: it is a late message
+    from a driver that has died."""
 
 
 @message(96)
@@ -233,22 +234,20 @@ class Move(WorkerRequest, frozen=True, kw_only=True):
 
 @message(98)
 class Met(Message, frozen=True, kw_only=True):
-    """All ranks have joined the round, or one of them cannot, and none continues."""
+    """All ranks have joined the round, or some rank cannot continue, and therefore none does."""
 
     generation: int  # generation of the group
     failures: list[str] = []  # the ranks that cannot continue, each with its reason; empty: the round begins
     store: str = ""
-    """Round "join", ranks on several hosts: the address `HOST:PORT` at which rank 0 keeps the store of their process
-    group.
-    """
+    """For round "join" with ranks on several hosts: the address `HOST:PORT` of the process group's store on rank 0."""
 
 
 @message(99, reply=Met)
 class Meet(Request, frozen=True, kw_only=True):
     """A rank tells rank 0 that it is ready for a collective. The answer is deferred until all ranks are.
 
-    Round "join" of generation 0 forms the group, and the answer names its generation. Round "end" is deferred until the
-    group has ended.
+    Round "join" of generation 0 forms the group, and the answer names its generation. The answer to round "end" is
+    deferred until the group has ended.
 
     Errors:
         bad_request: the group has no such rank, or the process that was asked is not rank 0.
@@ -271,9 +270,9 @@ class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
 
 @message(108, reply=Ack)
 class ScoreTogether(Request, frozen=True, kw_only=True):
-    """The rank of a reference that holds the lease tells the ranks with the other pieces of the same model to score a
-    batch together. They fetch the shards that stage reference needs, load the version, and meet in round
-    `score <number>`. The answer is deferred until they are done. They put nothing.
+    """The reference rank that holds the lease asks the ranks with the other parts of the same model to score a batch
+    together. They fetch the shards that stage reference needs, load the version, and meet in round `score <number>`.
+    The answer is deferred until they are done. They put nothing.
     """
 
     generation: int  # generation of the group (`Meet`)

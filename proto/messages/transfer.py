@@ -1,6 +1,6 @@
 """Messages for sending weights over collectives, between an engine and rank 0 of the trainer.
 
-The facts that a library would exchange by itself (a meeting place, NCCL's unique id) are typed fields here.
+Values that a library would exchange by itself (a meeting place, NCCL's unique id) are typed fields here.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class TransferParameter(Record, frozen=True, array_like=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of a GPU that another process on the GPU can open: the values of CUDA IPC, as torch names them."""
+    """GPU memory that another process on the GPU can open, given by its CUDA IPC values under their torch names."""
 
     gpu: str  # the GPU's own id (UUID)
-    nbytes: int  # bytes of the memory that are used
+    nbytes: int  # number of bytes of the memory that are used
     handle: bytes  # handle of the storage
     storage_bytes: int  # bytes of the storage
     storage_offset: int  # offset of the memory in the storage, in bytes
@@ -39,7 +39,7 @@ class TransferOffer(Message, frozen=True, kw_only=True):
 
     communicator: int  # number of the communicator
     number: int  # number of the transfer in the communicator
-    deadline_s: float  # seconds within which joining and transfer end
+    deadline_s: float  # seconds within which joining and the transfer end
     parameters: list[TransferParameter]  # the tensors, in the order in which they are sent
     meeting: str = ""  # gloo on one host: the file in the run's private folder at which ranks join
     store: str = ""  # gloo between hosts: the address `HOST:PORT` of the trainer at which ranks join
@@ -53,13 +53,13 @@ class AskTransfer(Request, frozen=True, kw_only=True):
     """An engine asks for the weights of a version over a collective.
 
     Errors:
-        conflict: this life of the engine was replaced by a later one.
-        missing: the trainer cannot send that version, or not to this engine. The shards are still available.
+        conflict: this incarnation of the engine was replaced by a later one.
+        missing: the trainer cannot send that version, or cannot send it to this engine. Its shards remain available.
     """
 
     instance: int
     incarnation: int
-    communicator: int  # the communicator of this life of the engine, 0 for none
+    communicator: int  # the communicator of this incarnation of the engine, 0 for none
     ranks: int  # number of its processes that receive
     host_id: str  # as in `Register`
     lineage: int
@@ -69,10 +69,10 @@ class AskTransfer(Request, frozen=True, kw_only=True):
 
 @message(116, reply=Ack)
 class EndTransfer(Request, frozen=True, kw_only=True):
-    """The engine has received the whole transfer or has given it up, which ends the communicator."""
+    """The engine has received the whole transfer, or has abandoned it, which ends the communicator."""
 
     instance: int
     incarnation: int
     communicator: int  # number of the communicator
     number: int  # number of the transfer
-    failure: str = ""  # the reason for giving it up; empty: all of it arrived
+    failure: str = ""  # the reason for abandoning the transfer; empty: all of it arrived

@@ -1,4 +1,4 @@
-"""The files of one store: create, seal, copy, retire, delete, recover. The file names alone survive a kill.
+"""Creates, seals, copies, retires, deletes and recovers the files of a store, whose names alone record their states.
 
 `<put id>.tmp` is a granted file, `<put id>.part` one that is being copied to disk, `<put id>.blk` a sealed one (if both
 places have it, the one on disk counts), and `*.dead` a zombie. A file that a reader or producer has locked is never
@@ -49,7 +49,7 @@ _REMEDIES = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file that a rescan found: a sealed one with its table, or (`table` None) one to retire, and why."""
+    """A file found by a scan: sealed, with its table, or to be retired for the reason `why` if `table` is None."""
 
     name: str
     nbytes: int
@@ -58,7 +58,7 @@ class Found:
     place: Tier = Tier.MEMORY
     duplicate: bool = False
     unreadable: bool = False
-    """Whether the disk failed to read the file, which is left in place for a later life."""
+    """Whether reading the file from the disk failed. Such a file is left in place for a later life."""
 
 
 class StoreFiles:
@@ -72,8 +72,8 @@ class StoreFiles:
         *,
         on_retire: Callable[[str], None] = lambda path: None,
     ) -> None:
-        """`on_retire` is called with each path that a file loses. Raises RpcError(conflict) if another process serves
-        `directory`."""
+        """`on_retire` is called with the former path of each retired file. Raises RpcError(conflict) if another process
+        serves `directory`."""
         self._name = name
         self._on_retire = on_retire
         self._directory = directory
@@ -88,7 +88,7 @@ class StoreFiles:
             raise RpcError(ErrorCode.CONFLICT, f"{name}: {directory} is served by another process; end that one first")
         self.tombstones = TombstoneList(name, directory / "tombstones")
         self.identity = self._load_identity(directory / _IDENTITY)
-        """Identifier created with the directory. A store that restarts with another one has lost its shards."""
+        """Identifier created with the directory. A store that restarts with a different one has lost its shards."""
         self._sealed_ns = 0
         self._zombies: dict[str, tuple[str, int]] = {}
         """Name -> path and an open descriptor, whose lock shows whether another process still maps the file."""
@@ -106,9 +106,9 @@ class StoreFiles:
             return path.read_text()
 
     def check_room(self, limits: Sequence[int]) -> None:
-        """Raise RpcError(bad_request) if a mount cannot hold its limit, including the files that it holds already.
+        """Raise RpcError(bad_request) if a mount cannot hold its limit, including the files that it already holds.
 
-        `limits` are bytes, indexed by `Tier`.
+        `limits` holds bytes, indexed by `Tier`.
         """
         for place, folder in enumerate(self._folders):
             mount = os.statvfs(folder)
@@ -147,7 +147,7 @@ class StoreFiles:
     def read_table(self, name: str) -> Table:
         """Read and check the header and table of a file. Raises WireError for a torn file.
 
-        It is read, not mapped: access to a mapping of a torn file would end in SIGBUS.
+        The file is read, not mapped, because access to a mapping of a torn file would raise SIGBUS.
         """
         descriptor = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -156,9 +156,9 @@ class StoreFiles:
             os.close(descriptor)
 
     def damaged(self, put_id: str, place: Tier, tasks: Sequence[int]) -> list[int] | None:
-        """Return those of a sealed file's tasks (by index) whose bytes are no longer those put. None: the whole file.
+        """Return which of these tasks (indices in a sealed file) are damaged, or None if the whole file is lost.
 
-        Slow: call it on a thread. A file that was collected meanwhile counts as lost.
+        This is slow: call it on a thread. A file that was collected meanwhile counts as lost.
         """
         descriptor = lock_named(self.path(f"{put_id}.blk", place), os.O_RDONLY)
         if descriptor is None:
@@ -174,7 +174,7 @@ class StoreFiles:
             os.close(descriptor)
 
     def seal(self, put_id: str) -> None:
-        """Rename a file to its sealed name. Its mtime exceeds that of every other, so a restart knows the order."""
+        """Rename a file to its sealed name. Its mtime exceeds that of all others, so that a restart knows the order."""
         path = self.path(f"{put_id}.tmp")
         self._sealed_ns = max(time.time_ns(), self._sealed_ns + 1)
         os.utime(path, ns=(self._sealed_ns, self._sealed_ns))
@@ -198,7 +198,7 @@ class StoreFiles:
     # ---- the spill
 
     def copy_to_disk(self, put_id: str) -> bool:
-        """Copy a sealed file to disk under an unfinished name, sync and verify it. Slow: call it on a thread.
+        """Copy a sealed file to disk under an unfinished name, and sync and verify it. Slow: call it on a thread.
 
         The copy holds a reader's lock, so a file collected meanwhile is neither truncated nor lent. Returns False if
         the file was collected before it could be opened. Raises OSError if the disk is full or fails, and WireError if
@@ -280,7 +280,7 @@ class StoreFiles:
         self._zombies[name] = (self._closed.pop(name), descriptor)
 
     def delete(self, name: str) -> None:
-        """Delete a zombie. On OSError it remains one."""
+        """Delete a zombie. On OSError it remains a zombie."""
         path, descriptor = self._zombies[name]
         try:
             _delete(path, descriptor)
@@ -305,7 +305,7 @@ class StoreFiles:
         """Turn a claimed spare into the file of a grant and return its path.
 
         The file gets the size of the grant and loses its header. Raises OSError if there is no room for the file or its
-        name; the spare is deleted then.
+        name; the spare is then deleted.
         """
         source, descriptor = self._closed.pop(name), self._claimed.pop(name)
         path = self.path(f"{put_id}.tmp")
@@ -327,9 +327,9 @@ class StoreFiles:
     # ---- after a restart
 
     def scan(self) -> list[Found]:
-        """Return every file of the former life in the order of the seals. All bytes of sealed files are verified.
+        """Return every file of the former life in seal order. All bytes of sealed files are verified.
 
-        Slow: call it on a thread.
+        This is slow: call it on a thread.
         """
         found: list[tuple[int, Found]] = []
         spilled: set[str] = set()
@@ -423,7 +423,7 @@ def _verify(descriptor: int, table: Table) -> None:
 
 
 def _damage(descriptor: int, table: Table, task: int) -> str:
-    """Return which shard of a task differs from what was put, or an empty text."""
+    """Return a message that names a shard of the task that differs from what was put, or an empty string."""
     for shard in table.shards(task):
         digest = xxhash.xxh3_64()
         for at in range(0, shard.nbytes, _VERIFY_BYTES):

@@ -1,7 +1,7 @@
-"""A file of the store that is being filled with a stream of another store. Its verified bytes are served meanwhile.
+"""A file that is being filled with a stream from another store. Its verified bytes are served at the same time.
 
-Each chunk is compared with its digest, which the store of the trainer computed, before it counts as available. A chunk
-with another digest is received again, from wherever the next attempt receives.
+Before a chunk counts as available, it is compared with its digest, which the trainer's store computed. A chunk that
+does not match is received again from the source of the next attempt.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shared.dataplane.mapping import lock_named
 
 CHUNK_BYTES = bulk.MAX_RANGE_BYTES
 ALLOCATE_BYTES = 16 << 20
-"""Bytes allocated at a time, ahead of the bytes that arrive. A write to a page that a full mount lacks is a SIGBUS."""
+"""Bytes allocated at a time, ahead of the data that arrives. Writing a page that a full mount lacks raises SIGBUS."""
 DIGESTS_S = 20.0
 """Maximum seconds for which received chunks wait for their digests."""
 
 
 class FillingFile:
-    """The target of a stream, and the source of others. One thread writes, one checks, one sends."""
+    """The target of one stream, and the source of others. Separate threads write, check and send."""
 
     covered = 1
 
@@ -50,11 +50,11 @@ class FillingFile:
         self.verified_bytes = 0
         self.received = 0
         self.head_bytes = 0
-        """0 until the whole head is verified."""
+        """Length of the head in bytes, or 0 until the whole head is verified."""
         self.head_checksum = 0
 
     def close(self, *, complete: bool) -> None:
-        """Stop writing. Without `complete`, the streams that read it end. The mapping stays until they have."""
+        """Stop writing. Unless `complete` is true, the streams that read the file end; the mapping stays until then."""
         self._given_up = not complete
         os.close(self._descriptor)
         with self._more:
@@ -96,9 +96,10 @@ class FillingFile:
         return -(-self.total_bytes // CHUNK_BYTES)
 
     def check(self, upto: int) -> None:
-        """Verify the chunks that end within the first `upto` bytes. Raises WireError, and TimeoutError without digests.
+        """Verify the chunks that end within the first `upto` bytes.
 
-        The chunks before a damaged one stay available.
+        Raises WireError for a damaged chunk, and TimeoutError if a digest does not arrive. The chunks before a damaged
+        one stay available.
         """
         before = self.verified_bytes
         try:

@@ -1,9 +1,9 @@
-"""Fetches versions of the weights from other stores, so that each host receives a version once and serves it on.
+"""Fetches weight versions from other stores, so that each host receives a version once and passes it on.
 
-The stores on other hosts than the trainer's form a chain (`HeartbeatAck.upstream`). A store takes a version from the
-one before it, which passes verified chunks on before it has the whole version. Every chunk is compared with a digest
-that comes directly from the store of the trainer. A store that fails, does not progress or sends a damaged chunk is
-passed over: its predecessors follow, and last the store of the trainer. The finished file is sealed like any other put.
+The stores on hosts other than the trainer's form a chain (`HeartbeatAck.upstream`). A store fetches a version from its
+predecessor, which passes on verified chunks before it has the whole version. Every chunk is compared with a digest that
+is fetched directly from the trainer's store. A store that fails, makes no progress or sends a damaged chunk is skipped:
+its predecessors are tried next, and the trainer's store last. The finished file is sealed like any other put.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ AT_ONCE_CHUNKS = 32
 """Number of digests computed at a time. They are kept even if the request ends before its page is complete."""
 CALL_S, OPEN_S = 5.0, 5.0
 TRIES = 2
-"""Number of attempts without a verified chunk after which a store is passed over. A store that was itself waiting for
-its predecessor continues after one."""
+"""Number of attempts without a verified chunk after which a store is skipped. A store that was itself waiting for its
+predecessor can continue after one such attempt."""
 STALL_S = 60.0
 """Seconds without a verified chunk from any store after which a version is given up."""
 PAUSE_S = 0.2
@@ -47,20 +47,20 @@ GIVE_UP = (ErrorCode.COLLECTED, ErrorCode.MISSING, ErrorCode.BAD_REQUEST)
 
 @dataclass(eq=False)
 class _Filling:
-    """A version on its way here."""
+    """A version that is being fetched."""
 
     task: PutTask
     origin: str
     file: FillingFile | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once `file` is there, or there will be none."""
+    """Set once `file` exists, or it is known that it never will."""
     work: asyncio.Task[None] = field(init=False)
     damaging: set[str] = field(default_factory=set)
-    """The stores that sent a chunk with another digest."""
+    """The stores that sent a chunk whose digest did not match."""
     source: str = ""
-    """The store from which it is received now."""
+    """The store from which the version is currently received."""
     since: float = 0.0
-    """Loop time at which that began."""
+    """Loop time at which receiving from `source` began."""
 
 
 class Relay:
@@ -78,8 +78,8 @@ class Relay:
         on_progress: Callable[[], None],
         continues: bool = False,
     ) -> None:
-        """`begin(put_id, nbytes, task)` grants a file and returns its path, `seal` seals it, and `abandon` gives up an
-        unsealed one. `on_progress` may be called on any thread. With `continues`, files may begin with chunks that an
+        """`begin(put_id, nbytes, task)` grants a file and returns its path, `seal` seals it, and `abandon` discards an
+        unsealed file. `on_progress` may be called on any thread. With `continues`, files may begin with chunks that an
         earlier attempt received."""
         self._name = name
         self._client_of = client_of
@@ -93,7 +93,8 @@ class Relay:
         self._log = structlog.get_logger("relay")
 
     async def hold(self, request: Hold) -> Held:
-        """Begin to fetch a version unless that is under way, and return what is here. Raises RpcError if it failed."""
+        """Begin to fetch a version, unless that is already in progress, and return its size and how many bytes of it
+        have been verified. Raises RpcError if the fetch failed."""
         task = request.task
         if request.origin == self._name:
             raise RpcError(ErrorCode.MISSING, f"{self._name}: {task.task_id} is not here", names=[task.task_id])
@@ -125,7 +126,7 @@ class Relay:
         ]
 
     def source(self, task: PutTask) -> FillingFile | None:
-        """Return the file that is being filled with this version, once its head is here."""
+        """Return the file that is being filled with this version, or None until its head has arrived."""
         filling = self._fillings.get((task.task_id, task.fence))
         return filling.file if filling is not None and filling.file is not None and filling.file.head_bytes else None
 
@@ -134,13 +135,13 @@ class Relay:
         return (task.task_id, task.fence) in self._fillings
 
     def drop(self, is_over: Callable[[PutTask], bool]) -> None:
-        """Give up the versions that are over."""
+        """Stop fetching the versions for which `is_over` returns True."""
         for filling in self._fillings.values():
             if is_over(filling.task):
                 filling.work.cancel()
 
     async def close(self) -> None:
-        """Give up all versions."""
+        """Stop fetching all versions."""
         works = [filling.work for filling in self._fillings.values()]
         for work in works:
             work.cancel()
@@ -186,7 +187,7 @@ class Relay:
                 self._abandon(put_id)
 
     def _end(self, filling: _Filling, work: asyncio.Task[None]) -> None:
-        """Forget a version whose fetch has ended, perhaps before it began. Readers that wait for it get its error."""
+        """Forget a version whose fetch has ended, perhaps before it began. Waiting readers get the fetch error."""
         del self._fillings[filling.task.task_id, filling.task.fence]
         filling.begun.set()
         if not work.cancelled() and work.exception() is not None and not isinstance(work.exception(), RpcError):
@@ -267,14 +268,14 @@ class Relay:
 
 
 class ChunkDigests:
-    """Digests of the chunks of the versions asked for last, computed when they are first asked for."""
+    """Chunk digests of recently requested versions, computed when they are first requested."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, list[int]] = OrderedDict()
         self._lock = asyncio.Lock()
 
     async def page(self, path: str, source: Source, first: int) -> list[int]:
-        """Return up to `PAGE_CHUNKS` digests of the stream of the sealed file at `path`, from chunk `first` on.
+        """Return up to `PAGE_CHUNKS` chunk digests of `source`, from chunk `first` on. `path` identifies the content.
 
         Raises RpcError(bad_request).
         """

@@ -1,5 +1,5 @@
 """Removes files: renames them to zombies in order, and deletes each once no process maps it. The index has already
-forgotten them, so files for which there is no descriptor, or that the disk refuses to remove, stay due.
+forgotten these files. If there is no descriptor for a file, or the disk refuses to remove it, the file stays due.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from services.batch_store.room import Retire, Room
 from shared.os_limits import NO_DESCRIPTOR, raise_descriptor_limit
 
 AT_ONCE, AT_ONCE_SHARE = 128, 32
-"""Maximum number of files that are renamed, and of files that are reopened, before the next round of deletions; and the
-divisor of the limit on descriptors that gives a second maximum. The smaller one applies, because a zombie keeps a
-descriptor until it is deleted.
+"""`AT_ONCE` is the maximum number of files that are renamed, and of files that are reopened, before the next round of
+deletions. The descriptor limit divided by `AT_ONCE_SHARE` is a second maximum. The smaller one applies, because a
+zombie keeps a descriptor until it is deleted.
 """
 ZOMBIE_SHARE = 4
-"""Divisor of the limit on descriptors that gives the maximum number of open zombies. The mappings of streams have the
-same share, as do the connections of an endpoint (two descriptors each); those of the bulk port have a sixteenth. Some
-of the zombies beyond this number are opened in each round, and closed again if they are still mapped."""
+"""The descriptor limit divided by this is the maximum number of open zombies. Stream mappings have the same share, as
+do the connections of an endpoint (two descriptors each); those of the bulk port have a sixteenth. Some of the zombies
+beyond the maximum are opened in each round, and closed again if they are still mapped."""
 T = TypeVar("T")
 
 
 class Retirement:
-    """Carries out the removals that the index of one store decided. It belongs to the store's event loop."""
+    """Carries out the removals that a store's index has decided on. It belongs to the store's event loop."""
 
     def __init__(self, name: str, room: Room, files: StoreFiles, now: Callable[[], float]) -> None:
         """`now` returns the loop's time in seconds."""
@@ -70,11 +70,11 @@ class Retirement:
         self._closed.extend(excess)
 
     def is_due(self, source: str) -> bool:
-        """Return whether a file of this name still waits to be renamed. Its name cannot be reused yet."""
+        """Return whether a file with this name still waits to be renamed. Until then, the name cannot be reused."""
         return any(effect.source == source for effect in self._due)
 
     def _open(self, due: deque[T], begin: Callable[[T], None], name_of: Callable[[T], str]) -> int:
-        """Begin to remove files of `due` and return for how many that succeeded. Failed ones go to the end."""
+        """Begin to remove files in `due` and return the number of successes. Failed files move to the end."""
         count = 0
         for _ in range(min(len(due), self._batch)):
             one = due.popleft()

@@ -1,5 +1,5 @@
-"""Accounts for the bytes of a store's files in memory and in the spill, up to their deletion. No I/O, no clock. The
-bytes in use never exceed a limit.
+"""Accounts for the bytes of a store's files in memory and in the spill, up to their deletion. The bytes in use never
+exceed a limit. The module uses no I/O and no clock.
 
 A file that is removed first becomes a zombie: it is renamed so that no reader finds it, and counted until the kernel
 reports that no process maps it. A zombie never becomes sealed again: names are not reused, and a spare lends its pages
@@ -20,7 +20,7 @@ RETRY_AFTER_S = 0.2
 
 
 class Tier(IntEnum):
-    """The folder in which a file lies."""
+    """The folder that contains a file."""
 
     MEMORY = 0
     DISK = 1
@@ -44,7 +44,7 @@ class Room:
     """Bytes in use by place, zombies and spares."""
 
     def __init__(self, name: str, memory_bytes: int, incarnation: int, spill_bytes: int) -> None:
-        """Take the limits of memory and of the spill. `incarnation` makes zombie names differ from a former life's."""
+        """`memory_bytes` and `spill_bytes` are the limits. `incarnation` makes zombie names unique across lives."""
         self.limits = (memory_bytes, spill_bytes)
         """Indexed by `Tier`."""
         self._name = name
@@ -73,7 +73,7 @@ class Room:
         self.used[place] += held_bytes(nbytes)
 
     def remove(self, nbytes: int, place: Tier) -> None:
-        """Stop counting a file that was not made."""
+        """Stop counting a file that was not created."""
         self.used[place] -= held_bytes(nbytes)
 
     def reserve(self, nbytes: int, spare: str | None) -> None:
@@ -95,7 +95,7 @@ class Room:
     # ---- zombies
 
     def retire(self, source: str, nbytes: int, place: Tier = Tier.MEMORY, *, lend: bool = False) -> Retire:
-        """Turn a file into a zombie, which may become a spare with `lend`."""
+        """Turn a file into a zombie, which may become a spare if `lend` is true."""
         self._retired += 1
         target = f"{source.partition('.')[0]}.{self._incarnation:x}-{self._retired}.dead"
         self._zombies[target] = (place, held_bytes(nbytes))
@@ -114,7 +114,7 @@ class Room:
     # ---- spares
 
     def nearest(self, nbytes: int) -> str | None:
-        """Return the spare whose pages a put of this size should take, None if there is none."""
+        """Return the spare whose pages a put of this size should take, or None if there is none."""
         return self._spares.nearest(nbytes)
 
     def keep(self, target: str, now: float) -> bool:
@@ -128,7 +128,7 @@ class Room:
         return True
 
     def surplus(self, now: float) -> list[str]:
-        """Give up spares that are idle for too long or too many. The caller deletes them and calls `reaped`."""
+        """Give up spares that have been idle too long or exceed a limit. The caller deletes them and calls `reaped`."""
         return [self.give_up_spare(name) for name in self._spares.surplus(now)]
 
     def give_up_spares(self) -> list[str]:
@@ -149,7 +149,7 @@ class Room:
         return held
 
     def missing_bytes(self, nbytes: int, spare: str | None) -> int:
-        """Return by how many bytes a put that takes this spare would exceed the limit of memory."""
+        """Return the number of bytes by which a put that takes this spare would exceed the memory limit."""
         freed = held_bytes(self._spares.size(spare)) if spare is not None else 0
         return self.used[Tier.MEMORY] - freed + held_bytes(nbytes) - self.limits[Tier.MEMORY]
 

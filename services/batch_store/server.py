@@ -1,4 +1,4 @@
-"""The batch store's service: grants room, locates files and removes them. Shards are never sent through its mailbox."""
+"""The batch store service. It grants room, locates files and removes them. Its mailbox never transfers shards."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ EMIT_S = 1.0
 FULL_SHARE = 0.95
 """Share of the limit above which a store is reported as full."""
 REFUSED_S = 3.0
-"""Seconds for which a refused put is reported as a present trouble."""
+"""Seconds for which a refused put is reported as a current problem."""
 MAX_STREAM_TASKS = 16384
 """Maximum number of tasks that one stream covers."""
 
 
 class StoreService(Service):
-    """One store of a host. Its files outlive it and are removed with the run."""
+    """One store of a host. Its files outlive the process and are removed with the run."""
 
     NAME = "batch-store"
 
@@ -202,7 +202,7 @@ class StoreService(Service):
         return f"{self.run.endpoint(self.NAME, self.instance)}-bulk"
 
     def bulk_advertised(self, bound: str) -> str:
-        """Return the endpoint to tell readers instead of `bound`, for networks that translate addresses."""
+        """Return the endpoint to give to readers instead of `bound`, for networks that translate addresses."""
         return bound
 
     def registration(self) -> messages.Register:
@@ -247,7 +247,7 @@ class StoreService(Service):
         self._retirement.take([self.index.recover_refuse(found.name, found.nbytes, found.place)])
 
     async def _ready(self) -> StoreFiles:
-        """Wait until a former life's files are recovered and return the files. The caller's deadline bounds it."""
+        """Wait until a former life's files are recovered, and return the files. The caller's deadline limits this."""
         return await asyncio.shield(self._scanned)
 
     # ---- requests
@@ -316,7 +316,7 @@ class StoreService(Service):
         return RpcError(ErrorCode.BUSY, text, retry_after_s=RETRY_AFTER_S)
 
     def _claim_spare(self, files: StoreFiles, request: PutBegin) -> str | None:
-        """Return a locked spare for a new grant, None if there is none."""
+        """Return a locked spare for a new grant, or None if there is none."""
         spare = self.index.spare(request.put_id, request.nbytes)
         if spare is None:
             return None
@@ -514,7 +514,7 @@ class StoreService(Service):
 
 
 def _is_deleted(path: str) -> bool:
-    """Return whether no file has that name. Other errors of the disk do not count as a deletion."""
+    """Return whether no file has that name. Other disk errors do not count as a deletion."""
     try:
         os.stat(path)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Chooses the files whose pages a store keeps for later puts, and how long it keeps them. No I/O, no clock. A spare has
-no name that a reader could find.
+"""Chooses the files whose pages a store keeps for later puts, and how long it keeps them. The module uses no I/O and no
+clock. A spare has no name that a reader could find.
 
-Allocating fresh pages takes three quarters of the time of a put (per GiB, including checksums: 0.58 s into new pages,
+A put spends three quarters of its time allocating fresh pages (per GiB, including checksums: 0.58 s into new pages,
 0.22 s into old ones, 0.13 s into old ones that the writer has mapped), and training puts similar sizes at every step.
 A spare is resized to the put that takes it, so a file takes no more room than its bytes.
 """
@@ -14,14 +14,12 @@ from collections import OrderedDict
 SPARE_BYTES = 256 << 10
 """Minimum size of a spare in bytes. The pages of smaller files cost less than keeping them."""
 SHARE = 2
-"""Divisor of the memory limit that gives the maximum bytes of all spares."""
+"""The memory limit divided by this is the maximum size of all spares together, in bytes."""
 MAX_SPARES = 4096
 IDLE_S = 600.0
 """Seconds after which an unused spare is returned to the system. Most training steps are shorter."""
 _FIT = 2
-"""Maximum ratio between the sizes of a spare and of a put, either way. Beyond it, reuse saves little or cuts off
-much.
-"""
+"""Maximum ratio, either way, between the sizes of a spare and a put. Beyond it, reuse saves little or cuts off much."""
 
 
 class Spares:
@@ -57,7 +55,7 @@ class Spares:
         return self._by_name[name][0]
 
     def nearest(self, nbytes: int) -> str | None:
-        """Return the spare nearest in size to a put, the youngest of those of exactly its size; None if none fits."""
+        """Return the spare nearest in size to a put, or None if none fits. Of several exact fits, take the youngest."""
         at = bisect_left(self._by_size, (nbytes + 1,))
         around = self._by_size[max(at - 1, 0) : at + 1]
         near = [each for each in around if each[0] <= _FIT * nbytes and nbytes <= _FIT * each[0]]
@@ -68,7 +66,7 @@ class Spares:
         return [name for name in self._by_name if name != kept]
 
     def surplus(self, now: float) -> list[str]:
-        """Return the spares that are idle for too long or exceed the limits. The caller takes them."""
+        """Return the spares that have been idle for too long or exceed the limits. The caller takes them."""
         names: list[str] = []
         nbytes, count = self._nbytes, len(self._by_name)
         for name, (size, _, since) in self._by_name.items():

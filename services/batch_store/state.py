@@ -1,5 +1,5 @@
-"""The index of a store: grants, sealed files, tombstones, bytes. No I/O, no clock. The bytes in use never exceed the
-limits, of which memory and disk have one each.
+"""The index of a store: grants, sealed files, tombstones and bytes. The module uses no I/O and no clock. The bytes in
+use never exceed the limits of memory and disk.
 
     grant --seal--> sealed --last task cleared--> zombie --last mapping gone--> nothing
       \\--expired, conflict, collected------------> zombie
@@ -111,7 +111,7 @@ class StoreState:
         return True
 
     def spare(self, put_id: str, nbytes: int) -> str | None:
-        """Return the spare whose pages this put should take, None if there is none or the put has its file."""
+        """Return the spare whose pages this put should take, or None if there is none or the put has its file."""
         return self.room.nearest(nbytes) if put_id not in self._grants else None
 
     def make_room(self, put_id: str, nbytes: int) -> list[str]:
@@ -144,7 +144,7 @@ class StoreState:
         return self._has_new(put_id, table)
 
     def seal(self, put_id: str, table: Table) -> None:
-        """Make a file findable that `has_new_shards` and has its sealed name. Call `supersede` afterwards."""
+        """Index a file that already has its sealed name. Call `has_new_shards` before and `supersede` afterwards."""
         grant = self._grants.pop(put_id)
         self._puts += 1
         self._index(put_id, grant.nbytes, table, set(range(len(table.task_ids))))
@@ -153,9 +153,9 @@ class StoreState:
         """Drop the shards that a sealed file replaces: those of its tasks that differ only in their revision.
 
         A task's entry in another file is removed if this file has all shards of that entry. Otherwise a step that is
-        replayed many times would fill the store with unread shards and wait for room for ever. After a restart it is
-        called in the order of the seals and keeps the same entries as before: a file that covered an entry and is gone
-        was itself covered by a later one, or was cleared.
+        replayed many times would fill the store with unread shards and wait for room for ever. After a restart, this is
+        called in seal order and keeps the same entries as before: if a file that covered an entry is gone, a later file
+        covered it in turn, or it was cleared.
         """
         effects: list[Retire] = []
         table = self._sealed[put_id].table
@@ -229,7 +229,7 @@ class StoreState:
         return sealed.place if sealed is not None else None
 
     def files_of(self, tasks: Iterable[PutTask]) -> dict[str, list[int]]:
-        """Return put id -> the indices of those of these tasks that the file holds."""
+        """Return the files that hold any of these tasks: put id -> indices of the tasks in that file."""
         found: dict[str, list[int]] = {}
         for task in tasks:
             held = self._tasks.get(task.task_id)
@@ -238,7 +238,7 @@ class StoreState:
         return found
 
     def lose(self, put_id: str, tasks: Iterable[int] | None = None) -> list[Retire]:
-        """Remove a sealed file, or these of its tasks, whose bytes are gone. Their shards are missing from now on."""
+        """Remove a sealed file whose bytes are gone, or only these of its tasks. Their shards then count as missing."""
         table = self._sealed[put_id].table
         effects: list[Retire] = []
         for index in sorted(self._sealed[put_id].alive if tasks is None else self._sealed[put_id].alive & set(tasks)):
@@ -253,7 +253,7 @@ class StoreState:
         return effects
 
     def inventory(self, cursor: int) -> tuple[list[PutTask], int]:
-        """Return one page of sealed (task, fence) pairs and the cursor of the next page, 0 at the end."""
+        """Return one page of sealed (task, fence) pairs and the cursor of the next page, or 0 at the end."""
         page: list[PutTask] = []
         last = 0
         for task_id, held in self._tasks.items():
@@ -272,7 +272,7 @@ class StoreState:
         return [table.content_hash(table.index[task.task_id, task.fence]) for table in tables]
 
     def stats(self) -> StoreStats:
-        """Return exact counts. Bytes are in whole pages, the sum of memory and spill."""
+        """Return exact counts. Bytes are counted in whole pages and include memory and spill."""
         return StoreStats(
             bytes=sum(self.room.used),
             limit_bytes=self.room.limit_bytes,
@@ -322,7 +322,7 @@ class StoreState:
     # ---- the spill
 
     def lacks_room(self, put_id: str, nbytes: int) -> bool:
-        """Return whether this put would be refused for want of memory that a spill could free."""
+        """Return whether this put would be refused for lack of memory that a spill could free."""
         if put_id in self._grants or held_bytes(nbytes) > self.room.limits[Tier.MEMORY]:
             return False
         return self.room.missing_bytes(nbytes, self.spare(put_id, nbytes)) > 0
@@ -347,7 +347,7 @@ class StoreState:
         return put_id in self._sealed
 
     def end_move(self, put_id: str) -> Retire:
-        """Replace the file in memory, which becomes a zombie, by the copy on disk, which has its sealed name."""
+        """Replace the file in memory, which becomes a zombie, with the copy on disk, which has its sealed name."""
         nbytes = self._sealed[put_id].nbytes
         del self._moving[put_id]
         self._sealed[put_id].place = Tier.DISK
@@ -370,10 +370,10 @@ class StoreState:
             self.tombstones[task.task_id] = fence
 
     def recover(self, put_id: str, nbytes: int, table: Table, place: Tier = Tier.MEMORY) -> list[Retire]:
-        """Restore a sealed file of the former life with verified checksums, except cleared or superseded shards.
+        """Restore a sealed file of the former life with verified checksums, except for cleared or superseded shards.
 
-        Call it in the order of the seals. If a file is found both on disk and in memory, one copy is recovered
-        and the other is refused.
+        Call this in seal order. If a file is found both on disk and in memory, one copy is recovered and the other is
+        refused.
         """
         self.room.add(nbytes, place)
         alive = {
@@ -423,7 +423,7 @@ class StoreState:
             )
 
     def _has_new(self, put_id: str, table: Table) -> bool:
-        """Return whether the file has new shards. Raises RpcError(conflict) for other bytes under a known name."""
+        """Return whether the file has new shards. Raises RpcError(conflict) for different bytes under a known name."""
         found = False
         for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
             held = self._tasks.get(task_id)
@@ -487,7 +487,7 @@ class StoreState:
         return self._spill_queues[all(task_id.startswith(_WEIGHTS) for task_id in table.task_ids)]
 
     def _forget_tombstones(self) -> None:
-        """Bound the tombstones. Those that a file could contradict after a restart are kept."""
+        """Limit the number of tombstones. Those that a file could contradict after a restart are kept."""
         if len(self.tombstones) <= MAX_TOMBSTONES:
             return
         needed = {

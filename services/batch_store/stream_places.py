@@ -1,7 +1,7 @@
 """Decides which connections to the bulk port may stay, because anyone can connect to it. Uses no socket and no clock.
 
-A connection proves itself with the HELLO of a line, which admits one connection. Without it no connection keeps its
-place for long, and a newcomer is turned away only if all places are held by connections that have proved themselves.
+A connection proves itself with the HELLO of a line, and each line admits one connection. Without a HELLO, no connection
+keeps its place for long. A newcomer is turned away only if proven connections hold all places.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 MOST, SHARE = 256, 16
-"""Maximum number of connections, which is also limited to the maximum number of descriptors divided by `SHARE`. Each
-connection holds at most one range that was copied to be sent."""
+"""Maximum number of connections. The descriptor limit divided by `SHARE` is a second maximum. Each connection holds at
+most one range that was copied to be sent."""
 IDLE_S = 20.0
-"""Seconds after which a proven connection ends if it has neither requested nor taken anything."""
+"""Seconds after which a proven connection ends if it has neither requested nor received anything."""
 PROVE_S = 10.0
 """Seconds within which a new connection has to prove itself."""
 
@@ -28,7 +28,7 @@ class ReaderPlace:
 
 
 class Places:
-    """The places that are taken, the longest held first, and counts of refused and ended connections."""
+    """The occupied places, the longest held first, and counts of refused and ended connections."""
 
     def __init__(self, descriptors: int) -> None:
         """`descriptors` is the maximum number of descriptors of this process."""
@@ -45,10 +45,11 @@ class Places:
         return len(self._held)
 
     def take(self, address: str, now: float) -> tuple[ReaderPlace | None, ReaderPlace | None]:
-        """Return the place of a newcomer, None if it is turned away, and the place whose connection has to end for it.
+        """Return the place of a newcomer, or None, and the place of the connection that has to end for it, or None.
 
-        The latter is the oldest unproven connection from the address that has the most of them. Strangers on one host
-        therefore displace each other, not readers on other hosts that have just connected.
+        The newcomer is turned away if its place is None. The connection that has to end is the oldest unproven one from
+        the address that has the most of them. Strangers on one host therefore displace each other, not readers on other
+        hosts that have just connected.
         """
         victim = None
         if len(self._held) >= min(MOST, self._descriptors // SHARE):

@@ -32,13 +32,13 @@ from shared.os_limits import raise_descriptor_limit
 from shared.rpc.errors import RpcError
 
 READER_BYTES = 32 << 20
-"""Maximum bytes of one reader that wait to be sent. Beyond it, or `READER_RANGES`, its requests stay unread."""
+"""Maximum bytes that wait to be sent to one reader. Beyond this or `READER_RANGES`, its requests stay unread."""
 READER_RANGES = 256
 MAX_LINES, MAX_STREAMS = 256, 256
 UNCLAIMED_S = 10.0
 """Seconds after which a line without a connection ends."""
 STREAM_IDLE_S = 60.0
-"""Seconds after which a stream ends if nothing of it was requested or sent, even if its line is in use."""
+"""Seconds after which a stream ends if none of it was requested or sent, even if its line is in use."""
 BUSY_S = 0.2
 _KEPT_BUFFERS = 8
 _RECEIVE_BYTES = 1 << 16
@@ -55,19 +55,19 @@ class Source(Protocol):
 
     @property
     def available_bytes(self) -> int:
-        """Bytes from the start that can be sent. Others follow. If it is -1, no more bytes can be sent."""
+        """Number of bytes, from the start, that can be sent so far, or -1 if no more bytes can be sent."""
 
     @property
     def head_bytes(self) -> int:
-        """Length of header and table."""
+        """Length of the header and table, in bytes."""
 
     @property
     def head_checksum(self) -> int:
-        """xxh3-64 of these."""
+        """xxh3-64 checksum of the header and table."""
 
     @property
     def covered(self) -> int:
-        """Number of tasks."""
+        """Number of tasks that the stream covers."""
 
     def pieces(self, at: int, nbytes: int) -> list[memoryview]:
         """Return views whose concatenation is the available bytes `at` to `at + nbytes`."""
@@ -85,7 +85,7 @@ class _ReaderLine:
     """A line that was promised to one reader in the answer to `OpenLine`."""
 
     line_id: str
-    """Hexadecimal."""
+    """Id of the line, in hexadecimal."""
     sealer: Seal | None
     opener: Seal | None
     opened_at: float
@@ -117,7 +117,7 @@ class _Reader:
     left: int = 0
     """Number of bytes in `out`."""
     buffer: bytearray | None = None
-    """The memory of `out`, None if `out` refers to mapped files."""
+    """The memory of `out`, or None if `out` refers to mapped files."""
     events: int = select.EPOLLIN
     waits: bool = False
     """Whether the next range is not available yet."""
@@ -131,9 +131,9 @@ class _Reader:
 class StreamStats:
     """Counts of a stream server.
 
-    `queued_bytes` are the unsent bytes of messages that are being sent, and `buffer_bytes` the size of the copies made
-    for them. `refused` counts invalid messages, `unknown` HELLOs for lines that are not open, and `hung_up` both. The
-    last counts are of connections, see `Places`.
+    `queued_bytes` is the number of unsent bytes in messages that are being sent, and `buffer_bytes` is the size of the
+    copies made for them. `refused` counts invalid messages, `unknown` counts HELLOs for lines that are not open, and
+    `hung_up` is their sum. `turned_away`, `evicted` and `unproven` count connections (see `Places`).
     """
 
     streams: int = 0
@@ -154,7 +154,7 @@ class StreamServer:
     def __init__(self, name: str, *, plain: bool = False, key_limit_bytes: int = KEY_LIMIT_BYTES) -> None:
         """With `plain`, lines carry everything unencrypted and serve any peer that knows their id.
 
-        `key_limit_bytes` is the maximum number of bytes that a line seals before it ends. Its reader opens another.
+        `key_limit_bytes` is the maximum number of bytes that a line seals before it ends. Readers then open another.
         """
         self._name = name
         self._plain = plain
@@ -181,7 +181,7 @@ class StreamServer:
     def bind(self, endpoint: str, advertised: Callable[[str], str] = str) -> str:
         """Begin to serve at `endpoint` and return it with its wildcard port resolved. Raises RpcError(bad_request).
 
-        `advertised` maps the bound endpoint to the one that readers are told.
+        `advertised` maps the bound endpoint to the one that is given to readers.
         """
         try:
             listener, bound = bulk_socket.listen(endpoint)
@@ -196,7 +196,7 @@ class StreamServer:
         return bound
 
     def check(self) -> None:
-        """Raise RpcError(draining) if the sending thread has ended, because no further promise would be kept."""
+        """Raise RpcError(draining) if the sending thread has ended, because nothing more would be sent."""
         if self._failure is not None:
             raise RpcError(
                 ErrorCode.DRAINING,
@@ -258,7 +258,7 @@ class StreamServer:
         )
 
     def close(self) -> None:
-        """End the thread, every line and every stream. Queued bytes are lost; readers request them again."""
+        """Stop the thread, and close every line and every stream. Queued bytes are lost; readers request them again."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
         if self._thread is not None:
@@ -299,7 +299,7 @@ class StreamServer:
                 self._leave(reader)
 
     def _serve(self, reader: _Reader, events: int) -> None:
-        """Take the requests of a reader and send it at most one range, so that readers take turns."""
+        """Handle the requests of a reader and send it at most one range, so that readers take turns."""
         try:
             self._take_messages(reader)
             if events & ~select.EPOLLOUT and not reader.is_full:
@@ -342,7 +342,7 @@ class StreamServer:
         self._epoll.register(line, select.EPOLLIN)
 
     def _leave(self, reader: _Reader) -> None:
-        """End a connection, its line and its streams."""
+        """Close a connection, its line and its streams."""
         self._readers.pop(reader.socket.fileno(), None)
         self._places.leave(reader.place)
         reader.socket.close()  # also removes it from the epoll set
@@ -358,7 +358,7 @@ class StreamServer:
             self._leave(reader)
 
     def _sweep(self, now: float) -> None:
-        """End idle connections, idle streams, and lines to which no reader has connected."""
+        """Close idle connections, idle streams, and lines to which no reader has connected."""
         self._leave_all(self._places.overdue(now))
         wanted = {each.stream for reader in self._readers.values() for each in reader.ranges}
         with self._lock:
@@ -369,7 +369,7 @@ class StreamServer:
                     if stream not in wanted and now - stream.used > STREAM_IDLE_S:
                         del line.streams[number]
 
-    # ---- messages of readers
+    # ---- messages from readers
 
     def _take_messages(self, reader: _Reader) -> None:
         """Carry out the complete messages in the inbox until the reader is full. Raises WireError."""
@@ -451,7 +451,7 @@ class StreamServer:
         reader.out[: done + 1] = [memoryview(reader.out[done])[sent:]]
 
     def _sent(self, reader: _Reader) -> None:
-        """Release the current message, which is sent or no longer needed."""
+        """Release the current message, which has been sent or is no longer needed."""
         reader.out, reader.left = [], 0
         if reader.buffer is not None:
             self._counts.buffer_bytes -= len(reader.buffer)

@@ -17,13 +17,13 @@ class TombstoneList:
     """The list in the file `path`. One process writes it at a time."""
 
     def __init__(self, name: str, path: Path) -> None:
-        """`name` is the store's, for the log."""
+        """`name` is the name of the store, for the log."""
         self._name = name
         self._path = path
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._lines = 0
         self.incomplete = False
-        """Whether tombstones are missing from the list for want of room. `compact` writes them."""
+        """Whether tombstones are missing from the list because there was no room. `compact` writes them."""
 
     def append(self, tasks: Iterable[PutTask]) -> None:
         """Append tombstones durably, all or none. On OSError (no room) the list is `incomplete`."""
@@ -44,7 +44,7 @@ class TombstoneList:
     def compact(self, tombstones: dict[str, int]) -> None:
         """Rewrite the list if tombstones are missing from it or most of its lines are out of date.
 
-        `tombstones` are fences by task id. On OSError the existing list stays in use.
+        `tombstones` maps task ids to fences. On OSError the existing list stays in use.
         """
         if not self.incomplete and self._lines <= 2 * len(tombstones) + 4096:
             return

@@ -1,4 +1,4 @@
-"""Bytes that a store serves as they are: files of home that other hosts take, and the list of them."""
+"""Bytes that a store serves unchanged: files from home that other hosts fetch, and the list of these files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.topology import Topology, distribution
 
 
 class WholeSource:
-    """The content of a stream without a head: all of some bytes."""
+    """The content of a stream without a head: a single block of bytes."""
 
     covered = 1
     head_bytes = head_checksum = 0
@@ -31,10 +31,10 @@ class WholeSource:
 
 
 class DistributedFiles:
-    """The files of the topology that hosts take from home, as `files/0/<index>`. Index 0 is the list of them."""
+    """The topology's files that hosts fetch from home, as `files/0/<index>`. Index 0 is the list of these files."""
 
     def __init__(self, name: str, file: Path, topology: Topology) -> None:
-        """`name` is the store's, for errors; `file` holds the resolved topology."""
+        """`name` is the name of the store, for errors; `file` holds the resolved topology."""
         self._name = name
         self._file = file
         self._is_distributed = topology.policy.distribute

@@ -1,7 +1,7 @@
-"""Turns the monitor's last values into Prometheus metrics, by Prometheus' naming rules. It does no I/O.
+"""Turns the monitor's last values into Prometheus metrics, following the Prometheus naming rules. It does no I/O.
 
 A name begins with `rlbus_` and ends with its unit (`_seconds`, `_bytes`, `_ratio`); counters end with `_total`. The
-parts of our names that vary (`eval/<set>/accuracy`) become labels. Units and help texts are those of docs/metrics.md
+variable parts of our names (`eval/<set>/accuracy`) become labels. Units and help texts are those of docs/metrics.md
 and docs/telemetry.md (`names.json`). The number of series per metric is limited, because users choose some labels.
 """
 
@@ -21,7 +21,7 @@ from shared.rundir import service_name
 
 PREFIX = "rlbus"
 MOST_SERIES = 200
-"""Maximum number of series of one metric. Further ones are left out and counted."""
+"""Maximum number of series per metric. Further series are left out and counted."""
 LABEL_CHARS = 100
 UNITS = {
     "s": "seconds",
@@ -38,16 +38,16 @@ UNITS = {
     "updates": "updates",
     "shards": "shards",
 }
-"""The unit at the end of a name, by the unit in docs/metrics.md."""
+"""The unit at the end of a name, keyed by the unit in docs/metrics.md."""
 COUNTERS = frozenset({"gc/tasks"})
-"""The metrics of rows that only grow."""
+"""Metrics in rows that only grow."""
 LIVE = frozenset({"step", "store/bytes", "store/shards", "policy/version"})
-"""The metrics of rows that are left out because the live status has them."""
+"""Metrics in rows that are left out because the live status has them."""
 
 
 @dataclass(frozen=True)
 class Topic:
-    """A topic of services whose numbers are exported. Their names are the code's, and not users'."""
+    """A service topic whose numbers are exported. The code chooses their names, not the users."""
 
     prefix: str
     growing: frozenset[str] = frozenset()
@@ -75,7 +75,7 @@ class Metric:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Pattern of its names, with a group for each label."""
+        """Pattern that matches the metric's names, with a group for each label."""
         parts = _PLACEHOLDER.split(self.name)
         texts = (
             re.escape(part) if not index % 2 else f"(?P<{part}>{_VALUES.get(part, '.+')})"
@@ -89,12 +89,12 @@ class Metric:
 
     @cached_property
     def family(self) -> str:
-        """Its name for Prometheus, of a counter without `_total`."""
+        """The metric's Prometheus name, without the `_total` of a counter."""
         return family_name(_PLACEHOLDER.sub("", self.name), self.unit)
 
 
 def family_name(name: str, unit: str) -> str:
-    """Return the name of a metric for Prometheus: `time/step` in `s` is `rlbus_time_step_seconds`."""
+    """Return the Prometheus name of a metric: `time/step` in `s` becomes `rlbus_time_step_seconds`."""
     text = "_".join(filter(None, re.split(r"[^a-zA-Z0-9]+", name)))
     ending = UNITS.get(unit, "")
     for written in ("per_s", "fraction"):
@@ -123,7 +123,7 @@ class Collected:
     def add(
         self, family: str, about: str, value: float, labels: Mapping[str, str] | None = None, *, counter: bool = False
     ) -> None:
-        """Add a series. A family has the labels of its first series."""
+        """Add a series. The labels of a family are those of its first series."""
         given = labels or {}
         made = self.families.get(family)
         if made is None:
@@ -143,7 +143,7 @@ class Collected:
 
 
 def collect(rows: Iterable[TopicRow]) -> Collected:
-    """Return the metrics of the monitor's last values."""
+    """Return the Prometheus metrics for the monitor's last values."""
     found = Collected()
     for row in rows:
         match row.topic:

@@ -1,6 +1,7 @@
 """Sends spans to an OpenTelemetry collector: OTLP over HTTP with protobuf bodies, from a bounded queue.
 
-A collector that is slow, away or refuses the spans delays nobody. Spans that it does not take are dropped and counted.
+A collector that is slow, unreachable or refuses spans delays nothing else. Spans that it does not take are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from shared.tracing import span_id
 
 PATH = "/v1/traces"
 QUEUED_SPANS = 16_384
-"""Maximum number of spans that wait for the collector. The oldest ones are dropped first."""
+"""Maximum number of spans that wait for the collector. The oldest spans are dropped first."""
 BATCH_SPANS = 512
 CALL_S = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 RETRIED = frozenset({429, 502, 503, 504})
-"""The answers after which a request is repeated (OTLP specification, "Failures")."""
+"""HTTP status codes after which a request is repeated (OTLP specification, "Failures")."""
 NAME = "rlbus"
 
 
 class Refused(Exception):
-    """The collector does not take these spans, now or ever (`forever`)."""
+    """The collector does not take these spans now, or will never take them (`forever`)."""
 
     def __init__(self, text: str, *, forever: bool) -> None:
         super().__init__(text)
@@ -44,7 +45,7 @@ class OtlpSender:
     """The queue of one collector, and the connection to it."""
 
     def __init__(self, url: str, run: str, headers: Mapping[str, str]) -> None:
-        """`url` may lack the path, which is then `/v1/traces`. `run` is the name of the run."""
+        """If `url` has no path, the path is `/v1/traces`. `run` is the name of the run."""
         parts = urlsplit(url)
         self.url = url
         self._host, self._port = parts.hostname or "", parts.port
@@ -58,14 +59,14 @@ class OtlpSender:
         self._ending = False
         self._connection: http.client.HTTPConnection | None = None
         self._log = structlog.get_logger("exporter")
-        # A daemon: the end of the process does not wait for a collector that does not answer.
+        # A daemon thread, so that the process can end without waiting for a collector that does not answer.
         self._thread = threading.Thread(target=self._work, name="otlp", daemon=True)
         self.sent = 0
         """Number of spans that the collector has taken."""
         self.dropped = 0
         """Number of spans that were dropped."""
         self.trouble = ""
-        """Why the collector does not take spans now, or an empty string."""
+        """The reason why the collector does not take spans now, or an empty string."""
 
     def start(self) -> None:
         self._thread.start()
@@ -80,7 +81,7 @@ class OtlpSender:
             self._changed.notify()
 
     def close(self, limit_s: float) -> None:
-        """Send what is queued, for at most `limit_s` seconds, in one attempt."""
+        """Send the queued spans, in one attempt that takes at most `limit_s` seconds."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -107,7 +108,7 @@ class OtlpSender:
                     self.trouble = ""
 
     def _next_batch(self) -> list[TraceSpan]:
-        """Wait for spans. Return none once the sender is closed and nothing is left."""
+        """Wait for spans and return them. Return an empty list once the sender is closed and no spans are left."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ending)
             return [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_SPANS))]
@@ -160,7 +161,7 @@ def headers_of_environment() -> dict[str, str]:
 
 
 def encoded(spans: Sequence[TraceSpan], run: str) -> bytes:
-    """Return the request body. Each process is a resource of its own, as OpenTelemetry's service instances are."""
+    """Return the request body. Each process is a separate resource, as service instances are in OpenTelemetry."""
     request = ExportTraceServiceRequest()
     by_process: dict[str, list[TraceSpan]] = {}
     for span in spans:

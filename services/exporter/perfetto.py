@@ -1,8 +1,8 @@
 """Writes spans to a file that Perfetto and chrome://tracing load: Chrome's Trace Event Format, always valid JSON.
 
 The file has a track for each kind of work of each process, and tracks for each traced task. Work that overlaps other
-work of its kind gets a further track, because events of one track must nest. Once `trace.json` has half of the limit,
-it is renamed `trace.1.json`, so that both together stay within it.
+work of its kind gets another track, because the events of a track must nest. Once `trace.json` reaches half of the size
+limit, it is renamed `trace.1.json`, so that the two files together stay within the limit.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Event = dict[str, Any]
 
 
 class Tracks:
-    """Gives processes, and the tracks of their work, the numbers by which events name them."""
+    """Assigns numbers to processes and to the tracks of their work. Events refer to them by these numbers."""
 
     def __init__(self) -> None:
         self._pids: dict[str, int] = {}
         self._tracks: dict[tuple[int, str], list[tuple[int, float]]] = {}
-        """By process and kind of work: the number of each track, and the end of its last event."""
+        """The number of each track and the end of its last event, by process and kind of work."""
         self._count = 0
 
     def events(self, interval: Interval) -> Iterator[Event]:
-        """Yield the event of an interval, after the names of a process or track that is new."""
+        """Yield the event of an interval, after the name events of a new process or track."""
         pid = self._pids.get(interval.process)
         if pid is None:
             pid = self._pids[interval.process] = len(self._pids) + 1
@@ -61,10 +61,10 @@ class Tracks:
         }
 
     def task_events(self, span: TraceSpan) -> Iterator[Event]:
-        """Yield the pair of events of a traced task. The task has a track for itself and one for each service.
+        """Yield the begin and end events of a traced task. The task has its own track and one for each service.
 
-        Two services may work on a task at once: a lease ends when its holder hears from the scheduler, which may have
-        leased the task to another service by then.
+        Two services may work on a task at once: a lease ends when its holder hears from the scheduler. By then, the
+        scheduler may have leased the task to another service.
         """
         pid = self._pids.get(TASKS)
         if pid is None:
@@ -89,7 +89,7 @@ class TraceFile:
     """The open file. Raises OSError if it cannot be written."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Continue the file of an earlier life, which may have ended within a write."""
+        """Keep the file of an earlier process, which may have ended during a write, and open a new file."""
         folder.mkdir(exist_ok=True)
         self._path, self._half = folder / FILE, limit_bytes // 2
         self._earlier = folder / EARLIER
@@ -100,13 +100,13 @@ class TraceFile:
         self._open()
 
     def write(self, placed: Sequence[tuple[Interval, list[TraceSpan]]]) -> None:
-        """Append the events of intervals and of the tasks that these belong to, with one write."""
+        """Append the events of intervals and of their tasks, with one write."""
         data = self._encoded(placed)
         if self._size + len(data) > self._half - len(END):
             os.close(self._descriptor)
             self._path.replace(self._earlier)
             self._open()
-            data = self._encoded(placed)  # The new file names its tracks itself.
+            data = self._encoded(placed)  # The new file has its own track names.
         if not data or self._size + len(data) > self._half - len(END):
             return
         if os.pwrite(self._descriptor, data + END, self._size) < len(data) + len(END):
@@ -116,7 +116,7 @@ class TraceFile:
         self._size += len(data)
 
     def _encoded(self, placed: Sequence[tuple[Interval, list[TraceSpan]]]) -> bytes:
-        """Return the events, each after a comma unless it is the file's first."""
+        """Return the events as JSON, separated by commas. A comma precedes the first unless the file has no events."""
         first = self._size == len(HEAD)
         lines = [json.dumps(event, ensure_ascii=False) for event in self._events(placed)]
         text = "".join(f",\n{line}" for line in lines)
@@ -142,7 +142,7 @@ class TraceFile:
 
 
 def _repair(path: Path, most_bytes: int) -> None:
-    """End the list of a file whose last write was cut off after its last complete event."""
+    """Close the JSON list after the last complete event, if the file's last write was cut off."""
     data = path.read_bytes()[: most_bytes + 1]
     if not data.endswith(END):
         path.write_bytes((data[: data.rfind(b"},\n") + 1] or HEAD.strip()) + END)

@@ -1,4 +1,4 @@
-"""The HTTP application of `monitor.prometheus`: GET /metrics, for those who know the token if there is one."""
+"""The HTTP application of `monitor.prometheus`: serves GET /metrics, and requires the token if there is one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATH = "/metrics"
 
 
 class _Present:
-    """The metrics of one scrape, with the interface that prometheus_client expects of a registry."""
+    """The metrics of one scrape, with the interface that prometheus_client expects from a registry."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
@@ -30,10 +30,10 @@ class _Present:
 
 
 class Scrape:
-    """An ASGI application. Each scrape is answered from memory, so a slow scraper holds up nothing but its own line."""
+    """An ASGI application. It answers each scrape from memory, so a slow scraper delays only its own connection."""
 
     def __init__(self, metrics: Callable[[], Awaitable[Iterable[Metric]]], token: str = "") -> None:
-        """`metrics` returns the present metrics. `token` is the bearer token, or empty for none."""
+        """`metrics` returns the present metrics. `token` is the bearer token, or an empty string if there is none."""
         self._metrics = metrics
         self._token = Secret(token) if token else None
 

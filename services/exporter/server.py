@@ -1,7 +1,7 @@
 """The exporter: reads the monitor as any subscriber does, so that no scraper and no collector delays the monitor.
 
 For Prometheus it asks the monitor for its last values, at most once a second. For traces it follows the topics that
-report spans; what it misses is left out of the traces, and nothing else depends on it.
+report spans. Spans that it misses are absent from the traces, which affects nothing else.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ MONITOR_STREAM = "monitor-pub"
 FOLDER = "traces"
 FLUSH_S = 1.0
 FRESH_S = 1.0
-"""Seconds for which the monitor's answer is used for further scrapes."""
+"""Seconds for which the monitor's answer is reused for further scrapes."""
 SNAPSHOT_S = 2.0
 LAST_S = 1.0
 """Maximum seconds for sending the last spans when the run ends."""
 MOST_SCRAPERS = 16
 QUIET_S = 30
 WAITING = 20_000
-"""Maximum number of intervals between two flushes. Further ones are dropped and counted."""
+"""Maximum number of intervals between two flushes. Further intervals are dropped and counted."""
 
 
 class ExporterService(Service):
@@ -94,7 +94,7 @@ class ExporterService(Service):
         await super().close()
 
     async def _open_page(self, settings: Prometheus) -> None:
-        """Open /metrics. Raises RpcError, one line, if the library, the address or the token cannot be used."""
+        """Open /metrics. Raises a one-line RpcError if the library, the address or the token cannot be used."""
         try:
             from services.exporter.scrape import Scrape
         except ImportError as error:
@@ -151,7 +151,7 @@ class ExporterService(Service):
             self._dropped += max(0, len(found) - room)
 
     def _flush(self) -> None:
-        """Pass on what has arrived."""
+        """Pass the received intervals on as spans."""
         waiting, self._waiting = self._waiting, []
         placed = [(each, list(self._tracer.spans(each))) for each in waiting]
         spans = [span for _, mine in placed for span in mine]
@@ -193,7 +193,7 @@ class ExporterService(Service):
         return [up, left, *found]
 
     async def _rows(self) -> list[TopicRow]:
-        """Return the monitor's last values, at most `FRESH_S` old if it answers. Without an answer there are none."""
+        """Return the monitor's last values, at most `FRESH_S` old, or an empty list if the monitor does not answer."""
         async with self._asking:
             if self.loop.time() - self._snapshot[0] > FRESH_S:
                 try:

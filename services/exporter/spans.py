@@ -1,7 +1,7 @@
 """Turns rows of the monitor's stream into spans of traces. It does no I/O and has no clock.
 
-A task has a trace, and so has a step. Every process reported its own part, so that spans of one trace arrive in any
-order, and some may be missing: telemetry may be dropped. Names and parents follow from the rows alone.
+Each task has a trace, and so does each step. Every process reports its own part, so the spans of a trace arrive in any
+order, and some may be missing because telemetry may be dropped. Names and parents follow from the rows alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shared.rundir import service_name
 from shared.tracing import MAX_TASKS, span_id, trace_id
 
 TOPICS = (SPAN, PART, "weights")
-"""The topics that report intervals. Subscriptions are prefixes, so rows of other topics have to be left out."""
+"""The topics that report intervals. Subscriptions are prefixes, so rows of other topics must be filtered out."""
 LEASE, TRAIN, COLLECT, STEP, TASK = "lease", "train", "collect", "step", "task"
 MAX_OPEN = 20_000
-"""Maximum number of traced tasks whose begin is remembered until they are collected."""
+"""Maximum number of traced tasks whose start time is remembered until they are collected."""
 MAX_TEXT = 120
 MAX_SECONDS = 7 * 86400.0
 MAX_AT = 1e10
@@ -35,22 +35,22 @@ class Interval:
     begin: float
     end: float
     tasks: tuple[str, ...] = ()
-    """The traced tasks that it belongs to."""
+    """The traced tasks that the interval belongs to."""
     lease: int | None = None
     stage: str = ""
     step: int | None = None
     facts: Mapping[str, float | str] = field(default_factory=dict)
-    """Other values, for people."""
+    """Other values, for human readers."""
 
     @property
     def waits_for(self) -> str:
-        """The process or service that it waited for, or an empty string if it worked."""
+        """The process or service that this process waited for, or an empty string if it worked."""
         return str(self.facts.get("of", ""))
 
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A span as OpenTelemetry knows it. Ids have the sizes of W3C Trace Context."""
+    """A span as OpenTelemetry defines it. Ids have the sizes of W3C Trace Context."""
 
     trace: bytes
     id: bytes
@@ -60,11 +60,11 @@ class TraceSpan:
     subject: str
     """The task id, or `step/<step>`."""
     link: bytes = b""
-    """The trace to which this span is linked, or none."""
+    """The trace to which this span is linked, or empty bytes."""
 
 
 def intervals(row: TopicRow) -> Iterator[Interval]:
-    """Yield the intervals that a row reports. A row with other values than expected yields none."""
+    """Yield the intervals that a row reports. A row with unexpected values yields none."""
     process, values = service_name(row.service, row.instance), row.values
     if not 0 <= row.at <= MAX_AT:
         return
@@ -89,7 +89,7 @@ class Tracer:
     def __init__(self, run: str) -> None:
         self._run = run
         self._open: OrderedDict[str, float] = OrderedDict()
-        """The earliest known begin of the traced tasks that are not collected."""
+        """The earliest known start time of each traced task that is not collected yet."""
 
     def spans(self, interval: Interval) -> Iterator[TraceSpan]:
         """Yield the spans of an interval: one for each of its tasks, or one for its step."""

@@ -1,4 +1,4 @@
-"""Turns the scheduler's status into the monitor's `cluster/*` topics. Ages are left out: they change all the time."""
+"""Turns the scheduler's status into the monitor's `cluster/*` topics. Ages are omitted: they change all the time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rows_of(status: Status, at: float) -> list[TopicRow]:
 
 
 def unreachable(at: float) -> TopicRow:
-    """Return `cluster/status` for the time in which the scheduler does not answer."""
+    """Return the `cluster/status` row for a scheduler that does not answer."""
     return _row("cluster/status", at, {"reachable": 0.0})
 
 

@@ -1,4 +1,4 @@
-"""What a new observer has missed: the curves of the run's metrics, and the newest spans of its time line."""
+"""The history that a new observer has missed: the run's metric curves, and the newest spans of its timeline."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shared.view.curves import Curves
 
 SPAN = "span"
 MAX_SPANS = 2000
-"""Maximum number of spans kept, of all services together. With the curves they must fit a message of 8 MiB."""
+"""Maximum number of spans kept for all services together. The spans and the curves must fit in one 8 MiB message."""
 MAX_SPAN_BYTES = 512
 """Maximum encoded bytes of a span that is kept."""
 MAX_POINTS = 3 << 17
-"""Maximum number of points of all curves in one answer. A point takes 16 bytes."""
+"""Maximum total number of curve points in one answer. A point takes 16 bytes."""
 
 
 class MonitorHistory:
@@ -35,7 +35,7 @@ class MonitorHistory:
             self._spans.append(row)
 
     def read(self) -> None:
-        """Read what was added to the metrics file. Call it from one thread at a time."""
+        """Read the new rows of the metrics file. Call this method from one thread at a time."""
         more = True
         while more:
             new = self._follower.poll()

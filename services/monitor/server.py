@@ -52,8 +52,8 @@ PUB, SUPERVISOR = "monitor-pub", "supervisor"
 POLL_S = 1.0
 STATUS_DEADLINE_S = 2.0
 SUBSCRIBER_MESSAGES = 4096
-"""Maximum number of updates queued per subscriber. A slower one loses updates and sees the gap in the sequence.
-libzmq keeps one copy of an update for all subscribers."""
+"""Maximum number of updates queued per subscriber. A subscriber that falls further behind loses updates and sees the
+gap in the sequence. libzmq keeps one copy of an update for all subscribers."""
 SUBSCRIPTION_BYTES = 1024
 """Maximum bytes of a subscription, which is a topic prefix."""
 _SUBSCRIBE, _UNSUBSCRIBE = 1, 0
@@ -92,7 +92,7 @@ class MonitorService(Service):
         return endpoint
 
     def open_door(self, gate: Gate) -> str:
-        """Open the mailbox and the stream to other hosts. Both admit observers, which no other service does."""
+        """Open the mailbox and the stream to other hosts. Both admit observers; other services do not."""
         address = self.listen.rpartition(":")[0]
         lock(self._pub, gate.keys, Role.OBSERVER)
         self._connections = Connections(self._pub, f"{self.name} {PUB}")
@@ -138,7 +138,7 @@ class MonitorService(Service):
             self._watch(row)
 
     async def _warn(self) -> None:
-        """Publish the warnings that are due. It yields to the loop between pages of a long metrics.jsonl."""
+        """Publish the warnings that are due. Yields to the event loop between pages of a long metrics.jsonl."""
         more = True
         while more and self._warnings is not None:
             rows, more = self._warnings.read(time.time())
@@ -154,13 +154,13 @@ class MonitorService(Service):
             self._publish(self._state.put(row))
 
     async def _poll_supervisor(self) -> None:
-        """Publish the processes of the run as the supervisor sees them, until cancelled."""
+        """Publish the run's processes as the supervisor sees them, until cancelled."""
         while True:
             try:
                 supervisor = self.client(SUPERVISOR)
                 state = await supervisor.call(GetSupervisorState(), SupervisorState, deadline_s=STATUS_DEADLINE_S)
             except RpcError:
-                pass  # It ended, and so does the run.
+                pass  # The supervisor has ended, and so does the run.
             else:
                 for row in process_rows(state, time.time()):
                     self._publish(self._state.put_changed(row))

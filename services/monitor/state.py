@@ -11,7 +11,7 @@ MAX_TOPICS = 20_000
 MAX_BYTES = 6 << 20
 """Maximum encoded bytes of all rows. A snapshot is one message of at most 8 MiB."""
 MAX_ROW_BYTES = 16 << 10
-"""Maximum encoded bytes of one row. It bounds the bytes of a subscriber's queue, which is limited in updates."""
+"""Maximum encoded bytes of one row. It bounds the bytes of a subscriber's queue, whose own limit counts updates."""
 MAX_SENDERS = 4_096
 MAX_DROPPED = 2**48
 """Maximum number of dropped messages that one sender can report, so that the sum over all senders fits a message."""
@@ -21,7 +21,7 @@ TopicKey = tuple[str, int, str]
 
 
 class MonitorState:
-    """Turns changes into updates to publish, and gives snapshots."""
+    """Turns changes into updates to publish, and provides snapshots."""
 
     def __init__(self) -> None:
         self.sequence = 0
@@ -67,7 +67,7 @@ class MonitorState:
 
     @property
     def dropped(self) -> int:
-        """Number of messages that senders dropped, over all their lives."""
+        """Number of messages that senders have dropped, over all their incarnations."""
         return self._dropped_before + sum(self._dropped.values())
 
     def snapshot(self) -> Snapshot:
@@ -75,7 +75,7 @@ class MonitorState:
         return Snapshot(sequence=self.sequence, rows=list(self._rows.values()), dropped=self.dropped)
 
     def _count_drops(self, incarnation: int, dropped: int) -> None:
-        # A sender counts over its own life, and its messages may arrive out of order after a reconnect.
+        # A sender counts from its own start, and its messages may arrive out of order after a reconnect.
         self._dropped[incarnation] = max(min(dropped, MAX_DROPPED), self._dropped.pop(incarnation, 0))
         while len(self._dropped) > MAX_SENDERS:
             before = self._dropped_before + self._dropped.pop(next(iter(self._dropped)))

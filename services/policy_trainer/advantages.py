@@ -34,8 +34,9 @@ class Estimator:
             self._function = find_function(options.name, "algorithm.advantage.name", 3, options.params)
 
     def __call__(self, rewards: Array, groups: Array, loss_tokens: Array) -> Array:
-        """Return float32 [N], with infinities or NaN if rewards are near float32's limit or a user function gives them.
+        """Return the advantages, float32 [N].
 
+        They contain infinities or NaN if rewards are near float32's limit or a user-defined function returns them.
         Raises ValueError if a user-defined function does not return N numbers.
         """
         if not len(rewards):
@@ -70,8 +71,8 @@ class Estimator:
 def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:
     """Return A = (r - group mean) / (group std + epsilon), without the division if `std_epsilon` is None.
 
-    The standard deviation is the unbiased one over the surviving samples of the group; a group of one gets 0.
-    Sources: DeepSeekMath (arXiv 2402.03300), section 4.1.2; without division: Dr. GRPO (arXiv 2503.20783), section 3.2.
+    The standard deviation is the unbiased one over the group's surviving samples. A group of one sample gets 0.
+    Sources: DeepSeekMath (arXiv 2402.03300), section 4.1.2. Without division: Dr. GRPO (arXiv 2503.20783), section 3.2.
     """
     counts = np.bincount(groups)
     deviations = rewards - _mean(rewards, groups)[groups]
@@ -95,7 +96,7 @@ def rloo(rewards: Array, groups: Array) -> Array:
 
 
 def opo(rewards: Array, groups: Array, loss_tokens: Array) -> Array:
-    """Return A = r - b with the length-weighted baseline b = sum(l r) / sum(l) of the group, l = sampled tokens.
+    """Return A = r - b. The group's length-weighted baseline is b = sum(l r) / sum(l), where l counts sampled tokens.
 
     Source: OPO, On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585), its practical (length-weighted) optimal
     baseline. The baseline of a group without tokens is the plain mean.

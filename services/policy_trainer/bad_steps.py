@@ -13,7 +13,7 @@ from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 
 MAX_IN_A_ROW = 10
-"""Number of consecutive steps without an update after which the run stops: weights or reward are broken for good."""
+"""Number of consecutive steps without an update after which the run stops: weights or rewards are broken for good."""
 _SHOWN_TASKS = 64
 
 
@@ -34,7 +34,10 @@ class BadSteps:
         self._log.warning("update skipped", step=step, cause=str(error), tasks=error.names[:_SHOWN_TASKS])
 
     def ended(self, step: int, updates: int) -> None:
-        """Record the end of a step with `updates` updates. Raises RpcError(bad_data) after MAX_IN_A_ROW without any."""
+        """Record the end of a step with `updates` updates.
+
+        Raises RpcError(bad_data) after MAX_IN_A_ROW consecutive steps without updates.
+        """
         self._in_a_row = 0 if updates else self._in_a_row + 1
         if self._in_a_row >= MAX_IN_A_ROW:
             raise RpcError(

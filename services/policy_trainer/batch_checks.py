@@ -1,4 +1,4 @@
-"""Checks of a step's batch, made on per-sample values before anything is computed from it."""
+"""Checks the per-sample values of a step's batch before anything is computed from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.stages import REFERENCE_SCALAR
 
 
 def check_reference(batch: StepBatch) -> None:
-    """Raise RpcError(conflict) if tasks of one step were scored by different versions of the reference."""
+    """Raise RpcError(conflict) if tasks of one step were scored by different reference versions."""
     steps = batch.scalars.get(REFERENCE_SCALAR)
     if steps is not None and len(steps) and (steps != steps[0]).any():
         names = _tasks_of(batch, steps != steps[0])
@@ -25,8 +25,8 @@ def check_reference(batch: StepBatch) -> None:
 
 
 def check_tasks(batch: StepBatch) -> None:
-    """Raise RpcError(bad_data) if there is nothing to train on (`run.deterministic` does not replace dropped
-    tasks)."""
+    """Raise RpcError(bad_data) if the batch has no tasks (with `run.deterministic`, dropped tasks are not
+    replaced)."""
     if not batch.batch.tasks:
         raise RpcError(
             ErrorCode.BAD_DATA,

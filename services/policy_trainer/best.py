@@ -1,8 +1,8 @@
 """Keeps the checkpoint with the best evaluation and exports its model (`checkpoint.keep_best`).
 
 Each version that is evaluated gets a checkpoint, because its weights are gone by the time its result is known. The
-candidates are the checkpoints on disk, and their results come from the journal, so a driver that resumes comes to the
-same choice. A mean over fewer rows (some were dropped) ranks below a mean over more: they do not measure the same.
+candidates are the checkpoints on disk, and their results come from the journal, so a resumed driver makes the same
+choice. A mean over fewer rows (because some were dropped) ranks below a mean over more: the two are not comparable.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shared.rundir import CHECKPOINT_PREFIX, RunDir
 from shared.topology import Topology
 
 Rank = tuple[float, float]
-"""Rows that were scored, then the value of the metric."""
+"""Number of scored rows, then the value of the metric."""
 
 
 class BestCheckpoint:
-    """The best checkpoint of one life of the driver. The first one of several equally good ones is the best."""
+    """The best checkpoint of one driver life. Of several equally good ones, the first is the best."""
 
     def __init__(self, run: RunDir, topology: Topology, scheduler: SchedulerCalls, metric: str) -> None:
         """`metric` is `topology.checkpoint.keep_best`, a metric of an evaluation set."""
@@ -38,15 +38,15 @@ class BestCheckpoint:
         self._run = run
         self._policy = topology.policy
         self.undecided: list[int] = []
-        """The steps whose checkpoints are saved or being saved, and not yet compared."""
+        """The steps whose checkpoints are saved or being saved, but have not been compared yet."""
         self._best: int | None = None
         self._rank: Rank = (0.0, -math.inf)
         self.deciding: asyncio.Task[None] | None = None
-        """The decisions under way, one after the other. Raises RpcError and OSError."""
+        """The newest pending decision, which waits for the previous one. Awaiting it may raise RpcError or OSError."""
         self._log = structlog.get_logger("driver")
 
     def is_evaluated(self, step: int) -> bool:
-        """Return whether the version of `step` is evaluated. The initial model is, too, but it has no checkpoint."""
+        """Return whether the version of `step` is evaluated and has a checkpoint. The initial model has none."""
         return step > 0 and (step % self._every == 0 or step == self._last_step)
 
     @property
@@ -55,7 +55,10 @@ class BestCheckpoint:
         return sorted({*self.undecided, *([] if self._best is None else [self._best])})
 
     def add(self, step: int, saved: asyncio.Task[float] | None = None) -> None:
-        """Compare the checkpoint of `step` with the best one as soon as it is `saved` (None: it is) and evaluated."""
+        """Compare the checkpoint of `step` with the best one as soon as it is saved and evaluated.
+
+        `saved` is the task that saves it, or None if it is already saved.
+        """
         self.undecided.append(step)
         self.deciding = asyncio.create_task(self._decide(step, saved, after=self.deciding))
 
@@ -70,7 +73,7 @@ class BestCheckpoint:
         self.undecided.remove(step)
 
     async def _exported(self, step: int, results: Mapping[str, float]) -> bool:
-        """Export the model of a checkpoint as the best. Return False, without a change, if it is damaged."""
+        """Export a checkpoint's model as the best one. Return True, or False without a change if it is damaged."""
         path = self._run.checkpoints / f"{CHECKPOINT_PREFIX}{step}"
         note = json.dumps({"step": step, "metric": self._metric, "value": results[self._metric]})
 

@@ -1,8 +1,8 @@
 """The driver's view of its workers: one object that trains and hides ranks and devices.
 
-Each call runs once, in the order in which the calls were made: the number assigned here decides, not the arrival. A
-call may be made before the previous one is awaited. Batches are divided over the data-parallel ranks here, by tokens;
-only handles and per-sample numbers are sent.
+Each call runs once. Calls run in the order in which they were made, which is given by the number assigned here and not
+by their arrival. A call may be made before the previous one is awaited. Batches are divided over the data-parallel
+ranks here, by tokens; only handles and per-sample numbers are sent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMPUTE_S = 3600.0
 TAKE_OVER_S = 120.0
 """Deadline in seconds for taking over a worker, which imports its libraries first if it restarts."""
 OTHER_ERRORS_S = 1.0
-"""Seconds to wait for the other ranks' answers after one has failed, because another one may know the cause."""
+"""Seconds to wait for the other ranks' answers after one rank has failed, because another may know the cause."""
 _NOT_YET = 0
 """Placeholder for `driver` and `order` in a request that has not been numbered."""
 
@@ -56,7 +56,7 @@ class WorkerDispatch:
     """
 
     def __init__(self, clients: Sequence[Client], layout: Layout, driver: int) -> None:
-        """`clients` reach the workers' mailboxes, by rank. `driver` is the incarnation that all calls carry."""
+        """`clients` call the workers' mailboxes, in order of rank. `driver` is the incarnation that all calls carry."""
         self._clients = list(clients)
         self._driver = driver
         self._turn = 0
@@ -109,7 +109,7 @@ class WorkerDispatch:
         calls = (client.call(request, messages.WorkerState, deadline_s=TAKE_OVER_S) for client in self._clients)
         try:
             return list(await asyncio.gather(*calls))
-        except RpcError as error:  # such as DRAINING, of a worker that ends because another one has died
+        except RpcError as error:  # such as DRAINING from a worker that exits because another one has died
             raise _cause([error]) from None
 
     # ---- training
@@ -120,7 +120,9 @@ class WorkerDispatch:
         return self._submit(messages.InitModel(driver=_NOT_YET, order=_NOT_YET), messages.WorkerReady)
 
     def forward(self, batch: Batch, keys: Sequence[str]) -> Awaitable[tuple[Batch, float]]:
-        """Compute per-token values with the current weights and put them as shards. Return their handle and seconds.
+        """Compute per-token values with the current weights and put them as shards.
+
+        Return the batch of these shards and how long the computation took, in seconds.
 
         `keys` names the values: so far only ["prox_logprobs"], at the sampling temperature of training. The shards are
         stored under that key with a revision unique to this call; shards of a later call take their place.
@@ -142,14 +144,14 @@ class WorkerDispatch:
         return self._submit(request, messages.ForwardBackwardDone)
 
     def begin_step(self, updates: int, *, snapshot_lineage: int = -1) -> None:
-        """Make the next `updates` optimizer steps one training step. By default each is a training step of its own.
+        """Combine the next `updates` optimizer steps into one training step. By default, each is its own training step.
 
-        With a `snapshot_lineage` of 0 or more, the last of them keeps a snapshot in shared memory under this lineage.
+        If `snapshot_lineage` is 0 or more, the last one keeps a snapshot in shared memory under this lineage.
         """
         self._updates_left, self._snapshot_lineage = updates, snapshot_lineage
 
     def optim_step(self) -> Awaitable[messages.OptimStepDone]:
-        """Clip and apply the accumulated gradient. The answer has its norm before clipping and the learning rate."""
+        """Clip and apply the accumulated gradient. The answer has the learning rate and the norm before clipping."""
         step, last = self._next_update()
         lineage, self._snapshot_lineage = (self._snapshot_lineage, -1) if last else (-1, self._snapshot_lineage)
         request = messages.OptimStep(driver=_NOT_YET, order=_NOT_YET, step=step, last=last, snapshot_lineage=lineage)
@@ -165,9 +167,9 @@ class WorkerDispatch:
     # ---- state
 
     def publish_weights(self, lineage: int, step: int, *, store: str, fence: int = 1) -> Awaitable[WeightsRef]:
-        """Put the weights of version (lineage, step) into `store`. The reference also allows engines to verify loading.
+        """Put the weights of version (lineage, step) into `store`. Return the reference with which engines verify them.
 
-        `fence` is the first fence to use; the next one is used if the store has collected it.
+        `fence` is the first fence to try. If the store has collected that fence, the next one is used.
         """
         request = messages.Publish(
             driver=_NOT_YET, order=_NOT_YET, lineage=lineage, step=step, store=store, fence=fence
@@ -184,16 +186,16 @@ class WorkerDispatch:
         self, step: int, *, keep_last: int, at_stop: bool = False, keep: Sequence[int] = ()
     ) -> Awaitable[messages.Saved]:
         """Save a durable, verified checkpoint of `step` and delete older ones beyond `keep_last`, except those of the
-        steps in `keep`. A checkpoint made `at_stop` does not count towards that number."""
+        steps in `keep`. A checkpoint made `at_stop` does not count towards `keep_last`."""
         request = messages.SaveCheckpoint(
             driver=_NOT_YET, order=_NOT_YET, step=step, keep_last=keep_last, at_stop=at_stop, keep=list(keep)
         )
         return self._submit(request, messages.Saved)
 
     def load_checkpoint(self, step: int, *, snapshot_lineage: int = -1) -> Awaitable[messages.WorkerReady]:
-        """Load weights and optimizer state after `step`, from shared memory if `snapshot_lineage` is not -1.
+        """Load the weights and optimizer state after `step`, from shared memory if `snapshot_lineage` is not -1.
 
-        Raises RpcError: missing, or conflict if it is damaged.
+        Raises RpcError: missing if there is no such state, conflict if it is damaged.
         """
         self._step, self._updates_left = step, 0
         request = messages.LoadCheckpoint(driver=_NOT_YET, order=_NOT_YET, step=step, snapshot_lineage=snapshot_lineage)
@@ -208,7 +210,7 @@ class WorkerDispatch:
         return self._move(parts, "host")
 
     def backload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:
-        """Bring `parts` back before the call that needs them, which would otherwise bring them back itself."""
+        """Move `parts` back to the device ahead of the call that needs them, which would otherwise move them itself."""
         return self._move(parts, "device")
 
     def _move(self, parts: Sequence[str], to: str) -> Awaitable[messages.Moved]:
@@ -220,7 +222,7 @@ class WorkerDispatch:
     def relay(self, request: WorkerRequest) -> Awaitable[Message]:
         """Forward a call made by another dispatch, with its driver and order replaced by this dispatch's own.
 
-        Raises ValueError for a batch that holds a task twice; the call does not get a number then.
+        Raises ValueError for a batch that contains a task twice. The call then gets no number.
         """
         if isinstance(request, Divided):
             Batch(request.batch)
@@ -282,7 +284,7 @@ def group_dispatch(topology: Topology, client: Callable[[str, int], Client], dri
 
 
 def imbalance(chunks: Sequence[Batch]) -> float:
-    """Return the tokens of the fullest rank divided by the mean, or 1.0 if there are no tokens."""
+    """Return the token count of the fullest rank divided by the mean count, or 1.0 if there are no tokens."""
     tokens = [chunk.tokens for chunk in chunks]
     return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) else 1.0
 

@@ -2,8 +2,8 @@
 
 It answers the calls of a single worker on behalf of the whole group, so that a server of another training API (or
 another algorithm) needs only a `WorkerDispatch` with one client and no knowledge of topology, ranks or devices. It
-starts no training by itself and does not run beside a driver, whose mailbox it uses. It has one caller at a time: the
-last one that took over.
+starts no training by itself and does not run beside a driver, because it uses the driver's mailbox. It has one caller
+at a time: the last one that took over.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DispatchService(Service):
         return DEFERRED
 
     async def _take_over(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
-        """Return the state of the group. The ranks refuse calls under way, and their callers are told so."""
+        """Take over the group and return its state. Calls under way are refused, and their callers receive an error."""
         self._pending.take_over(request.driver, request.at_least, request.turn)
         state = await self._workers.take_over()
         return messages.WorkerState(

@@ -31,11 +31,14 @@ from shared.topology.schema import Topology
 
 PROX_KEY = PROXIMAL.makes[0]
 LOSS_TOKENS = "loss_tokens"
-"""Name of the scalar that counts the tokens of each sample that its rollout marked for training."""
+"""Name of the per-sample scalar that counts the tokens that the rollout marked for training."""
 
 
 def own_estimator(topology: Topology) -> Estimator:
-    """Return the topology's advantage estimator. Raises RpcError(bad_request) with one line if it cannot be used."""
+    """Return the topology's advantage estimator.
+
+    Raises RpcError(bad_request) with a one-line message if it cannot be used.
+    """
     try:
         return Estimator(topology.algorithm.advantage)
     except ValueError as error:
@@ -57,7 +60,7 @@ class Driver:
         *,
         export: Path,
     ) -> None:
-        """`on_row` receives the metrics of every committed step (telemetry). `stop` may order an early end. `export` is
+        """`on_row` receives the metrics of every committed step (telemetry). `stop` may end the run early. `export` is
         the folder to which the trained model is written.
 
         Raises RpcError(bad_request) like `own_estimator`.
@@ -105,7 +108,7 @@ class Driver:
     async def replay(self) -> bool:
         """Repeat the committed steps that the workers lost, without committing or publishing them again.
 
-        Return whether the scheduler wants the committed step saved at once.
+        Return True if the scheduler wants the committed step to be saved at once.
         """
         checkpoint_now = self.resumed.checkpoint_now
         for step in range(self.resumed.version + 1, self.resumed.committed + 1):
@@ -120,7 +123,7 @@ class Driver:
         return checkpoint_now
 
     async def finish(self, version: int) -> None:
-        """Wait for the evaluations of `version`, the last one, export the trained model and end the run."""
+        """Wait for the evaluations of the last version, `version`. Then export the trained model and end the run."""
         await self.publisher.watch(self.scheduler.wait_evals(version))
         await self.publisher.settle()
         if version:
@@ -144,7 +147,7 @@ class Driver:
         self.bad_steps.ended(metrics.step, len(metrics.updates))
 
     async def prepare(self, batch: StepBatch, metrics: StepMetrics) -> list[Batch]:
-        """Return the mini-batches of all iterations, with the per-sample advantages and weights of the loss."""
+        """Return the mini-batches of all iterations, with per-sample advantages and loss weights."""
         algorithm = self.topology.algorithm
         check_tasks(batch)
         check_rewards(batch, batch.scalars["reward"])
@@ -182,7 +185,7 @@ class Driver:
         return advantages
 
     async def update(self, batch: Batch, metrics: StepMetrics) -> None:
-        """Make one optimizer step. Both calls are sent at once; the workers keep their order."""
+        """Take one optimizer step. Both calls are sent at once; the workers keep their order."""
         gradient, update = await asyncio.gather(
             self.workers.forward_backward(batch, self.loss), self.workers.optim_step(), return_exceptions=True
         )

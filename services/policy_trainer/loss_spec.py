@@ -6,11 +6,11 @@ from proto.messages import LossSpec
 from shared.topology.schema import Topology
 
 ADVANTAGES, WEIGHTS = "advantages", "weights"
-"""Names of the scalars of each sample that `forward_backward` reads."""
+"""Names of the per-sample scalars that `forward_backward` reads."""
 
 
 def loss_spec(topology: Topology) -> LossSpec:
-    """Return the settings of `algorithm` that concern single tokens. Settings that are absent are off.
+    """Return the per-token settings of `algorithm`. Absent settings are off.
 
     A step of one update needs no forward pass for the proximal policy, because the training pass has its log-probs.
     """

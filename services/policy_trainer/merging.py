@@ -1,4 +1,4 @@
-"""Merges what micro-batches, ranks and calls return, without normalising it. The functions are pure."""
+"""Merges the results of micro-batches, ranks and calls without normalising them. The functions keep no state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST = "_max"
 
 
 def add_up(totals: dict[str, float], part: Mapping[str, SupportsFloat]) -> None:
-    """Add `part`, which covers other tokens, to `totals`. Names that end in `_max` take the larger value."""
+    """Add `part`, which covers other tokens, to `totals`. For names that end in `_max`, keep the larger value."""
     for name, value in part.items():
         if name.endswith(LARGEST):
             totals[name] = max(totals.get(name, 0.0), float(value))
@@ -26,7 +26,7 @@ def add_up(totals: dict[str, float], part: Mapping[str, SupportsFloat]) -> None:
 def merged(answers: Sequence[R]) -> R:
     """Merge the answers of all ranks: add up sums, join the parts of a batch, and take the times of the slowest rank.
 
-    For other types of replies, return rank 0's answer. `answers` are ordered by rank and have the same type.
+    For other reply types, return rank 0's answer. `answers` are ordered by rank and have the same type.
     """
     first = answers[0]
     if isinstance(first, messages.ForwardBackwardDone):

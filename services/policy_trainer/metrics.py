@@ -1,4 +1,4 @@
-"""The driver's part of a row of metrics.jsonl. Means are computed from sums over workers and calls."""
+"""The driver's part of a metrics.jsonl row. Means are computed from sums over workers and calls."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from services.policy_trainer.reward_shaping import KL_SCALAR
 from shared.stages import REFERENCE_SCALAR
 
 SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS, SYNC_SENT = "sync_error", "sync_bytes", "sync_seconds", "sync_sent"
-"""Scalars that describe the syncs of the weights with which the step's samples were made."""
+"""Names of the scalars that describe the syncs of the weights from which the step was sampled."""
 SUMS = (
     *("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version"),
     *("engine_tokens", "engine", "engine_max", "lag_tokens", "lag"),
     *("weighed", "weight", "weight_squared", "weight_max", "rollout_k1", "rollout_k3"),
 )
-"""Sums of a worker over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
+"""A worker's sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
 whether a ratio mask excluded the token, |anchor - rollout| log-prob (and its maximum), and the version that sampled the
 token. The mismatch is also kept separately for tokens sampled by the trained version and by earlier versions. The last
-ones belong to importance weights (`worker.losses.mismatch.importance_sums`)."""
+row belongs to importance weights (`worker.losses.mismatch.importance_sums`)."""
 FAILED = frozenset(DropReason) - {DropReason.FILTERED, DropReason.STALE}
-"""Drop reasons that point to a problem which can be fixed."""
+"""Drop reasons that indicate a fixable problem."""
 _NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length", "truncated")})
-"""Scalars of a batch whose tasks were all dropped, which has no values for any sample."""
+"""Empty scalars for a batch whose tasks were all dropped and which therefore has no samples."""
 
 
 @dataclass
 class StepMetrics:
     """The measurements of one training step. Times are in seconds.
 
-    `publish_s` and `checkpoint_s` are the times of the last version published and the last checkpoint saved before
-    this row. Both overlap the step after their own and appear in its row (0 if there was none since the previous row).
+    `publish_s` and `checkpoint_s` are the durations of the last publication and the last checkpoint before this row.
+    Both overlap the step after their own and appear in that step's row (0 if there was none since the previous row).
     """
 
     step: int
@@ -48,9 +48,9 @@ class StepMetrics:
     publish_s: float = 0.0
     checkpoint_s: float = 0.0
     imbalance: float = 1.0
-    """Tokens of the fullest data-parallel rank divided by the mean, in the step's least balanced mini-batch."""
+    """Tokens of the fullest data-parallel rank divided by the mean number, in the step's least balanced mini-batch."""
     skipped: int = 0
-    """Number of updates skipped because of bad data. `sums` does not include their samples either."""
+    """Number of updates skipped because of bad data. `sums` does not include their samples."""
     sums: dict[str, float] = field(default_factory=dict)
     updates: list[OptimStepDone] = field(default_factory=list)
 
@@ -102,7 +102,7 @@ class StepMetrics:
 
 
 def _importance(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of importance weights and of the KL between rollout and trainer, if tokens were weighed.
+    """Return metrics of importance weights and of the KL between rollout and trainer, or {} if no token was weighed.
 
     The effective sample size is (sum of v)^2 / sum of v^2 (Kish, "Survey Sampling", 1965), divided by the number of
     tokens, as verl does.
@@ -121,7 +121,7 @@ def _importance(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def batch_row(batch: StepBatch) -> dict[str, float]:
-    """Return the metrics of the batch alone: all that is known of a step that an earlier driver trained."""
+    """Return the metrics of the batch alone. For a step trained by an earlier driver, no other metrics are known."""
     scalars = _NO_SAMPLES | batch.scalars
     rewards = scalars["reward"]
     row = {
@@ -156,25 +156,25 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
 
 
 def staleness_counts(batch: StepBatch) -> dict[int, int]:
-    """Return the number of samples by the staleness of their oldest token, in versions."""
+    """Return a dict from the staleness of the oldest token, in versions, to the number of samples."""
     versions = batch.scalars.get("version_min", np.zeros(0))
     return Counter((batch.step - 1 - versions).astype(int).tolist())
 
 
 def _named(scalars: Mapping[str, Array]) -> dict[str, float]:
-    """Return parts of dict rewards and workflow metrics, each averaged over the samples that have a value."""
+    """Return the components of dict rewards and the workflow metrics, averaged over the samples that have a value."""
     found = {name: values[np.isfinite(values)] for name, values in scalars.items() if "/" in name}
     return {name: float(values.mean(dtype=np.float64)) for name, values in found.items() if len(values)}
 
 
 def _groups(batch: StepBatch, values: Array) -> list[Array]:
-    """Return the values of each task's samples, without tasks of a single sample."""
+    """Return the values grouped by task, without tasks that have a single sample."""
     sizes = [task.samples for task in batch.batch.tasks]
     return [group for group in np.split(values, np.cumsum(sizes))[: len(sizes)] if len(group) > 1]
 
 
 def _length_correlation(batch: StepBatch, rewards: Array, lengths: Array) -> float | None:
-    """Return the correlation of reward and length within groups, or None if either never differs within one."""
+    """Return the correlation of reward and length within groups, or None if either is constant in every group."""
     sides = [_groups(batch, values.astype(np.float64)) for values in (rewards, lengths)]
     if not sides[0]:
         return None

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Publisher:
-    """Background work of one driver life under one lineage; at most one publication and one checkpoint at a time."""
+    """Runs a driver life's background work under one lineage: at most one publication and one checkpoint at a time."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class Publisher:
         on_stop: Callable[[int], None] = lambda step: None,
         best: BestCheckpoint | None = None,
     ) -> None:
-        """`earlier` is the number of versions before the first one that are published again (deterministic mode:
-        lost tasks are sampled again with the version that sampled them first). `on_stop` is called with the step that
-        is being saved because the run stops. `best` keeps the best checkpoint, if one is to be kept."""
+        """`earlier` is the number of versions to publish again before the first one. In deterministic mode, lost tasks
+        are sampled again with the version that first sampled them. `on_stop` is called with the step
+        that is being saved because the run stops. `best` keeps the best checkpoint, if one is to be kept."""
         self._scheduler = scheduler
         self._workers = workers
         self._checkpoint = checkpoint
@@ -67,7 +67,7 @@ class Publisher:
                 self._best.add(version, self._saving)
 
     async def collect(self, metrics: StepMetrics) -> None:
-        """Wait for the current publication, but not for a checkpoint, and record the seconds of finished work."""
+        """Wait for the current publication, but not for a checkpoint, and record how long finished work took."""
         if self._publishing is not None:
             metrics.publish_s = await self._publishing
             self._publishing = None
@@ -89,11 +89,11 @@ class Publisher:
             task.cancel()
 
     async def settle(self) -> None:
-        """Wait for the publication and the checkpoint that are under way, and the choice of the best checkpoint."""
+        """Wait for the pending publication, checkpoint and choice of the best checkpoint."""
         await asyncio.gather(*self._background())
 
     async def stop(self, version: int) -> None:
-        """End the run early at `version`, which the workers hold. Return once the scheduler knows its checkpoint."""
+        """End the run early at `version`, which the workers hold. Return once the scheduler knows of its checkpoint."""
         if version > max(self._newest_checkpoint, 0):
             self._newest_checkpoint = version
             self._saving = asyncio.create_task(self._save(version, after=self._saving, at_stop=True))

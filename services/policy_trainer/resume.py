@@ -6,8 +6,8 @@ that the journal covers, or else from a checkpoint. They replay the journaled st
 steps are gone, the scheduler takes the steps back.
 
 A snapshot belongs to the lineage in which its step was trained: taking steps back always begins a new lineage, so a
-snapshot of steps that were taken back is never loaded. A snapshot of the committed step has the bits of the version
-published under its lineage, which therefore continues.
+snapshot of steps that were taken back is never loaded. A snapshot of the committed step is bit-identical to the
+version published under its lineage, so that lineage continues.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INITIAL_STEP = 0
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state in which a driver begins: the workers hold `version`, and replay up to `committed` without commits."""
+    """The state in which a driver begins. The workers have `version` and replay up to `committed` without commits."""
 
     version: int
     committed: int
@@ -50,8 +50,8 @@ async def resume(
     """Bring the workers into agreement with the journal.
 
     `checkpoints` are the steps of all checkpoints on disk, announced or not. Weights are put into `store`. With
-    `whole_rows`, a step whose sums are gone is replayed instead of committed (deterministic mode: rows are the same
-    too). Raises RpcError if another driver has taken over or nothing can be loaded.
+    `whole_rows`, a step whose sums are gone is replayed instead of committed (deterministic mode, which reproduces
+    rows, too). Raises RpcError if another driver has taken over or nothing can be loaded.
     """
     log = structlog.get_logger("driver")
     info = await scheduler.run_info()
@@ -82,7 +82,7 @@ async def resume(
 async def _publish_again(
     step: int, scheduler: SchedulerCalls, workers: WorkerDispatch, lineage: int, store: str
 ) -> None:
-    """Publish the reference's version, which was lost with its store, from its checkpoint, which is kept."""
+    """Publish the reference's version again, from its checkpoint, because the store with its weights was lost."""
     structlog.get_logger("driver").info("reference's version published again", step=step)
     await workers.load_checkpoint(step)
     await scheduler.publish(await workers.publish_weights(lineage, step, store=store))
@@ -95,7 +95,7 @@ def _resume_point(version: int, info: RunInfo) -> ResumePoint:
 async def _load_snapshot(workers: WorkerDispatch, info: RunInfo, held: Sequence[HeldSnapshot]) -> int | None:
     """Load the newest intact snapshot of a committed step and return its step, or None if there is none.
 
-    No snapshot is loaded if the reference's version has to be published again, because that would discard it.
+    No snapshot is loaded if the reference's version has to be published again, because that would discard the snapshot.
     """
     usable = [each.step for each in held if each.lineage == info.lineage and each.step <= info.committed_step]
     if info.reference_step:

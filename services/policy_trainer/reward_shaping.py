@@ -16,9 +16,10 @@ KL_SCALAR = "kl"
 
 
 def shaped(topology: Topology, scalars: dict[str, Array]) -> Array:
-    """Return float64 [N] from the batch scalars `reward`, `length`, and `kl` if the KL is part of the reward.
+    """Return the shaped rewards, float64 [N].
 
-    Raises ValueError if the scalar `kl` is needed and missing.
+    They are computed from the batch scalars `reward` and `length`, and from `kl` if the KL is part of the reward.
+    Raises ValueError if `kl` is needed but missing.
     """
     algorithm, kl = topology.algorithm, topology.algorithm.kl
     rewards = scalars["reward"].astype(np.float64)
@@ -44,7 +45,7 @@ def normalised(rewards: Array) -> Array:
 
 
 def overlong_penalty(lengths: Array, max_new_tokens: int, tokens: int) -> Array:
-    """Return float64 [N]: 0 up to length `max_new_tokens - tokens`, then linear down to -1 at `max_new_tokens`.
+    """Return penalties, float64 [N]: 0 up to length `max_new_tokens - tokens`, then linear to -1 at `max_new_tokens`.
 
     Source: soft overlong punishment of DAPO (arXiv 2503.14476), equation 13, with L_max = max_new_tokens and
     L_cache = `tokens`.

@@ -18,9 +18,9 @@ from shared.rpc.errors import RpcError
 R = TypeVar("R", bound=Message)
 
 POLL_S = 20.0
-"""Seconds of one long poll. The scheduler answers NOT_READY shortly before its end."""
+"""Duration of one long poll in seconds. The scheduler answers NOT_READY shortly before the poll ends."""
 PATIENCE_S = 120.0
-"""Maximum seconds of the scheduler's absence before the driver gives up (it is restarted within seconds)."""
+"""Maximum seconds for which the driver retries while the scheduler is away. Its restart takes only seconds."""
 _AWAY = frozenset([ErrorCode.DEADLINE, ErrorCode.DRAINING, ErrorCode.BUSY])
 
 
@@ -30,7 +30,7 @@ class SchedulerCalls:
     def __init__(
         self, client: Client, driver: int, on_batch: Callable[[messages.StepBatch, float], None] = lambda *_: None
     ) -> None:
-        """`on_batch` receives each batch and the seconds for which the driver waited for it."""
+        """`on_batch` receives each batch and how long the driver waited for it, in seconds."""
         self._client = client
         self._on_batch = on_batch
         self._driver = driver
@@ -65,7 +65,7 @@ class SchedulerCalls:
         await self._ask(messages.CheckpointSaved(driver=self._driver, step=step, kept=kept, at_stop=at_stop), Ack)
 
     async def wait_evals(self, step: int) -> messages.EvalsDone:
-        """Wait until the evaluations of version `step` are done and return them."""
+        """Wait until the evaluations of version `step` are done and return their results."""
         return await self._poll(messages.WaitEvals(driver=self._driver, step=step), messages.EvalsDone)
 
     async def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""The driver as an actor: resumes, trains, and resumes again after the loss of a worker.
+"""The driver as an actor, which resumes, trains, and resumes again after a worker was lost.
 
 When the whole run is stopped, the driver saves the committed step before it ends. When only the driver is stopped, it
 ends at once, because the workers keep their state.
@@ -25,11 +25,11 @@ from shared.rundir import RunDir, checkpoint_steps
 from shared.topology import TRAINER_STORE, Topology, stop_limit_s
 
 MAX_RECOVERIES = 5
-"""Maximum number of consecutive losses of workers without a committed step in between."""
+"""Maximum number of consecutive worker losses without a committed step in between."""
 MAX_DAMAGES = 20
-"""Maximum number of times that shards are lost, and made again, without a committed step in between."""
+"""Maximum number of times that lost shards are made again without a committed step in between."""
 SUPERVISOR_S = 2.0
-"""Seconds to wait for the supervisor's answer. A killed supervisor gives none."""
+"""Seconds to wait for the supervisor's answer. A killed supervisor does not answer."""
 
 
 class PolicyTrainerService(Service):
@@ -44,7 +44,7 @@ class PolicyTrainerService(Service):
         self._trains = False
         """Whether the workers may hold a step that has to be saved."""
         self._trained = (0.0, "")
-        """The time at which the batch of the open step arrived, and its traced tasks."""
+        """The time at which the open step's batch arrived, and the traced tasks of that batch."""
 
     async def start(self) -> None:
         """Import the advantage estimator, so that the service fails at start-up if it cannot be used."""
@@ -71,7 +71,7 @@ class PolicyTrainerService(Service):
         super().request_stop()
 
     async def _run_ends(self) -> bool:
-        """Ask the supervisor. Return False if the supervisor is gone, because all services then end at once."""
+        """Return whether the whole run ends. Without a supervisor, return False: all services then end at once."""
         supervisor = self.client("supervisor")
         try:
             state = await supervisor.call(GetSupervisorState(), SupervisorState, deadline_s=SUPERVISOR_S)
@@ -95,7 +95,8 @@ class PolicyTrainerService(Service):
                 self._trains = False
                 if error.code == ErrorCode.BAD_DATA:  # another life would fail on the same data
                     self.exit_status = UNUSABLE_STATUS
-                damaged = error.code == ErrorCode.MISSING  # a batch (WorkersLost) or version (`NextBatch`) is
+                # A batch (WorkersLost) or a version (`NextBatch`) is missing.
+                damaged = error.code == ErrorCode.MISSING
                 if not damaged and not isinstance(error, WorkersLost):
                     raise
                 if self._stop.asked:
@@ -143,7 +144,10 @@ class PolicyTrainerService(Service):
             await publisher.cancel()
 
     def _retire_later_checkpoints(self, committed: int) -> None:
-        """Rename checkpoints of later steps, which were taken back: a checkpoint is only begun after its commit."""
+        """Rename the checkpoints of steps after `committed`.
+
+        These steps were taken back, because a checkpoint is begun only after its step was committed.
+        """
         for step in [each for each in checkpoint_steps(self.run.checkpoints) if each > committed]:
             folder = self.run.checkpoints / f"step-{step}"
             with contextlib.suppress(FileNotFoundError):

@@ -9,7 +9,7 @@ BURST_S = 0.1
 
 
 class SnapshotPace:
-    """A pace of one snapshot every few steps, but seldom enough to take at most `SHARE` of the time."""
+    """Allows a snapshot every few steps, or less often to keep snapshots within `SHARE` of the time."""
 
     def __init__(self, every: int | None) -> None:
         """`every` is the minimum number of steps between snapshots, or None for no snapshots."""
@@ -18,7 +18,7 @@ class SnapshotPace:
         self._at_s: float | None = None
 
     def due(self, step: int, now_s: float) -> bool:
-        """Return whether the state after `step` should be kept. `now_s` is the time of a steady clock."""
+        """Return whether the state after `step` should be kept. `now_s` is the time of a monotonic clock."""
         if self._at_s is not None:
             self._left_s = min(self._left_s + SHARE * (now_s - self._at_s), BURST_S)
         self._at_s = now_s

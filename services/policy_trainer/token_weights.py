@@ -1,7 +1,8 @@
-"""Weights of tokens in the loss: one number per sample, computed from the whole optimizer batch before it is split.
+"""Token weights in the loss: one number per sample, computed from the whole optimizer batch before it is split.
 
-W of a token is its sample's number times its mask. Every rank sums W * loss over its tokens, and nothing is normalised
-afterwards, so gradients do not depend on ranks or micro-batches (docs/architecture.md, promise 7).
+The weight W of a token is its sample's number times the token's mask. Every rank sums W * loss over its tokens, and
+nothing is normalised afterwards. Gradients thus do not depend on ranks or micro-batches (docs/architecture.md,
+promise 7).
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from proto.tensors import Array
 
 
 def trained_tokens(overlong: str, scalars: dict[str, Array]) -> Array:
-    """Return int [N]: each sample's tokens that count in the loss; 0 for truncated samples if `overlong` is "mask".
+    """Return int [N]: the number of tokens of each sample that count in the loss.
 
-    Samples are masked before N and B are counted, so that they do not dilute the others: overlong filtering of DAPO
-    (arXiv 2503.14476), section 3.4.
+    It is 0 for truncated samples if `overlong` is "mask". They are masked before sum(n) and B of `sample_weights` are
+    computed, so that they do not dilute the others. Source: overlong filtering of DAPO (arXiv 2503.14476), section 3.4.
     """
     tokens = scalars["loss_tokens"]
     return np.where(scalars["truncated"] != 0, 0, tokens) if overlong == "mask" else tokens
 
 
 def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int) -> Array:
-    """Return float32 [N] for the N samples of one optimizer batch. `loss_tokens` int [N] counts their masked-in tokens.
+    """Return token weights, float32 [N], for the N samples of an optimizer batch.
+
+    `loss_tokens` int [N] counts the masked-in tokens of each sample.
 
     With n_i = loss_tokens, B = number of samples with n_i > 0, M = number of all samples, L = `max_new_tokens`:
 

@@ -1,1 +1,1 @@
-"""The recorder: writes samples that people can read to `samples/` of the run directory."""
+"""The recorder: writes human-readable samples to `samples/` in the run directory."""

@@ -17,13 +17,13 @@ from shared.samples.text import SampleText, TaskText, unpack
 from shared.stages import ADVANTAGES, TEXT, TRAIN_LOGPROBS
 
 DECIMALS = 4
-"""Decimals of log-probs."""
+"""Number of decimals of log-probs."""
 LIMIT = float(np.finfo(np.float32).max)
-"""Stands for an infinite number, which JSON lacks. NaN, which it lacks too, is 0 in lists and left out elsewhere."""
+"""Replaces an infinite number, which JSON lacks. NaN, which JSON lacks too, is 0 in lists and left out elsewhere."""
 
 
 def bare(ended: EndedTask, at: float) -> Record:
-    """Return the one record of a task that ended without samples, or whose shards cannot be read."""
+    """Return the single record of a task that ended without samples, or whose shards cannot be read."""
     return Record(
         task=ended.task_id,
         sample=-1,
@@ -37,7 +37,7 @@ def bare(ended: EndedTask, at: float) -> Record:
 
 
 def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Record]:
-    """Return the records of all samples of a task, whose shards are those of its rollout and possibly of the trainer.
+    """Return the records of all samples of a task. `shards` are those of its rollout and possibly of the trainer.
 
     Raises ValueError, KeyError, IndexError or msgspec.DecodeError if the shards do not fit together.
     """
@@ -57,7 +57,7 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Re
 
 
 def _record(group: Record, shards: Mapping[str, Array], text: TaskText, number: int, ends: Array) -> Record:
-    """Return the record of one sample, with what `group` says of all samples of the task."""
+    """Return the record of one sample, including the fields of `group`, which all samples of the task share."""
     tokens = _places(shards, number, ends)
     mask = shards["loss_mask"][tokens]
     said = text.samples[number] if number < len(text.samples) else SampleText("", "", 0.0)
@@ -87,7 +87,7 @@ def _record(group: Record, shards: Mapping[str, Array], text: TaskText, number: 
 
 
 def _places(shards: Mapping[str, Array], number: int, ends: Array) -> Array:
-    """Return the positions of a sample's tokens from the first sampled one of each of its sequences on."""
+    """Return the positions of a sample's tokens, int64. Each of its sequences starts at its first sampled token."""
     found = []
     for at in np.flatnonzero(shards["sample_index"] == number):
         first, end = int(ends[at] - shards["lengths"][at]), int(ends[at])

@@ -1,6 +1,7 @@
-"""The files of `samples/`: appends the records of whole tasks, each task once, and keeps the limit in bytes.
+"""The files of `samples/`: appends the records of whole tasks, each task once, and enforces the byte limit.
 
-A killed recorder may leave the last task of a file incomplete. The next life removes its lines before it appends.
+A killed recorder may leave the last task of a file incomplete. The next recorder removes that task's lines before it
+appends to the file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ OPEN_FILES = 8
 
 
 class _Line(msgspec.Struct):
-    """The fields of a record that tell whether a task is complete."""
+    """The record fields that show whether a task is complete, and its lineage."""
 
     task: str
     samples: int = 1
@@ -31,16 +32,16 @@ _line = msgspec.json.Decoder(_Line).decode
 
 
 class SampleFiles:
-    """Writes `samples/`. One process does so at a time."""
+    """Writes `samples/`. Only one process does so at a time."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._sizes = {path: path.stat().st_size for path in folder.rglob(f"*{SUFFIX}")}
         self._tasks: dict[Path, set[str]] = {}
-        """Tasks by file, for the files written last."""
+        """Tasks by file, for the most recently written files."""
         self.removed = 0
-        """Number of files removed to keep the limit."""
+        """Number of files removed to stay within the limit."""
         self.left_out = 0
         """Number of tasks that were not written because their file alone would exceed the limit."""
 
@@ -51,8 +52,8 @@ class SampleFiles:
     def append(self, records: Sequence[Record]) -> bool:
         """Append all records of one task with one write. Return False, without any change, if the file has the task.
 
-        The tasks of one file that exceed the limit alone are left out, except its first. Raises OSError if the disk is
-        full; the file is then as before.
+        A task is also left out if its file alone would exceed the limit, unless it is the file's first. Raises OSError
+        if the disk is full; the file is then unchanged.
         """
         first = records[0]
         path = self._folder / file_of(first.split, first.step or 0)
@@ -81,9 +82,9 @@ class SampleFiles:
         return True
 
     def discard(self, lineage: int, step: int) -> int:
-        """Move the files of steps and versions after `step` that belong to `lineage` or an earlier one to `discarded/`.
+        """Move the files of later steps and versions than `step` to `discarded/`. Return the number of moved files.
 
-        Files that an earlier call has moved stay where they are. Return the number of moved files.
+        Files of later lineages than `lineage`, and files that an earlier call has moved, stay where they are.
         """
         moved = 0
         for path in list(self._sizes):
@@ -99,7 +100,7 @@ class SampleFiles:
         return moved
 
     def _known(self, path: Path) -> set[str]:
-        """Return the tasks of a file, after removing an incomplete last one."""
+        """Return the tasks of a file. If its last task is incomplete, remove that task first."""
         known = self._tasks.pop(path, None)
         if known is None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,7 @@ class SampleFiles:
             return 0
 
     def _trim(self, newest: Path) -> None:
-        """Remove files until the limit is kept: discarded ones first, then the oldest steps. `newest` stays."""
+        """Remove files until the limit is met: discarded files first, then the oldest steps. Never removes `newest`."""
         left = self.nbytes
         if left <= self._limit_bytes:
             return

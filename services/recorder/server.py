@@ -1,6 +1,7 @@
 """The recorder process: asks the scheduler for ended tasks, reads their shards and writes their samples.
 
-Nothing waits for it for long: the scheduler keeps ended tasks for a few seconds (`services/scheduler/records.py`).
+Nothing waits long for the recorder: the scheduler keeps ended tasks only for a few seconds
+(`services/scheduler/records.py`).
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ AGAIN_S = 0.5
 """Seconds before the scheduler is asked again after an error."""
 FETCH_S = 3.0
 READ_S = 5.0
-"""Maximum seconds for the shards of one answer. The scheduler gives its tasks up soon after that."""
+"""Maximum seconds to read the shards of one answer. Soon after that, the scheduler stops keeping the answer's tasks."""
 LATE_S = (0.1, 0.3, 0.9)
-"""Seconds to wait for the trainer's shards of a committed step, which it puts beside its computation."""
+"""Seconds to wait for the trainer's shards of a committed step. The trainer puts them while it computes."""
 LAST_S = 5.0
-"""Maximum seconds for the tasks that are due when the run ends."""
+"""Maximum seconds to record the tasks that are due when the run ends."""
 Shards = dict[str, dict[str, Array]]
 """Shards by task id."""
 
@@ -53,7 +54,7 @@ class RecorderService(Service):
         self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk)
         self._files: SampleFiles
         self._taken: list[PutTask] = []
-        """Tasks of the last answer that are done."""
+        """Tasks of the last answer that have been processed."""
         self._rewinds = 0
         self._lost = 0
         self._counts = {"tasks": 0, "samples": 0, "unreadable": 0}
@@ -68,7 +69,7 @@ class RecorderService(Service):
             await self._record(final=False)
 
     async def drain(self) -> None:
-        """Record what is due at the end of the run."""
+        """Record the tasks that are due at the end of the run."""
         try:
             async with asyncio.timeout(LAST_S):
                 while await self._record(final=True):
@@ -81,7 +82,7 @@ class RecorderService(Service):
         await super().close()
 
     async def _record(self, *, final: bool) -> bool:
-        """Ask once, and record the answer. Return whether there were any tasks."""
+        """Ask the scheduler once, and record the tasks in its answer. Return whether there were any."""
         request = TakeSamples(incarnation=self.incarnation, taken=self._taken, rewinds=self._rewinds, final=final)
         try:
             due = await self.scheduler.call(request, SamplesDue, deadline_s=ASK_S)
@@ -107,7 +108,7 @@ class RecorderService(Service):
         for ended in due.tasks:
             self._write(ended, shards.get(ended.task_id))
             self._taken.append(PutTask(ended.task_id, ended.fence))
-            await asyncio.sleep(0)  # other work of the loop comes between tasks
+            await asyncio.sleep(0)  # let the event loop do other work between tasks
         if due.tasks:
             self.telemetry.emit(
                 "samples",
@@ -138,7 +139,7 @@ class RecorderService(Service):
     # ---- shards
 
     async def _read(self, due: SamplesDue, found: Shards) -> None:
-        """Put the shards of the tasks into `found`. Those that cannot be read are missing."""
+        """Put the tasks' shards into `found`. Shards that cannot be read are omitted."""
         by_store: dict[str, list[EndedTask]] = {}
         for task in due.tasks:
             if task.samples:
@@ -153,7 +154,7 @@ class RecorderService(Service):
                 left = [task for task in left if ADVANTAGES not in found[task.task_id]]
 
     async def _fetch(self, tasks: Sequence[EndedTask], store: str, keys: tuple[str, ...], found: Shards) -> None:
-        """Add the shards of a store that can be read: all at once or, if it lacks some, task by task."""
+        """Add a store's readable shards to `found`: all at once or, if the store lacks some of them, task by task."""
         if not tasks:
             return
         handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]

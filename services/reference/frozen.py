@@ -17,7 +17,7 @@ from shared.tensors_torch import to_numpy, to_torch
 
 
 class Frozen(Protocol):
-    """A model that only scores. It lives on a compute thread; over several ranks every method is a collective."""
+    """A model that only scores. It belongs to a compute thread. With several ranks, every method is a collective."""
 
     def load(self) -> None:
         """Load the weights of the model directory. Raises RpcError(bad_request) if it has no usable weights."""
@@ -28,12 +28,15 @@ class Frozen(Protocol):
         ...
 
     def take(self, weights: Mapping[str, Array]) -> None:
-        """Copy in the weights: full tensors by Hugging Face name, all of them."""
+        """Copy in `weights`, which holds the full tensor of every weight by Hugging Face name."""
 
     def logprobs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
     ) -> Array:
-        """Return float32 [T], equal on all ranks, 0 where the mask is 0. `on_part` is called once per micro-batch."""
+        """Return the log-probs, float32 [T], equal on all ranks and 0 where the mask is 0.
+
+        `on_part` is called once per micro-batch.
+        """
         ...
 
     def tensors(self) -> list[Tensor]:

@@ -19,7 +19,7 @@ from shared.tensors_torch import to_numpy, to_torch
 
 
 class FrozenMegatron:
-    """Implements `frozen.Frozen` for a Llama, Qwen2 or Qwen3. The process group of all ranks must be open."""
+    """Implements `frozen.Frozen` for Llama, Qwen2 and Qwen3 models. The process group of all ranks must be open."""
 
     @in_megatron
     def __init__(self, model: Path, dtype: str, max_tokens: int, place: Place, device: str) -> None:

@@ -1,4 +1,4 @@
-"""The KL to the reference as one number per sample, for a KL in the reward. Nothing here has a gradient."""
+"""Sums the KL to the reference over each sample, for a KL in the reward. Nothing here has a gradient."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The frozen model on its compute thread.
 
-Weights of the policy are used only after they have matched the trainer's canary. Light processes do not import this
+Policy weights are used only after they have matched the trainer's canary. Lightweight processes do not import this
 module.
 """
 
@@ -43,11 +43,11 @@ class FrozenScorer:
         scratch: Path | None = None,
         ranks: int = 1,
     ) -> None:
-        """`make` makes the model on the compute thread; `source` is its directory, for messages.
+        """`make` creates the model on the compute thread. `source` is the model's directory, for error messages.
 
         `temperature` is the sampling temperature of training. With `deterministic`, the same tasks in the same order
-        give the same bits. `scratch` is a file for weights that leave the device, if the device is the host's memory;
-        with None they stay. `ranks` is the number of ranks that share the model.
+        give the same bits. `scratch` is a file for weights that leave the device, if the device is the host's memory.
+        If it is None, the weights stay on the device. `ranks` is the number of ranks that share the model.
         """
         self._make = make
         self._source = source
@@ -79,7 +79,7 @@ class FrozenScorer:
         """Load the policy's `weights` of version `ref`, by Hugging Face name, or else the model directory's weights.
 
         Returns the canary error, as `canary_error` computes it. Raises RpcError(conflict) if it exceeds the tolerance,
-        or the names or shapes belong to another model. The scorer then holds no version.
+        or if the names or shapes belong to another model. The scorer then holds no version.
         """
         if ref is None or weights is None:
             await self._on_compute(self._load)
@@ -87,7 +87,7 @@ class FrozenScorer:
         return await self._on_compute(lambda: self._take(ref, weights))
 
     async def score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
-        """Return float32 [T] for each task, 0 where the mask is 0. All tasks are scored as one batch.
+        """Return the log-probs of each task, float32 [T], 0 where the mask is 0. All tasks are scored as one batch.
 
         Each task has `token_ids`, `lengths` and `loss_mask`. Once `cancel` is set, raises LeaseLost at the next
         micro-batch, or at the end if other ranks compute, too.
@@ -104,7 +104,7 @@ class FrozenScorer:
             await self._on_compute(self._shelf.take)
 
     def stop(self) -> None:
-        """End the thread after its current block."""
+        """Stop the thread after its current block."""
         if self._shelf is not None:
             self._shelf.remove()
         self._executor.shutdown(wait=False, cancel_futures=True)

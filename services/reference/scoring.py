@@ -1,7 +1,7 @@
 """Scores a block on all ranks that share the model: rank 0 holds the lease, the others follow.
 
-All ranks meet before they enter a collective. A rank that cannot get ready reports it there, and the lease is handed
-back. A rank that dies ends the group: all its ranks exit, and meet again after their restart.
+All ranks meet before they enter a collective. A rank that cannot get ready reports this when they meet, and the
+lease is handed back. If a rank dies, the whole group ends: all ranks exit and meet again after their restart.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Scoring:
     async def lead(
         self, lease: Lease, leases: LeaseBook, shards: Sequence[dict[str, Array]]
     ) -> tuple[list[Array], float]:
-        """Return float32 [T] for each task of the lease, and the seconds it took once all ranks were ready.
+        """Return the log-probs of each task of the lease, float32 [T], and how long scoring took, in seconds.
 
         Raises LeaseLost, GroupEnded, and RpcError(conflict) if trainer and reference disagree on the version.
         """
@@ -86,7 +86,7 @@ class Scoring:
                 request, self._weights(ref, lambda get: leases.persist(lease, "weights", get, WEIGHTS_CALL_S)), lease
             )
             await self._acquire_devices()
-            if not self._others:  # with other ranks, this one can no longer stay away
+            if not self._others:  # with other ranks, this one can no longer withdraw
                 lease.check()
             return await self._group.together(_name(request), self._compute(ref, weights, shards, lease.cancel))
         except GroupEnded:

@@ -1,4 +1,4 @@
-"""Samples leases whose samples are single answers, and resumes answers that an earlier life noted.
+"""Samples leases of single-answer samples, and resumes unfinished answers from notes.
 
 Notes are not used if their tokens are too old for the lease, or if the lease needs one exact version.
 """
@@ -37,7 +37,7 @@ class AnswerSampler:
     async def sample(
         self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
     ) -> list[list[Completion]]:
-        """Return the answers of each task. For `versions` see `InFlight.begin`. Raises LeaseLost."""
+        """Return the answers for each task. For `versions`, see `InFlight.begin`. Raises LeaseLost."""
         known = dataset_answers(tasks.ready, tasks.sampling.samples, versions.began)
         if known is not None:
             return [[answer_of(each, versions) for each in group] for group in known]
@@ -51,7 +51,7 @@ class AnswerSampler:
             raise LeaseLost(str(error)) from None
 
     def forget(self, tasks: Sequence[ReadyTask]) -> None:
-        """Delete the notes of `tasks`, whose lease is completed."""
+        """Delete the notes for `tasks`, whose lease has been completed."""
         if self._journal is not None:
             self._journal.forget([task.handle.task_id for task in tasks])
 
@@ -88,11 +88,11 @@ class AnswerSampler:
 
 
 def dataset_answers(tasks: Sequence[ReadyTask], samples: int, swaps: int) -> list[list[Generation]] | None:
-    """Return the data set's answers in place of sampled ones, or None if `tasks` are to be sampled.
+    """Return the data set's answers in place of sampled ones, or None if `tasks` must be sampled.
 
-    This is supervised fine-tuning on the path of sampling, without running a model. There are `samples` equal answers
-    for each task, and `swaps` is the engine's count of weight swaps. Log-probs are 0, as if the author of the data set
-    had been certain. They suit only losses that do not use the sampler's log-probs, such as
+    This runs supervised fine-tuning through the sampling path, without running a model. Each task has `samples` equal
+    answers, and `swaps` is the engine's count of weight swaps. Log-probs are 0, as if the author of the data set had
+    been certain. They suit only losses that do not use the sampler's log-probs, such as
     `algorithm.loss.name: cross_entropy`.
     """
     answers = [np.asarray(task.answer_ids, np.int32) for task in tasks if task.answer_ids is not None]

@@ -38,7 +38,7 @@ def assemble(
     min_survivors: int,
     named: Sequence[Sequence[Mapping[str, float]]] | None = None,
 ) -> Assembled:
-    """Leave out failed samples and drop tasks with fewer than `min_survivors` left. For `named` see `Assembled`."""
+    """Leave out failed samples, and drop tasks with fewer than `min_survivors` left. For `named`, see `Assembled`."""
     survivors: list[tuple[Rolled, float]] = []
     results: list[TaskResult] = []
     shards: list[dict[str, Array]] = []
@@ -81,11 +81,11 @@ def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
 
 
 def in_files(block: Assembled, *, filters: bool) -> list[list[int]]:
-    """Return the positions of `block.results`, grouped by put. Each put writes one file; by default a block is one put.
+    """Return positions in `block.results`, grouped by put. Each put writes one file; by default a block is one put.
 
-    With `filters` (`algorithm.filter_zero_variance`) tasks whose rewards are all equal are put separately. The
-    scheduler may drop them at once, and a file is freed with its last task: in a file with live tasks they would
-    occupy room that admission has already given to others.
+    With `filters` (`algorithm.filter_zero_variance`), tasks whose rewards are all equal are put separately. The
+    scheduler may drop these tasks at once, but a file is freed only with its last task. In a file with live tasks,
+    dropped tasks would occupy space that admission has already given to others.
     """
     if not filters:
         return [list(range(len(block.results)))]

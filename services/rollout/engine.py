@@ -28,7 +28,7 @@ class Prompt:
 
     `name` (the task id) and the run's seed determine the random numbers. `token_ids` is never empty. `resumed_ids`
     holds tokens of the completion that were sampled before: generation continues after them and does not return them.
-    They count towards the block's `max_new_tokens` and are fewer than that.
+    They count towards the block's `max_new_tokens`, and there are fewer of them than that.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings of a block. Training samples from softmax(logits / temperature) without truncation.
+    """Sampling settings for a block. Training samples from softmax(logits / temperature) without truncation.
 
     `samples` is per prompt; `temperature` 0 is greedy; `max_new_tokens` counts the sampled EOS; `stop` lists texts that
     end a completion; `block_rows` is the minimum number of rows to run, filled with padding (0: one row per sample).
@@ -53,7 +53,7 @@ class SamplingParams:
 
 
 class FinishReason(StrEnum):
-    """Reasons for which a completion ends: an EOS token or a stop text, or its token limit."""
+    """The reason why a completion ended: an EOS token or stop text, or the token limit."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -65,7 +65,7 @@ class Generation:
     """One sampled continuation.
 
     `token_ids` int32 [N] includes the sampled EOS; `logprobs` float32 [N] are at the sampling temperature (at
-    temperature 1 when greedy); `swaps` int32 [N] is `Engine.swaps` when each token was sampled.
+    temperature 1 when greedy); `swaps` int32 [N] is the value of `Engine.swaps` when each token was sampled.
     """
 
     token_ids: Array
@@ -78,8 +78,8 @@ class Generation:
 class GenerationWatch:
     """Asks an engine for the state of a block every `every_s` seconds, and once more when the block is cancelled.
 
-    `note(groups)` receives the generations of all prompts so far, some of them UNFINISHED. It is called on the engine's
-    compute thread, so it must be quick and must not raise.
+    `note(groups)` receives the generations so far for all prompts, some of which are UNFINISHED. It is called on the
+    engine's compute thread, so it must be quick and must not raise.
     """
 
     every_s: float
@@ -87,7 +87,7 @@ class GenerationWatch:
 
 
 class Engine(Protocol):
-    """An inference engine. Its coroutines belong to the service's loop; heavy work runs elsewhere and in sequence."""
+    """An inference engine. Its coroutines run on the service's loop; heavy work runs elsewhere, in sequence."""
 
     @property
     def progress(self) -> int:
@@ -127,10 +127,10 @@ class Engine(Protocol):
         """
 
     async def base_weights(self) -> dict[str, Array]:
-        """Return the weights now in the engine by parameter name, copying only what must be copied."""
+        """Return the engine's current weights by parameter name, copying only what must be copied."""
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, run where the engine computes. It counts as progress. Call it between blocks."""
+        """Run `work` where the engine computes, and return its result. It counts as progress. Call between blocks."""
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
         """Replace every parameter. `verify` checks whether that worked.
@@ -141,30 +141,30 @@ class Engine(Protocol):
         """
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
-        """Prove that the parameters which forward passes use now are bit for bit those that were set or received last.
+        """Prove that the parameters that forward passes now use are bit-identical to those last set or received.
 
-        `given` holds the arrays passed to `set_weights`, or nothing if the engine received the weights itself;
-        `announced` holds the trainer's digests by name (`shared.weights.digests`), or nothing if there are none. At
-        least one of them is not empty. Raises WeightsMismatch naming the parameters.
+        `given` contains the arrays passed to `set_weights`, and is empty if the engine received the weights itself.
+        `announced` contains the trainer's digests by name (`shared.weights.digests`), and is empty if there are none.
+        At least one of the two is not empty. Raises WeightsMismatch naming the parameters.
         """
 
     async def score(self, token_ids: Array) -> Array:
-        """Return float32 [T - 1]: the log-probs of int32 `token_ids` [T] from the second on, at temperature 1."""
+        """Return the log-probs at temperature 1, float32 [T - 1], of int32 `token_ids` [T] from the second token on."""
 
     async def sleep(self) -> None:
-        """Release all memory of weights, keys and values. Call only between blocks; nothing works until `wake`."""
+        """Release all memory for weights, keys and values. Call only between blocks; nothing works until `wake`."""
 
     async def wake(self, parts: Parts) -> None:
-        """Allocate the memory of `engine.weights`, `engine.kv_cache` or both. Parts that are already allocated stay.
+        """Allocate the memory for `engine.weights`, `engine.kv_cache` or both. Parts that are already allocated stay.
 
-        Sleep loses the weights: generating and scoring require a new `set_weights`. Wake the keys and values after the
-        weights were set; scoring may need both.
+        Sleeping discards the weights, so generating and scoring require a new call of `set_weights`. Wake the keys and
+        values after the weights have been set; scoring may need both.
         """
 
     async def pause(self) -> None:
-        """Hold generation before its next decode step, so that weights can be set and scored in the middle of a block.
+        """Pause generation before its next decode step, so that weights can be set and scored in the middle of a block.
 
-        Scoring may advance the block's samples, with the weights that are scored, but no sample is returned.
+        Scoring may advance the block's samples with the weights that are being scored, but no sample is returned.
         """
 
     async def resume(self) -> None:
@@ -174,4 +174,4 @@ class Engine(Protocol):
         """Return totals since the start: `generated_tokens`, `decode_steps`, `generate_s`."""
 
     async def stop(self) -> None:
-        """Abandon running generations and end the engine's thread, within a bounded time."""
+        """Abandon running generations and stop the engine's thread, within a bounded time."""

@@ -33,7 +33,7 @@ class Wanted(msgspec.Struct):
 
 
 def problem(wanted: Wanted) -> str:
-    """Import the function and return in one line why a run could not use it, or an empty string if it could."""
+    """Import the function. Return the one-line reason why a run could not use it, or an empty string if it could."""
     try:
         if wanted.kind in tuple(Purpose):
             load(Purpose(wanted.kind), wanted.path, wanted.params)

@@ -2,12 +2,12 @@
 
 The samples keep their tokens and continue under the new version from the next decode step
 (`services.rollout.in_flight`), with their cached keys and values (`keep`) or with those of the new version
-(`recompute`). No token is returned that was sampled with unproved weights, and blocks of one exact version
-(evaluations) are left alone.
+(`recompute`). Tokens that were sampled with unproved weights are never returned, and blocks that require one exact
+version (evaluations) are not changed.
 
 Generation pauses only for the swap and its proof, not while the weights are fetched or the trainer is asked to send
 them. A transfer directly into an engine (vLLM) is part of the swap. If it fails, the shards are used for `SHARDS_S`,
-provided that this entry was drilled.
+provided that loading from shards was drilled.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from services.rollout.weights_sync import WeightsSync
 from shared.rpc.errors import RpcError
 
 SHARDS_S = 60.0
-"""Seconds after a failed transfer for which newer weights are taken from the store."""
+"""Number of seconds after a failed transfer during which newer weights are taken from the store."""
 
 
 class InFlight:
-    """Swaps announced weights under running samples while `run` is active. It belongs to the service's loop."""
+    """Replaces running samples' weights with announced ones while `run` is active. It belongs to the service's loop."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class InFlight:
 
     @asynccontextmanager
     async def settled(self, may_begin: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
-        """Keep swaps out while weights are loaded or the engine's version is read.
+        """Prevent swaps while weights are loaded or the engine's version is read.
 
-        Waits until no other task is inside and `may_begin` returns True. An exception from `may_begin` ends the
-        wait even while another task is inside, so a task that hangs there does not hold up the waiting ones.
+        Waits until no other task is inside and `may_begin` returns True. An exception from `may_begin` ends the wait
+        even while another task is inside, so a task that hangs inside does not hold up the waiting tasks.
         """
         while not may_begin() or self._taken:
             await self._changed.wait()
@@ -102,7 +102,7 @@ class InFlight:
         return bool(self._under_way) and not any(self._under_way.values())
 
     async def run(self) -> None:
-        """Work until cancelled. Raises RpcError(conflict), with generation held, if engine and trainer disagree."""
+        """Work until cancelled. Raises RpcError(conflict), with generation paused, if engine and trainer disagree."""
         while True:
             await self._update(await self._announced.get())
 

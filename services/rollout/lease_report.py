@@ -18,13 +18,13 @@ from shared.stages import TRAIN
 
 @dataclass(frozen=True)
 class Sampled:
-    """The samples of a lease, by task, the policy version that they began with, and the seconds they took."""
+    """The samples of a lease, by task, the policy version with which they began, and the seconds that they took."""
 
     made: list[list[Made]]
     version: int
     seconds: float
     sync: SyncReport | None
-    """The sync that brought the weights; the last one if they changed during sampling."""
+    """The sync that brought the weights, or the last such sync if the weights changed during sampling."""
 
 
 def report_lease(
@@ -63,7 +63,7 @@ def report_lease(
 
 
 def report_workflow(service: Service, made: Sequence[Sequence[Made]], lost_processes: int) -> None:
-    """Emit the numbers of a lease whose samples a workflow made."""
+    """Emit the numbers for a lease whose samples were made by a workflow."""
     flat = [each for group in made for each in group]
     lost = [each.score.failure for each in flat if each.score is not None and each.score.kind == WORKFLOW]
     values: dict[str, float | str] = {

@@ -1,4 +1,4 @@
-"""Named values of samples besides the reward (parts of dict rewards, workflow metrics), as columns of completions."""
+"""Named sample values other than the reward (parts of dict rewards, workflow metrics), as columns of completions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""OpenAI's chat completions for agents that know nothing of rlbus.
+"""Serves OpenAI's chat-completions API to agents that know nothing about rlbus.
 
 Each call is captured in the sample to whose base URL it was sent. The endpoint listens on the loopback interface only.
 A request may shorten an answer (max_tokens, stop) but cannot change the sampling distribution: its temperature, top_p,
 penalties and seed are overridden by the topology's sampling, and the response header `x-overridden` lists them. The
-first request that this changes is also reported in the log and on the console.
+first request changed in this way is also reported in the log and on the console.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BODY_LIMIT_BYTES = 16 << 20
 MOST_CHOICES = 128
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _NEUTRAL = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,)}
-"""Values of overridden fields that request what happens anyway."""
+"""Values of overridden fields that match what happens anyway."""
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _JSON = "application/json"
 _NO_SAMPLE = "no running sample has this address: use ctx.base_url of a running workflow"
@@ -62,7 +62,7 @@ class OpenAIEndpoint:
     """Serves the calls of running samples. It belongs to the service's loop; any thread may `open` and `close`."""
 
     def __init__(self, model: str) -> None:
-        """`model` is the name that answers carry; requests may name any model."""
+        """`model` is the model name in answers; requests may name any model."""
         self._model = model
         self._sessions: dict[str, _Session] = {}
         self._tokens: dict[SampleCalls, str] = {}
@@ -80,7 +80,7 @@ class OpenAIEndpoint:
         await self._server.stop()
 
     def open(self, calls: SampleCalls) -> str:
-        """Return the base URL of one sample's calls, the same for each call. Any client that knows it may call."""
+        """Return the base URL for one sample's calls, which never changes. Any client that knows it may make calls."""
         token = self._tokens.get(calls)
         if token is None:
             token = self._tokens[calls] = secrets.token_urlsafe(16)
@@ -94,7 +94,7 @@ class OpenAIEndpoint:
             self._sessions.pop(token, None)
 
     def troubles(self) -> list[Trouble]:
-        """Return the troubles for the heartbeat: the settings that agents request and do not get."""
+        """Return the troubles for the heartbeat: the settings that agents request but do not get."""
         if not self._changed:
             return []
         asked = ", ".join(self._changed.values())
@@ -215,7 +215,7 @@ async def _body(request: Request) -> bytes:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. Raises ClientDisconnect, with `work` cancelled, if the client goes away first."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_gone(request))
     try:
@@ -246,7 +246,7 @@ def _error(status: int, message: str, code: str | None = None, kind: str = "inva
 
 
 def _asked(body: bytes) -> dict[str, Any]:
-    """Return the fields of the request. Raises HTTPException for what cannot be done as requested."""
+    """Return the fields of the request. Raises HTTPException for anything that cannot be done as requested."""
     try:
         asked = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -283,7 +283,7 @@ def _is_calls(calls: Any) -> bool:
 
 
 async def _choices(session: _Session, asked: dict[str, Any]) -> list[Turn]:
-    """Return `n` answers to the same messages, each in its own sequence, but one may continue an existing sequence."""
+    """Return `n` answers to the same messages, each in its own sequence. One may continue an existing sequence."""
     calls = [asyncio.create_task(_chat(session, asked)) for _ in range(asked.get("n") or 1)]
     try:
         return list(await asyncio.gather(*calls))
@@ -307,7 +307,7 @@ async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
 
 
 def _message(session: _Session, message: Message) -> Message:
-    """Return the message for the chat template. An unedited answer of ours is given as the text that was sampled."""
+    """Return the message for the chat template. An unedited answer of the policy becomes the text that was sampled."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -325,13 +325,13 @@ def _canonical(message: Message) -> tuple[str, list[Any], bytes]:
 
 
 def _parsed(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call with its arguments as an object, as templates expect. OpenAI's messages have a string."""
+    """Return the call with its arguments as an object, as templates expect. OpenAI messages have a string instead."""
     function = call.get("function") or {}
     return {**call, "function": {**function, "arguments": arguments(function)}} if "arguments" in function else call
 
 
 def _chunks(whole: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:
-    """Yield a finished completion as a stream, its text in one piece because it is sampled in a block with others."""
+    """Yield a finished completion as a stream. Its text is one piece, because it is sampled in a block with others."""
     head = {**whole, "object": "chat.completion.chunk"}
     head.pop("usage")
     for choice in whole["choices"]:

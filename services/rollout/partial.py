@@ -1,10 +1,10 @@
 """Notes of unfinished samples, for the engine that samples their task next.
 
-Blocks never wait for a note; losing one only costs tokens. Each task has one file in the run directory, which is
-replaced by a rename: a kill leaves either the previous note or the new one. Engines on one host share the files. Leases
-of one exact version (evaluations, deterministic mode) are not noted. Only the newest note of a task waits to be
-written, so a slow disk makes notes rarer instead of piling them up. A note that was written after its task was
-completed (by an engine that hung and continued) is removed once it is STALE_S older than the newest one.
+Blocks never wait for a note; losing a note only costs tokens. Each task has one file in the run directory, which is
+replaced by a rename, so a kill leaves either the previous note or the new one. Engines on one host share the files.
+Leases that require one exact version (evaluations, deterministic mode) are not noted. Only the newest note of a task
+waits to be written, so a slow disk makes notes rarer instead of piling them up. A note that was written after its task
+was completed (by an engine that hung and continued) is removed once it is STALE_S older than the newest note.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Completion:
 
 
 def answer_of(generation: Generation, versions: BlockVersions) -> Completion:
-    """Return what an engine sampled, with the policy version of each token."""
+    """Return an engine's generation as a completion, with the policy version of each token."""
     return Completion(
         generation.token_ids, generation.logprobs, versions.of(generation.swaps), generation.finish_reason
     )
@@ -75,7 +75,7 @@ class _TaskNotes(msgspec.Struct):
 
 STALE_S = 3600.0
 """Maximum seconds by which a note may be older than the newest one. The task of an older note was leased again long ago
-or has ended. The age does not count from now, so a run that is resumed after a week finds its notes."""
+or has ended. The age is not measured from the current time, so a run that is resumed after a week finds its notes."""
 CLOSE_S = 5.0
 
 
@@ -91,7 +91,7 @@ class PartialJournal:
     """The notes in one folder. `note` may be called from any thread and returns at once."""
 
     def __init__(self, folder: Path, every_s: float) -> None:
-        """`every_s` is the number of seconds between two notes of a block."""
+        """`every_s` is the number of seconds between two notes for a block."""
         self.every_s = every_s
         self._folder = folder
         self._folder.mkdir(exist_ok=True)
@@ -107,7 +107,7 @@ class PartialJournal:
             for task_id, samples in answers.items():
                 self._waiting[task_id] = _WaitingNote(task_id, lineage, temperature, samples)
         if not is_scheduled:
-            with contextlib.suppress(RuntimeError):  # the writer may be closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the writer may have been closed meanwhile
                 self._writer.submit(self._write)
 
     def forget(self, task_ids: Sequence[str]) -> None:
@@ -127,7 +127,8 @@ class PartialJournal:
     def read(self, task_id: str, wanted: ResumableNotes) -> list[Completion] | None:
         """Return the answers to resume, one per sample, or None if there are none.
 
-        Samples that must start over are empty. Blocks, so do not call it on the loop's thread.
+        The answers of samples that must start over are empty. This method blocks, so do not call it on the loop's
+        thread.
         """
         try:
             record = msgspec.msgpack.decode(self._file(task_id).read_bytes(), type=_TaskNotes)
@@ -141,7 +142,7 @@ class PartialJournal:
         return kept if any(len(each.token_ids) for each in kept) else None
 
     def close(self) -> None:
-        """Write the pending notes and stop. A directory that does not answer is waited for at most CLOSE_S."""
+        """Write the pending notes and stop. If the directory does not respond, wait at most CLOSE_S."""
         with contextlib.suppress(RuntimeError, TimeoutError):
             self._writer.submit(lambda: None).result(CLOSE_S)
         self._writer.shutdown(wait=False, cancel_futures=True)

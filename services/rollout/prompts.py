@@ -21,12 +21,12 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _DIGITS = "0123456789"
 _STAND_INS = 16
 _EDGE_TOKENS = 256
-"""Maximum number of tokens by which tokenising a truncated text exceeds the same part of the whole text."""
+"""Maximum number of extra tokens that a truncated text has compared with the same part of the whole text."""
 _CHARACTER_TOKENS = 4
 """Maximum number of tokens that make up one character."""
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CHARACTERS = 8
-"""Characters that are tokenised first, for each token of room."""
+"""Number of characters that are tokenised first, per token of room."""
 
 
 class PromptTooLong(ValueError):
@@ -51,7 +51,7 @@ class PromptBuilder:
             raise RpcError(ErrorCode.BAD_REQUEST, f"model {model}: no tokenizer: {first[:300]}") from None
         self._add_generation_prompt = add_generation_prompt
         self._pieces: dict[int, str] = {}
-        """Texts of tokens that were decoded alone."""
+        """Texts of individually decoded tokens."""
         self._special_ids = {
             int(number) for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -69,7 +69,7 @@ class PromptBuilder:
     def token_ids(self, row: dict[str, Any], at_most: int | None = None) -> list[int]:
         """Return the token ids of the row's prompt: raw text as it is, messages through the chat template.
 
-        Raises ValueError in one line if there is no prompt or the template rejects it, NoChatTemplate if there is no
+        Raises a one-line ValueError if there is no prompt or the template rejects it, NoChatTemplate if there is no
         template, and PromptTooLong, before all of it is tokenised, for a prompt well above `at_most` tokens.
         """
         prompt = row.get("prompt")
@@ -95,7 +95,7 @@ class PromptBuilder:
         """Return the token ids of the row's `answer` as the policy would have to say it, with the end-of-sequence
         token.
 
-        Raises ValueError in one line if there is no answer or the tokenizer has no end-of-sequence token.
+        Raises a one-line ValueError if there is no answer or the tokenizer has no end-of-sequence token.
         """
         answer, eos = row.get("answer"), self._tokenizer.eos_token_id
         if answer is None:
@@ -114,9 +114,9 @@ class PromptBuilder:
     ) -> list[int]:
         """Return the token ids that `messages` add to a conversation whose tokens `held` end with the policy's answer.
 
-        They begin with what the template writes after an answer, unless the last token of the answer is already that (a
-        sampled end-of-turn token). Raises ValueError in one line if the template rejects the messages, and
-        PromptTooLong for text well above `at_most` tokens.
+        They begin with what the template writes after an answer, unless the answer's last token already provides it (a
+        sampled end-of-turn token). Raises a one-line ValueError if the template rejects the messages, and PromptTooLong
+        for text well above `at_most` tokens.
         """
         try:
             ids = self._ids(self._after_an_answer(messages, tools), at_most)
@@ -127,11 +127,11 @@ class PromptBuilder:
         return ids[1:] if ids and held and ids[0] == held[-1] and ids[0] in self._special_ids else ids
 
     def _after_an_answer(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        """Return what the template writes for `messages` after an answer, including the answer's end."""
+        """Return the text that the template writes for `messages` after an answer, including the end of the answer."""
         # The messages are rendered after a stand-in conversation, because templates that rewrite earlier answers
-        # (dropping their reasoning) would change the tokens that were sampled. The stand-in answer must
-        # occur exactly once, but tools and messages may contain digits, too. It has each digit once, so that no two
-        # occurrences can overlap.
+        # (dropping their reasoning) would change the tokens that were sampled. The stand-in answer must occur exactly
+        # once, but tools and messages may contain digits, too. It contains each digit once, so that no two occurrences
+        # can overlap.
         for digits in itertools.islice(itertools.permutations(_DIGITS), _STAND_INS):
             answer = "".join(digits)
             before = [{"role": "user", "content": "."}, {"role": "assistant", "content": answer}]
@@ -155,9 +155,9 @@ class PromptBuilder:
         return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _check_length(self, text: str, at_most: int | None) -> None:
-        """Raise PromptTooLong if a beginning of the text shows that it is too long.
+        """Raise PromptTooLong if a prefix of the text shows that the text is too long.
 
-        Each beginning is twice as long as the one before, since a token may stand for any number of characters.
+        Each prefix is twice as long as the previous one, since a token may stand for any number of characters.
         Tokenising all of a text that is too long would hold up the other users of the tokenizer.
         """
         if at_most is None:
@@ -180,8 +180,8 @@ class PromptBuilder:
         return text[: min(ends)] if ends else text
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token, special tokens included. A character that several tokens make up belongs to
-        the last of them."""
+        """Return the text of each token, special tokens included. A character made up of several tokens belongs to the
+        last of them."""
         unknown = [each for each in dict.fromkeys(token_ids) if each not in self._pieces]
         self._pieces.update(zip(unknown, map(self._text_of, ([each] for each in unknown)), strict=True))
         found = [self._pieces[each] for each in token_ids]

@@ -1,4 +1,4 @@
-"""Builds the shard with the text of a task's samples, for tasks whose samples are recorded."""
+"""Builds the shards that contain the text of tasks' samples, for tasks whose samples are recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.samples.text import SampleText, TaskText, pack
 
 
 class SampleTexts:
-    """It belongs to the thread of the tokenizer."""
+    """Builds the shards for chosen tasks. It belongs to the tokenizer's thread."""
 
     def __init__(self, choice: Choice, prompts: PromptBuilder) -> None:
         self.choice = choice
@@ -26,7 +26,7 @@ class SampleTexts:
     def shards(
         self, tasks: Sequence[ReadyTask], made: Sequence[Sequence[Made]], scores: Sequence[Sequence[Score]]
     ) -> dict[str, Array]:
-        """Return the shard of each chosen task, by task id. Samples without a score are left out."""
+        """Return the shards of the chosen tasks, by task id. Samples without a score are left out."""
         return {
             task.handle.task_id: self._shard(task, group, group_scores)
             for task, group, group_scores in zip(tasks, made, scores, strict=True)
@@ -57,7 +57,7 @@ class SampleTexts:
 
 
 def answer_tokens(rolled: Rolled) -> list[int]:
-    """Return the tokens of a sample from the first sampled token of each sequence on."""
+    """Return a sample's tokens, beginning in each sequence with the first sampled token."""
     found: list[int] = []
     for each in rolled.sequences:
         found += each.token_ids[int(np.argmax(each.loss_mask)) :].tolist()

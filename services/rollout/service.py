@@ -70,7 +70,7 @@ class RolloutService(Service):
         self._source: TransferSource | None = None
 
     async def start(self) -> None:
-        """Start all parts. Users' code is first, so that a failing import shows before the model is loaded."""
+        """Start all parts. Users' code is first, so that a failing import is reported before the model is loaded."""
         topology = await self._on_text(lambda: _load_topology(self.run))
         settings = _engine_settings(topology)
         self.telemetry.traced_share = topology.services.monitor.traced_share
@@ -94,7 +94,7 @@ class RolloutService(Service):
             self._workflows = UserPool(setup, chosen.processes)
             # All processes are started before the first sample, because the samples of a lease are assigned at once.
             await self._workflows.start(at_once=chosen.processes)
-        # Importing an engine takes seconds and happens off the loop, so that the mailbox answers meanwhile.
+        # Importing an engine takes seconds, so it happens off the loop, and the mailbox answers meanwhile.
         engine = self._engine = await self._on_text(
             lambda: make_engine(
                 settings,

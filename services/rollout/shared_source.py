@@ -30,8 +30,8 @@ class _Fetching:
 
 
 class SharedSource:
-    """A `WeightsSource` on top of another one. The lease ahead, leases waiting for their turn and the swap under
-    running samples share one delivery. It belongs to the service's loop."""
+    """A `WeightsSource` on top of another one. The lease being prefetched, the leases waiting for their turn and an
+    in-flight swap share one delivery. It belongs to the service's loop."""
 
     def __init__(self, source: WeightsSource) -> None:
         self._source = source
@@ -43,7 +43,7 @@ class SharedSource:
         fetching = self._fetching.setdefault(key, _Fetching())
         fetching.waiting.append(on_progress)
         try:
-            async with fetching.lock:  # if the fetch fails, the next caller repeats it with its full time
+            async with fetching.lock:  # if the fetch fails, the next caller repeats it with its own full time limit
                 on_progress()
                 delivery = self._here.get(key)
                 if delivery is None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TASKS_A_TURN = 4
 TEXT_S = 120.0
-"""Maximum seconds of one turn on the text thread, including earlier turns of other leases and rows that hang."""
+"""Maximum seconds that one turn on the text thread may take, including other leases' earlier turns and hanging rows."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ReadyTask:
     row: Row
     prompt_ids: list[int]
     answer_ids: list[int] | None = None
-    """The answer to use if the data set provides it (supervised fine-tuning), or None if it is sampled."""
+    """The answer's token ids if the data set provides it (supervised fine-tuning), or None if the answer is sampled."""
 
     def prompt(self) -> Prompt:
         return Prompt(self.handle.task_id, self.prompt_ids)
@@ -52,8 +52,11 @@ class PreparedTasks:
 
 
 async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTasks:
-    """Prepare the tasks of a lease, a few at a time: other leases use the text thread in between, and slow rows do not
-    lose the lease. Raises LeaseLost, and the errors of `TaskSets.prepare`."""
+    """Prepare the tasks of a lease, a few at a time.
+
+    Other leases use the text thread in between, and the lease is not lost because of slow rows. Raises LeaseLost, and
+    the same errors as `TaskSets.prepare`.
+    """
     grant = lease.grant
     parts: list[PreparedTasks] = []
     for first in range(0, max(len(grant.batch.tasks), 1), TASKS_A_TURN):
@@ -72,7 +75,7 @@ class TaskSets:
     """The run's data sets and their sampling parameters. It belongs to one thread at a time (the tokenizer's)."""
 
     def __init__(self, topology: Topology, prompts: PromptBuilder, context_tokens: int) -> None:
-        """Open every source. `context_tokens` is the length of the model's longest sequence.
+        """Open every source. `context_tokens` is the model's maximum sequence length.
 
         Raises RpcError(bad_request) for a source that cannot be read.
         """
@@ -160,7 +163,7 @@ class TaskSets:
             temperature=temperature,
             max_new_tokens=new_tokens,
             seed=topology.run.seed,
-            stop=() if recites else tuple(topology.sampling.stop),  # rewards see the text that is trained
+            stop=() if recites else tuple(topology.sampling.stop),  # rewards see the text that is trained on
             block_rows=grant.block_rows,
         )
 
@@ -182,7 +185,7 @@ def _why(error: Exception) -> DropReason:
 def drop(
     handle: TaskHandle, why: DropReason, reason: str, samples_failed: int = 0, lost: dict[str, int] | None = None
 ) -> TaskResult:
-    """Return the result of a task that can never succeed. `reason` explains `why`; for `lost` see `TaskResult`."""
+    """Return the result of a task that can never succeed. `reason` explains `why`; for `lost`, see `TaskResult`."""
     return TaskResult(
         task_id=handle.task_id,
         fence=handle.fence,

@@ -25,7 +25,7 @@ class SequenceTokens:
 
 @dataclass(frozen=True, slots=True)
 class Rolled:
-    """A sample. It has no sequences if it failed. `truncated` says that its last answer reached the length limit."""
+    """A sample. It has no sequences if it failed. `truncated` says whether its last answer reached the length limit."""
 
     sequences: list[SequenceTokens]
     truncated: bool

@@ -1,7 +1,7 @@
-"""An engine's side of weight transfers: asks the trainer, keeps the communicator, and reports how each transfer ended.
+"""An engine's side of weight transfers. It requests transfers, keeps the communicator, and reports how transfers ended.
 
-A communicator that may hold half a version is always discarded. A `Receiver` decides where the bytes go: into memory of
-this process (`HostMemory`), or an engine's own (vLLM).
+A communicator that may contain half a version is always discarded. A `Receiver` decides where the bytes go: into this
+process's memory (`HostMemory`) or into an engine's own memory (vLLM).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Receiver(Protocol[R]):
     async def receive(self, offer: TransferOffer, meeting: Meeting) -> R:
         """Receive all of `offer`. Join its communicator first (gloo: at `meeting`) if it differs from the last one.
 
-        This ends at the offer's deadline. After any exception the communicator has been left. An engine that no
-        longer has a whole version raises RpcError.
+        The call ends at the offer's deadline. After any exception, the receiver has left the communicator. An engine
+        that no longer has a complete version raises RpcError.
         """
 
     def leave(self) -> None:
@@ -64,7 +64,7 @@ class EngineTransfers:
         listen: Callable[[], str] = str,
     ) -> None:
         """`trainer` is a client of the trainer's rank 0; `incarnation` identifies this life of the engine; `listen()`
-        is where this process answers other hosts, or empty."""
+        returns the address at which this process answers other hosts, or an empty string."""
         self._run = run
         self._listen = listen
         self._trainer = trainer
@@ -77,12 +77,12 @@ class EngineTransfers:
         self._asked = 0
         self._telling: set[asyncio.Task[bool]] = set()
         self.communicator = 0
-        """Id of the communicator that is held; 0 for none."""
+        """Id of the current communicator, or 0 if there is none."""
 
     async def bring(self, ref: WeightsRef, receiver: Receiver[R], *, drill: bool) -> R:
         """Bring the weights of `ref`, or of its start-up drill, to `receiver`.
 
-        Raises TransferFailed, and any RpcError of the receiver.
+        Raises TransferFailed, and any RpcError from the receiver.
         """
         async with self._busy:
             return await self.take(await self._offered(ref, receiver.ranks, drill), receiver)
@@ -114,8 +114,10 @@ class EngineTransfers:
         return received
 
     def _meeting(self, offer: TransferOffer) -> Meeting:
-        """Return where this engine meets the trainer. Raises TransferFailed if it is on another host and listens
-        nowhere."""
+        """Return the place where this engine meets the trainer.
+
+        Raises TransferFailed if the trainer is on another host and this process does not listen for other hosts.
+        """
         if not offer.store:
             return Meeting(LOOPBACK, file=self._run.sockets / Path(offer.meeting).name)
         try:
@@ -164,7 +166,7 @@ class EngineTransfers:
         )
 
     async def _end(self, offer: TransferOffer, failure: str) -> bool:
-        """Report the end and return whether the trainer received it. If not, the trainer acts at its deadline."""
+        """Report the end and return whether the trainer received this. If not, the trainer acts at its deadline."""
         request = EndTransfer(
             instance=self._instance,
             incarnation=self._incarnation,
@@ -180,7 +182,7 @@ class EngineTransfers:
 
 
 class HostMemory:
-    """A `Receiver` into new memory of this process, on a thread of its own while the engine continues."""
+    """A `Receiver` that receives into new memory of this process, on its own thread while the engine continues."""
 
     ranks = 1
 

@@ -1,4 +1,4 @@
-"""Holds the version that a lease needs in the engine, from its fetch to the proof that it was loaded."""
+"""Loads the version that a lease needs into the engine, from fetching it to proving that it was loaded."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _WEIGHTS: Parts = frozenset({WEIGHTS})
 
 
 class WeightsGone(Exception):
-    """The scheduler cleared the version of a lease while the lease waited, so its samples would be of no use."""
+    """The scheduler cleared the version of a lease while the lease waited, so its samples would be useless."""
 
 
 @dataclass
 class Fetched:
-    """The weights of a lease. There are none if the engine held its version already, or has loaded it meanwhile."""
+    """The weights of a lease. There are none if the engine already held the lease's version, or has since loaded it."""
 
     delivery: Delivery | None = None
 
 
 class VersionLoader:
-    """The version in the engine, for leases that are sampled one after the other or side by side."""
+    """Manages the engine's version for leases that are sampled one after another or side by side."""
 
     def __init__(
         self,
@@ -62,10 +62,11 @@ class VersionLoader:
     async def acquire(self, lease: Lease, fetched: Fetched, *, exact: bool) -> tuple[BlockVersions, int]:
         """Load the version if needed and register the lease as being sampled. Return its versions and their lineage.
 
-        With `exact` the version stays until `release`. Raises WeightsGone, and LeaseLost.
+        With `exact`, the version stays until `release`. Raises WeightsGone, and LeaseLost.
         """
         async with self._settled(lease):
-            # Memory for the weights comes first: the trainer's parameters may stay in memory while they are taken over.
+            # Memory for the weights comes first: the trainer's parameters may stay in memory while the engine takes
+            # them over.
             await self._acquire_memory(_WEIGHTS)
             placed = await self._load_version(lease, fetched)
             await self._acquire_memory(ENGINE)
@@ -80,9 +81,9 @@ class VersionLoader:
 
     @asynccontextmanager
     async def _settled(self, lease: Lease) -> AsyncIterator[None]:
-        """Enter `InFlight.settled`, after the running leases have ended if the engine must load another version.
+        """Enter `InFlight.settled`. If the engine must load another version, first wait for the running leases to end.
 
-        Raises LeaseLost as soon as the lease is lost while it waits.
+        Raises LeaseLost as soon as the waiting lease is lost.
         """
 
         def may_begin() -> bool:
@@ -116,7 +117,7 @@ class VersionLoader:
         await self._engine.wake(parts)
 
     async def _load_version(self, lease: Lease, fetched: Fetched) -> bool:
-        """Load the version of the lease into the engine. Return False if the engine holds it already."""
+        """Load the version of the lease into the engine. Return False if the engine already holds it."""
         ref = lease.grant.weights
         if ref is None or not self._needs_other(lease):
             return False

@@ -18,7 +18,7 @@ class BlockVersions:
     """
 
     def __init__(self, step: int, swaps: int) -> None:
-        """Start with version `step`, proved, which the engine holds after `swaps` swaps."""
+        """Start with the proved version `step`, which the engine holds after `swaps` swaps."""
         self.began = swaps
         self._steps = {swaps: step}
 
@@ -32,9 +32,9 @@ class BlockVersions:
         self._steps[swaps] = step
 
     def of(self, swaps: Array) -> Array:
-        """Return int32 [N]: the version of each token, given int32 `swaps` [N].
+        """Return the version of each token, int32 [N], given int32 `swaps` [N].
 
-        Raises ValueError for a token of weights that were set earlier, or are not proved.
+        Raises ValueError for a token from weights that were set earlier, or that are not proved.
         """
         known = np.fromiter(self._steps, np.int32)
         at = np.searchsorted(known, swaps).clip(max=len(known) - 1)

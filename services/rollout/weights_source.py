@@ -32,7 +32,7 @@ Emit = Callable[[str, dict[str, float | str]], None]
 
 
 class Entry(StrEnum):
-    """The ways by which weights enter an engine. Each is drilled separately."""
+    """The ways in which weights enter an engine. Each is drilled separately."""
 
     SET = "set_weights"
     RECEIVE = "receive"
@@ -40,7 +40,7 @@ class Entry(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The weights that were set in an engine, the route by which they came, and how they entered.
+    """The weights that were set in an engine, the route by which they arrived, and how they entered.
 
     `names` lists the weights; `given` holds the arrays that were set and is empty if the engine received them itself.
     """
@@ -58,11 +58,11 @@ class Loaded:
 
 @runtime_checkable
 class Delivery(Protocol):
-    """Weights that are here or about to arrive."""
+    """Weights that have arrived or are about to arrive."""
 
     @property
     def entry(self) -> Entry:
-        """The way by which the weights will enter the engine."""
+        """The way in which the weights will enter the engine."""
 
     async def begin(self) -> None:
         """Do what is possible while the engine continues; `load` or `decline` follows. Raises TransferFailed."""
@@ -89,7 +89,7 @@ class Arrays:
         return Entry.SET
 
     async def begin(self) -> None:
-        """Do nothing, since the weights are here."""
+        """Do nothing, since the weights have arrived."""
 
     def decline(self) -> None:
         """Do nothing, since no sender is waiting."""
@@ -107,14 +107,14 @@ class WeightsSource(Protocol):
         """Return the weights of `ref`. Raises RpcError if they are not available, or nothing arrived for `FETCH_S`."""
 
     async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
-        """Return the same from the store, after a failed transfer."""
+        """Return the weights of `ref` from the store, after a failed transfer."""
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         """Return the weights of the start-up drill, which enter by `entry`."""
 
 
 class ShardSource:
-    """A source that reads from the store of this host, which takes versions from other hosts."""
+    """A source that reads from this host's store, which fetches versions from other hosts."""
 
     def __init__(self, data: DataClient, store: str = "") -> None:
         """`store` is the store of this host; without it, versions are read where the trainer put them."""
@@ -141,7 +141,7 @@ async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
     except ValueError as error:
         raise RpcError(ErrorCode.CONFLICT, f"weights {ref.task_id}: {error}") from None
     for name, values in base.items():
-        # One parameter at a time: a large model takes longer than a lease or a heartbeat may wait.
+        # Perturb one parameter at a time: a whole large model takes longer than a lease or a heartbeat may wait.
         perturbed[name] = await engine.compute(partial(perturb, name, values, ref.drill_seed, factors[name]))
     return Arrays(perturbed)
 
@@ -227,7 +227,7 @@ class _IntoEngine:
         return Entry.RECEIVE
 
     async def begin(self) -> None:
-        """Ask the trainer to read the version and prepare to send, so that generation does not have to wait for it."""
+        """Ask the trainer to read the version and prepare to send, so that generation does not wait for this."""
         if self._asked is None:
             self._asked = asyncio.create_task(self.source.transfers.ask(self.ref, self.receiver))
         try:

@@ -1,9 +1,9 @@
-"""Brings policy versions into the engine and proves that they are there.
+"""Loads policy versions into the engine and proves that they are there.
 
 The engine never samples with weights whose loading was not verified, or that have not matched the trainer's canary.
 
 The start-up drill precedes the first version: a perturbed copy of the engine's own base weights takes the same way into
-the engine and must match the trainer's canary of that copy, which finds parameters that an update never reaches. A
+the engine and must match the trainer's canary of that copy. This check finds parameters that an update never reaches. A
 failed engine does not recover by itself: there is no edge DEAD -> HEALTHY, only a new start with a new drill.
 """
 
@@ -39,7 +39,7 @@ class HeldVersion:
 @dataclass(frozen=True, slots=True)
 class SyncReport:
     """A finished sync. `canary_error` is the largest absolute difference of a log-prob; `verify_s` is the part of
-    `seconds` that it took to verify the loading."""
+    `seconds` spent verifying the loading."""
 
     step: int
     lineage: int
@@ -52,7 +52,7 @@ class SyncReport:
     route: str = SHARDS
 
     def scalars(self, samples: int) -> dict[str, Array]:
-        """Return what a completion says about the weights of its samples: float32 [samples] columns.
+        """Return a completion's columns about its samples' weights, each float32 [samples].
 
         Bytes are exact to 24 bits; `sync_sent` is 1 for weights that the trainer sent and 0 for shards.
         """
@@ -140,7 +140,7 @@ class WeightsSync:
             await self._set(self._coming)
 
     async def prove(self) -> SyncReport:
-        """Check the canary of what was placed, after the drill if it has not been passed yet.
+        """Run the drill if it has not been passed yet, then check the canary of what was placed.
 
         Raises RpcError(conflict) if the engine and the trainer disagree, after which the engine must not continue, and
         TransferFailed if the weights of the drill, or those after it, did not arrive.
@@ -171,7 +171,7 @@ class WeightsSync:
         return report
 
     async def _drilled_and_set(self, coming: _Coming) -> Loaded:
-        """Return what is in the engine now, loaded by a drilled entry.
+        """Return the weights now in the engine, loaded by a drilled entry.
 
         Raises TransferFailed if the drill had to use another entry: the weights would most likely need that one, too.
         """
@@ -203,7 +203,7 @@ class WeightsSync:
         self._drilled.add(loaded.entry)
 
     async def _verify(self, canary: Canary, loaded: Loaded, what: str) -> float:
-        """Check every bit of every parameter and return the seconds taken. Raises RpcError(conflict)."""
+        """Check every bit of every parameter and return how long this took, in seconds. Raises RpcError(conflict)."""
         began = time.perf_counter()
         announced = dict(zip(sorted(loaded.names), canary.digests, strict=False))
         try:
@@ -242,7 +242,7 @@ class WeightsSync:
         return canary.tolerance if self._calibrated is None else min(self._calibrated, canary.tolerance)
 
     def _calibrate(self, canary: Canary, noise: float) -> float:
-        """Return the tolerance of an engine whose error was `noise` on verified weights, both perturbed and true ones.
+        """Return the tolerance for an engine whose error was `noise` on verified weights, both perturbed and true ones.
 
         Raises RpcError(conflict) if it would accept an engine that took none of the drill's weights.
         """

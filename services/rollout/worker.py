@@ -1,4 +1,4 @@
-"""Works through leases, from loading the version they need to completed shards: prepare, sample, finish.
+"""Works through leases, from loading the version that they need to completing the shards: prepare, sample, finish.
 
 Nothing is sampled with weights older than a lease allows.
 """
@@ -53,7 +53,7 @@ class _Prepared:
 class RolloutWorker:
     """Works through the leases of one engine. It belongs to the service's loop, which it never blocks.
 
-    `VersionLoader` holds the version that a lease needs in the engine, and `report_lease` reports the samples.
+    `VersionLoader` loads the version that a lease needs into the engine, and `report_lease` reports the samples.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class RolloutWorker:
             prepare=self._prepare,
             compute=self._sample,
             finish=self._finish,
-            # A service that takes turns on devices gives them back between leases.
+            # A service that takes turns on devices gives the devices back between leases.
             side_by_side=SIDE_BY_SIDE if engine.side_by_side and isinstance(turns, OwnDevices) else 1,
             may_lease=rewards.reachable,
         )
@@ -121,7 +121,7 @@ class RolloutWorker:
         await self._pipeline.run()
 
     async def drain(self) -> None:
-        """Stop sampling, finish what is sampled if that is quick, and hand the rest back."""
+        """Stop sampling, finish the sampled leases if that is quick, and hand the rest back."""
         await self._pipeline.drain()
 
     def troubles(self) -> list[Trouble]:
@@ -143,12 +143,12 @@ class RolloutWorker:
             self.rest(but=lease)
 
     def rest(self, but: Lease | None = None) -> None:
-        """Release the devices if no lease needs the engine, apart from `but`, which is done."""
+        """Release the devices if no lease other than `but`, which is done, needs the engine."""
         if not self._sampling and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
 
     async def _in_turn(self, lease: Lease, prepared: _Prepared) -> Sampled | None:
-        # A workflow's calls form many blocks, some of which would begin in a swap: each lease has one version.
+        # A workflow's calls form many blocks, some of which would begin during a swap, so each lease has one version.
         exact = lease.grant.exact or self._workflow is not None
         try:
             versions, lineage = await self._versions.acquire(lease, prepared.weights, exact=exact)
@@ -186,7 +186,7 @@ class RolloutWorker:
     async def _answers(
         self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions, lineage: int
     ) -> list[list[Made]]:
-        """Sample the whole lease in one block, with one answer per sample. Texts follow in `_finish`."""
+        """Sample the whole lease in one block, with one answer per sample. `_finish` adds the texts."""
         groups = await self._answer_sampler.sample(lease, tasks, versions, lineage)
         return [
             [
@@ -266,7 +266,7 @@ class RolloutWorker:
                 each.sample.messages = messages_of(each.sample.row, text)
 
     async def _scores(self, lease: Lease, made: list[list[Made]]) -> list[list[Score]]:
-        """Return the samples' own scores, or where they have none the reward functions' scores. Raises LeaseLost."""
+        """Return each sample's own score or, if it has none, the reward functions' score. Raises LeaseLost."""
         unscored = [[each.sample for each in group if each.score is None] for group in made]
 
         def advance() -> None:

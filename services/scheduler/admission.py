@@ -37,10 +37,10 @@ def admit(run: RunState) -> None:
 
 
 def room_in_order(run: RunState) -> int:
-    """Return how many tasks to admit: up to `Plan.max_live`, while there is room for all the bytes they may need.
+    """Return the number of tasks to admit: up to `Plan.max_live`, if there is room for all the bytes they may need.
 
-    The tasks of the next step are admitted even without room, because a run that waited for room that only its own
-    steps free would stall. One event admits at most `ADMITTED_AT_ONCE` tasks, or one step's tasks if a step has more.
+    The tasks of the next step are admitted even without room: only the run's own steps free room, so a run that waited
+    for it would stall. One event admits at most `ADMITTED_AT_ONCE` tasks, or one step's tasks if a step has more.
     """
     step_tasks, live = run.plan.tasks_per_step, run.window.live
     left = (run.config.steps - run.batched_step) * step_tasks

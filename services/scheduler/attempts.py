@@ -1,4 +1,4 @@
-"""The ends of attempts: a task is sampled again under a higher fence, or dropped. The module is pure."""
+"""Ends attempts: a task is sampled again under a higher fence, or dropped. The module is pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FAILURE = 4
 """Cost of a failed attempt. A task whose costs reach `FAILURE` times the allowed attempts is dropped."""
 DEATH = 1
-"""Cost of the death of a task's holder. It is lower than `FAILURE` because the task is rarely the cause. A task that
+"""Cost of an attempt whose holder died. It is lower than `FAILURE` because the task is rarely the cause. A task that
 always kills its process is still dropped, after `FAILURE` deaths for each allowed attempt."""
 
 
@@ -33,7 +33,7 @@ def retry_or_drop(run: RunState, task: Task, cost: int, reason: str) -> None:
 
 
 def sample_again(run: RunState, task: Task) -> None:
-    """Return a task to PENDING under a higher fence, and clear the shards of the old one."""
+    """Return a task to PENDING under a higher fence, and clear the shards of its old fence."""
     clear(run, task, last=False)
     release(run, task)
     run.records.forget(task.task_id)
@@ -49,8 +49,8 @@ def sample_again(run: RunState, task: Task) -> None:
 def revive(run: RunState, task_ids: Iterable[str], first: int = EVALUATION) -> list[Task]:
     """Add or reset tasks that may have been sampled before, and return them.
 
-    They are PENDING under fences that no store has seen, so that clears of earlier fences that are still in flight do
-    not end them. Their admission numbers count up from `first`, unless it is `EVALUATION`.
+    They are PENDING under fences that no store has seen. Clears of earlier fences may still be in flight and do not
+    affect them. Their admission numbers count up from `first`, unless it is `EVALUATION`.
     """
     revived: list[Task] = []
     for number, task_id in enumerate(task_ids):

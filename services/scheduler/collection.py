@@ -25,7 +25,7 @@ MAX_CLEARS = 1000
 """Maximum number of clears in one message."""
 
 Entry = tuple[str, int, bool]
-"""Task id, fence, and whether this is the last clear, after whose acknowledgements the task is COLLECTED."""
+"""Task id, fence, and whether this is the last clear. The task is COLLECTED after all acknowledgements of it."""
 
 
 class ClearQueues:
@@ -61,7 +61,7 @@ class ClearQueues:
         return changed
 
     def push(self, entry: Entry, stores: Iterable[str]) -> None:
-        """Queue a clear at each of these stores. Unknown stores are skipped: reconciliation clears what they hold."""
+        """Queue a clear for each of these stores. Unknown stores are skipped: reconciliation clears what they hold."""
         for store in stores:
             if store in self._queues:
                 self._queues[store].append(entry)
@@ -94,7 +94,7 @@ class ClearQueues:
 
 
 def clear(run: RunState, task: Task, *, last: bool) -> int:
-    """Clear what was made under the task's fence, and return the number of acknowledgements to wait for.
+    """Clear the shards made under the task's fence, and return the number of acknowledgements to wait for.
 
     The clear goes to the stores of the task's results, of its lease, and of the trainer's ranks. Shards elsewhere (a
     late put of an earlier attempt) are strays, which reconciliation finds.
@@ -117,7 +117,7 @@ def clear_weights(run: RunState, ref: WeightsRef) -> None:
 
 
 def release(run: RunState, task: Task) -> None:
-    """Take a task away from the lease that holds it, if any."""
+    """Remove a task from the lease that holds it, if any."""
     lease = run.leases.get(task.lease)
     if lease is not None:
         del lease.tasks[task.task_id]
@@ -125,7 +125,7 @@ def release(run: RunState, task: Task) -> None:
 
 
 def collect(run: RunState, task: Task) -> None:
-    """Clear an ended task at every store, once the recorder has taken its samples if they are to be recorded."""
+    """Clear an ended task at every store. If its samples are to be recorded, the clear waits for the recorder."""
     due = run.records.find(task)
     if due is None or task.parts[0] is None:
         _collect(run, task)
@@ -145,7 +145,7 @@ def collect(run: RunState, task: Task) -> None:
 
 
 def take_samples(run: RunState, tasks: Iterable[PutTask], *, lost: bool) -> bool:
-    """End the wait for the recorder, which has taken these tasks or is not waited for any longer (`lost`).
+    """Stop waiting for the recorder: it has taken these tasks, or has been given up (`lost`).
 
     Return False, without any change, if none of them is due.
     """
@@ -166,9 +166,9 @@ def take_samples(run: RunState, tasks: Iterable[PutTask], *, lost: bool) -> bool
 
 
 def take_back_samples(run: RunState, step: int) -> None:
-    """Forget the due tasks of steps and versions after `step`, and note that the recorded ones are to be discarded.
+    """Forget the due tasks of steps and versions after `step`, and note that the recorded ones must be discarded.
 
-    In deterministic mode they stay, because the steps give the same samples again.
+    In deterministic mode the recorded ones stay, because the repeated steps give the same samples.
     """
     records = run.records
     later = [PutTask(task_id, due.fence) for task_id, due in records.due.items() if due.step > step]
@@ -214,7 +214,7 @@ def collect_steps(run: RunState, last: int) -> None:
 
 
 def is_stray(run: RunState, entry: PutTask) -> bool:
-    """Return whether `entry` of a store is neither accepted, nor under a live lease, nor of a live version."""
+    """Return whether a store's `entry` belongs to no accepted result, no live lease and no live version."""
     split, epoch, index = entry.task_id.rsplit("/", 2)
     if split == WEIGHTS:
         version = (int(epoch), int(index))
@@ -222,7 +222,7 @@ def is_stray(run: RunState, entry: PutTask) -> bool:
         if ref is not None:
             return entry.fence < ref.fence
         newest = run.versions.newest
-        # A version that is put but not published yet is of the driver's lineage and not older than the newest.
+        # A version that is put but not published yet has the driver's lineage and is not older than the newest.
         return newest is not None and (version[0] < run.lineage or version < newest)
     task = run.tasks.find(entry.task_id)
     return task is None or entry.fence < task.fence

@@ -1,4 +1,4 @@
-"""Completions: decides which results are accepted or refused, and what happens to their tasks. The module is pure.
+"""Decides which results are accepted or refused, and what happens to their tasks. The module is pure.
 
 A request is checked as a whole before anything changes.
 """
@@ -181,10 +181,10 @@ def _count_lost(run: RunState, task: Task, result: TaskResult) -> None:
 
 
 def _filters(run: RunState, request: Complete) -> bool:
-    """Return whether the filter of this step has room for all tasks of the request whose rewards are equal.
+    """Return whether the filter of this step has room for all tasks in the request whose rewards are all equal.
 
-    The filter drops all of them or none: they share a file, which a store frees with its last task, so bytes of
-    dropped tasks that remain in it would not be counted.
+    The filter drops all of these tasks or none. They share a file, which a store frees only with its last task, so the
+    bytes of dropped tasks in a remaining file would not be counted.
     """
     rewards = request.scalars.get("reward")
     if rewards is None or run.losses.filtered.tasks >= run.plan.filter_limit:
@@ -196,10 +196,10 @@ def _filters(run: RunState, request: Complete) -> bool:
 
 
 def _filter(run: RunState, task: Task) -> bool:
-    """Drop a task whose rewards are all equal, from which no group estimator learns. Admission replaces it.
+    """Drop a task whose rewards are all equal, because no group estimator learns from it. Admission replaces it.
 
     At most `filter_limit` tasks are dropped per step, so a run whose tasks are all solved continues. Source: dynamic
-    sampling of DAPO (arXiv 2503.14476), section 3.2. Return whether the task was dropped.
+    sampling in DAPO (arXiv 2503.14476), section 3.2. Return whether the task was dropped.
     """
     rewards = run.columns(task).get("reward")
     if rewards is None or (rewards != rewards[0]).any():

@@ -1,7 +1,7 @@
-"""The order in which steps consume tasks: the strategy, chosen once from the plan, and its default. The module is pure.
+"""The order in which steps consume tasks: a strategy, chosen once from the plan, and the default. The module is pure.
 
 In admission order (the default), a step takes the oldest tasks, and the version of a lease follows from the step that
-will consume its tasks. `staleness.py` has the strategy of `consume: completion`, `deterministic.py` that of
+will consume its tasks. `staleness.py` has the strategy for `consume: completion`, and `deterministic.py` has that for
 `run.deterministic`.
 """
 

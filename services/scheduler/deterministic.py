@@ -1,7 +1,7 @@
 """Deterministic mode: fixed blocks of tasks with fixed versions, regardless of killed processes. The module is pure.
 
 A step takes fixed admission numbers, a lease is one whole fixed block of them, and a version is used for sampling only
-after its evaluations. Order of arrival, failures and drops never move a task into another block or step, because batch
+after its evaluations. Arrival order, failures and drops never move a task into another block or step, because batch
 shapes and versions decide the last bits (docs/architecture.md, promise 9).
 """
 
@@ -32,7 +32,7 @@ def _room(run: RunState) -> int:
 
 
 def _takeable(run: RunState) -> int:
-    """Return the tasks of a step once each task of the next step is ready or dropped, else 0."""
+    """Return the number of tasks per step if every task of the next step is ready or dropped, else 0."""
     step_tasks = run.plan.tasks_per_step
     return step_tasks if run.window.settled() >= (run.batched_step + 1) * step_tasks else 0
 
@@ -43,7 +43,7 @@ def _take(run: RunState) -> list[Task]:
 
 
 def _block(run: RunState, stage: int, admission: int, most: int) -> list[Task]:
-    """Return the live tasks of the fixed block of `admission`, or [] until all of it is admitted.
+    """Return the live tasks of the fixed block that contains `admission`, or [] until the whole block is admitted.
 
     For a stage after the rollout, return only the part of the block that holds `admission`, at most `most` numbers.
     """
@@ -67,8 +67,8 @@ def _choose_block(run: RunState, stage: int, most: int) -> list[Task]:
 def _version(run: RunState, exact: int, held: Version | None) -> Version | None:
     """Return the version of exactly this step once it and all older ones are evaluated.
 
-    Evaluations older than the versions of a checkpoint are therefore complete, and a run that returns to the checkpoint
-    misses none.
+    All evaluations of versions older than those of a checkpoint are therefore complete, so a run that returns to the
+    checkpoint misses none of them.
     """
     evaluates = any(each.version[1] <= exact for each in run.evaluations.open.values())
     return None if evaluates else run.versions.at_step(exact)
@@ -90,10 +90,10 @@ def _retry(run: RunState, task: Task, cost: int, reason: str) -> None:
 
 
 def _reopen(run: RunState, step: int, tasks: list[Task]) -> None:
-    """Reopen the tasks of batches after `step` in their places, and sample all later ones with a result again.
+    """Reopen the tasks of batches after `step` in their places, and sample again all later tasks that have a result.
 
-    The tasks get fences that no store has seen, because clears of earlier fences may still be in flight. The versions
-    and scores that were taken back stay, as the new ones have the same bits.
+    The tasks get fences that no store has seen, because clears of earlier fences may still be in flight. The scores of
+    versions after `step` are kept, because the new versions have the same bits.
     """
     for task in list(run.window.tasks.values()):
         if task.made:

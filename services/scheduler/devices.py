@@ -1,16 +1,16 @@
-"""Turns on devices that colocated services share: grants and recalls memory, and has processes that hang killed.
+"""Assigns turns on devices that colocated services share: grants and recalls memory, and has hung processes killed.
 
-The module is pure. Memory is granted only after the processes in the way have reported that they left it, or are known
-to be dead. Processes report what they hold, use and want (`HoldDevices`). Only the newest report of each counts, and it
-is answered when the process has to change something. None of this is journaled: the content of a device is a fact
-about processes, not a decision, and they report it again to a restarted scheduler. Until a process has done so, it
-counts as holding everything it could hold (the journal knows which processes were registered), so a restart never
-grants twice.
+The module is pure. Memory is granted only after the processes in the way have reported that they released it, or are
+known to be dead. Processes report what they hold, use and want (`HoldDevices`). Only the newest report of each process
+counts, and it is answered when the process has to change something. None of this is journaled: the content of a device
+is a fact about processes, not a decision, and they report it again to a restarted scheduler. Until a process has done
+so, it counts as holding everything it could hold (the journal knows which processes were registered), so a restart
+never grants memory twice.
 
 There is no deadlock. Services queue in the order in which they began to want something. A waiting process uses nothing
-and gives up what an earlier one waits for; a working process is left alone while it makes progress and killed when it
-does not. The first in the queue therefore always gets its turn. The processes of one service work together (ranks meet
-in collectives) and share one place in the queue.
+and releases what an earlier one waits for; a working process is left alone while it makes progress and is killed
+otherwise. The first service in the queue therefore always gets its turn. The processes of one service work together
+(ranks meet in collectives) and share one place in the queue.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class DeviceTurns:
             self._members[holder] = _Member(request.incarnation, request.pid, now, known=True)
 
     def gone(self, holder: Holder, incarnation: int) -> None:
-        """Remove a life of a process that, according to the supervisor, is over."""
+        """Remove a life of a process, because the supervisor has reported that it is over."""
         member = self._members.get(holder)
         if member is not None and member.incarnation == incarnation:
             self._leave(holder)
@@ -188,7 +188,7 @@ class DeviceTurns:
         return bool(self._members[holder].wants)
 
     def _keeps(self, holder: Holder, *, before: Holder) -> Parts:
-        """Return the parts that `holder` need not give up to `before`: those it uses, or wants at an earlier place."""
+        """Return the parts that `holder` need not release for `before`: those it uses, or wants at an earlier place."""
         member = self._members[holder]
         if member.wants and self._places[holder[0]] < self._places[before[0]]:
             return member.wants
@@ -197,7 +197,7 @@ class DeviceTurns:
         return member.using if member.known else PARTS_OF[holder[0]]
 
     def _peer_works(self, holder: Holder) -> bool:
-        """Return whether another process of the service uses these parts. It may wait for this one in a collective."""
+        """Return whether another process of the service uses these parts. It may wait for `holder` in a collective."""
         wants = self._members[holder].wants
         return any(
             other[0] == holder[0] and other != holder and wants <= member.using

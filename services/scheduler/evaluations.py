@@ -2,7 +2,7 @@
 
 A failed sample (no answer in time, a reward function or workflow that crashed) counts as a wrong answer with reward 0,
 as leaderboards count missing answers. A row that never reached the policy (broken, longer than the context) says
-nothing about it and is dropped. The metrics row counts both, so no failure is hidden.
+nothing about the policy and is dropped. The metrics row counts both, so no failure is hidden.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Evaluation:
     """Ids of the tasks that wait for a lease."""
     dropped: int = 0
     failed: int = 0
-    """Number of samples of scored rows that count as 0."""
+    """Number of failed samples in scored rows. They count as 0."""
 
     @classmethod
     def of(cls, name: str, version: Version, rows: int, samples: int) -> Evaluation:
@@ -68,9 +68,10 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this set: scored rows, dropped rows and failed samples.
 
-        If any row was scored (JSON has no NaN), also the accuracy, and with k > 1 samples per row avg@k, which equals
-        the accuracy, and pass@k, the mean over rows of the best of the k rewards. For rewards of 0 and 1 pass@k is the
-        estimator of Chen et al. 2021 (arXiv 2107.03374) with n = k.
+        If any row was scored, they include the accuracy, which would otherwise be NaN and cannot be written as JSON.
+        With k > 1 samples per row, they then also include avg@k, which equals the accuracy, and pass@k, the mean over
+        rows of the best of the k rewards. For rewards of 0 and 1, pass@k is the estimator of Chen et al. 2021
+        (arXiv 2107.03374) with n = k.
         """
         scored = self.rows_scored
         found = {
@@ -119,7 +120,7 @@ class Evaluations:
         return {name: found.get(f"eval/{name}/accuracy", math.nan) for name, found in self.done.get(step, {}).items()}
 
     def row(self, step: int) -> dict[str, float]:
-        """Return the part of the metrics row of version `step` that its evaluations contribute."""
+        """Return the values that the evaluations of version `step` add to its metrics row."""
         return {key: value for found in self.done.get(step, {}).values() for key, value in found.items()}
 
     def take_back(self, step: int) -> list[str]:
@@ -138,7 +139,7 @@ def score(run: RunState, task: Task, rewards: Array, failed: int) -> None:
 
 
 def next_rows(run: RunState, one: Evaluation, most: int) -> list[str]:
-    """Return the waiting tasks of the first fixed block of `most` rows that has any."""
+    """Find the first fixed block of `most` rows that has waiting tasks, and return these tasks in row order."""
     rows = _rows(run, one)
     place = {task_id: bisect_left(rows, int(task_id.rpartition("/")[2])) for task_id in one.waiting}
     block = min(place.values()) // most

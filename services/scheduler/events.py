@@ -106,7 +106,7 @@ class ShardsLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class SamplesTaken(msgspec.Struct, frozen=True, tag=True):
-    """The recorder has taken these tasks, or, with `lost`, they are not kept for it any longer."""
+    """The recorder has taken these tasks, or, with `lost`, they are no longer kept for it."""
 
     tasks: list[PutTask]
     lost: bool = False
@@ -142,7 +142,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request arrived. `deadline` is when the caller gives up, on the clock of `now`."""
+    """A request arrived. `deadline` is the time until which the caller waits, on the same clock as `now`."""
 
     ref: Ref
     request: Request
@@ -181,14 +181,14 @@ class Claim:
     hashes: tuple[int, ...] = ()
 
     def met(self, held: Held) -> bool:
-        """Return whether a store that holds this meets the claim."""
+        """Return whether a store that holds the shards `held` meets the claim."""
         found = held.get((self.task.task_id, self.task.fence))
         return found is not None and set(self.hashes) <= set(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A store has read shards again as ordered and holds `held` intact, or has not answered (None)."""
+    """A store has read shards again, as ordered. `held` are the intact ones, or None if the store did not answer."""
 
     order: CheckShards
     held: Held | None
@@ -283,7 +283,7 @@ class SaveEval:
 
 @dataclass(frozen=True, slots=True)
 class WriteRow:
-    """Write a complete row of `metrics.jsonl`. Rows leave in step order."""
+    """Write a complete row of `metrics.jsonl`. Rows are written in step order."""
 
     step: int
     row: dict[str, float]
@@ -293,7 +293,7 @@ class WriteRow:
 class Rewound:
     """The run returned to `step`. Steps after it, up to `committed`, belonged to this lineage or earlier ones.
 
-    `cause` gives the reason in a few words, or is empty if the steps cannot be replayed without their shards.
+    `cause` is the reason in a few words. It is empty if the steps cannot be replayed without their shards.
     """
 
     lineage: int

@@ -2,7 +2,7 @@
 
 The file is an SQLite database in WAL mode, committed once per burst. Effects are carried out only after their event is
 in it. A snapshot is written in parts, between which new events are accepted. It takes effect when its row is in the
-table `snapshot`; the events before it are then deleted, in parts, too. The journal does not interpret events. A killed
+table `snapshot`; the events before it are then deleted, also in parts. The journal does not interpret events. A killed
 process loses nothing. Because of `synchronous=NORMAL`, a power cut may lose the last commits, but never their order.
 """
 
@@ -40,7 +40,7 @@ from shared.rpc.errors import RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
 SNAPSHOT_BYTES = 8 << 20
-"""Bytes of events, or twice the bytes of the last snapshot if that is more, after which a new snapshot is written.
+"""A new snapshot is written after this many bytes of events, or after twice the size of the last one if that is more.
 
 Replay is therefore bounded, and snapshots cost a constant share of all writing.
 """
@@ -67,7 +67,7 @@ _ENVIRONMENT = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-"""Errors of SQLite that say nothing about the content of the file."""
+"""SQLite errors that say nothing about the content of the file."""
 _REMEDY = "restore the file from a backup or begin a new run"
 
 
@@ -81,7 +81,7 @@ def rewinds(path: Path) -> list[tuple[int, int, str]]:
 
 
 class _SnapshotRow(NamedTuple):
-    """The newest complete snapshot: its event, the chain there, the number of parts, and their chain."""
+    """The newest complete snapshot: its last event, the chain at that event, and the number and chain of its parts."""
 
     seq: int
     chain: bytes
@@ -91,7 +91,7 @@ class _SnapshotRow(NamedTuple):
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[Recorded]:
-    """Open the journal of a run, which may be live, in its present state and read-only.
+    """Open the journal of a run read-only, in its current state. The run may be live.
 
     Raises RpcError(bad_request) with a one-line message if there is no journal or it cannot be read.
     """
@@ -104,7 +104,7 @@ def reading(path: Path) -> Iterator[Recorded]:
 
 
 class Recorded:
-    """The content of a journal, for readers other than its scheduler. `reading` translates errors of its methods."""
+    """The content of a journal, for readers other than its scheduler. `reading` translates errors that it raises."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -124,7 +124,7 @@ class Recorded:
             yield at, _decode(kind, body)
 
     def steps_of(self, task_id: str) -> list[tuple[int, str, float | None]]:
-        """Return `(step, state, committed_at)` of the steps whose batches held a task."""
+        """Return `(step, state, committed_at)` of each step whose batch contains the task."""
         query = "SELECT step, state, committed_at FROM steps WHERE instr(task_ids, ?) ORDER BY step"
         return self._db.execute(query, (json.dumps(task_id),)).fetchall()
 
@@ -149,7 +149,7 @@ class Journal:
             self._db.create_function("checksum", -1, tables.checksum)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.execute("PRAGMA wal_autocheckpoint=0")  # these would sync on this thread: see wal.py
+            self._db.execute("PRAGMA wal_autocheckpoint=0")  # checkpoints would sync on this thread: see wal.py
             page_bytes = self._db.execute("PRAGMA page_size").fetchone()[0]
             found = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
             if found != "ok":
@@ -176,13 +176,13 @@ class Journal:
         except OSError as error:
             raise self._unwritable(str(error)) from None
         self.lost = self._lost()
-        """Reason why the end of the journal is lost, in one line, or empty if the journal is complete."""
+        """The reason why the end of the journal counts as lost, in one line, or an empty string if it is complete."""
         self.unmarked = self._mark.missing and self.seq > 0
-        """Whether the journal has no mark, so that a lost end cannot be seen."""
+        """Whether the journal has no mark, so that a lost end cannot be detected."""
         self._wal = WalCheckpoints(path, page_bytes)
 
     def _check_tables(self, fingerprint: str) -> None:
-        """Create the tables of a new journal, or check those of an old one. Raises RpcError."""
+        """Create the tables of a new journal, or check those of an existing one. Raises RpcError."""
         found = tables.schema(self._db)
         if not found:
             rows = [("format", FORMAT), ("plan", fingerprint)]
@@ -225,7 +225,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Raise damage found while reading as an RpcError that names the file and `what` is damaged."""
+        """Convert errors while reading into an RpcError that names the file and, if it is damaged, `what`."""
         try:
             yield
         except _DAMAGE as error:
@@ -235,7 +235,7 @@ class Journal:
             raise self.broken(f"{what} is damaged: {cause}; {_REMEDY}") from None
 
     def broken(self, cause: str) -> RpcError:
-        """Return the error for a journal that cannot be used, which names the file."""
+        """Return the error for a journal that cannot be used. It names the file."""
         return RpcError(ErrorCode.BAD_REQUEST, f"journal {self._path}: {cause}"[:800])
 
     def _reached(self) -> Reached:
@@ -304,8 +304,11 @@ class Journal:
             yield event
 
     def check(self, rows: range, steps: int, evals: set[tuple[str, int]]) -> None:
-        """Raise RpcError unless the tables have what the events imply: metrics rows of exactly the steps `rows`, the
-        batches of at least the first `steps` steps, and at least the results `evals`, each (set, version)."""
+        """Raise RpcError unless the tables contain what the events imply.
+
+        These are the metrics rows of exactly the steps `rows`, the batches of at least the first `steps` steps, and at
+        least the results `evals`, each given as (set, version).
+        """
         with self._reading("table rows"):
             found = {step for (step,) in self._db.execute("SELECT step FROM rows")}
             if wrong := found ^ set(rows):
@@ -359,7 +362,7 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Whether enough events were written since the last snapshot for a new one."""
+        """Whether enough events have been written since the last snapshot to begin a new one."""
         return self._writing is None and self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes)
 
     def commit(self) -> None:
@@ -419,7 +422,7 @@ class Journal:
         """Write the snapshot, then delete what it replaces. Each iteration is one transaction.
 
         A kill between two iterations leaves either the old snapshot or the new one complete. Parts of an unfinished
-        one are replaced here.
+        snapshot are replaced here.
         """
         last, part = chain, -1
         for part, body in enumerate(parts):
@@ -438,7 +441,7 @@ class Journal:
             yield
 
     def _last_deletable(self, seq: int) -> int:
-        """Return the last event, up to `seq`, of those that the next transaction may delete, or 0 if there are none."""
+        """Return the last event, at most `seq`, that the next transaction may delete, or 0 if there is none."""
         query = "SELECT seq, length(body) FROM events WHERE seq <= ? ORDER BY seq LIMIT ?"
         last = total = 0
         for found, nbytes in self._db.execute(query, (seq, PART_EVENTS)).fetchall():

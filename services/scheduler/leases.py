@@ -27,7 +27,7 @@ class TaskLease:
     version: Version | None
     call: CallId
     tasks: dict[str, Task]
-    """The tasks that it still holds, in the order of the grant."""
+    """The tasks that the lease still holds, in the order in which they were granted."""
 
 
 class Leases:
@@ -78,10 +78,10 @@ class Leases:
         return list(self._of.get(holder, {}).values())
 
     def last_of(self, holder: Holder) -> TaskLease | None:
-        """Return the live lease that was granted last to the holder, or None."""
+        """Return the holder's most recently granted live lease, or None."""
         return next(reversed(self._of.get(holder, {}).values()), None)
 
     def answering(self, holder: Holder, call: CallId) -> TaskLease | None:
-        """Return the live lease that this very request was granted before, or None."""
+        """Return the live lease that was already granted to this same request, or None."""
         lease = self._answered.get(call)
         return lease if lease is not None and lease.holder == holder else None

@@ -1,11 +1,11 @@
-"""Leases: which holder gets which block of tasks with which version, and what happens to tasks of lost leases.
+"""Decides which holder gets which block of tasks with which version, and what happens to the tasks of lost leases.
 
 The module is pure.
 Training generation continues during an evaluation: engines sample blocks of both in turn. An engine that holds the
-evaluated version also samples training blocks with it while it is recent enough for their step. When it is too old, the
-engine changes between the versions only after as many leases as a step has, so weights are seldom loaded back and
-forth. Evaluation goes first when a second version waits to be evaluated, so that evaluations do not pile up, and always
-in deterministic mode.
+evaluated version also samples training blocks with it as long as that version is recent enough for their step. Once it
+is too old, the engine switches between the versions only after as many leases as a step has, so weights are seldom
+loaded back and forth. Evaluation goes first when a second version waits to be evaluated, so that evaluations do not
+pile up, and always in deterministic mode.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def lease(run: RunState, request: LeaseRequest, call: CallId) -> LeaseGrant | No
 def training_version(run: RunState, request: LeaseRequest, measured: set[Version]) -> Version | None:
     """Return the version for the oldest waiting task, or None if no task waits or its version is not published yet.
 
-    `measured` are the versions under evaluation, which an engine that holds one of them keeps if it may.
+    `measured` holds the versions under evaluation. An engine that holds one of them keeps it if allowed.
     """
     first = first_waiting(run, 0)
     if first is None:
@@ -70,7 +70,7 @@ def training_version(run: RunState, request: LeaseRequest, measured: set[Version
 
 
 def _oldest_step(run: RunState, task: Task) -> int:
-    """Return the oldest version, as a step, that a training task may be sampled with."""
+    """Return the step of the oldest version with which a training task may be sampled."""
     return max(0, run.order.step_of(run, task.admission) - 1 - run.plan.staleness)
 
 
@@ -131,7 +131,7 @@ def _lease_later_stage(run: RunState, stage: int, request: LeaseRequest, call: C
 
 
 def waits(run: RunState, stage: int, task: Task) -> bool:
-    """Return whether a task of the window waits for a lease of `stage`."""
+    """Return whether a task in the window waits for a lease of `stage`."""
     return not task.lease and task.parts[stage] is None and all(task.parts[each] for each in run.needs[stage])
 
 
@@ -182,7 +182,7 @@ def _grant(
 
 
 def describe(run: RunState, lease: TaskLease, lease_s: float = 0.0) -> LeaseGrant:
-    """Return the grant of a live lease, the same for every retry. `state.py` fills in `lease_s`."""
+    """Return the grant of a live lease. It is the same for every retry. `state.py` fills in `lease_s`."""
     stage = run.plan.stages[lease.stage]
     first = next(iter(lease.tasks.values()), None)
     evaluation = run.evaluations.of(first) if first is not None and measures(lease) else None
@@ -207,7 +207,7 @@ def describe(run: RunState, lease: TaskLease, lease_s: float = 0.0) -> LeaseGran
 
 
 def handles(run: RunState, tasks: Iterable[Task], *, needs: tuple[str, ...] | None = None) -> BatchMeta:
-    """Return handles of tasks. Their parts are the stages that make a key of `needs` (None: all leased stages)."""
+    """Return handles of tasks. Their parts are the stages that make a key in `needs`, or all stages if it is None."""
     stages = run.plan.stages
     used = [i for i, stage in enumerate(stages) if needs is None or any(key in needs for key in stage.makes)]
     rows = [

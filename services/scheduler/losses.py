@@ -1,4 +1,4 @@
-"""Losses of training: dropped tasks, and samples without a reward, counted by reason. The module is pure.
+"""Counts dropped training tasks and samples without a reward, by reason. The module is pure.
 
 Counts are kept by admission number until the batch to which the task belongs is formed, so the counts of a step do not
 depend on when results arrived.
@@ -23,7 +23,7 @@ def drop_reason(why: str) -> DropReason:
 
 @dataclass
 class Filtered:
-    """Number of tasks that were dropped because their rewards are equal, their samples, and the sum of the rewards."""
+    """Counts of tasks and samples that were dropped because all rewards of a task were equal, and their reward sum."""
 
     tasks: int = 0
     samples: int = 0
@@ -69,7 +69,10 @@ class Losses:
             self.open_lost[admission] = dict(counts)
 
     def batched(self, taken: Iterable[int], is_over: Callable[[int], bool]) -> None:
-        """Count a batch of the tasks `taken` and the drops that `is_over` assigns to this or an earlier batch."""
+        """Count the losses of a batch: those of the tasks `taken`, and the drops for which `is_over` is true.
+
+        `is_over` returns whether a drop belongs to this batch or an earlier one.
+        """
         over = [admission for admission in self.open_drops if is_over(admission)]
         self.counted_drops = {admission: self.open_drops.pop(admission) for admission in over}
         self.counted_lost = {each: self.open_lost.pop(each) for each in (*taken, *over) if each in self.open_lost}

@@ -1,8 +1,9 @@
 """The mark beside the journal, which records what the journal held at its last commit.
 
 SQLite replays a shortened write-ahead log without an error, as a shorter history. The mark, written after each commit,
-shows that the end is lost. It is not synced: a kill of the process keeps it, and after a power cut an older mark only
-names events that the journal has as well. Two slots are written alternately, so a torn write leaves the previous mark.
+shows that the end is lost. It is not synced: it survives if the process is killed, and after a power cut an older mark
+only names events that the journal also has. Two slots are written alternately, so a torn write leaves the previous mark
+intact.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import xxhash
 
 SLOT_BYTES = 512
-"""Distance of the slots, in different sectors of the disk."""
+"""Distance between the slots, which puts them in different sectors of the disk."""
 _SLOTS = 2
 _FIELDS = struct.Struct("<8sQq16sqqq")
 _MAGIC = b"rlbusmrk"

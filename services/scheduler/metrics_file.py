@@ -23,8 +23,8 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 def traces(path: Path, rows: Iterable[str]) -> tuple[int, int]:
     """Compare the file with all rows of the journal (JSON), without changing either.
 
-    Return the last step up to which no row of the file contradicts the journal, which may be beyond the last row of
-    both, and the newest step of the file. Incomplete and damaged lines count as absent.
+    Return two steps: the last one up to which no row of the file contradicts the journal (it may be beyond the last row
+    of both), and the newest one in the file. Incomplete and damaged lines count as absent.
     """
     expected: dict[int, dict[str, Any]] = {row["step"]: row for row in map(json.loads, map(tidy, rows))}
     agreed, newest = sys.maxsize, 0
@@ -44,7 +44,7 @@ class MetricsFile:
     def __init__(self, path: Path, missing_after: Callable[[int], Iterable[str]], last: int, lineage: int) -> None:
         """Remove an incomplete last line, then append the journal's rows of later steps.
 
-        `last` is the step of the journal's last row. Later rows in this file, which exist after a power cut took the
+        `last` is the step of the journal's last row. Later rows in this file, which exist if a power cut removed the
         end of the journal, are discarded under `lineage`.
         """
         self._discarded = path.with_name("metrics.discarded.jsonl")
@@ -133,7 +133,7 @@ def _append(descriptor: int, line: str) -> None:
 
 
 def _discarded_keys(descriptor: int) -> Iterator[tuple[int, int]]:
-    """Yield lineage and step of each discarded row, after removing an incomplete last line."""
+    """Yield the lineage and step of each discarded row, after removing an incomplete last line."""
     data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     whole = data.rfind(b"\n") + 1
     os.ftruncate(descriptor, whole)

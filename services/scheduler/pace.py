@@ -1,4 +1,4 @@
-"""Progress of live leases, and the expiry of those without progress. It is pure, and not journaled."""
+"""Progress of live leases, and the expiry of those without progress. The module is pure. Nothing here is journaled."""
 
 from __future__ import annotations
 

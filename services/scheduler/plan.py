@@ -1,8 +1,8 @@
 """The plan of a run as plain numbers: the order of rows, tasks per step, evaluations, and worst-case bytes.
 
 The module is pure.
-`planning.py` makes it from the topology and the data sources. A `Plan` is constant within a run, because task ids and
-the journal depend on it. Settings that a resumed run may change are in `events.Configure`.
+`planning.py` makes the plan from the topology and the data sources. A `Plan` is constant within a run, because task ids
+and the journal depend on it. Settings that a resumed run may change are in `events.Configure`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from shared.topology.capacity import (
 HEARTBEAT_MOST_S = 5.0
 """Maximum seconds between the heartbeats of a process."""
 HEARTBEATS_A_SECOND = 2000
-"""Number of heartbeats a second that the scheduler takes from all processes of a large run."""
+"""Number of heartbeats per second that the scheduler accepts from all processes of a large run together."""
 HEARTBEATS_A_LEASE = 6
 """Minimum number of heartbeats within the time after which a lease without progress is lost."""
 _TEMPLATE_TOKENS = 256
@@ -110,14 +110,16 @@ def configuration(topology: Topology) -> Configure:
 
 
 def heartbeat_s(topology: Topology) -> float:
-    """Return the seconds between the heartbeats of a process that holds leases: more in large runs, but several within
-    a lease."""
+    """Return the heartbeat interval of a process that holds leases, in seconds.
+
+    It is longer in large runs, but short enough for several heartbeats within a lease.
+    """
     longest = min(topology.lease.lease_s / HEARTBEATS_A_LEASE, HEARTBEAT_MOST_S)
     return max(min(len(topology.services_plan()) / HEARTBEATS_A_SECOND, longest), HEARTBEAT_S)
 
 
 def device_limits(topology: Topology) -> dict[Holder, float]:
-    """Return the processes that share devices, each with the seconds it may make no progress while others wait.
+    """Return how long each process that shares devices may make no progress while others wait, in seconds.
 
     A rank waits for the other ranks of its model, which may take `collective_s`. Other processes wait for no peer.
     """
@@ -140,7 +142,7 @@ def _usable(source: Source, first: int | None) -> list[int]:
 
 
 def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[RowError]) -> int:
-    """Return an upper bound of the tokens of the longest training prompt.
+    """Return an upper bound on the number of tokens in the longest training prompt.
 
     Without `max_prompt_tokens`, one token per byte is assumed. Raises RpcError if the stores cannot hold what may then
     be live, because such a run would stall later.

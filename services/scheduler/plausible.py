@@ -9,7 +9,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import service_name
 
 MOST_TEXT = 1024
-"""Maximum characters of each text that a service reports, because the status of a run holds all services' texts."""
+"""Maximum number of characters in each string that a service reports. The status of a run holds all of them."""
 MOST = 1 << 50
 """Maximum bytes (one pebibyte) or shards of one store."""
 MOST_TROUBLES = 16
@@ -17,7 +17,7 @@ MOST_TROUBLES = 16
 
 
 def check_numbers(request: Register | Heartbeat) -> None:
-    """Raise RpcError(bad_request), naming the service and the value, if one is out of range."""
+    """Raise RpcError(bad_request) if a value is out of range. The error names the service and the value."""
     if isinstance(request, Register):
         numbers = {"limit_bytes": request.limit_bytes}
     else:

@@ -1,8 +1,8 @@
 """Ended tasks whose samples the recorder has not taken yet. The module is pure.
 
 A chosen task becomes due when it is trained, scored, filtered or dropped. Its collection (`collection.py`) then waits
-until the recorder has taken it or the scheduler gives it up: the recorder is away or too slow (`state.py`), or the
-tasks that wait take more room than is reserved for them. Training does not wait for any of this.
+until the recorder has taken it. The scheduler stops waiting if the recorder is away or too slow (`state.py`), or if the
+waiting tasks take more room than is reserved for them. Training does not wait for any of this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 MOST_DUE = 65_536
-"""Maximum number of due tasks. Those that are trained and not yet collected take no extra room, only an entry."""
+"""Maximum number of due tasks. Trained tasks that are not collected yet take only an entry, no extra room."""
 
 
 class Due(msgspec.Struct):
@@ -36,14 +36,14 @@ class Due(msgspec.Struct):
 
 
 class Records:
-    """The due tasks by id, oldest first, and the returns to earlier steps that concern recorded samples."""
+    """The due tasks by id, oldest first, and the returns to earlier steps that affect recorded samples."""
 
     def __init__(self) -> None:
         self.due: dict[str, Due] = {}
         self.rewinds: list[tuple[int, int]] = []
         """(lineage, step) of each return to an earlier step after which metrics rows were discarded."""
         self.lost = 0
-        """Number of tasks whose samples were given up."""
+        """Number of tasks whose samples will not be recorded."""
         self.held_bytes = 0
         """Bytes of the due tasks whose collection waits for the recorder."""
 
@@ -69,7 +69,7 @@ class Records:
             self.held_bytes -= due.nbytes
 
     def load(self, due: dict[str, Due], rewinds: list[tuple[int, int]], lost: int) -> None:
-        """Take the content of a snapshot."""
+        """Replace the content with that of a snapshot."""
         self.due, self.rewinds, self.lost = due, rewinds, lost
         self.held_bytes = sum(each.nbytes for each in due.values())
 
@@ -83,7 +83,7 @@ def record_trained(run: RunState, step: int, tasks: list[Task]) -> None:
 
 
 def record_scored(run: RunState, task: Task, lineage: int) -> None:
-    """Make a task of an evaluation due that was scored. `lineage` belongs to the version."""
+    """Make a scored evaluation task due. `lineage` is the lineage of its version."""
     _add(run, task, Due(task.fence, SampleState.SCORED, task.epoch, lineage))
 
 
@@ -107,7 +107,7 @@ def _add(run: RunState, task: Task, due: Due) -> None:
 
 
 def next_due(run: RunState, most: int) -> list[EndedTask]:
-    """Return the oldest due tasks, at most `most` of them. A task that left no shards has no samples."""
+    """Return up to `most` due tasks, oldest first. A task that left no shards has no samples."""
     found: list[EndedTask] = []
     for task_id, due in run.records.due.items():
         if len(found) >= most:

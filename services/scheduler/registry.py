@@ -11,14 +11,14 @@ from shared.rundir import service_name
 
 
 class Registry(Mapping[Holder, Register]):
-    """The last registration of every instance. No question about one host looks at the others."""
+    """The last registration of every instance. A lookup for one host does not scan the others."""
 
     def __init__(self) -> None:
         self._rows: dict[Holder, Register] = {}
         self._stores: dict[str, Register] = {}
         self._hosts: dict[str, dict[Holder, None]] = {}
         self.ranks: dict[Holder, None] = {}
-        """The ranks of the trainer."""
+        """The trainer ranks."""
 
     def __getitem__(self, holder: Holder) -> Register:
         return self._rows[holder]
@@ -52,7 +52,7 @@ class Registry(Mapping[Holder, Register]):
             self.ranks[holder] = None
 
     def remove(self, holder: Holder) -> Register | None:
-        """Remove and return the registration of an instance, None if there is none."""
+        """Remove and return the registration of an instance, or return None if there is none."""
         row = self._rows.pop(holder, None)
         if row is not None:
             self._leave_host(holder, row)

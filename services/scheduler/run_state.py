@@ -1,6 +1,6 @@
 """The durable state of a run: everything that the journal rebuilds. Pure: no clock, no I/O, no open calls.
 
-`RunState` holds the data; the rules of each subject are functions over it, in the module of that name (`leasing`,
+`RunState` holds the data; the rules for each subject are functions in the module of that name (`leasing`,
 `completion`, `steps`, ...). An event that is refused raises RpcError before it changes anything. Applying the same
 events in the same order gives the same state, bit for bit. Heartbeats, time and waiting calls are therefore handled in
 `state.py`.
@@ -82,14 +82,14 @@ class RunState:
         self.needs = [tuple(sorted({makers[key] for key in stage.needs})) for stage in plan.stages]
         """For each stage, the stages that make the keys it needs."""
         self.out: list[Effect] = []
-        """Effects of the events that were applied. The caller takes them."""
+        """Effects of the applied events. The caller takes them."""
         self.config = Configure(steps=0, attempts=3, keep_last=2, collect_at_commit=False)
         self.registry = Registry()
 
         self.tasks = Tasks(len(plan.stages))
         self.window: AdmissionWindow = AdmissionWindow()
         self.waiting: list[list[int]] = [[] for _ in plan.stages]
-        """Heap of the admission numbers that wait for each stage. Outdated entries are skipped when they come up."""
+        """For each stage, a heap of the admission numbers that wait for it. Outdated entries are skipped."""
         self.leases = Leases()
         self.clears = ClearQueues()
         self.versions = Versions()
@@ -102,11 +102,11 @@ class RunState:
         self.batches: dict[int, list[Task]] = {}
         """Tasks of each journaled step, in batch order, until their collection."""
         self.identities: dict[int, list[str]] = {}
-        """Ids of the tasks of each step, until the oldest checkpoint that recovery may fall back to covers the step."""
+        """Task ids of each step, kept until the oldest checkpoint to which recovery may fall back covers the step."""
         self.reopened: list[str] = []
         """Tasks whose steps were taken back. They are admitted before all others."""
         self.position = 0
-        """Number of tasks of the epoch order that were admitted."""
+        """Number of tasks that were admitted from the epoch order."""
         self.highest_fence = 1
         """The highest fence of any task so far. A collected task that is sampled again gets a higher one."""
 
@@ -118,29 +118,29 @@ class RunState:
         self.checkpoint_step = -1
         self.finished = False
         self.broken = ""
-        """Deterministic mode: the reason why the run cannot continue with the same bits, or empty."""
+        """In deterministic mode, the reason why the run cannot continue with the same bits, or an empty string."""
         self.uncovered: dict[str, int] = {}
         """Bytes of trained tasks that wait for a checkpoint, by store."""
         self.trainer_stores: tuple[str, ...] = (TRAINER_STORE,)
-        """The stores into which ranks of the trainer put log-probs (`stores.trainer_stores`)."""
+        """The stores into which trainer ranks put log-probs (`stores.trainer_stores`)."""
         self.gone: dict[str, str] = {}
-        """Joined stores that are gone for good, each with the `data_id` of its data."""
+        """Joined stores that are gone for good, each with its `data_id`."""
         self.lost_version = ""
-        """Task id of a version that its store has lost, until the driver resumes and publishes it again, or empty."""
+        """Task id of a version that its store has lost, or an empty string. It is reset when the driver resumes."""
         self.eval_lease_debt = 0
-        """Number of leases by which evaluations are ahead of training, at most the leases of one step."""
+        """Number of leases by which evaluations are ahead of training, at most the number of leases in a step."""
         self.waiting_rows: dict[int, dict[str, float]] = {}
         """Metrics rows by step that wait for an evaluation."""
         self.next_row = 0 if plan.evals else 1
 
         self.dropped_in_a_row = 0
-        """Training tasks dropped since the last one with enough samples, in this life. No event depends on it."""
+        """Number of training tasks dropped in this life since the last one with enough samples. No event uses it."""
         self.last_drop = ""
-        """The last dropped task and the reason."""
+        """The last dropped task and the reason why it was dropped."""
         self.checked = 0
-        """`consume: completion`: number of staleness checks of finished tasks since the last commit."""
+        """With `consume: completion`, the number of staleness checks of finished tasks since the last commit."""
         self.stale = 0
-        """Number of those checks that dropped the task."""
+        """Number of those checks after which the task was dropped."""
 
     # ---- events
 
@@ -157,7 +157,7 @@ class RunState:
         return reply
 
     def lease(self, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
-        """Apply a lease request that is not encoded, with the same effect as `apply(Leased(...))`."""
+        """Apply an unencoded lease request, with the same effect as `apply(Leased(...))`."""
         self.tasks.cause = Leased.__name__
         grant = leasing.lease(self, request, call)
         if grant is not None:
@@ -213,7 +213,7 @@ class RunState:
         write_rows(self)
 
     def _register(self, request: Register) -> None:
-        """Register a life of an instance. The leases of its previous life are given up at once."""
+        """Register a life of an instance, and end the leases of its previous life at once."""
         holder = (request.service, request.instance)
         old = self.registry.get(holder)
         for lease in self.leases.held_by(holder):
@@ -243,12 +243,12 @@ class RunState:
 
     @property
     def limit_bytes(self) -> int:
-        """Limit of all stores together, for display only: no single put can use it."""
+        """Sum of the limits of all stores, for display only: no single put can use all of it."""
         return sum(limits(self).values())
 
     @property
     def uncovered_bytes(self) -> int:
-        """Bytes of trained tasks in all stores that wait for a checkpoint."""
+        """Bytes of trained tasks that wait for a checkpoint, over all stores."""
         return sum(self.uncovered.values())
 
     def columns(self, task: Task) -> dict[str, Array]:
@@ -262,11 +262,14 @@ class RunState:
             self.waiting[stage] = [number for number, task in tasks if leasing.waits(self, stage, task)]
 
     def story(self, task_id: str) -> list[Transition]:
-        """Return the changes of state of a task, oldest first, as far as this life of the process remembers them."""
+        """Return the state changes of a task, oldest first, as far as this life of the process remembers them."""
         return self.tasks.story(task_id)
 
     def validate(self) -> None:
-        """Check the invariants that hold after every event. The AssertionError names the task and tells its story."""
+        """Check the invariants that hold after every event.
+
+        Raises AssertionError. If one task is at fault, the error names the task and its state changes.
+        """
         counts = dict.fromkeys(TaskState, 0) | {TaskState.COLLECTED: self.tasks.counts[TaskState.COLLECTED]}
         batched = {task.task_id: step for step, tasks in self.batches.items() for task in tasks}
         measured = {task_id for one in self.evaluations.open.values() for task_id in one.waiting}
@@ -294,9 +297,9 @@ class RunState:
             raise AssertionError(f"step {self.committed_step}: {', '.join(wrong)} ({self.tasks.cause})")
 
     def _problem(self, task: Task, waits: bool, batched: int) -> str:
-        """Return what is wrong with a task, or an empty string.
+        """Return a description of what is wrong with a task, or an empty string.
 
-        `waits` tells whether the window or an evaluation has it, and `batched` is the step that consumed it, or 0.
+        `waits` is true if the window or an evaluation has the task. `batched` is the step that consumed it, or 0.
         """
         lease = self.leases.get(task.lease)
         due = self.records.find(task)

@@ -1,4 +1,4 @@
-"""The actor around the state machine: takes requests, commits the journal once per burst, then carries out the effects.
+"""The actor around the state machine. It takes requests, commits the journal once per burst, and carries out effects.
 
 Decisions are made by the state machine (docs/architecture.md, "Layout"). An effect is carried out only after the event
 that caused it is durable.
@@ -62,7 +62,7 @@ TICK_S = 0.1
 STORE_CALL_S = 5.0
 CHECK_CALL_S = 30.0
 CHECKED_AT_ONCE = 512
-"""Maximum number of tasks whose shards a store reads for one call."""
+"""Maximum number of tasks whose shards a store reads in one call."""
 SNAPSHOT_S = 0.02
 """Maximum seconds per tick for writing parts of a snapshot."""
 SUPERVISOR = "supervisor"
@@ -72,7 +72,7 @@ SUPERVISOR_CALL_S = 5.0
 def rebuild(journal: Journal, state: Scheduler) -> int:
     """Bring a new state machine to the end of the journal and return the number of events after its snapshot.
 
-    Raises RpcError that names what is missing or damaged.
+    Raises an RpcError that names what is missing or damaged.
     """
     if journal.has_snapshot:
         try:
@@ -334,7 +334,7 @@ class SchedulerService(Service):
                 self.log.warning("clear not acknowledged", store=effect.store, error=str(error))
                 if not effect.tracked:
                     return
-                await asyncio.sleep(max(error.retry_after_s, TICK_S))  # the error may have come at once: do not spin
+                await asyncio.sleep(max(error.retry_after_s, TICK_S))  # the error may have been immediate: do not spin
                 continue
             if effect.tracked:
                 self._happened(ClearDone(effect.store, len(effect.tasks)))

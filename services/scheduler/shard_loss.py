@@ -1,16 +1,16 @@
-"""Shards that a store has lost: found by its inventory or by a reader, and always confirmed by the store itself.
+"""Handles shards that a store has lost. Its inventory or a reader reveals the loss, and the store always confirms it.
 
 The module is pure.
 An unfinished task is sampled again under a higher fence, at no cost to its attempts. A task of a step is only marked,
 because its shards may no longer be needed:
 
-- open step: the next driver life, which a reader's failure brings about, finds the step reopened. Its other tasks
-  keep their results, so in order of admission the step gets the same tasks in the same order. Workers that had begun
+- open step: the failed read starts a new driver life, which finds the step reopened. The other tasks of the step keep
+  their results, so in order of admission the step gets the same tasks in the same order. Workers that had begun
   the step are reloaded (`services/policy_trainer/resume.py`), so no task is trained twice (promise 2).
-- committed step: a checkpoint is ordered. A trainer that has to reload before that one is saved returns to the previous
-  one.
+- committed step: a checkpoint is ordered. A trainer that has to reload before the checkpoint is saved returns to the
+  previous one.
 
-A lost version is published again by the driver, which `NextBatch` tells to resume.
+If a version is lost, `NextBatch` tells the driver to resume, and the driver publishes the version again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def claims(run: RunState, store: str, tasks: Iterable[PutTask]) -> list[Claim]:
 
 
 def whole_steps(run: RunState, tasks: Iterable[PutTask]) -> list[PutTask]:
-    """Return these tasks with all others of the steps to which they belong, so that damage is found at once."""
+    """Return these tasks and all other tasks of their steps, so that all damage to a step is found at once."""
     found = {each.task_id: each for each in tasks}
     for members in run.batches.values():
         if any(member.task_id in found for member in members):
@@ -61,14 +61,14 @@ def whole_steps(run: RunState, tasks: Iterable[PutTask]) -> list[PutTask]:
 
 @dataclass
 class Audit:
-    """The inventory of one store, and what it lacks."""
+    """The inventory of one store, and the claims that it does not meet."""
 
     store: str
     held: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     missing: list[Claim] = field(default_factory=list)
 
     def expect(self, claim: Claim) -> None:
-        """Note a claim that the inventory does not meet."""
+        """Add a claim to `missing` if the inventory does not meet it."""
         if not claim.met(self.held):
             self.missing.append(claim)
 
@@ -86,13 +86,13 @@ class Audits:
         self._complete: dict[str, Audit] = {}
         """Complete inventories that wait for the next pass."""
         self._compared: dict[str, Audit] = {}
-        """The inventories of the present pass."""
+        """Inventories that are compared in the current pass."""
         self._left: Iterator[Task] = iter(())
         self._room = AUDITED_AT_ONCE
         """Number of tasks that may still be compared before the next tick."""
 
     def add(self, page: Listed) -> None:
-        """Add a page of an inventory. Pages without a first one are ignored."""
+        """Add a page of an inventory. Pages that do not follow a first page are ignored."""
         if page.first:
             self._read[page.store] = Audit(page.store)
         audit = self._read.get(page.store)
@@ -109,9 +109,9 @@ class Audits:
         self._room = AUDITED_AT_ONCE
 
     def compare(self, run: RunState) -> list[Audit]:
-        """Compare as many tasks as is allowed now, and return the audits that are over.
+        """Compare as many tasks as are allowed now, and return the completed audits.
 
-        Results accepted since an inventory began may be in `missing`, too, so the store is asked again about each.
+        `missing` may also contain results accepted after the inventory began, so the store is asked again about each.
         """
         over: list[Audit] = []
         while self._room > 0 and (self._compared or self._complete):
@@ -180,6 +180,6 @@ def _lose_version(run: RunState, each: PutTask) -> None:
     """Forget a version. The store holds nothing of it, so it may be put again under the same fence."""
     version = _version(each.task_id)
     if version is not None and run.versions.remove(version) is not None:
-        run.clears.push((each.task_id, each.fence, False), away_stores(run))  # copies of damaged bytes, perhaps
+        run.clears.push((each.task_id, each.fence, False), away_stores(run))  # they may hold damaged copies
         run.lost_version = each.task_id
         lose_evaluations(run, run.committed_step)

@@ -1,7 +1,7 @@
 """Conversion of the durable state to bytes and back, with msgpack and without pickle. The module is pure.
 
-A snapshot shows the run at the moment when it is begun. All but the tasks and clears is packed at once. The tasks are
-packed part by part while the run continues, and a task that changes meanwhile is copied first (`Tasks.edit`).
+A snapshot shows the run at the moment when it is begun. Everything except tasks and clears is packed at once. The tasks
+are packed part by part while the run continues, and a task that changes meanwhile is copied first (`Tasks.edit`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.scheduler.stores import trainer_stores
 from services.scheduler.tasks import Row, TaskState
 
 LAYOUT = 14
-"""Version of the journal, raised with every change of its tables or of what `begin` writes. Others are refused."""
+"""Version of the journal, raised with every change to its tables or to what `begin` writes. Others are refused."""
 PART_ROWS = 2048
 
 _VALUES = (
@@ -35,7 +35,7 @@ _VALUES = (
     "checkpoint_step", "finished", "broken", "uncovered", "gone", "eval_lease_debt", "next_row", "store_names",
     "reopened", "checked", "stale", "lost_version",
 )  # fmt: skip
-"""Attributes of `RunState` that msgpack holds as they are."""
+"""Attributes of `RunState` that are packed unchanged."""
 
 
 class _Head(msgspec.Struct):
@@ -63,7 +63,7 @@ class _Head(msgspec.Struct):
 
 
 def begin(run: RunState) -> Iterator[bytes]:
-    """Return an iterator over the parts of a snapshot of the run as it is now. One may be in progress at a time."""
+    """Return an iterator over the parts of a snapshot of the run as it is now. Only one may be in progress."""
     return _parts(_head(run), run.tasks.begin_copy(), run.clears.entries())
 
 
@@ -110,7 +110,7 @@ def _head(run: RunState) -> bytes:
 
 
 def load(plan: Plan, parts: Iterable[bytes]) -> RunState:
-    """Rebuild a run from its parts. Raises MsgspecError, KeyError, ValueError or TypeError for other bytes."""
+    """Rebuild a run from its parts. Raises MsgspecError, KeyError, ValueError or TypeError for invalid bytes."""
     rest = iter(parts)
     head = msgspec.msgpack.decode(next(rest, b""), type=_Head)
     run = RunState(plan)

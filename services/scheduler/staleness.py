@@ -2,9 +2,9 @@
 
 The module is pure.
 In admission order, leases alone bound the staleness, because the step that takes a task determines the oldest version
-that its lease allows. In order of completion, others may overtake a task, so the oldest token of every finished task is
-checked before each step that might take it. Only finished tasks are dropped as stale, so none of them is held by
-another service.
+that its lease allows. In order of completion, a task may be overtaken by others, so the oldest token of every finished
+task is checked before each step that might take it. Only finished tasks are dropped as stale, so no other service
+holds any of them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _oldest_version(run: RunState, task: Task) -> int:
 
 
 def _metrics(run: RunState) -> dict[str, float]:
-    """Return the staleness checks since the last commit, and how many of them dropped their task."""
+    """Return the number of staleness checks since the last commit, and the number of tasks that they dropped."""
     counts = {"rollout/tasks_checked": float(run.checked), "rollout/tasks_stale": float(run.stale)}
     run.checked = run.stale = 0
     return counts

@@ -102,22 +102,22 @@ HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
 GONE_S = 120.0
 """Seconds of silence after which a process counts as gone if its end cannot be confirmed, because its host may be gone,
-too. The trainer's store is waited for: the run's own supervisor restarts it, and the run needs it."""
+too. The scheduler does not give up the trainer's store: the run needs it, and the run's own supervisor restarts it."""
 ABSENT_S = 3.0
-"""Seconds without a heartbeat after which no other store is told to take weights from a store."""
+"""Seconds without a heartbeat after which a store is no longer named to other stores as a source of weights."""
 MARGIN_S = 0.5
-"""Seconds before its deadline at which a deferred call is answered, at most a quarter of the time it had left."""
+"""Seconds before its deadline when a deferred call is answered, but at most a quarter of the time that it had left."""
 TELL_S = 1.0
 HOLD_S = 5.0
-"""Maximum seconds for which the collection of an ended task waits for the recorder. A recorder that is silent for so
-long is not waited for at all."""
+"""Maximum seconds for which the collection of an ended task waits for the recorder. If the recorder has been silent for
+longer than this, the collection does not wait at all."""
 RECORD_S = 3.0
 """Minimum seconds between two answers to the recorder if no collection waits for it."""
 RECORDED_AT_ONCE = 256
 """Maximum number of tasks that the recorder takes at once."""
 ANSWERED_AT_ONCE = 256
-"""Maximum number of deferred lease requests of a stage that one event answers, which bounds the delay of others. The
-next event, at the latest a tick, continues."""
+"""Maximum number of deferred lease requests of a stage that one event answers, which bounds the delay of other
+requests. The next event, at the latest a tick, continues."""
 
 
 @dataclass(eq=False)
@@ -142,8 +142,8 @@ class Scheduler:
         devices: DeviceTurns | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """`devices` assigns turns on shared devices if services are colocated. `heartbeat_s` are the seconds between
-        the heartbeats of every service but the stores, which send one each `HEARTBEAT_S`."""
+        """`devices` assigns turns on shared devices if services are colocated. `heartbeat_s` is the heartbeat interval,
+        in seconds, of every service except the stores, whose interval is `HEARTBEAT_S`."""
         self.run = RunState(plan)
         self._devices = devices or DeviceTurns({})
         self.lease_s = lease_s
@@ -155,28 +155,28 @@ class Scheduler:
         self._now = 0.0
         self._out: list[Effect] = []
         self._leasing: list[deque[Waiting]] = [deque() for _ in plan.stages]
-        """Deferred lease requests by stage. They are answered in the order in which they came."""
+        """Deferred lease requests by stage. They are answered in the order in which they arrived."""
         self._deferred: dict[Holder, list[Waiting]] = {}
-        """The same by process, with some that are answered."""
+        """The same requests by process, including some that have been answered."""
         self._polls: list[Waiting] = []
-        """Deferred requests of the driver."""
+        """Deferred requests of the driver and of the recorder."""
         self._paces = Paces(lease_s)
         self._seen: dict[Holder, Seen] = {}
         self._ending: dict[Holder, str] = {}
-        """The troubles that end the run, by the service that reports them."""
+        """The troubles that end the run, by the process that reports them."""
         self._lost_lives: set[int] = set()
-        """Incarnations that were lost with their hosts. They may be heard again until their agents end them."""
+        """Incarnations that were lost with their hosts. They may be heard from until their agents stop them."""
         self._audits = Audits()
         self._clearing: dict[str, float] = {}
         """Stores with a clear in flight, and the time at which it was sent."""
         self._awaited: dict[tuple[str, int], float] = {}
         """Times at which the driver first asked for what it waits for, by (request, step)."""
         self._held_since: dict[tuple[str, int], float] = {}
-        """Times since when the collection of tasks with their fences has waited for the recorder."""
+        """Times at which the collection of each task began to wait for the recorder, by (task id, fence)."""
         self._recorder_at = 0.0
-        """The last request of the recorder. A new life waits for it once."""
+        """Time of the last request of the recorder, or the start of this life if there was none yet."""
         self._sampled_at = 0.0
-        """The last answer to the recorder."""
+        """Time of the last answer to the recorder."""
         self._reconcile_at = 0.0
         self._tell_at = 0.0
         self._teller = view.Teller()
@@ -319,7 +319,7 @@ class Scheduler:
                     self._out.append(SendClear(store, tasks, tracked=True))
 
     def _retry(self, waiting: Waiting) -> bool:
-        """Try to answer a deferred call. Return whether it is answered, now or before."""
+        """Try to answer a deferred call. Return whether it has been answered, now or earlier."""
         if waiting.open:
             try:
                 waiting.open = not waiting.attempt()
@@ -336,7 +336,7 @@ class Scheduler:
         return asked.deadline - min(MARGIN_S, left / 4)
 
     def _poll(self, asked: Asked, attempt: Callable[[], bool]) -> None:
-        """Answer a request of the driver now or, if that is not possible yet, later."""
+        """Answer a request of the driver or the recorder now or, if that is not possible yet, later."""
         if attempt():
             if isinstance(asked.request, NextBatch | WaitEvals):
                 self._awaited.clear()
@@ -346,7 +346,7 @@ class Scheduler:
         self._polls.append(Waiting(asked, attempt, self._answer_by(asked)))
 
     def waits(self, now: float) -> list[WaitRow]:
-        """Return what the run waits for at `now`, for people."""
+        """Return rows that tell people what the run waits for at `now`."""
         asked = [each.asked.request for each in self._polls if each.open]
         awaited = {
             (type(each).__name__, each.step): now - self._awaited.get((type(each).__name__, each.step), now)
@@ -390,7 +390,7 @@ class Scheduler:
             self._out.append(StopClear(store))
 
     def _lose_host(self, lives: frozenset[int]) -> None:
-        """Give up the stores, leases, deferred requests and device turns of the processes of a lost host."""
+        """End the leases, deferred requests and device turns of a lost host's processes, and give up its stores."""
         self._lost_lives |= lives
         lost = [holder for holder, row in self.run.registry.items() if row.incarnation in lives]
         for holder in lost:
@@ -501,7 +501,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- shards
 
     def _listed(self, page: Listed) -> None:
-        """Clear the strays of a page of an inventory. After the last page, find out what is missing."""
+        """Clear the strays on an inventory page. After the last page, find out what is missing."""
         strays = [entry for entry in page.tasks if is_stray(self.run, entry)]
         if strays:
             self._out.append(SendClear(page.store, strays, tracked=False))
@@ -510,13 +510,13 @@ class Scheduler:
         self._audit()
 
     def _audit(self) -> None:
-        """Continue to compare inventories with the accepted results, and have the stores check the missing ones."""
+        """Continue to compare inventories with the accepted results, and have the stores check missing results."""
         for audit in self._audits.compare(self.run):
             if audit.missing:
                 self._out.append(CheckShards(audit.store, audit.missing))
 
     def _report(self, asked: Asked, request: ReportShards) -> None:
-        """Have the store check what a reader could not read, and the other tasks of the same steps."""
+        """Have the store check the tasks that a reader could not read, and the other tasks of the same steps."""
         accused = claims(self.run, request.store, whole_steps(self.run, request.tasks))
         if accused:
             self._out.append(CheckShards(request.store, accused, asked.ref))
@@ -615,7 +615,7 @@ class Scheduler:
         check_driver(self.run, request.driver)
         check_versions(self.run)
         results = evaluated(self.run, request.step)
-        # Rows leave in step order: without the earlier evaluations, the run would end before they are written.
+        # Rows are written in step order: without the earlier evaluations, the run would end before this is complete.
         earlier = any(step < request.step for _, step in self.run.evaluations.open)
         if results is None or earlier:
             self._check_troubles()

@@ -1,4 +1,4 @@
-"""Requests of the driver: batches, commits, checkpoints, and the return to an earlier step. The module is pure.
+"""Driver requests: batches, commits, checkpoints, and the return to an earlier step. The module is pure.
 
 Each step is batched and committed once.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 HOPELESS_STEPS, HOPELESS_TASKS = 10, 256
-"""Maximum number of consecutive drops, in steps and in tasks (the larger limit applies), before the run is given up."""
+"""Maximum number of consecutive drops, in steps and in tasks, before the run ends. The larger limit applies."""
 
 
 def check_driver(run: RunState, driver: int) -> None:
@@ -73,7 +73,7 @@ def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
 
 
 def reopen(run: RunState) -> None:
-    """Take back the batch of the open step. Its tasks with lost shards are sampled again, the others stay ready."""
+    """Take back the batch of the open step. Its tasks with lost shards are sampled again; the others stay ready."""
     step = run.batched_step
     tasks = run.batches.pop(step)
     del run.identities[step]
@@ -92,8 +92,8 @@ def rewind(run: RunState, step: int, *, reached: int = 0, cause: str = "") -> No
     """Return the run to `step`: the weights of later steps are lost and their tasks cannot be replayed.
 
     Their tasks are sampled again before all others. Their metrics rows are discarded, except in deterministic mode,
-    where the steps produce the same bits again. The caller begins a new lineage. `reached` is the newest step that was
-    committed if the journal no longer has it, and `cause` is described at `Rewound`.
+    where the steps produce the same bits again. The caller begins a new lineage. If the journal no longer has the
+    newest committed step, `reached` is that step. `cause` is described at `Rewound`.
     """
     taken_back: list[Task] = []
     take_back_samples(run, step)
@@ -122,12 +122,12 @@ def rewind(run: RunState, step: int, *, reached: int = 0, cause: str = "") -> No
 def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
     """Put the tasks of the steps after `step` before the waiting ones, which are sampled again, too.
 
-    The versions of the waiting tasks were taken back, or chosen for steps that they no longer belong to.
+    The versions of the waiting tasks were taken back, or were chosen for steps to which the tasks no longer belong.
     Evaluations of versions after `step` are discarded: scores of old and new weights are not mixed, and each set is
     evaluated again as a whole when its version is published again. None of these tasks may be leased.
 
-    If the initial model is all that is left, and the tasks of the first steps are no longer remembered because a
-    checkpoint covered them, every task that was ever admitted is sampled again.
+    If only the initial model is left, and the tasks of the first steps are no longer remembered because a checkpoint
+    covered them, every task that was ever admitted is sampled again.
     """
     set_aside(run, tasks)
     set_aside(run, map(run.tasks.known, run.evaluations.take_back(step)))
@@ -168,7 +168,7 @@ def check_versions(run: RunState) -> None:
 
 
 def batch(run: RunState, request: NextBatch) -> StepBatch | None:
-    """Return the batch of a journaled step, always the same, or None if it is not journaled. It changes nothing."""
+    """Return the batch of a journaled step, or None if the step is not journaled. The state does not change."""
     check_driver(run, request.driver)
     if run.broken:
         raise RpcError(ErrorCode.BAD_REQUEST, run.broken)

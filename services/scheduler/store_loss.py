@@ -1,19 +1,19 @@
-"""Recovery from lost data: a store comes back without it or not at all, or the end of the journal is lost.
+"""Recovery from lost data: a store returns without its data or not at all, or the end of the journal is lost.
 
 The module is pure.
-A store comes back without its data if its host is lost or the run is resumed elsewhere.
-Its unfinished tasks are sampled again under higher fences. If it held anything of a batched step or a version, the run
-returns to the newest checkpoint: steps after it cannot be replayed, so their tasks are reopened and trained again
-(docs/architecture.md, promise 1; in deterministic mode from the same versions). The trainer reloads the checkpoint,
-too, so no weight update is kept whose tasks are trained again (promise 2). If the store held nothing of a batched
-step, no step is taken back.
+A store returns without its data if its host is lost or the run is resumed elsewhere.
+The unfinished tasks of the store are sampled again under higher fences. If it held shards of a batched step or a
+version, the run returns to the newest checkpoint: later steps cannot be replayed, so their tasks are reopened and
+trained again (docs/architecture.md, promise 1; in deterministic mode from the same versions). The trainer reloads the
+checkpoint, too, so no weight update from tasks that are trained again is kept (promise 2). If the store held nothing
+of a batched step, no step is taken back.
 
-The permanent loss of a store of a joined host costs less. Its shards of trained tasks matter only to a trainer that
+Permanently losing the store of a joined host costs less. Its shards of trained tasks matter only to a trainer that
 reloads, so a checkpoint is ordered and the run continues without waiting for the store.
 
-After a power cut the end of the journal may be missing. What happened then is unknown: tasks may have been sampled,
-trained and collected, versions published, leases granted. The run returns to the newest checkpoint of the journal with
-fences, lineages and leases that exceed all of that, so stores and peers mistake nothing of it for current state.
+After a power cut the end of the journal may be missing. What it recorded is unknown: tasks may have been sampled,
+trained and collected, versions published, and leases granted. The run returns to the newest checkpoint of the journal
+with fences, lineages and lease ids above all of those, so stores and peers do not take lost state for current state.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 TAIL_LOST = "the end of the journal was lost"
 MARGIN = 1 << 16
-"""Distance by which fences, lineages and leases jump beyond the highest ones that a trace shows. The mark of a lost end
-names the highest ones of its last commit, but it may be an older mark, or unreadable."""
+"""Distance by which fences, lineages and lease ids jump beyond the highest numbers that a trace shows. The mark of a
+lost end names the highest numbers at its last commit, but it may be an older mark, or unreadable."""
 
 
 def lost_data(run: RunState, old: Register | None, new: Register) -> bool:
@@ -50,11 +50,11 @@ def lost_data(run: RunState, old: Register | None, new: Register) -> bool:
 
 
 def come_back_empty(run: RunState, store: str) -> None:
-    """Handle a store that lost its data, including what services of its host had put there for their leases."""
+    """Handle a store that lost its data, including shards that services on its host had put there for their leases."""
     wanted = [task for tasks in run.batches.values() for task in tasks]
     if run.order.fixed:
         wanted += run.window.tasks.values()
-    # Weight versions and what the trainer puts for a step are not in the task table.
+    # Weight versions and the shards that the trainer puts for a step are not in the task table.
     if store == TRAINER_STORE or any(lies_in(run, task, store) for task in wanted):
         _lose_store(run, store, "came back without its data")
         return
@@ -79,7 +79,7 @@ def _lose_store(run: RunState, store: str, why: str) -> None:
 
 
 def _go_back(run: RunState, step: int, why: str, *, reached: int = 0, cause: str = "") -> None:
-    """Return to `step` without any result of a later step or of a task that waits. See `rewind` for the options."""
+    """Return to `step`, discarding all results of later steps and of waiting tasks. See `rewind` for the options."""
     for lease in list(run.leases):
         give_up(run, lease, 0)
     rewind(run, step, reached=reached, cause=cause)
@@ -142,7 +142,7 @@ def remove_departed_store(run: RunState, store: str) -> bool:
 
 
 def _sample_without(run: RunState, store: str, why: str) -> int:
-    """Sample unfinished tasks with shards in the store again, and return how many of them were not leased."""
+    """Sample again the unfinished tasks with shards in the store, and return how many of them were not leased."""
     for lease in list(run.leases):
         if any(lies_in(run, task, store) for task in lease.tasks.values()):
             give_up(run, lease, 0)
@@ -156,8 +156,8 @@ def _sample_without(run: RunState, store: str, why: str) -> int:
 def lose_evaluations(run: RunState, step: int) -> None:
     """Drop the open tasks of evaluations whose versions will not be published again; their rows stay unscored.
 
-    These are lost versions before `step`, or in deterministic mode those too old to be sampled with. Other open
-    evaluations continue when their version is published again. Scored rows keep their scores.
+    These are lost versions before `step`, or in deterministic mode lost versions that are too old for sampling. Other
+    open evaluations continue when their version is published again. Scored rows keep their scores.
     """
     first = step - run.plan.staleness if run.order.fixed else step
     evaluations = [each for each in run.evaluations.open.values() if run.versions.get(each.version) is None]

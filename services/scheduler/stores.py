@@ -1,8 +1,8 @@
 """The room left in each store, and the stores that hold shards of each task. The module is pure.
 
-The room of different stores is not added up, because each put goes into a single store: rollouts, references and ranks
-of the trainer put into the store of their host, and weights are put into `TRAINER_STORE`. The bytes counted here are an
-upper bound of those that a store holds.
+The room of different stores is not added up, because each put goes into a single store: rollouts, references and
+trainer ranks put into the store of their host, and weights are put into `TRAINER_STORE`. The bytes counted here are an
+upper bound on those that a store holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STORE, RANK = "batch-store", "policy-trainer-worker"
 FORERUNNERS = 2
-"""Maximum number of stores that a store tries for a version before the trainer's."""
+"""Maximum number of stores that a store tries for a version before the trainer's store."""
 FULL_SHARE = 0.8
 """Share of a store's room for trained tasks above which their bytes cause a checkpoint."""
 
@@ -38,27 +38,27 @@ def stores_of(run: RunState, holder: Holder) -> list[str]:
 
 
 def holders_without_store(run: RunState, host_id: str) -> set[Holder]:
-    """Return all holders on a host, or none if the host has a store."""
+    """Return all holders on a host, or an empty set if the host has a store."""
     there = set(run.registry.on_host(host_id))
     return set() if any(service == STORE for service, _ in there) else there
 
 
 def is_away(run: RunState, store: str) -> bool:
-    """Return whether a store is, or may be, on another host than the trainer's. It may hold copies of versions."""
+    """Return whether a store is, or may be, on a host other than the trainer's, and so may hold version copies."""
     home, row = run.registry.stores.get(TRAINER_STORE), run.registry.stores.get(store)
     return row is not None and row is not home and (home is None or row.host_id != home.host_id)
 
 
 def away_stores(run: RunState) -> list[str]:
-    """Return the stores on other hosts than the trainer's."""
+    """Return the stores on hosts other than the trainer's."""
     return [store for store in run.registry.stores if is_away(run, store)]
 
 
 def upstream(run: RunState, store: Holder, is_present: Callable[[Holder], bool]) -> list[str]:
-    """Return up to `FORERUNNERS` stores from which `store` takes weights before the trainer's, nearest first.
+    """Return up to `FORERUNNERS` stores that `store` tries for weights before the trainer's store, nearest first.
 
-    The stores on other hosts than the trainer's form a chain in the order of their numbers, because each host then
-    sends a version once: with two successors each, a host needs twice the time for both (tests/bench/relay.py).
+    The stores on hosts other than the trainer's form a chain in the order of their numbers, so that each host sends a
+    version once. A host with two successors would need twice the time to serve both (tests/bench/relay.py).
     """
     if not is_away(run, service_name(*store)):
         return []
@@ -68,7 +68,7 @@ def upstream(run: RunState, store: Holder, is_present: Callable[[Holder], bool])
 
 
 def trainer_stores(run: RunState) -> tuple[str, ...]:
-    """Return the stores into which ranks of the trainer put log-probs, in order."""
+    """Return the stores into which trainer ranks put log-probs, in order."""
     if not run.plan.unleased_token_bytes:
         return (TRAINER_STORE,)
     hosts = {run.registry[rank].host_id for rank in run.registry.ranks}
@@ -77,7 +77,7 @@ def trainer_stores(run: RunState) -> tuple[str, ...]:
 
 
 def note_trainer_stores(run: RunState) -> None:
-    """Bring `run.trainer_stores` up to date. If it has changed, count again what waits for a checkpoint."""
+    """Bring `run.trainer_stores` up to date. If it has changed, recount the bytes that wait for a checkpoint."""
     stores = trainer_stores(run)
     if stores != run.trainer_stores:
         run.trainer_stores = stores
@@ -87,7 +87,7 @@ def note_trainer_stores(run: RunState) -> None:
 
 def lies_in(run: RunState, task: Task, store: str) -> bool:
     """Return whether the store has accepted shards of a task."""
-    for part in task.parts:  # noqa: SIM110  # a lost store asks this about every live task, a generator takes longer
+    for part in task.parts:  # noqa: SIM110  # called for every live task when a store is lost: a generator takes longer
         if part is not None and run.store_names[part.store] == store:
             return True
     return False
@@ -128,8 +128,10 @@ def room_for_tasks(run: RunState) -> int:
 
 
 def _rooms(run: RunState) -> Iterator[tuple[str, int]]:
-    """Yield each store with its limit in bytes, less the bytes reserved for weight versions, for samples to record and,
-    in the stores of the trainer's ranks, for a step that is replayed.
+    """Yield each store with the bytes of its limit that are not reserved.
+
+    Bytes are reserved for weight versions, for samples to record and, in the stores of the trainer ranks, for a step
+    that is replayed.
     """
     newest = run.versions.get(run.versions.newest) if run.versions.newest is not None else None
     one = max(run.plan.weight_bytes, newest.nbytes if newest else 0)
@@ -159,7 +161,7 @@ def held_in(run: RunState, tasks: Iterable[Task]) -> Counter[str]:
 
 
 def count_uncovered(run: RunState, tasks: Iterable[Task], sign: int) -> None:
-    """Count trained tasks that no checkpoint covers yet, or with -1 no longer count them."""
+    """Add the bytes of trained tasks that no checkpoint covers yet, or subtract them if `sign` is -1."""
     for store, nbytes in held_in(run, tasks).items():
         run.uncovered[store] = run.uncovered.get(store, 0) + sign * nbytes
         if not run.uncovered[store]:

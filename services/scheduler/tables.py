@@ -1,7 +1,7 @@
 """The tables of the journal, and the checksums over events, snapshots and rows.
 
-An event's checksum covers the event and all before it; these checksums are the chain. The parts of a snapshot form a
-chain that begins where the snapshot was made. Each row of the other tables ends with a checksum of its own.
+An event's checksum covers the event and all earlier events; these checksums are the chain. The parts of a snapshot form
+a chain that continues from the snapshot's event. Each row of the other tables ends with its own checksum.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _EVENT = struct.Struct("<qqd")
 
 
 def link(chain: bytes, seq: int, kind: int, at: float, body: bytes) -> bytes:
-    """Return the chain after an event: the checksum of the chain before it and of the event."""
+    """Return the chain after an event: the checksum over the previous chain and the event."""
     return xxhash.xxh3_128_digest(b"".join((chain, _EVENT.pack(seq, kind, at), body)))
 
 

@@ -1,4 +1,4 @@
-"""The live tasks of a run: plain objects whose states change along one table of transitions. The module is pure."""
+"""The live tasks of a run: plain objects whose states change according to one table. The module is pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 EVALUATION: Final = -1
-"""Admission number of a task outside admission."""
+"""Admission number of an evaluation task, which is outside admission."""
 REMEMBERED = 20_000
 """Number of transitions that `Tasks.log` keeps."""
 
@@ -45,15 +45,15 @@ TRANSITIONS: Final[dict[TaskState, frozenset[TaskState]]] = {
 }
 """The states that may follow each state.
 
-BATCHED and TRAINED tasks become DROPPED or PENDING only when the run returns to an earlier step. BATCHED ones become
-READY only when another task of their step lost its shards. Tasks that wait for their last clears become PENDING only
-when they are sampled again. COLLECTED is never entered from a state before the end of a task: shards of a task that may
-still be leased or trained are not freed (docs/architecture.md, promise 3).
+BATCHED and TRAINED tasks become DROPPED or PENDING only when the run returns to an earlier step. BATCHED tasks become
+READY only when a task of their step has lost its shards. Tasks that wait for their last clears become PENDING only when
+they are sampled again. A task never becomes COLLECTED before it has ended: shards of a task that may still be leased or
+trained are not freed (docs/architecture.md, promise 3).
 """
 
 
 class StagePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An accepted result of one stage: where its shards are. `store` indexes `RunState.store_names`."""
+    """An accepted result of one stage, with the location of its shards. `store` indexes `RunState.store_names`."""
 
     store: int
     content_hash: int
@@ -111,7 +111,7 @@ class Task:
 
 
 Row = tuple[Any, ...]
-"""The fields of a task, in their order."""
+"""The fields of a task, in the order of their declaration."""
 _row_of = attrgetter(*(field.name for field in fields(Task)))
 
 
@@ -130,7 +130,7 @@ class Tasks:
 
     def __init__(self, stages: int) -> None:
         self.counts = dict.fromkeys(TaskState, 0)
-        """Number of tasks by state. COLLECTED counts all tasks that ever got there."""
+        """Number of tasks by state. COLLECTED counts all tasks that have ever been collected."""
         self.log: deque[Transition] = deque(maxlen=REMEMBERED)
         self.cause = ""
         """Kind of the event that is being applied."""
@@ -139,7 +139,7 @@ class Tasks:
         self._nothing: tuple[StagePart | None, ...] = (None,) * stages
         self._by_id: dict[str, Task] = {}
         self._copies: dict[Task, Row] | None = None
-        """Tasks that changed since the snapshot in progress began, as they were."""
+        """Tasks that have changed since the snapshot in progress began, each with its fields as they were then."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -163,13 +163,13 @@ class Tasks:
         return task
 
     def edit(self, task: Task) -> Task:
-        """Return `task` for a change of its fields. Without this call, a snapshot in progress would see the change."""
+        """Return `task` to change its fields. Without this call, a snapshot in progress would see the change."""
         if self._copies is not None and task not in self._copies:
             self._copies[task] = _row_of(task)
         return task
 
     def move(self, task: Task, state: TaskState) -> None:
-        """Change the state of a task. Raises ValueError if `TRANSITIONS` does not allow it. COLLECTED removes it."""
+        """Change the state of a task. A COLLECTED task is removed. Raises ValueError if `TRANSITIONS` forbids it."""
         before = task.state
         if state not in TRANSITIONS[before]:
             problem = f"{before} -> {state} is not a transition ({self.cause})"
@@ -182,11 +182,11 @@ class Tasks:
             del self._by_id[task.task_id]
 
     def story(self, task_id: str) -> list[Transition]:
-        """Return the changes of state of a task, oldest first, as far as `log` has them."""
+        """Return the state changes of a task, oldest first, as far as `log` still has them."""
         return [each for each in self.log if each.task_id == task_id]
 
     def told(self, task_id: str) -> str:
-        """Return the story of a task in one line."""
+        """Return the state changes of a task in one line."""
         return "; ".join(f"{each.before} -> {each.after} ({each.cause})" for each in self.story(task_id))
 
     def begin_attempt(self, task: Task) -> None:
@@ -199,7 +199,7 @@ class Tasks:
         task.lost = False
 
     def begin_copy(self) -> Iterator[Row]:
-        """Return the rows of all tasks as they are now, each made when it is requested or before its task changes."""
+        """Return the rows of all tasks as they are now. Each row is made when requested or before its task changes."""
         copies: dict[Task, Row] = {}
         self._copies = copies
 
@@ -212,11 +212,11 @@ class Tasks:
         return rows(list(self))
 
     def rows(self) -> Iterator[Row]:
-        """Return the rows of all tasks. No task may change before the last one is made."""
+        """Return the rows of all tasks. No task may change before the last row is made."""
         return map(_row_of, self)
 
     def load(self, row: Row) -> Task:
-        """Add the task of a row."""
+        """Add the task that a row describes."""
         task_id, admission, parts, state, *rest = row
         places = tuple(None if part is None else StagePart(*part) for part in parts)
         task = self._by_id[task_id] = Task(task_id, admission, places, TaskState(state), *rest)

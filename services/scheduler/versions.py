@@ -106,7 +106,7 @@ def publish(run: RunState, request: PublishWeights) -> None:
 
 
 def _open_evaluations(run: RunState, version: Version) -> None:
-    """Open the evaluations that are due at a version that was published."""
+    """Open the evaluations that are due at a newly published version."""
     step = version[1]
     for begun in run.evaluations.open.values():
         if begun.version[1] == step and run.versions.get(begun.version) is None:
@@ -142,6 +142,6 @@ def _reference_steps(run: RunState) -> Container[int]:
 
 
 def lost_reference(run: RunState) -> int:
-    """Return the step of the version that the reference needs, if no store still has it, else 0."""
+    """Return the step of the version that the reference needs if no store has that version, else 0."""
     step = run.plan.reference_version(run.committed_step + 1)
     return step if step and run.versions.at_step(step) is None else 0

@@ -91,10 +91,10 @@ def waits(
     lease_s: float,
     clearing: Mapping[str, float],
 ) -> list[WaitRow]:
-    """Return what the run waits for.
+    """Return one row for each thing that the run waits for.
 
-    `awaited` holds the driver's deferred requests as (request, step), `idle` the leases without progress, and
-    `clearing` the stores that have not acknowledged a clear, each with the seconds that this has lasted.
+    Three mappings hold seconds: `awaited` since the driver first made a deferred request, by (request, step); `idle`
+    since the last progress of a lease, by id; and `clearing` since an unacknowledged clear was sent, by store.
     """
     found: list[WaitRow] = []
     for (request, step), since_s in awaited.items():
@@ -154,7 +154,7 @@ def _evaluation_waits(run: RunState, step: int, since_s: float) -> Iterator[Wait
 
 
 def _waited_for(run: RunState, task: Task) -> tuple[str, str]:
-    """Return what a task that is not ready does, and the process or service that it waits for."""
+    """Return a phrase that says where an unready task is, and the process or service that it waits for."""
     lease = run.leases.get(task.lease)
     if lease is not None:
         holder = service_name(*lease.holder)
@@ -172,7 +172,7 @@ class Teller:
         self._told: dict[str, dict[str, float | str]] = {}
 
     def tell(self, topic: str, values: dict[str, float | str]) -> list[Tell]:
-        """Return the effect, or nothing if these values were the last ones."""
+        """Return the effect, or [] if these values are the same as the last ones."""
         if self._told.get(topic) == values:
             return []
         self._told[topic] = values

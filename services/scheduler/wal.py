@@ -1,7 +1,7 @@
 """Checkpoints of the journal's write-ahead log into its file, on a separate thread and connection.
 
 Copying and syncing may take long and would otherwise delay the writer. SQLite restarts the log once a pass has copied
-all of it and nothing was written in the meantime. If writing never pauses, the log would grow, so beyond `HARD_BYTES`
+all of it and nothing was written in the meantime. If writing never paused, the log would grow, so beyond `HARD_BYTES`
 the writer makes a pass itself.
 """
 
@@ -13,11 +13,11 @@ import threading
 from pathlib import Path
 
 SOFT_BYTES = 16 << 20
-"""Bytes of growth of the log after which a pass is made."""
+"""Growth of the log, in bytes, after which a pass is made."""
 HARD_BYTES = 512 << 20
-"""Bytes of the log beyond which the writer makes a pass itself."""
+"""Size of the log, in bytes, beyond which the writer makes a pass itself."""
 PASSES = 3
-"""Maximum number of consecutive passes. Each leaves what was written during it to the next one."""
+"""Maximum number of consecutive passes. What is written during a pass is left to the next one."""
 _CHECKPOINT = "PRAGMA wal_checkpoint(PASSIVE)"
 
 
@@ -26,7 +26,7 @@ class WalCheckpoints:
 
     def __init__(self, path: Path, page_bytes: int) -> None:
         self.error = ""
-        """The cause of a failed pass, or empty."""
+        """The cause of a failed pass, or an empty string."""
         self._path = path
         self._page_bytes = page_bytes
         self._written = 0

@@ -57,7 +57,7 @@ class AdmissionWindow:
         insort(self._gaps, admission)
 
     def take(self, admissions: Iterable[int], head: int | None = None) -> list[Task]:
-        """Remove tasks and return them. The head moves to `head`, or to the first task that is left."""
+        """Remove tasks and return them. The head moves to `head`, or to the first remaining task."""
         taken = []
         for admission in list(admissions):
             taken.append(self.tasks[admission])
@@ -68,7 +68,7 @@ class AdmissionWindow:
         return taken
 
     def reopen(self, tasks: Sequence[Task]) -> None:
-        """Insert tasks that were taken back before the head. The last one is directly before the head."""
+        """Insert tasks of steps that were taken back. They go before the head, the last one directly before it."""
         self.tasks = {task.admission: task for task in tasks} | self.tasks
         self.head -= len(tasks)
         self._settled = self.head
@@ -86,7 +86,7 @@ class AdmissionWindow:
         return tasks
 
     def restore(self, head: int, tail: int, tasks: Iterable[Task], finished: Iterable[int]) -> None:
-        """Set the whole content. Evaluation tasks and tasks that are already batched or over are skipped."""
+        """Replace the whole content. Evaluation tasks and tasks that are already batched or over are skipped."""
         open_ = [each for each in tasks if each.admission != EVALUATION and each.state not in _BATCHED_OR_OVER]
         self.tasks = {task.admission: task for task in sorted(open_, key=lambda task: task.admission)}
         self.head, self.tail, self._settled = head, tail, head

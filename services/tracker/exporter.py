@@ -1,4 +1,4 @@
-"""What the tracker asks of the client of an experiment tracker: open, send, annotate, close."""
+"""The interface that each experiment tracker's client implements: open, send, annotate, show, close."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Unusable(Exception):
-    """The tracker refuses this run whatever is tried: a wrong key, project or entity. One line."""
+    """The tracker refuses this run, and retries cannot help: a wrong key, project or entity. The text is one line."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Text about the run: a warning, a return to an earlier step, its end. Two notes with one `key` are the same."""
+    """Text about the run: a warning, a return to an earlier step, or its end. The `key` identifies the note."""
 
     key: str
     title: str
     text: str
     step: int
-    """The training step to which it belongs."""
+    """The training step to which the note belongs."""
     position: int
-    """The position of the newest row that precedes it, or 0 if there is none."""
+    """The position of the newest row that precedes the note, or 0 if there is none."""
     serious: bool = True
-    """Whether a person should look."""
+    """Whether the note needs a person's attention."""
 
 
 @dataclass(frozen=True)
@@ -49,37 +49,37 @@ class End:
     """How the run ended."""
 
     outcome: str
-    """`done`, `stopped`, `failed`, or `killed` if nobody could say."""
+    """`done`, `stopped`, `failed`, or `killed` if no outcome was recorded."""
     cause: str = ""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The run as the tracker is to know it."""
+    """The run as it is presented to the tracker."""
 
     id: str
-    """Names the run in the tracker. It is chosen once, before the tracker hears of it."""
+    """Identifies the run in the tracker. It is chosen once, before it is first sent to the tracker."""
     name: str
     path: Path
     folder: Path
-    """A folder of the run directory for the tracker's own files."""
+    """A folder in the run directory for the tracker's own files."""
     configuration: Mapping[str, Any]
     """The resolved topology without secrets."""
     sent: int
-    """The rows that were handed over before."""
+    """Number of rows that were handed over before."""
     predecessor: int
-    """Process id of the previous life, or 0."""
+    """Process id of the previous tracker process, or 0."""
 
 
 class Exporter(Protocol):
-    """The client of one tracker. It may block and raise anything; nobody waits for it.
+    """The client of one tracker. It may block and raise any exception; nothing waits for it.
 
-    It holds a row for certain once `send` returns if `SURE`, and once `close` returns otherwise.
+    The tracker is certain to have a row once `send` returns if `SURE`, and otherwise once `close` returns.
     """
 
     SURE: bool
     samples: int
-    """Number of samples per split in a table, or 0 for no tables."""
+    """Number of samples per split in a table, or 0 to show no tables."""
 
     def open(self, subject: Subject) -> int:
         """Create the run in the tracker, or continue it. Return the number of rows that the tracker holds.
@@ -88,16 +88,16 @@ class Exporter(Protocol):
         """
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Report rows, in order and without gaps after those that the tracker holds."""
+        """Report rows in order. They follow the rows that the tracker holds, without gaps."""
 
     def annotate(self, note: Note) -> None:
-        """Report a note. A repeated note has no further effect where the tracker can tell."""
+        """Report a note. Repeating a note has no effect in trackers that can recognize it."""
 
     def show(self, table: Table) -> None:
-        """Report samples. They may be lost if this process is killed; the run directory has them all."""
+        """Report samples. They may be lost if this process is killed; the run directory has all samples."""
 
     def close(self, end: End) -> None:
-        """Finish, so that the tracker shows how the run ended."""
+        """Finish the run in the tracker, so that it shows how the run ended."""
 
 
 def missing(name: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Feeds one tracker from the files of the run directory: rows in the order of their commits, then warnings.
 
-Everything here may block, so it runs on a thread or in a process for which nobody waits. Rows wait in the run directory
-for as long as a tracker does not take them, and a life that is killed continues where the tracker stands.
+Everything in this module may block, so it runs on a thread or in a process that nothing waits for. Rows stay in the run
+directory until the tracker takes them. If this process is killed, the next one continues after the rows that the
+tracker has.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ T = TypeVar("T")
 
 
 class Feeder:
-    """The way of one run into one tracker. `run` works on its own thread; the other members are for any thread."""
+    """Feeds one run to one tracker. `run` has its own thread; the other members may be used from any thread."""
 
     def __init__(self, run: RunDir, topology: Topology, name: str) -> None:
         self.name = name
         self.problem = ""
-        """Why rows are waiting, one line, or an empty string."""
+        """The reason why rows are waiting, in one line, or an empty string."""
         self.refused = ""
-        """Why the tracker will never take this run, one line, or an empty string."""
+        """The reason why the tracker will never take this run, in one line, or an empty string."""
         self.busy_since: float | None = None
-        """Monotonic time since which the tracker's library has not returned, or None."""
+        """Monotonic time at which the current call of the tracker library began, or None if there is none."""
         self.rows_sent = 0
         self.done = threading.Event()
         """Set once `run` has returned."""
@@ -61,7 +62,7 @@ class Feeder:
         self._log = structlog.get_logger("tracker")
 
     def end(self, end: End) -> None:
-        """Have `run` send what is left, tell the tracker how the run ended, and return."""
+        """Make `run` send the remaining rows, tell the tracker how the run ended, and return."""
         self._end = end
         self._ending.set()
 
@@ -81,7 +82,7 @@ class Feeder:
             except Unusable as error:
                 self.refused = self._told(f"{self.name}: {error}")
                 return
-            except Exception as error:  # whatever a library raises, the run goes on and rows wait
+            except Exception as error:  # whatever a library raises, the run continues and rows wait
                 self._log.warning("the tracker does not take the run", tracker=self.name, exc_info=error)
                 waiting = f"the steps after {self._ledger.step} wait" if self._ledger.sent else "all steps wait"
                 self.problem = self._told(f"{self.name}: {describe(error)}; {waiting} in metrics.jsonl")
@@ -109,7 +110,7 @@ class Feeder:
         kept = self._ledger
         predecessor = kept.pid
         kept.id, kept.pid, kept.ended = kept.id or secrets.token_hex(8), os.getpid(), ""
-        self._save()  # the tracker never knows of a run that the run directory does not name
+        self._save()  # the tracker never has a run whose id is not in the run directory
         subject = Subject(
             id=kept.id,
             name=self._run.name,
@@ -126,14 +127,14 @@ class Feeder:
         self.problem = ""
 
     def _send(self, exporter: Exporter) -> None:
-        """Send all rows that there are, and the warnings that belong before them."""
+        """Send all new rows, and then all new warnings."""
         self._history.refresh()
         while rows := self._history.rows(self._ledger.sent, BATCH_ROWS):
             lineage = rows[0].lineage
             if lineage != self._ledger.lineage:
                 self._annotate(exporter, self._rewound(rows[0]))
             rows = [row for row in rows if row.lineage == lineage]
-            self._show(exporter)  # of steps that a later one has followed: their samples have been written
+            self._show(exporter)  # only for steps before these rows, because their samples have been written
             self._call(functools.partial(exporter.send, rows))
             self._evaluated += [row for row in rows if exporter.samples and is_evaluated(row)]
             self._ledger.sent, self._ledger.step = rows[-1].position + 1, rows[-1].step
@@ -160,7 +161,7 @@ class Feeder:
         self._save()
 
     def _show(self, exporter: Exporter) -> None:
-        """Send samples of the evaluated steps whose rows were sent."""
+        """Send samples of those evaluated steps whose rows were sent."""
         for row in self._evaluated:
             if table := table_of(self._run.path, row, exporter.samples):
                 self._call(functools.partial(exporter.show, table))
@@ -197,7 +198,7 @@ class Feeder:
         self._call(lambda: exporter.annotate(note))
 
     def _call(self, work: Callable[[], T]) -> T:
-        """Call the tracker's library. `busy_since` tells how long it has taken."""
+        """Call the tracker library and return the result of `work`. During the call, `busy_since` is its start time."""
         self.busy_since = time.monotonic()
         try:
             return work()
@@ -205,9 +206,9 @@ class Feeder:
             self.busy_since = None
 
     def _told(self, problem: str) -> str:
-        """Note the problem for those who ask after the end of the run, and return it."""
+        """Save the problem so that it can be read after the end of the run, and return it."""
         self._ledger.problem = problem.partition("; ")[0].removeprefix(f"{self.name}: ")
-        with contextlib.suppress(OSError):  # the disk may be full, which is then the problem itself
+        with contextlib.suppress(OSError):  # the problem itself may be that the disk is full
             self._save()
         return problem
 
@@ -216,20 +217,20 @@ class Feeder:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error of a library as one short line."""
+    """Return a library error as one short line."""
     line = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return line if len(line) <= LINE_CHARS else f"{line[: LINE_CHARS - 1]}…"
 
 
 def start(feeder: Feeder) -> threading.Thread:
-    """Run `feeder` on a thread for which no end of a process waits."""
+    """Run `feeder` on a daemon thread, which the process does not wait for when it ends."""
     thread = threading.Thread(target=feeder.run, name=f"tracker-{feeder.name}", daemon=True)
     thread.start()
     return thread
 
 
 def end_of(run: RunDir) -> End:
-    """Return how the run ended, as its supervisor wrote it when the end began."""
+    """Return how the run ended, as its supervisor recorded it at the beginning of the end."""
     try:
         found = json.loads(run.outcome.read_bytes())
         return End(str(found["outcome"]), str(found["cause"]))

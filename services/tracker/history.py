@@ -1,10 +1,10 @@
 """Every row that a run has committed, in the order of the commits, from `metrics.jsonl` and `metrics.discarded.jsonl`.
 
 `metrics.jsonl` alone has the rows that still count: a return to an earlier step moves rows to the other file. Together
-the two files tell the whole story, and it only ever grows: the rows before the first return, then those after it, and
-so on. The position of a row in it is therefore a number that never changes and that no two rows share.
+the two files contain the whole history, which only grows: the rows before the first return, then the rows after it, and
+so on. The position of a row in the history therefore never changes, and no two rows share a position.
 
-A row has the lineage that follows the last one taken back, 0 before the first return.
+The lineage of a row is 0 before the first return, and then follows the lineage that was last taken back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ METRICS, DISCARDED = "metrics.jsonl", "metrics.discarded.jsonl"
 
 @dataclass(frozen=True)
 class Row:
-    """One committed row. `values` leaves out what was not finite."""
+    """One committed row. `values` omits values that are not finite."""
 
     position: int
     lineage: int
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Line:
-    """The place of a row, so that long runs are not held in memory."""
+    """The place of a row in its file, so that the rows of long runs need not be kept in memory."""
 
     file: str
     offset: int
@@ -48,16 +48,16 @@ class History:
         self._read_to = 0
         """Bytes of `metrics.jsonl` that are in `_lines`."""
         self._discarded_bytes = 0
-        """Size of the other file when both were read. It grows before rows are cut off `metrics.jsonl`."""
+        """Size of `metrics.discarded.jsonl` when both files were read. It grows before `metrics.jsonl` is truncated."""
         self._pending = False
-        """Whether rows in the other file were still to be cut off `metrics.jsonl` then."""
+        """Whether `metrics.jsonl` still had discarded rows when both files were read."""
         self._lineage = 0
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def refresh(self) -> None:
-        """Read what was added to the files. After a return to an earlier step both are read again."""
+        """Read the new lines of the files. After a return to an earlier step, read both files again from the start."""
         if self._pending or self._is_outdated() or _size(self._folder / METRICS) < self._read_to:
             self._rebuild()
             return
@@ -67,7 +67,7 @@ class History:
     def rows(self, first: int, most: int) -> list[Row]:
         """Return up to `most` rows from position `first`."""
         found = self._rows(first, most)
-        while self._is_outdated():  # what was read may have been cut off and written anew meanwhile
+        while self._is_outdated():  # the lines may have been cut off and rewritten while they were read
             self._rebuild()
             found = self._rows(first, most)
         return found
@@ -106,7 +106,7 @@ class History:
         self._lines = _in_order(groups, present)
 
     def _is_pending(self, group: list[_Line], present: list[_Line]) -> bool:
-        """Return whether the rows of `group` are in both files, which is so until they are cut off `metrics.jsonl`."""
+        """Return whether the rows of `group` are in both files, as they are until `metrics.jsonl` is truncated."""
         known = {line.step: line for line in present}
         for line in group:
             if line.step in known:
@@ -124,9 +124,9 @@ class History:
         return row if isinstance(row, dict) else {}
 
     def _scan(self, name: str, start: int) -> tuple[list[_Line], int]:
-        """Return the complete lines of a file from byte `start`, and the byte after them. A missing file has none.
+        """Return the complete lines of a file from byte `start` on, and the byte offset after them.
 
-        Raises OSError.
+        A missing file has no lines. Raises OSError.
         """
         found: list[_Line] = []
         try:
@@ -148,8 +148,8 @@ class History:
 def _in_order(groups: dict[int, list[_Line]], present: list[_Line]) -> list[_Line]:
     """Return all lines in the order of their commits.
 
-    The file as it stood before a return is what it kept then and the rows taken back. What it kept is in the file as it
-    stood before the next return, so the states of the file are found from the last to the first.
+    The state of the file before a return consists of the rows that the return kept and the rows that it took back. The
+    kept rows are also in the state before the next return, so the states are built from the last to the first.
     """
     states = [present]
     for group in reversed(groups.values()):

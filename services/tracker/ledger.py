@@ -1,4 +1,7 @@
-"""What a tracker has received of a run, in `trackers/<name>.json` of the run directory, replaced atomically."""
+"""A record of the run data that a tracker has received: `trackers/<name>.json` in the run directory.
+
+The file is replaced atomically.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,16 @@ FOLDER = "trackers"
 class Ledger(msgspec.Struct, kw_only=True):
     """The state of one tracker. A file that is missing or damaged counts as empty."""
 
-    id: str = ""  # names the run in the tracker
-    pid: int = 0  # the process that feeds the tracker, or fed it last
-    sent: int = 0  # rows of the run's history that were handed over
-    step: int = 0  # the training step of the last of them
-    sure: int = 0  # rows that the tracker is known to hold
+    id: str = ""  # identifies the run in the tracker
+    pid: int = 0  # the process that feeds the tracker, or the last one that did
+    sent: int = 0  # number of rows in the run's history that were handed over
+    step: int = 0  # the training step of the last row that was handed over
+    sure: int = 0  # number of rows that the tracker is known to hold
     lineage: int = 0  # lineage of the last row
-    warnings: int = 0  # lines of warnings.jsonl that were sent
-    warnings_sure: int = 0  # lines that the tracker is known to hold
-    ended: str = ""  # the outcome that the tracker was told, empty while the run goes on
-    problem: str = ""  # why rows are waiting, one line; empty if they are not
+    warnings: int = 0  # number of lines of warnings.jsonl that were sent
+    warnings_sure: int = 0  # number of those lines that the tracker is known to hold
+    ended: str = ""  # the outcome reported to the tracker, empty while the run continues
+    problem: str = ""  # the reason why rows are waiting, in one line; empty if none are waiting
 
 
 def file_of(run: Path, name: str) -> Path:
@@ -55,9 +58,9 @@ def write(run: Path, name: str, ledger: Ledger) -> None:
 
 
 def hold(run: Path, name: str) -> int:
-    """Return a lock that lets one process at a time feed tracker `name`. It lasts until the process dies.
+    """Lock tracker `name`, so that only one process at a time feeds it. Return the descriptor of the lock file.
 
-    Raises RpcError(busy) if another process has it.
+    The process keeps the lock until it dies. Raises RpcError(busy) if another process has it.
     """
     path = file_of(run, name).with_suffix(".lock")
     path.parent.mkdir(exist_ok=True)
@@ -73,7 +76,7 @@ def hold(run: Path, name: str) -> int:
 
 
 def unsent(run: Path, name: str) -> str:
-    """Return what tracker `name` may lack after the end of the run, one line, or an empty string."""
+    """Return one line about the data that tracker `name` may lack after the end of the run, or an empty string."""
     ledger, history = read(run, name), History(run)
     history.refresh()
     if ledger.sure >= len(history) and ledger.ended:

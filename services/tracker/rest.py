@@ -1,4 +1,4 @@
-"""Sends a tracker what it lacks after the end of a run: `python -m services.tracker.rest --run DIR NAME`.
+"""Sends a tracker the data that it lacks after a run has ended: `python -m services.tracker.rest --run DIR NAME`.
 
 `ctl track` starts it. Exit status: 0 if the tracker has everything, 1 if not, 2 if the run or the name is wrong.
 """
@@ -45,4 +45,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # a tracker's library waits at exit, and its threads may hang
+    os._exit(status)  # a tracker library waits at exit, and its threads may hang

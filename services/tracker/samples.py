@@ -14,13 +14,13 @@ from shared.stages import TRAIN
 
 COLUMNS = ("split", "task", "prompt", "completion", "reward", "advantage", "length", "finish_reason")
 TEXT_CHARS = 4000
-"""Maximum characters of a prompt or completion. `samples/` of the run directory has all of it."""
+"""Maximum characters of a prompt or completion. The full text is in `samples/` in the run directory."""
 Cell = str | float | int | None
 
 
 @dataclass(frozen=True)
 class Table:
-    """Samples of the step of one row, with the columns `COLUMNS`."""
+    """Samples of one row's step, with the columns `COLUMNS`."""
 
     position: int
     step: int
@@ -28,7 +28,7 @@ class Table:
 
 
 def is_evaluated(row: Row) -> bool:
-    """Return whether evaluations ended with the step of a row."""
+    """Return whether any evaluations ended with the step of this row."""
     return bool(_sets(row))
 
 

@@ -1,7 +1,7 @@
-"""The tracker service: one instance for each tracker in the topology. It is for show only, and nothing waits for it.
+"""The tracker service: one instance for each tracker in the topology. The run does not depend on it or wait for it.
 
-The tracker's library runs on a thread that may hang; the mailbox answers all the same. A library that hangs for long is
-left to a new process, which continues where the tracker stands.
+The tracker library runs on a thread that may hang; the mailbox answers all the same. If the library hangs for too long,
+a new process replaces this one and continues after the rows that the tracker has.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LOOK_S = 0.5
 SLOW_S = 30.0
 """Seconds without an answer after which a tracker counts as hanging."""
 HANG_S = 300.0
-"""Seconds without an answer after which this process ends, for another to try."""
+"""Seconds without an answer after which this process ends, so that another process can try."""
 END_S = 5.0
-"""Maximum seconds in which the end of the run waits for the tracker."""
+"""Maximum seconds that the end of the run waits for the tracker."""
 
 
 class TrackerService(Service):

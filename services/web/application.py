@@ -1,8 +1,8 @@
-"""The HTTP interface of the page. It is the page's own and may change; `launch.monitor --json` is for scripts.
+"""The HTTP interface of the page. It is private to the page and may change; `launch.monitor --json` is for scripts.
 
 GET  /api/stream                                        server-sent events: head, services, pipeline, notices
-GET  /api/metrics?run=&name=&name=&after=&epoch=        points of metrics of this run or of one beside it
-GET  /api/timeline?seconds=                             what each process did
+GET  /api/metrics?run=&name=&name=&after=&epoch=        metric points of this run or of a run beside it
+GET  /api/timeline?seconds=                             the work and waits of each process
 GET  /api/log?level=&text=                              the newest log lines
 GET  /api/samples?run=&split=&step=                     the samples of a step
 GET  /api/sample?run=&split=&step=&task=&sample=        one sample with its tokens
@@ -38,26 +38,26 @@ from shared.bearer import Secret
 from shared.rpc.errors import RpcError
 
 MAX_NAMES = 64
-"""Maximum number of metrics of one request."""
+"""Maximum number of metrics in one request."""
 MAX_BODY_BYTES = 1024
 MAX_LOG_LINES = 500
 MAX_TIMELINE_S = 600.0
 MAX_SPANS = 300
-"""Maximum number of spans of one process, the newest."""
+"""Maximum number of spans per process. The newest spans are kept."""
 READERS = 2
 """Maximum number of requests that read samples at the same time."""
 OPERATOR_TOKEN = "x-operator-token"  # noqa: S105  # the name of a header
 
 
 class Operation(msgspec.Struct, forbid_unknown_fields=True):
-    """An operator's order."""
+    """An operator command."""
 
     action: str
     name: str
 
 
 def application(page: Page, token: Secret | None, operator: Secret | None) -> ASGIApp:
-    """Return the guarded application. Without `operator` nothing can be restarted or drained."""
+    """Return the guarded application. Without `operator`, nothing can be restarted or drained."""
     handlers = _Handlers(page, operator)
     files = Files()
     gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -147,7 +147,7 @@ class _Handlers:
                 samples.shown, run, query.get("split", ""), step, query.get("task", ""), number
             )
         if found is None:
-            raise HTTPException(404, "this sample is not there any longer")
+            raise HTTPException(404, "this sample no longer exists")
         return _json(found)
 
     async def operate(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""The files of the page, read and compressed once. Nothing else of the disk can be asked for."""
+"""The files of the page, read and compressed once. No other file on the disk can be requested."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Files:
             self._files[file.name] = (gzip.compress(data, mtime=0), headers)
 
     async def answer(self, request: Request) -> Response:
-        """Return a file. Without a name it is the page itself."""
+        """Return a file, or the page itself if the request has no file name."""
         found = self._files.get(request.path_params.get("name", INDEX))
         if found is None:
             return Response(status_code=404)

@@ -23,10 +23,10 @@ HEADERS = {
 
 
 class Guard:
-    """Refuses unknown host names, requests of other sites, and, if there is a token, requests for data without it.
+    """Refuses unknown host names, requests from other sites, and, if there is a token, requests for data without it.
 
-    Tokens travel in headers that no other site can make a browser send, and never in cookies or addresses. The page
-    itself holds no data and needs no token.
+    Tokens are sent in headers that no other site can make a browser send, and never in cookies or addresses. The page
+    itself contains no data and needs no token.
     """
 
     def __init__(self, application: ASGIApp, token: Secret | None) -> None:
@@ -45,7 +45,7 @@ class Guard:
         await answer(scope, receive, send_confined)
 
     def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
-        """Return the status and the reason for which a request is refused, or None."""
+        """Return the HTTP status and the reason why a request is refused, or None if it is not refused."""
         host = headers.get("host", "")
         if not self._is_own_name(host):
             return 421, f"{host[:100]!r} is not a name of this page; use its IP address or {', '.join(self._names)}"
@@ -58,8 +58,8 @@ class Guard:
         return None
 
     def _is_own_name(self, host: str) -> bool:
-        """Return whether `host` is an IP address or a name of this machine. Under another name, a site whose name was
-        pointed at this address (DNS rebinding) could read the answers."""
+        """Return whether `host` is an IP address or a name of this machine. If other names were accepted, a site whose
+        name was pointed at this address (DNS rebinding) could read the answers."""
         name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
         try:
             ipaddress.ip_address(name)

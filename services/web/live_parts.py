@@ -1,6 +1,6 @@
 """The live parts of the page, sent to any number of browsers as server-sent events.
 
-Only the newest version of each part is kept. A slow browser therefore misses versions, but delays nobody and costs no
+Only the newest version of each part is kept. A slow browser therefore misses versions, but delays nothing and costs no
 memory.
 """
 
@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE_S = 15.0
 SEND_S = 30.0
-"""Maximum seconds in which a browser takes what is sent. One that takes longer is cut off, and connects again."""
+"""Maximum seconds that a browser may take to receive an update. A slower browser is disconnected, and reconnects."""
 MAX_STREAMS = 32
-"""Maximum number of browsers that follow the run at a time."""
+"""Maximum number of browsers that follow the run at the same time."""
 _HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
 
 
@@ -25,7 +25,7 @@ class LiveParts:
 
     def __init__(self) -> None:
         self.watchers = 0
-        """Number of browsers that follow."""
+        """Number of browsers that follow the run."""
         self._parts: dict[str, tuple[int, bytes]] = {}
         self._version = 0
         self._changed = asyncio.Event()
@@ -46,7 +46,7 @@ class LiveParts:
             self._changed = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one browser, as an ASGI application, until it is gone or too slow."""
+        """Serve one browser, as an ASGI application, until it disconnects or is too slow."""
         self.watchers += 1
         sending = asyncio.create_task(self._send_all(send))
         gone = asyncio.create_task(_disconnected(receive))

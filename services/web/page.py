@@ -1,4 +1,4 @@
-"""The page of a run: follows the monitor's stream and the files of the run, and serves them to browsers.
+"""The page of a run: follows the monitor's stream and the run files, and serves both to browsers.
 
 It needs nothing but the run directory. A run that has ended, or has not begun, is shown from its files alone.
 """
@@ -24,18 +24,18 @@ from shared.stream import Stream
 from shared.view.curves import PANELS
 
 TICK_S = 1.0
-"""Seconds between two pictures."""
+"""Seconds between two updates of the live parts."""
 MAX_OTHERS = 12
-"""Maximum number of other runs whose metrics are kept. The one that was asked for longest ago goes first."""
+"""Maximum number of other runs whose metrics are kept. The least recently requested run is removed first."""
 MAX_RUNS = 200
-"""Maximum number of other runs that are offered for comparison, the newest."""
+"""Maximum number of other runs that are offered for comparison. The newest runs are offered."""
 
 
 class Page:
-    """The picture of one run and the metrics of its siblings."""
+    """The live view of one run, and the metrics of its siblings."""
 
     def __init__(self, path: Path, *, operable: bool) -> None:
-        """`operable` tells the page to offer the operator's buttons."""
+        """If `operable`, the page offers the operator's buttons."""
         self.parts = LiveParts()
         self.own = RunFiles(path)
         self.calls: SupervisorCalls | None = None
@@ -51,7 +51,7 @@ class Page:
             group.create_task(self._tick())
 
     def runs(self) -> list[str]:
-        """Return the names of the runs beside this one, newest first."""
+        """Return the names of the runs in the same folder as this one, newest first."""
         found = []
         for folder in self.own.path.parent.iterdir():
             with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ class Page:
         return [name for _, name in sorted(found, reverse=True)[:MAX_RUNS]]
 
     async def files(self, name: str) -> RunFiles | None:
-        """Return the up-to-date metrics of this run or of one beside it, or None if there is no such run."""
+        """Return the up-to-date files of this run or of a run beside it, or None if there is no such run."""
         if name in ("", self.own.path.name):
             await self.own.poll()
             return self.own
@@ -82,7 +82,7 @@ class Page:
             await asyncio.sleep(TICK_S)
 
     async def _follow_life(self, run: RunDir) -> None:
-        """Follow one life of the run, between its start or resumption and its end."""
+        """Follow the run from its start or resumption to its end."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.calls = SupervisorCalls(context, run)
         watching = asyncio.create_task(self._watch_processes(self.calls))
@@ -98,7 +98,7 @@ class Page:
             await asyncio.get_running_loop().run_in_executor(None, context.term)
 
     async def _watch_processes(self, calls: SupervisorCalls) -> None:
-        """Ask the supervisor, which knows of a death before anybody else, while somebody looks."""
+        """Poll the supervisor while a browser follows the run. The supervisor is the first to notice a dead process."""
         while True:
             if self.parts.watchers:
                 with contextlib.suppress(RpcError, WireError):
@@ -116,7 +116,7 @@ class Page:
             await asyncio.sleep(TICK_S)
 
     async def _show(self) -> None:
-        """Put the present picture into the live parts."""
+        """Update the live parts with the current state."""
         await self.own.poll()
         view, now, live = self.own.view, time.time(), self.calls is not None
         self.parts.put(

@@ -1,4 +1,4 @@
-"""What the files of a run directory tell: metrics, warnings and logs, in the model that the terminal shows too."""
+"""The contents of the run files: metrics, warnings and logs, in the model that the terminal view uses too."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shared.view.notices import LogLine
 from shared.warnings import parse
 
 LOG_BYTES = 64 << 10
-"""Bytes before the end of each log file from which its lines are shown."""
+"""Number of bytes at the end of each log file whose lines are shown."""
 MAX_NAME = 200
-"""Maximum characters of the name of a metric. Longer ones are not shown."""
+"""Maximum characters of a metric name. Metrics with longer names are not shown."""
 MAX_LOG_TEXT = 4000
 """Maximum characters of a log line."""
 _NOT_SHOWN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run"})
@@ -36,7 +36,7 @@ class RunFiles:
         self.path = path
         self.view = RunView()
         self.epoch = 0
-        """Number of times that rows were taken back. Rows of different epochs do not belong together."""
+        """Number of times that rows were taken back. Rows of different epochs must not be combined."""
         self.last_step = -1.0
         self._metrics = MetricsFollower(path / "metrics.jsonl")
         self._warnings = FollowedFile(path / "warnings.jsonl")
@@ -44,7 +44,7 @@ class RunFiles:
         self._metrics_only = metrics_only
 
     async def poll(self) -> None:
-        """Read what was added to the files. Other work of the loop comes between their pages."""
+        """Read the new lines of the files. The event loop can do other work between pages of metrics."""
         more = True
         while more:
             more = self._poll_metrics()
@@ -62,7 +62,7 @@ class RunFiles:
         self.view.apply(row)
 
     def points(self, names: Iterable[str], after: float) -> dict[str, list[tuple[float, float]]]:
-        """Return the points of metrics at steps beyond `after`."""
+        """Return the points of these metrics at steps after `after`, by metric name."""
         return {
             name: [point for point in points if point[0] > after] for name, points in self.view.curves(names).items()
         }
@@ -72,7 +72,7 @@ class RunFiles:
         return [name for name in self.view.metric_names() if len(name) <= MAX_NAME]
 
     def _poll_metrics(self) -> bool:
-        """Read a page of metrics, and return whether there may be more."""
+        """Read a page of metrics. Return whether there may be more pages."""
         new = self._metrics.poll()
         if new.restarted:
             self.epoch += 1

@@ -1,4 +1,7 @@
-"""Samples for the page: a row for each sample of a step, and one sample with its tokens. All sizes are bounded."""
+"""Samples for the page: a list with one row per sample of a step, and single samples with their tokens.
+
+All sizes are bounded.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ MAX_RECORDS = 500
 """Maximum number of samples of a step that are listed."""
 MAX_STEPS = 2000
 HEAD_CHARS = 160
-"""Characters of a prompt and of a completion in the list."""
+"""Maximum characters of a prompt and of a completion in the list."""
 MAX_CHARS = 60_000
-"""Maximum characters of a text of a shown sample."""
+"""Maximum characters of each text of a shown sample."""
 MAX_TOKENS = 8000
 """Maximum number of tokens of a shown sample."""
 
 
 def listed(run: Path, split: str, step: int | None) -> dict[str, Any]:
-    """Return the samples of a step, or of the newest one, with the splits and steps that have any."""
+    """Return the samples of a step, or of the newest step, with the splits and steps that have samples."""
     splits = reader.splits(run)
     if split not in splits:  # it becomes part of a path
         split = splits[0] if splits else ""
@@ -98,7 +101,7 @@ def _facts(record: Record) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Return a raw text unchanged, the messages of a conversation one after the other, other data as JSON."""
+    """Return plain text unchanged, the messages of a conversation joined into one text, and other data as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):

@@ -13,7 +13,7 @@ from shared.rpc.errors import RpcError
 from shared.topology.monitor_web import TokenError, Web, read_token, split_address
 
 IDLE_S = 60
-"""Maximum seconds between two pieces of a request, and between two requests of a connection."""
+"""Maximum seconds between two parts of a request, and between two requests on a connection."""
 MAX_CONNECTIONS = 256
 
 
@@ -47,5 +47,5 @@ class WebService(Service):
 
 
 def server_of(page: Page, listen: tuple[str, int], token: Secret | None, operator: Secret | None) -> GuestServer:
-    """Return the server of a page, which is yet to be started."""
+    """Return the server of a page. The caller must start it."""
     return GuestServer(application(page, token, operator), IDLE_S, listen=listen, most_connections=MAX_CONNECTIONS)

@@ -1,4 +1,4 @@
-"""Calls of the page to the supervisor: the state of processes, and orders of a visitor with the operator token."""
+"""The page's calls to the supervisor: process states, and commands from a visitor with the operator token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Finds the batch store of a service's own host, because a put is written into shared memory. A service whose store is
-gone for good ends: it would lease tasks without a place for their results.
+"""Finds the batch store on a service's own host: a put is written into shared memory, so the store must be local. A
+service stops once its store is gone for good: otherwise it would lease tasks whose results it could not store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOOK_S = 5.0
 
 
 async def own_store(service: Service) -> str:
-    """Return the trainer's store on the host of the run, or on another host the store that registered from that host.
+    """Return the name of a store: the trainer's on the run's own host, elsewhere the one registered from this host.
 
     Raises RpcError(missing) if none registers within `WAIT_S`.
     """
@@ -39,7 +39,7 @@ async def own_store(service: Service) -> str:
 
 
 async def own_store_stays(service: Service, store: str) -> None:
-    """Watch the store of a host that joined; to be run by `Service.keep`. On the run's own host, whose supervisor
+    """Watch the store on a host that joined; run it with `Service.keep`. On the run's own host, where the supervisor
     restarts the store, return at once.
 
     Raises RpcError(missing) once the scheduler has given up `store`.

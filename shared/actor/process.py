@@ -1,4 +1,4 @@
-"""Runs a service as a process: command line, signals, and the end with its supervisor. Each __main__ calls it."""
+"""Runs a service as a process: parses arguments, handles signals, exits with its supervisor. Each __main__ calls it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The life of a service: STARTING once its mailbox is open, READY, DRAINING, then STOPPED or FAILED.
 
-It sends heartbeats throughout. Heavy work runs on threads of its own, not on the loop's thread, so that the mailbox and
-the heartbeats keep going. A hung worker thread is noticed by the lack of progress of its lease.
+A service sends heartbeats throughout. Heavy work runs on its own threads, not on the loop's thread, so that the mailbox
+and the heartbeats keep going. A hung worker thread is noticed by the lack of progress of its lease.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ProcessState(StrEnum):
     FAILED = "FAILED"
     BACKOFF = "BACKOFF"
     DRAINED = "DRAINED"
-    """The operator ended the process (`ctl drain`). It is not restarted automatically."""
+    """The operator stopped the process (`ctl drain`). It is not restarted automatically."""
 
 
 class Service:
@@ -76,7 +76,7 @@ class Service:
 
     NAME: ClassVar[str] = ""
     HEARTBEATS: ClassVar[bool] = True
-    """Whether it registers with the scheduler and sends heartbeats, as all services but the scheduler do."""
+    """Whether the service registers with the scheduler and sends heartbeats, as all services but the scheduler do."""
 
     def __init__(self, run: RunDir, instance: int, supervisor: str = "") -> None:
         """`supervisor` is the endpoint to which states are reported, empty for a service started by hand."""
@@ -112,7 +112,7 @@ class Service:
         self.progress: Callable[[], int] = lambda: 0
         """Function that returns the progress for heartbeats. Only the worker thread advances it."""
         self._progress = (0, -1.0)
-        """The last progress of a heartbeat, and the loop time at which it advanced, or -1."""
+        """The last progress noted, and the loop time at which it advanced, or -1."""
         self._entered_at = -1.0
         """Loop time at which the present state began."""
         self.mailbox.handle(Ping, self._ping)
@@ -124,7 +124,7 @@ class Service:
     async def start(self) -> None:
         """Prepare for READY, for example load a model or open a journal.
 
-        Raises RpcError(bad_request) for a model, a function or a setting that no later start could use either.
+        Raises RpcError(bad_request) for a model, function or setting that would fail at every later start, too.
         """
 
     async def serve(self) -> None:
@@ -158,7 +158,7 @@ class Service:
         )
 
     async def open_waits(self) -> list[WaitRow]:
-        """Return what this service waits for, apart from its requests to other processes. It must not take long."""
+        """Return a row for each thing this service waits for, except its requests to other processes. Must be quick."""
         return []
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
@@ -193,7 +193,7 @@ class Service:
         self._background[-1].add_done_callback(self._on_background_end)
 
     async def resolve(self, service: str, instance: int) -> messages.Resolved:
-        """Return what an instance registered. Raises RpcError if it is missing or the scheduler does not answer."""
+        """Return the registration of an instance. Raises RpcError if it is missing or the scheduler does not answer."""
         request = messages.Resolve(service=service, instance=instance)
         return await self.scheduler.call(request, messages.Resolved, deadline_s=CALL_S)
 
@@ -207,7 +207,7 @@ class Service:
         return bool(self._supervisor)
 
     def ends_after(self, what: str) -> None:
-        """Enter DRAINING and tell the supervisor what the end waits for, such as `saving step 19`."""
+        """Enter DRAINING and tell the supervisor what must finish before the process ends, such as `saving step 19`."""
         self.cause = what
         self._enter(ProcessState.DRAINING)
 
@@ -233,8 +233,8 @@ class Service:
                     self.exit_status = UNUSABLE_STATUS
                 raise
             if not self.stopping.is_set():
-                # Objects loaded by now, such as modules and tasks, stay alive. Frozen, they are not traversed by full
-                # collections (which in a store stop all sending for 0.03 s).
+                # Objects loaded by now, such as modules and tasks, stay alive. Once frozen, they are not traversed by
+                # full collections (which in a store stop all sending for 0.03 s).
                 gc.collect()
                 gc.freeze()
                 self._enter(ProcessState.READY)
@@ -265,7 +265,7 @@ class Service:
         return self.mailbox.bind(self.context, self.run.endpoint(self.NAME, self.instance))
 
     def open_door(self, gate: Gate) -> str:
-        """Open the mailbox to other hosts at `listen` and return the endpoint. Override it to open other sockets."""
+        """Open the mailbox to other hosts at `listen` and return the endpoint. Override this to open other sockets."""
         return self.mailbox.bind(self.context, self.listen, gate=gate)
 
     def _reach_other_hosts(self) -> None:
@@ -363,7 +363,7 @@ class Service:
             await asyncio.gather(self._reporter, return_exceptions=True)
 
     def _on_background_end(self, task: asyncio.Task[None]) -> None:
-        """Fail the service when a background task fails. Without heartbeats, for example, it would be given up."""
+        """Fail the service when a background task fails: without heartbeats, for example, it would count as lost."""
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
             self.stopping.set()
@@ -391,7 +391,7 @@ class Service:
             await asyncio.sleep(pause_s)
 
     async def _report_resources(self) -> None:
-        """Emit what this process uses, each second, until cancelled."""
+        """Emit this process's resource usage each second until cancelled."""
         meter = ResourceMeter()
         life: dict[str, float | str] = {
             "host": host_names.gethostname(),
@@ -437,8 +437,8 @@ class Service:
 
 
 def install_signals(service: Service, loop: asyncio.AbstractEventLoop, *, supervised: bool) -> None:
-    """Drain on SIGTERM, and on SIGINT if started by hand. A supervised service ignores SIGINT, which the supervisor
-    handles. A signal that was inherited as ignored (`nohup`, `&` in a script) stays ignored."""
+    """Drain on SIGTERM, and on SIGINT if the service was started by hand. A supervised service ignores SIGINT, which
+    the supervisor handles. A signal that was inherited as ignored (`nohup`, `&` in a script) stays ignored."""
     loop.add_signal_handler(signal.SIGTERM, service.request_stop)
     if supervised:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,20 +2,20 @@
 
     python -m shared.actor.spare DESCRIPTOR ...
 
-DESCRIPTOR is one end of a pair of sockets that keep message boundaries; further arguments are for people. Messages are
-JSON. The spare receives the list of its imports, `module` or `module:function` (called without arguments), answers with
-an empty list when they are done, and then takes one order: the module of the service and its arguments, together with
-the descriptor of its output. The module runs as under `python -m`. Before that, a spare knows neither the keys nor the
-data of a run. It ends with its supervisor, which closes the other end of the pair.
+DESCRIPTOR is one end of a socket pair that keeps message boundaries; further arguments are only for people to read.
+Messages are JSON. The spare receives the list of its imports, each `module` or `module:function` (called without
+arguments). When they are done, it answers with an empty list. It then takes one order: the module of the service and
+its arguments, together with the descriptor of its output. The module runs as under `python -m`. Before that, a spare
+knows neither the keys nor the data of a run. It exits when its supervisor does: the other end of the pair closes.
 
-A spare imports at the lowest priority (SCHED_IDLE): only while its core is otherwise idle. With a nice value of 19 its
-imports slowed a quickstart on two cores down by a tenth. An unprivileged process may not be able to raise its priority
-again, but in Linux each thread has a priority of its own: a thread that ends afterwards imports, and the main thread,
-which becomes the service, keeps its priority. Threads inherit the priority of the thread that starts them, so a spare
-is not used if its imports leave threads behind.
+A spare imports at the lowest priority (SCHED_IDLE): only while its core is otherwise idle. With a nice value of 19, its
+imports slowed down a quickstart on two cores by a tenth. An unprivileged process may not be able to raise its priority
+again, but on Linux each thread has its own priority. The imports therefore run on a thread that ends afterwards, and
+the main thread, which becomes the service, keeps its priority. Threads inherit the priority of the thread that starts
+them, so a spare is not used if its imports leave threads behind.
 
-Forks of one process that has imported everything would share its memory. Forking is unsafe here: the child of a process
-with threads of torch, OpenMP or an engine has the locks that they held, but not the threads.
+Forks of one process that has imported everything would share its memory. But forking is unsafe here: the child of a
+process with torch, OpenMP or engine threads inherits the locks that these threads held, but not the threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shared.actor.process import die_with_parent
 MESSAGE_BYTES = 64 << 10
 """Maximum size of a message."""
 _ARG_START, _ARG_END = 45, 46
-"""Fields of /proc/self/stat after the name: where the command line is in the memory of the process (proc(5))."""
+"""Indices of the /proc/self/stat fields after the name that hold the address range of the command line (proc(5))."""
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _receive(supervisor: socket.socket) -> tuple[list[str], int]:
-    """Return the next message and its descriptor, or -1. End the process if the supervisor has closed its end."""
+    """Return the next message and its descriptor, or -1 if it has none. Exit if the supervisor has closed its end."""
     message, descriptors, _, _ = socket.recv_fds(supervisor, MESSAGE_BYTES, 1)
     if not message:
         os._exit(0)  # at once: the imports may be under way
@@ -68,7 +68,7 @@ def _receive(supervisor: socket.socket) -> tuple[list[str], int]:
 
 
 def _import(names: Sequence[str], supervisor: socket.socket) -> None:
-    """Import `names` at the lowest priority and tell the supervisor. On any failure end the process with status 1."""
+    """Import `names` at the lowest priority and tell the supervisor. On any failure, exit with status 1."""
     own = threading.get_native_id()
     os.sched_setscheduler(own, os.SCHED_IDLE, os.sched_param(0))
     try:
@@ -81,7 +81,7 @@ def _import(names: Sequence[str], supervisor: socket.socket) -> None:
             raise RuntimeError(f"the imports have left {len(left)} threads behind, which keep the lowest priority")
         supervisor.send(b"[]")
     except BrokenPipeError:
-        return  # the supervisor is gone, as the main thread notices
+        return  # the supervisor is gone; the main thread notices it, too
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -98,7 +98,7 @@ def threads_of_lowest_priority() -> set[int]:
 
 
 def _show(command: Sequence[str]) -> None:
-    """Have `ps` show `command`, as after a cold start. What exceeds the command line of the spare is cut off."""
+    """Have `ps` show `command`, as after a cold start, cut off at the length of the spare's own command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
     text = b"\0".join(os.fsencode(each) for each in command)[: end - start - 1]

@@ -33,7 +33,7 @@ class TelemetrySender:
         self._client: Client | None = None
         self.dropped = 0
         self.traced_share: float | None = None
-        """Share of the tasks that spans name, 0 to 1 (`monitor.traces`), or None if the run has no traces."""
+        """Share of the tasks that are named in spans, 0 to 1 (`monitor.traces`), or None if the run has no traces."""
 
     def connect(self, client: Client) -> None:
         """Send to the monitor behind `client` from now on."""
@@ -42,8 +42,8 @@ class TelemetrySender:
     def span(self, what: str, seconds: float, about: Mapping[str, float | str] = _NOTHING, *, of: str = "") -> None:
         """Report that `what` has just ended after `seconds`, for the run's time line. Call it on the loop's thread.
 
-        `of` is the process (`rollout/0`) or service that a wait was for. Empty: it was work. `about` says what the span
-        belongs to: `tasks` (see `traced`), `lease`, `step`.
+        `of` is the process (`rollout/0`) or service that a wait was for; it is empty for work. `about` says what the
+        span belongs to: `tasks` (see `traced`), `lease`, `step`.
         """
         self.emit(SPAN, {"what": what, "seconds": seconds, **({"of": of} if of else {}), **about})
 
@@ -56,7 +56,7 @@ class TelemetrySender:
             self.emit(PART, {"what": what, "seconds": seconds, **about})
 
     def traced(self, task_ids: Iterable[str]) -> str:
-        """Return those of the tasks that are traced, as text for a span. Empty if there are none."""
+        """Return the ids of the traced tasks, separated by spaces, or an empty string if there are none."""
         return " ".join(traced(task_ids, self.traced_share or 0.0))
 
     def emit(self, topic: str, values: dict[str, float | str]) -> None:

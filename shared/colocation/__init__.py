@@ -1,1 +1,1 @@
-"""Sharing devices between processes: which parts may be there together, turns, and memory that leaves and returns."""
+"""Shares devices between processes: the parts allowed on them together, turns, and moving memory off and back."""

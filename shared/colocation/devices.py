@@ -3,8 +3,8 @@
 The module is pure: it moves no memory, calls no service and reads no clock.
 
 The order of a step is not stated explicitly; it follows from `FORBIDDEN`. The optimizer and the gradients leave before
-the engine's weights come, the parameters and the reference leave before its key/value cache comes, and the whole engine
-leaves before the gradients return. "Device" is the memory of the GPUs on CUDA, and otherwise the memory of the host.
+the engine's weights arrive, the parameters and the reference leave before its key/value cache arrives, and the whole
+engine leaves before the gradients return. "Device" means GPU memory on CUDA, and host memory otherwise.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ FORBIDDEN: tuple[tuple[str, str], ...] = (
     (REFERENCE, GRADIENTS),
     (REFERENCE, OPTIMIZER),
 )
-"""Pairs of parts of different services. Pairs are omitted on purpose where both parts are needed: the engine copies its
-weights while the parameters are on the device, and the reference may stay meanwhile."""
+"""Pairs of parts of different services that may not be on the devices together. Pairs are omitted on purpose where both
+parts are needed: the engine copies its weights while the parameters are on the device, and the reference may stay
+meanwhile."""
 
 _BARRED: Mapping[str, Parts] = MappingProxyType(
     {
@@ -93,7 +94,7 @@ class ForbiddenPair(ValueError):
 
 
 class DeviceLedger:
-    """The parts that each process holds on the devices, or was granted."""
+    """The parts that each process holds on the devices or has been granted."""
 
     def __init__(self) -> None:
         self._held: dict[Holder, Parts] = {}
@@ -110,7 +111,7 @@ class DeviceLedger:
         return self._held.get(holder, NOTHING)
 
     def in_the_way(self, holder: Holder, parts: Parts) -> dict[Holder, Parts]:
-        """Return the parts that other processes must give up before `holder` may use `parts`."""
+        """Return the parts that other processes must release before `holder` may use `parts`."""
         barred = barred_by(parts)
         return {
             other: held & barred
@@ -119,7 +120,7 @@ class DeviceLedger:
         }
 
     def put(self, holder: Holder, parts: Parts) -> None:
-        """Record that `holder` has exactly `parts`. Raises ForbiddenPair without a change if a pair is forbidden."""
+        """Record that `holder` has exactly `parts`. If a pair is forbidden, change nothing and raise ForbiddenPair."""
         for (service, instance), held in self.in_the_way(holder, parts).items():
             there = min(held)
             new = min(parts & barred_by([there]))
@@ -135,7 +136,8 @@ class DeviceLedger:
 class Holding:
     """A process's own view: the parts it holds, uses and waits for. Each change makes a report with a new `number`.
 
-    It moves no memory: the caller loads granted parts, takes off the parts that `obey` returns, and then calls `left`.
+    It moves no memory: the caller loads granted parts, moves the parts that `obey` returns off the device, and then
+    calls `left`.
     """
 
     def __init__(self) -> None:
@@ -145,7 +147,7 @@ class Holding:
         self.wants = NOTHING
 
     def want(self, parts: Parts) -> bool:
-        """Ask for all `parts` together, and return whether they are in use already. Until then no part is in use."""
+        """Ask for all `parts` together. Return whether they are already in use; until they are, no part is in use."""
         if parts <= self.using:
             return True
         if parts != self.wants:

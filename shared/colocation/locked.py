@@ -1,4 +1,4 @@
-"""Page-locked host memory, between which and a GPU copies are fast and can overlap with other work."""
+"""Page-locked host memory. Copies between it and a GPU are fast and can overlap with other work."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 ALIGN = 512
-"""Bytes to whose multiples the pieces are aligned, as torch aligns memory of a GPU."""
+"""Alignment of the pieces in bytes, the same as torch uses for GPU memory."""
 
 
 class LockedMemory:
     """One range of page-locked memory, cut into pieces. It stays allocated and locked as long as the object lives.
 
-    `torch.empty(pin_memory=True)` rounds each allocation up to a power of two: 1.9 times the bytes for the optimizer of
-    a model of 7B parameters. Locking also costs more than a copy, so a range is worth keeping.
+    `torch.empty(pin_memory=True)` rounds each allocation up to a power of two, which takes 1.9 times the bytes for the
+    optimizer of a 7B-parameter model. Locking also costs more than a copy, so a range is worth keeping.
     """
 
     def __init__(self, sizes: Sequence[int], *, lock: bool = True) -> None:
-        """`sizes` are bytes. Raises RuntimeError if the memory cannot be locked. Without CUDA, `lock` must be false."""
+        """`sizes` are in bytes. Without CUDA, `lock` must be false. Raises RuntimeError if locking fails."""
         self.sizes = list(sizes)
         self.nbytes = sum(map(_aligned, sizes))
         self._memory = mmap.mmap(-1, max(self.nbytes, 1))
@@ -31,7 +31,7 @@ class LockedMemory:
             status = _runtime().cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
             if int(status) != 0:
                 raise RuntimeError(f"{self.nbytes} bytes of host memory cannot be page-locked: {status}")
-            # The range must be unlocked while it is still mapped, so the finalizer holds it.
+            # The range must be unlocked while it is still mapped, so the finalizer keeps a reference to it.
             weakref.finalize(self, _unlock, whole)
         self.pieces: list[Tensor] = []
         """uint8 tensors of `sizes` bytes."""

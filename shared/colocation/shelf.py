@@ -1,4 +1,4 @@
-"""Moves tensors off the device and back, bit for bit, to free their memory meanwhile, or only frees their memory.
+"""Moves tensors off the device and back, bit for bit, to free their memory for a time, or only frees their memory.
 
 On CUDA the shelf is page-locked host memory, which the shelf keeps. On a CPU, where device and host share memory, it is
 a file, so that the memory is really freed. Models and optimizers keep their tensor objects, whose storage is emptied
@@ -39,7 +39,7 @@ class Shelf:
         return bool(self._stored)
 
     def put(self, tensors: Iterable[Tensor]) -> int:
-        """Move the storages of `tensors` to the shelf, shared ones once, and return the bytes freed."""
+        """Move the storages of `tensors` to the shelf, each one once, and return the number of bytes freed."""
         tensors = list(tensors)
         own_storages(tensors)
         storages: dict[int, torch.UntypedStorage] = {}
@@ -58,7 +58,7 @@ class Shelf:
         return sum(size for _, size in self._stored)
 
     def take(self) -> int:
-        """Move everything back into the same tensors and return the bytes moved. Raises OSError without the file."""
+        """Move everything back into the same tensors and return the bytes moved. Raises OSError if the file is gone."""
         on_cpu = [(storage, size) for storage, size in self._stored if storage.device.type == "cpu"]
         if on_cpu:
             with self._file.open("rb") as file:
@@ -108,7 +108,7 @@ class Shelf:
 
 @dataclass(frozen=True)
 class Released:
-    """Tensors that shared one memory, and its shape, dtype and device."""
+    """Tensors that shared the same memory, and their shape, dtype and device."""
 
     tensors: list[Tensor]
     shape: torch.Size
@@ -117,7 +117,7 @@ class Released:
 
 
 def release(tensors: Iterable[Tensor]) -> list[Released]:
-    """Free the memory of `tensors` and lose their values. `restore` lets those that share memory share it again."""
+    """Free the memory of `tensors`; their values are lost. After `restore`, tensors that shared memory do so again."""
     found: dict[tuple[int, torch.Size], Released] = {}
     for tensor in tensors:
         key = (tensor.data_ptr(), tensor.shape)
@@ -137,7 +137,7 @@ def restore(released: Iterable[Released]) -> None:
 
 
 def give_back() -> None:
-    """Return free memory to the system. The C library keeps freed memory, and torch all it has allocated on a GPU."""
+    """Return free memory to the system: the C library keeps freed memory, and torch keeps all its GPU allocations."""
     torch.cuda.empty_cache()  # a no-op without CUDA
     cpu.give_back()
 
@@ -153,7 +153,7 @@ def _device_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:
-    """Return the memory of a storage, writable. A storage that was shared with numpy could not be resized."""
+    """Return the memory of a storage as a writable view. A storage that was shared with numpy could not be resized."""
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 

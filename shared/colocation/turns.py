@@ -1,4 +1,4 @@
-"""A process's turns on its devices: it waits until it may load parts, and gives up parts that other processes need.
+"""A process's turns on its devices: it waits until it may load parts, and releases parts that other processes need.
 
 Only granted parts are loaded, and parts in use stay. `SharedDevices` asks the scheduler (`HoldDevices`); `OwnDevices`
 is for a process with devices of its own.
@@ -18,7 +18,7 @@ from shared.rpc.errors import RpcError
 POLL_S = 20.0
 BACKOFF_S = 0.05
 _AGAIN = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY, ErrorCode.LOST)
-"""Codes after which the report is sent again: there is no order yet, or the scheduler restarts or does not know it."""
+"""Codes after which the report is sent again: no order yet, or the scheduler restarts or does not know the process."""
 
 
 class Turns(Protocol):
@@ -128,7 +128,7 @@ class SharedDevices:
 
 
 def take_turns(service: Service, leave: Callable[[Parts], Awaitable[Parts]]) -> SharedDevices:
-    """Return the turns of `service`, and keep them running to its end.
+    """Return the turns of `service`, and keep them running until it ends.
 
     Raises RpcError(bad_request) if no supervisor started the process: a supervisor is needed to kill the process if it
     hangs on devices that others need, and to know when its memory is free.

@@ -1,6 +1,6 @@
-"""Dataset sources: open a source by its name and read its rows one at a time. It does not import torch.
+"""Dataset sources: open a source by its name and read its rows one at a time. The package does not import torch.
 
-A row that the rollout could not prompt with is an error, and no file is held in memory as a whole.
+A row that the rollout could not use as a prompt is an error. No file is kept in memory as a whole.
 """
 
 from shared.data.open import FORMS, open_source

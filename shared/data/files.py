@@ -9,12 +9,12 @@ _PARAMETERS = re.compile(r"(?P<path>.+?)\?(?P<query>\w+=[^/?]*)", re.DOTALL)
 
 
 def split_parameters(rest: str) -> tuple[str, str]:
-    """Return the path and the query of what follows the kind of a source. The query may be empty."""
+    """Return the path and the query from `rest`, the text after the kind of a source. The query may be empty."""
     found = _PARAMETERS.fullmatch(rest)
     return (found["path"], found["query"]) if found else (rest, "")
 
 
 def matching_files(path: str) -> list[Path]:
-    """Return the files that `path` names, ordered by name: itself, or all that match if its last part has a `*`."""
+    """Return the file at `path`, or all files that match, ordered by name, if its last part contains a `*`."""
     file = Path(path)
     return sorted(file.parent.glob(file.name)) if "*" in file.name else [file]

@@ -1,5 +1,5 @@
-"""Entries of the library reasoning-gym by index, for rows and rewards. The library is imported when the first source of
-this kind is opened. Processes that have to produce the same rows run under `gym_process.HASH_SEED`.
+"""Entries of the reasoning-gym library by index, for rows and rewards. The library is imported when the first source of
+this kind is opened. Processes that must produce the same rows run under `gym_process.HASH_SEED`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.data.source import DataError, nearest, require
 PACKAGE = "reasoning_gym"
 EXTRA = "rewards"
 GYM_KEY = "reasoning_gym"
-"""Field of a row from which its entry can be made again: `{"source", "index"}`."""
+"""Row field from which the entry can be recreated: `{"source", "index"}`."""
 SIZE = 1000
 _CACHED_ENTRIES = 4096
 
@@ -25,8 +25,8 @@ class GymEntries:
     """Entries of one data set by index. They are generated from the seed and not stored in rows."""
 
     def __init__(self, source: str, *, where: str) -> None:
-        """`source` is the name in the topology. Raises DataError for an unknown data set or parameter, or without the
-        library."""
+        """`source` is the name in the topology. Raises DataError for an unknown data set or parameter, or if the
+        library is missing."""
         require(PACKAGE, EXTRA, f"{where}: source {source!r}")
         from reasoning_gym import factory
 

@@ -1,7 +1,7 @@
-"""Makes reasoning-gym's rows for another process, one line per row: `python -m shared.data.gym_process SOURCE WHERE`.
+"""Makes reasoning-gym rows for another process, one line per row: `python -m shared.data.gym_process SOURCE WHERE`.
 
-It runs with PYTHONHASHSEED=0. Five of the 106 data sets of release 0.1.25 iterate over sets of strings and would give
-different rows in every process otherwise (isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note,
+It runs with PYTHONHASHSEED=0. Five of the 106 data sets of release 0.1.25 iterate over sets of strings and would
+otherwise give different rows in every process (isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note,
 word_ladder).
 """
 
@@ -25,13 +25,13 @@ HASH_SEED = "0"
 START_S = 60.0  # for importing the library
 START_ATTEMPTS = 3
 ANSWER_S = 20.0
-ANSWER_ATTEMPTS = 2  # attempts at a row over which the process died; a row that took too long is not repeated
+ANSWER_ATTEMPTS = 2  # attempts at a row on which the process dies; a row that takes too long is not retried
 _PACKAGES = Path(__file__).parents[2]
 
 
 class RowMaker:
-    """The client of the process: reads `{"rows"}` first, then requests `{"question", "answer"}` of an index. A process
-    that has ended is replaced. Any thread may call it."""
+    """The client of the process. It first reads `{"rows"}`, then requests `{"question", "answer"}` by index. It
+    replaces a process that has ended. Any thread may call its methods."""
 
     def __init__(self, source: str, *, where: str) -> None:
         """Raises DataError for an unknown data set or parameter, and SourceLost if no process starts."""
@@ -44,7 +44,7 @@ class RowMaker:
 
     def entry(self, index: int) -> dict[str, Any]:
         """Return entry `index`. Raises DataError if the data set cannot make it within ANSWER_S, and SourceLost if the
-        process makes no other row either."""
+        process cannot make another row, either."""
         with self._lock:
             if index in self._failed_rows:
                 raise DataError(self._failed_rows[index])
@@ -89,7 +89,7 @@ class RowMaker:
 
 
 class _ProcessEnded(Exception):
-    """The process has ended, by itself or because it was late. The message completes a sentence: `it {error}`."""
+    """The process has ended by itself, or was killed for being late. The message completes a sentence: `it {error}`."""
 
     def __init__(self, why: str, *, late: bool) -> None:
         super().__init__(why)
@@ -123,7 +123,7 @@ class _Process:
         return self.answer(ANSWER_S)
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """Read one answer within `limit_s` seconds. Raises the errors of `ask`."""
+        """Read one answer within `limit_s` seconds. Raises the same errors as `ask`."""
         late = threading.Event()
 
         def end() -> None:

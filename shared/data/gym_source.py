@@ -1,5 +1,5 @@
-"""`reasoning-gym:<dataset>?size=..&seed=..`: procedural tasks of the library reasoning-gym as rows. They are made in
-another process, because the hash seed of this one is arbitrary.
+"""`reasoning-gym:<dataset>?size=..&seed=..`: procedural tasks of the reasoning-gym library as rows. They are made in
+another process, because the hash seed of this process is arbitrary.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from shared.data.source import Row, RowError, Source, check_index
 
 
 class JoinedSource:
-    """The rows of `parts`, which are one or more, in order."""
+    """The rows of one or more `parts`, in order."""
 
     def __init__(self, parts: Sequence[Source], *, name: str) -> None:
         self.name = name

@@ -5,12 +5,12 @@
 - ``parquet:/path/file.parquet``: the rows of a Parquet file (extra ``data``).
 - ``datasets:/path/folder`` with an optional ``?split=name``: output of ``Dataset.save_to_disk`` (extra ``data``).
 - ``hub:owner/name/path``: files of a data set on the Hugging Face hub, which `shared.topology.hub` turns into one of
-  the sources of files above.
-- ``reasoning-gym:dataset?size=1000&seed=0``: tasks of the library reasoning-gym (extra ``rewards``).
+  the file sources above.
+- ``reasoning-gym:dataset?size=1000&seed=0``: tasks of the reasoning-gym library (extra ``rewards``).
 
-A relative path is relative to the working directory. In the name of a JSONL or Parquet file, ``*`` stands for any
-characters: the rows of all files that match follow one another in the order of the names. ``?prompt=question`` after a
-path takes the field ``question`` as the prompt.
+A relative path is relative to the working directory. In the name of a JSONL or Parquet file, ``*`` matches any
+characters: the source then consists of the rows of all matching files, in order of file name. ``?prompt=question``
+after a path uses the field ``question`` as the prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMS = (
 
 
 def open_source(source: str, *, where: str) -> Source:
-    """Open `source`. `where`, the file:line that names it, begins every error about the source itself.
+    """Open `source`. Every error about the source itself begins with `where`, the file:line that names the source.
 
     Raises DataError for an unknown kind, builtin or parameter, for a library that is not installed, and for a file
     that is missing or has no rows. A bad row is not an error here: see `Source.validate`.
@@ -69,7 +69,7 @@ def open_source(source: str, *, where: str) -> Source:
 
 
 def _parameters(source: str, query: str, where: str, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the parameters of a source. Raises DataError for one that it does not know."""
+    """Return the parameters of a source. Raises DataError for an unknown parameter."""
     given = dict(parse_qsl(query, keep_blank_values=True))
     for key in given:
         if key not in known:

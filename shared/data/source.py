@@ -1,7 +1,7 @@
 """The interface of a source of dataset rows, and the checks that make a row usable. It performs no I/O.
 
 A row is a dict ``{"prompt": "text" | [{"role", "content"}...], "answer"?, "id"?, "tools"?, anything else}``. Its
-index is part of its task id and counts bad rows, too, so dropping a row does not renumber the others.
+index is part of its task id. Bad rows have an index, too, so dropping a row does not renumber the others.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Source(Protocol):
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """Return the end of an error about the unknown name `given`: the closest name, or the known ones."""
+    """Return the end of an error message about the unknown name `given`: the closest name, or the known ones."""
     names = sorted(known)
     close = difflib.get_close_matches(given, names, n=1)
     shown = names if len(names) <= 12 else [*names[:12], f"and {len(names) - 12} more"]
@@ -87,12 +87,12 @@ def bad_rows(source: Source, lines: Sequence[int] | None = None) -> list[RowErro
 
 
 def with_prompt(row: Any, field: str) -> Any:
-    """Return `row` with its `field` as the prompt, too. Anything but an object with that field stays as it is."""
+    """Return `row` with its `field` also as the prompt, or unchanged if it is not an object with that field."""
     return row | {"prompt": row[field]} if isinstance(row, dict) and field in row else row
 
 
 def row_problem(row: object) -> str | None:
-    """Return why `row` is unusable, with the remedy, or None if it is usable."""
+    """Return the reason why `row` is unusable, with the remedy, or None if it is usable."""
     if not isinstance(row, dict):
         return f"a row must be a JSON object with a prompt, not {_json_type(row)}"
     if "prompt" not in row:
@@ -119,7 +119,7 @@ def _prompt_problem(prompt: object) -> str | None:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f'prompt message {number} has no role; a message is {{"role": ..., "content": ...}}'
         content = message.get("content")
-        # A list holds parts, for templates that support them; a turn that only calls tools has no content.
+        # A list contains parts, for templates that support them; a turn that only calls tools has no content.
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             return f'prompt message {number} has no content; a message is {{"role": ..., "content": ...}}'
     return None

@@ -52,7 +52,7 @@ class TableSource:
         errors = []
         for at, start in enumerate(self._starts[:-1]):
             index = start
-            # Reading row by row costs an order of magnitude more than in batches.
+            # Reading row by row is an order of magnitude slower than reading in batches.
             for batch in self._table(at).to_batches(max_chunksize=_BATCH_ROWS):
                 for row in batch.to_pylist():
                     try:
@@ -103,7 +103,7 @@ def open_parquet(path: str, prompt: str, *, name: str, where: str) -> TableSourc
 
 
 def open_saved_dataset(path: str, split: str, prompt: str, *, name: str, where: str) -> TableSource:
-    """Map the Arrow files of a data set saved by the library `datasets` (`Dataset.save_to_disk`).
+    """Map the Arrow files of a data set saved by the `datasets` library (`Dataset.save_to_disk`).
 
     The format is read here (state.json names the stream files), so the library need not be installed. For a saved
     DatasetDict, give the folder of one split or `?split=<name>`.
@@ -139,7 +139,7 @@ def _mapped(file: Path) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop null fields at all levels. Arrow gives every message of a column the same fields, absent ones as null."""
+    """Drop null fields at all levels. Arrow gives all messages in a column the same fields, with null if absent."""
     if isinstance(value, list):
         return [_without_nulls(each) for each in value]
     if isinstance(value, dict):

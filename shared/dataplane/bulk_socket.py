@@ -27,7 +27,7 @@ def listen(endpoint: str) -> tuple[socket.socket, str]:
     try:
         if isinstance(address, str):
             if os.path.exists(address):
-                os.unlink(address)  # a former life left it
+                os.unlink(address)  # left by an earlier life
         else:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

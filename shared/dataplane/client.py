@@ -65,7 +65,7 @@ _PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
 """dtypes of most shards. Arrays of other types are checked individually."""
 FULL_RETRY_S = 0.5
 REPORT_S = 10.0
-"""Maximum seconds that a reader waits until its report is acted upon. The store reads the shards again meanwhile."""
+"""Maximum seconds that a reader waits for its report to be acted upon. Meanwhile the store rereads the shards."""
 LARGE_BYTES = 256 << 20
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TaskShards:
-    """The shards to put for one task, in the order of its stage's keys, which is the order of the content hash."""
+    """The shards to put for one task, in the order of its stage's keys. The content hash uses the same order."""
 
     task_id: str
     fence: int
@@ -93,7 +93,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class _ReadRequest:
-    """Tasks with the same keys to read from one store. `keys` None means all; `at` holds their places in the result."""
+    """Tasks with the same keys to read from one store. `keys` None means all; `at` lists their result positions."""
 
     store: str
     keys: tuple[str, ...] | None
@@ -102,7 +102,7 @@ class _ReadRequest:
 
 
 class DataClient:
-    """Puts and fetches shards. A process has one, on the event loop of its clients."""
+    """Puts and fetches shards. A process has one data client, on the event loop of its bus clients."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class DataClient:
 
         With `reports`, missing and damaged shards are reported to the scheduler, so that they are made again. The
         other arguments concern stores on other hosts. With `plain`, unencrypted streams are accepted, too.
-        `inflight_bytes` limits the bytes requested and not received.
+        `inflight_bytes` limits the bytes that are requested but not yet received.
         """
         raise_descriptor_limit()
         self._client_of = client_of
@@ -134,7 +134,7 @@ class DataClient:
         )
 
     def close(self) -> None:
-        """End the threads. Fetched arrays stay valid."""
+        """Shut down the threads. Fetched arrays stay valid."""
         self.streams.close()
         self._threads.shutdown(wait=False)
         self._helper.shutdown(wait=False)
@@ -167,7 +167,7 @@ class DataClient:
             except OSError as error:
                 if error.errno not in DISK_FULL_ERRNOS:
                     raise
-                # The store counts these, and keeps the grant of a producer that reports.
+                # The store counts these reports. A producer that reports keeps its grant.
                 again = msgspec.structs.replace(begin, full=True)
                 grant = await _ask(client, again, PutGrant, deadline)
                 await _wait_for_mount(grant.path, layout.file_bytes, deadline)
@@ -194,10 +194,10 @@ class DataClient:
 
         Shards in stores of this host are mapped copy-on-write, and verified when this process reads them for the first
         time. Others are streamed, and every byte is verified. Without keys, all shards in the tasks' stores are
-        returned in put order, as for the weights of a version. Raises DeadlineExceeded and RpcError: missing (or
-        damaged; `names` holds `task_id#key`), which is reported before it is raised, and collected. Arriving data calls
-        `on_progress` and extends a stream's deadline: a stream ends after `deadline_s` without data, not because it is
-        slow.
+        returned in put order, as for the weights of a version. Raises DeadlineExceeded, RpcError(missing) for missing
+        or damaged shards (`names` holds `task_id#key`), which are reported first, and RpcError(collected). When data
+        arrives, `on_progress` is called and a stream's deadline is extended: a stream ends after `deadline_s` without
+        data, not because it is slow.
         """
         results: list[dict[str, Array]] = [{} for _ in meta.tasks]
         wanted = _by_store(meta, keys)
@@ -215,9 +215,9 @@ class DataClient:
     async def hold(
         self, task: PutTask, *, store: str, origin: str, stall_s: float, on_progress: OnProgress = ignore_progress
     ) -> None:
-        """Have `store` fetch a version that the trainer put into `origin`, and return once all of it is there.
+        """Have `store` fetch a version that the trainer put into `origin`, and return once it has all of it.
 
-        Progress calls `on_progress`. Raises DeadlineExceeded after `stall_s` without any, and the errors of `Hold`.
+        Calls `on_progress` on progress. Raises DeadlineExceeded after `stall_s` without progress, and `Hold`'s errors.
         """
         loop = asyncio.get_running_loop()
         client = self._client_of(*parse_service_name(store))
@@ -273,7 +273,7 @@ class DataClient:
     async def _write(
         self, path: str, tasks: Sequence[TaskShards], layout: BlockLayout, store: str
     ) -> tuple[int, list[Receipt]] | None:
-        """Return the descriptor, whose lock shows a live producer, and the receipts, or None if the file is gone."""
+        """Return the receipts and the descriptor, whose lock marks a live producer, or None if the file is gone."""
         work = asyncio.get_running_loop().run_in_executor(self._threads, self._fill, path, tasks, layout, store)
         try:
             return await asyncio.shield(work)
@@ -298,7 +298,7 @@ class DataClient:
         target = self._write_mappings.of(descriptor, layout.file_bytes)
         if target is None:
             return write_block(descriptor, layout, self._helper)
-        # With two cores, the other one computes the canary of large weights meanwhile.
+        # With two cores, the other core computes the canary of large weights at this time.
         helper = self._helper if layout.file_bytes < LARGE_BYTES or len(os.sched_getaffinity(0)) > 2 else None
         return copy_block(target, layout, helper)
 
@@ -401,7 +401,7 @@ async def _wait_for_mount(path: str, nbytes: int, deadline: float) -> None:
 
 
 def _by_file(located: Located) -> dict[int, list[int]]:
-    """Return, by file, the places of the tasks whose shards it holds. Files are in the order of their naming."""
+    """Return, by file, the positions of the tasks whose shards it holds. Files are in the order of their first task."""
     by_file: dict[int, list[int]] = {}
     for at, places in enumerate(located.places):
         for place in places:
@@ -423,7 +423,7 @@ def _plan(tasks: Sequence[TaskShards]) -> BlockLayout:
 
 
 def _writable(task: TaskShards) -> dict[str, Array]:
-    """Return the shards in the form to write. Raises WireError that names a shard that cannot be written."""
+    """Return the shards in the form to be written. Raises WireError with the name of a shard that cannot be written."""
     return {
         key: array
         if isinstance(array, np.ndarray)
@@ -489,7 +489,7 @@ def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_ReadRequest]:
 
 
 def _split(stores: tuple[int, ...], keys: Sequence[str], part_of: dict[str, int]) -> dict[int, tuple[str, ...] | None]:
-    """Return, by store, the keys to read from it. Without keys, the value is None for each store."""
+    """Return the keys to read from each store. Without keys, the value is None for each store."""
     if not keys:
         return dict.fromkeys(stores)
     by_store: dict[int, list[str]] = {}

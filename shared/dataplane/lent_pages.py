@@ -1,8 +1,8 @@
-"""Mappings that a process keeps of files whose pages stores lend repeatedly, for reading and for writing.
+"""Keeps mappings of files whose pages stores lend repeatedly, for reading and for writing.
 
-A store lends the pages of a collected file to the next put of about its size. A new mapping costs a page fault per page
+A store lends the pages of a collected file to the next put of similar size. A new mapping costs a page fault per page
 written, or per 64 KiB read, and as much again to unmap. Per GiB, a put with checksums takes 0.13 s through a kept
-mapping and 0.22 s with `pwrite`; mapping and faulting a file again takes 0.24 s, checking a kept mapping 0.015 s.
+mapping and 0.22 s with `pwrite`; mapping and faulting a file again takes 0.24 s, and checking a kept mapping 0.015 s.
 
 The interface is `WriteMappingPool.of` and `ReadMappingPool.of`; both return None where a mapping would not pay off.
 Kept mappings do not pin a file's pages: a store truncates such a file before it deletes it, and the descriptors here
@@ -31,11 +31,12 @@ MIN_BYTES = 256 << 10
 MOST_BYTES = 16 << 30
 MOST_FILES = 2048
 DESCRIPTOR_SHARE = 8
-"""Divisor of the descriptor limit that bounds the number of files, too: a process keeps two descriptors per file and
-direction."""
+"""The number of files is also limited to the descriptor limit divided by this value: a process keeps two descriptors
+per file and direction."""
 _SWEEP = 64
 POPULATE_BYTES = 8 << 20
-"""Bytes to populate per call: 3 to 6 ms, in which no other thread of this process runs, nor its event loop."""
+"""Bytes to populate per call. A call takes 3 to 6 ms, in which no other thread of this process runs, not even its event
+loop."""
 HELP_BYTES = 256 << 20
 """Minimum size of a mapping whose pages are checked by two threads."""
 _POPULATE_WRITE = 23
@@ -47,7 +48,7 @@ _PAGEMAP = "/proc/self/pagemap"
 _PRESENT, _SWAPPED, _OF_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint64(1 << 61)
 _ENTRY_BYTES = 8
 Inode = tuple[int, int]
-"""Device and number of a file, which no other file can have while a mapping of it is kept."""
+"""Device and inode number of a file. No other file can have the same pair while a mapping of this file is kept."""
 
 
 @dataclass(eq=False)
@@ -87,7 +88,7 @@ class KeptMappings:
         return kept
 
     def add(self, inode: Inode, locked: int, access: int) -> KeptMapping:
-        """Map the file open as `locked`, in place of an earlier mapping. The descriptor stays with the caller."""
+        """Map the file that is open as `locked`, replacing an earlier mapping. The caller still owns the descriptor."""
         self.drop(inode)
         # The file is opened again, because a mapping keeps the lock of the descriptor from which it was made.
         unlocked = os.open(f"/proc/self/fd/{locked}", os.O_RDWR if access == mmap.ACCESS_WRITE else os.O_RDONLY)
@@ -124,9 +125,9 @@ class KeptMappings:
 
 
 class WriteMappingPool:
-    """The mappings through which a producer writes. Any thread may use them, but each file by one thread at a time.
+    """The mappings through which a producer writes. Any thread may use them, but only one thread at a time per file.
 
-    They are written only for a grant of this producer. A full mount is an error, not a signal.
+    A mapping is written only under a grant to this producer. A full mount causes an error, not a signal.
     """
 
     def __init__(self) -> None:
@@ -134,10 +135,10 @@ class WriteMappingPool:
         self._kept = KeptMappings()
 
     def of(self, descriptor: int, nbytes: int) -> Array | None:
-        """Return uint8 [nbytes] over a granted file, which the caller has locked through `descriptor`.
+        """Return a view, uint8 [nbytes], of a granted file, which the caller has locked through `descriptor`.
 
-        Returns None if the file should be written without a mapping: it is small, too few of its pages are there, or
-        its file system may write a page to a new place (copy on write), for which there may be no room.
+        Returns None if the file should be written without a mapping: it is small, too few of its pages exist, or its
+        file system may write a page to a new place (copy on write), for which there may be no room.
         """
         if nbytes < MIN_BYTES:
             return None
@@ -151,7 +152,7 @@ class WriteMappingPool:
             if kept is None or kept.room < nbytes:
                 try:
                     kept = self._kept.add(inode, descriptor, mmap.ACCESS_WRITE)
-                except OSError:  # no descriptor or mapping is left; plain writes need none
+                except OSError:  # no descriptor or mapping is left; plain writes need neither
                     return None
         if missing > 0 or kept.warm_bytes < nbytes:
             try:
@@ -159,8 +160,8 @@ class WriteMappingPool:
             except OSError:  # the kernel is old, or there is no room
                 if missing > 0:
                     return None
-        kept.warm_bytes = nbytes  # not the maximum: another producer may have cut the file
-        return array_over(kept.data, nbytes, lambda: kept)  # `kept` keeps the mapping
+        kept.warm_bytes = nbytes  # not the maximum: another producer may have truncated the file
+        return array_over(kept.data, nbytes, lambda: kept)  # `kept` keeps the mapping alive
 
     def close(self) -> None:
         """Drop all mappings."""
@@ -194,11 +195,11 @@ class ReadMappingPool:
         self._released: deque[tuple[Inode, KeptMapping]] = deque()
 
     def of(self, locked: int) -> tuple[Array, bool] | None:
-        """Return uint8 [bytes of the file], a private mapping, and whether it was kept from before, with its pages.
+        """Return a private mapping of the file, uint8 [file size], and whether it was kept from before, with its pages.
 
-        `locked` is a descriptor that holds the lock of the sealed file. The array takes it over: it is closed with the
-        last view. Returns None, and leaves the descriptor to the caller, if the file is small, or is being read in this
-        process already (each reader needs private arrays, to which it may write).
+        `locked` is a descriptor that holds the lock of the sealed file. The array takes ownership of it and closes it
+        with the last view. If the file is small, or is already being read in this process (each reader needs private
+        arrays, to which it may write), returns None, and the descriptor stays with the caller.
         """
         status = os.fstat(locked)
         if status.st_size < MIN_BYTES:
@@ -213,7 +214,7 @@ class ReadMappingPool:
             if kept is None or not again:
                 try:
                     kept = self._kept.add(inode, locked, mmap.ACCESS_COPY)
-                except OSError:  # no descriptor or mapping is left; current readers need them more
+                except OSError:  # out of descriptors or mappings; cached ones are released for current readers
                     self._kept.close()
                     return None
             kept.in_use = True
@@ -239,7 +240,7 @@ class ReadMappingPool:
 
 
 def _unwritten(kept: KeptMapping, helper: Executor) -> bool:
-    """Return whether all pages are the file's. A page that was written to is a private copy without later data."""
+    """Return whether all pages belong to the file. A page that was written to is a private copy without later data."""
     first, pages = kept.address // mmap.PAGESIZE, -(-len(kept.data) // mmap.PAGESIZE)
     if len(kept.data) < HELP_BYTES:
         return _all_of_file(first, pages)
@@ -249,7 +250,7 @@ def _unwritten(kept: KeptMapping, helper: Executor) -> bool:
 
 
 def _all_of_file(first: int, pages: int) -> bool:
-    """Return whether the `pages` pages from number `first` on are the file's.
+    """Return whether the `pages` pages starting at number `first` belong to the file.
 
     Return False if a container hides the page map.
     """

@@ -38,7 +38,7 @@ take 1/512 of the mapped bytes."""
 DESCRIPTOR_SHARE = 4
 """Divisor of the descriptor limit that gives the maximum number of mappings of a store."""
 AGAIN_S = 0.05
-"""Seconds before a file that no longer has the name under which it was found is located again."""
+"""Seconds to wait before a file is located again because it no longer has the name under which it was found."""
 TOUCH_BYTES = 64 << 10
 """Bytes that the kernel maps around a page that is read for the first time."""
 
@@ -73,7 +73,7 @@ class DamagedShards(Exception):
 
 
 class KnownTable(NamedTuple):
-    """The table of a file, and which of its rows this process has found to match their checksums, bool [rows]."""
+    """The table of a file, and a mask of the rows that this process has verified by their checksums, bool [rows]."""
 
     table: Table
     verified: Array
@@ -82,8 +82,8 @@ class KnownTable(NamedTuple):
 class TableCache:
     """Parsed headers of the latest files by path, about 16 MB at most.
 
-    Files do not change, and a name, which contains a random put id, is not reused: pages of a collected file that are
-    lent to another put have another name there. What was verified under a name therefore stays verified.
+    Files do not change, and their names, which contain a random put id, are not reused: when the pages of a collected
+    file are lent to another put, they get another name. Rows verified under a name therefore stay verified.
     """
 
     def __init__(self) -> None:
@@ -114,11 +114,11 @@ class TableCache:
 
 
 class MappingCache:
-    """Read-only mappings of the files read last. Mapping a file is half of the cost of sending it.
+    """Read-only mappings of the most recently read files. Mapping a file is half of the cost of sending it.
 
-    It holds at most `CACHED_FILES`, and with those that streams still send at most `most_files`, which leaves
-    descriptors for other uses. A mapping pins its file, which is not deleted while the mapping or a view of it lives.
-    Code that retires a file must `drop` it here. Any thread may use it.
+    The cache keeps at most `CACHED_FILES` mappings. Together with those that streams still send, there are at most
+    `most_files`, which leaves descriptors for other uses. A mapping pins its file, which is not deleted while the
+    mapping or a view of it lives. Code that retires a file must `drop` it here. Any thread may use the cache.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class MappingCache:
 
 
 class BlockMapping:
-    """One mapping of one file. It lives as long as this object or any array made by it."""
+    """One mapping of one file. It lives as long as this object or any array made from it."""
 
     def __init__(self, path: str, cache: TableCache, kept: ReadMappingPool | None = None) -> None:
         """`kept` is searched first for an earlier mapping of the same inode.
@@ -199,15 +199,15 @@ class BlockMapping:
     ) -> list[dict[str, Array]]:
         """Return this file's shards of `tasks` (indices in `table`), all or only `keys`, as private writable views.
 
-        Each shard is compared with its checksum the first time that this process reads it, half of a large file on
-        `helper`'s thread. Raises DamagedShards.
+        Each shard is compared with its checksum the first time that this process reads it. For a large file,
+        `helper`'s thread compares half of the shards. Raises DamagedShards.
         """
         picked = selection.select(self._table, tasks, keys)
         self._verify(picked.numbers, helper)
         return _views(self._table, self._data, picked)
 
     def _verify(self, rows: Array, helper: Executor | None) -> None:
-        """Compare with their checksums those of `rows` that this process has not compared yet."""
+        """Compare `rows` with their checksums, except those that this process has already verified."""
         rows = np.sort(rows[~self._verified[rows]])
         if not len(rows):
             return
@@ -231,7 +231,7 @@ class BlockMapping:
         self._verified[rows] = True
 
     def touch(self, helper: Executor) -> None:
-        """Take the page faults now, on this and `helper`'s thread, instead of where the arrays are first read."""
+        """Take the page faults now, on this thread and `helper`'s, instead of when the arrays are first read."""
         if self._touched:
             return
         pages = np.frombuffer(self._data, np.uint8)[::TOUCH_BYTES]
@@ -244,7 +244,7 @@ class BlockMapping:
 def views(
     table: Table, data: mmap.mmap | Array, tasks: Sequence[int], keys: Sequence[str] | None
 ) -> list[dict[str, Array]]:
-    """Return shards in a mapped file without a copy, one dict per task (by index), all shards or those in `keys`."""
+    """Return views of shards in a mapped file, one dict per task (by index): all shards, or only those in `keys`."""
     return _views(table, data, selection.select(table, tasks, keys))
 
 

@@ -1,9 +1,9 @@
-"""Arrays over memory that is released when the last of them is gone, and reusable memory for streams.
+"""Arrays over memory that is released with the last array, and reusable memory for streams.
 
 Taking fresh pages from the kernel can cost more than filling them.
 
-A region is anonymous memory, in huge pages where they are available. The kernel provides a GiB of 4 KiB pages in 0.5 s,
-of pages of an unnamed file (which could be mapped twice) in 0.7 to 1.0 s, and of huge pages in 0.1 s. Receiving a GiB
+A region is anonymous memory, in huge pages where they are available. The kernel provides a GiB in 0.5 s as 4 KiB pages,
+in 0.7 to 1.0 s as pages of an unnamed file (which could be mapped twice), and in 0.1 s as huge pages. Receiving a GiB
 takes 0.35 s. A region is not reused while an array over it exists.
 """
 
@@ -40,10 +40,10 @@ class _Base:
 
 
 def array_over(data: mmap.mmap, nbytes: int, release: Callable[[], object]) -> Array:
-    """Return uint8 [nbytes], the memory from the start of `data` on, without a copy.
+    """Return the first `nbytes` bytes of `data` as an array, uint8 [nbytes], without a copy.
 
-    `release` is called when the last array over it is gone, on any thread. It has to hold `data` until then. `nbytes`
-    may exceed the length of `data` up to the end of its last page.
+    When the last array over the memory is gone, `release` is called, on any thread. It must keep `data` alive until
+    then. `nbytes` may exceed the length of `data`, up to the end of its last page.
     """
     return np.asarray(_Base(data, nbytes, release))
 
@@ -55,17 +55,17 @@ class Regions:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # the garbage collector may end an array while the lock is held
+        self._lock = threading.RLock()  # the garbage collector may delete an array while the lock is held
         self._idle: list[tuple[float, mmap.mmap]] = []
-        """(time since which it is idle, region), the longest idle first."""
+        """Pairs of (time at which the region became idle, region), longest idle first."""
         self._in_use = 0
         self._closed = False
         self.idle_bytes = 0
 
     def take(self, nbytes: int) -> Array:
-        """Return at least `nbytes` bytes as uint8: the smallest idle region that fits within `WASTE`, or a new one.
+        """Return an array of at least `nbytes` bytes, uint8: the smallest idle region within `WASTE`, or a new one.
 
-        The region is idle again when the last array over it is gone. Raises OSError if there is no memory.
+        The region becomes idle again when the last array over it is gone. Raises OSError if there is no memory.
         """
         region = self._region(_rounded(nbytes))
         return array_over(region, len(region), partial(self._give_back, region))
@@ -105,7 +105,7 @@ class Regions:
             return bool(self._idle or self._in_use)
 
     def close(self) -> None:
-        """Free the idle regions, and from now on each region when it is given back."""
+        """Free the idle regions. From now on, free each region as soon as it is given back."""
         with self._lock:
             self._closed = True
             self.idle_bytes = 0

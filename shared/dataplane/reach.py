@@ -1,4 +1,4 @@
-"""Detects whether a process shares memory with a store. This is not configured, and host names and paths do not count.
+"""Detects whether a process shares memory with a store, without configuration and regardless of host names and paths.
 
 The store writes a random token to a file next to its shards. A process that reads the same token sees the same file
 system. The boot id separates hosts that share a network file system, where mappings and locks behave differently.

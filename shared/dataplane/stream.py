@@ -1,6 +1,6 @@
 """Fetches shards from stores on other hosts: opens streams, reads them over lines, and reopens those that were lost.
 
-A fetch returns complete, checked shards in memory of their own, or raises. It keeps nothing for the next fetch.
+A fetch returns complete, checked shards in their own memory, or raises. It keeps nothing for the next fetch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STREAMS = 4
 FIRST_TASKS, OPEN_TASKS = 128, 4096
 """Number of tasks requested for the first stream of a fetch, and the maximum number for any stream."""
 IDLE_S = 30.0
-"""Seconds for which the memory of a stream whose arrays are gone is kept for later streams."""
+"""Seconds for which a stream's memory is kept for later streams once its arrays are gone."""
 INFLIGHT_BYTES = 16 << 20
 CALL_S = 5.0
 CORRUPT_TRIES = 3
@@ -52,7 +52,7 @@ nothing, so that a peer that causes streams to be lost costs little.
 """
 R = TypeVar("R", bound=Message)
 OnProgress = Callable[[], None]
-"""Callback for each progress of a long operation, so that its caller can extend a time limit."""
+"""Callback for the progress of a long operation, so that its caller can extend a time limit."""
 
 
 def ignore_progress() -> None:
@@ -73,7 +73,7 @@ class _Load:
 
 
 class StreamReader:
-    """Fetches shards from any number of stores. It belongs to the event loop of its clients; a process has one."""
+    """Fetches shards from any number of stores. A process has one reader, on the event loop of its bus clients."""
 
     def __init__(
         self, client_of: Callable[[str], Client], *, plain: bool = False, inflight_bytes: int = INFLIGHT_BYTES
@@ -81,7 +81,7 @@ class StreamReader:
         """`client_of` returns the bus client of a store by name.
 
         With `plain`, unencrypted streams are accepted, too; otherwise they are refused. `inflight_bytes` is the maximum
-        number of bytes that are requested and have not arrived.
+        number of bytes that are requested but have not arrived.
         """
         self._client_of = client_of
         self.plain = plain
@@ -92,14 +92,14 @@ class StreamReader:
         self._checker = ThreadPoolExecutor(1, "stream-checker")
         self._lines: dict[str, StreamLine] = {}
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # Slots are per store, because streams of an absent store keep theirs until the deadlines of their callers.
+        # Slots are per store, because streams from an absent store keep their slots until their callers' deadlines.
         self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, STREAMS))
         self._works: set[asyncio.Task[None]] = set()
         self._trimmer: asyncio.TimerHandle | None = None
         self._log = structlog.get_logger("stream")
 
     def close(self) -> None:
-        """End transfers, threads and sockets. Fetched arrays stay valid. Call it on the thread of the event loop."""
+        """Stop transfers and threads, and close sockets. Fetched arrays stay valid. Call it on the loop's thread."""
         for work in self._works:
             work.cancel()
         if self._trimmer is not None:
@@ -168,8 +168,8 @@ class StreamReader:
                     stream = group.create_task(self._stream(load, at, line, opened))
                     stream.add_done_callback(lambda _: slots.release())  # even if it was cancelled before it began
                     at += opened.covered
-                    # Ask for slightly more tasks than fill a stream if they are as large as these: looking up tasks
-                    # that do not fit is wasted work, and asking for too few makes more streams than necessary.
+                    # Ask for slightly more tasks than would fill a stream if all were as large as these: looking up
+                    # tasks that do not fit is wasted work, and asking for too few makes unnecessary streams.
                     ask = min(OPEN_TASKS, STREAM_BYTES * opened.covered * 17 // 16 // opened.total_bytes + 1)
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
@@ -177,7 +177,7 @@ class StreamReader:
             self._watch_idle()
 
     async def _stream(self, load: _Load, first: int, line: StreamLine, opened: StreamOpened) -> None:
-        """Receive one stream completely, opening it again each time it is lost."""
+        """Receive one stream completely, reopening it each time it is lost."""
         tasks = load.tasks[first : first + opened.covered]
         corrupt = changed = 0
         pause = AGAIN_S
@@ -218,9 +218,9 @@ class StreamReader:
                 )
 
     async def receive_into(self, target: Target, store: str, task: PutTask, open_s: float) -> tuple[StreamOutcome, str]:
-        """Receive what `target` lacks of a stream with all shards of `task`, and return the outcome of this attempt.
+        """Receive the bytes that `target` lacks, from a stream of all shards of `task`. Return the outcome and reason.
 
-        The line is not used again after a failure, and nothing is written to `target` after the return. Raises
+        The line is not used again after a failure. Nothing is written to `target` after this method returns. Raises
         RpcError and WireError if no such stream opens within `open_s`.
         """
         load = _Load(store, self._client_of(store), [task], ())
@@ -234,11 +234,14 @@ class StreamReader:
         outcome, why = await self._receive(load, line, target, opened.stream)
         if outcome is not StreamOutcome.COMPLETE:
             await asyncio.to_thread(line.close)
-            await asyncio.wrap_future(self._checker.submit(int))  # after the checks that were submitted
+            await asyncio.wrap_future(self._checker.submit(int))  # wait for the checks already submitted
         return outcome, why
 
     async def _receive(self, load: _Load, line: StreamLine, arrival: Target, number: int) -> tuple[StreamOutcome, str]:
-        """Receive `arrival` over the line and return the outcome. If cancelled, wait until the line has released it."""
+        """Receive `arrival` over the line, and return the outcome and the reason.
+
+        If cancelled, wait until the line has released `arrival`.
+        """
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[tuple[StreamOutcome, str]] = loop.create_future()
 
@@ -318,7 +321,7 @@ async def _ask(client: Client, request: Request, reply: type[R]) -> R:
 
 
 def _once(tasks: Sequence[PutTask]) -> list[PutTask]:
-    """Return the tasks without duplicates of the same task and fence."""
+    """Return the tasks without duplicates, which have the same task id and fence."""
     if len({task.task_id for task in tasks}) == len(tasks):
         return list(tasks)
     return list({(task.task_id, task.fence): task for task in tasks}.values())

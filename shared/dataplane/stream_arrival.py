@@ -1,4 +1,4 @@
-"""The memory into which one stream is received, checked as it arrives. Its arrays appear when all of it is checked."""
+"""Memory into which one stream is received. Bytes are checked as they arrive; arrays are made once all are checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Arrival:
 
         `tasks` lists the tasks that the stream covers. Memory is used as bytes arrive, not as they are announced.
         """
-        # The head and the padding, which are bounded here, come on top of the requested maximum.
+        # The head and the padding, which are bounded here, are not part of the requested maximum.
         slack = opened.head_bytes + 64 * opened.head_bytes // 32 if opened.covered > 1 else blockfile.MAX_FILE_BYTES
         if not 0 < opened.head_bytes <= opened.total_bytes <= min(max_bytes + slack, blockfile.MAX_FILE_BYTES):
             raise WireError(f"stream of {opened.total_bytes} bytes, head {opened.head_bytes}: requested {max_bytes}")
@@ -133,6 +133,6 @@ class Arrival:
 
 
 def _head_limit(tasks: Sequence[PutTask], keys: Sequence[str]) -> int:
-    """Return the maximum length of header and table of a block file with these shards (`proto.blockfile`)."""
+    """Return the maximum total length of header and table in a block file with these shards (`proto.blockfile`)."""
     names = sum(len(task.task_id) + 1 for task in tasks) + sum(len(key) + 1 for key in keys)
     return blockfile.HEADER_BYTES + 12 * len(tasks) + names + (32 + 8 * MAX_NDIM) * len(tasks) * len(keys)

@@ -1,8 +1,9 @@
 """A reader's end of one bulk connection: requests ranges of its streams and stores the bytes that arrive.
 
-Bytes arrive in the order in which they were requested. The requested bytes that have not arrived are the reader's
-window. A line is not repaired: any failure ends it, and its streams continue over another line where they stopped. One
-thread receives and decrypts. Another, which all lines share, checks the bytes, so that the line does not stop for that.
+Bytes arrive in the order in which they were requested. The reader's window bounds the bytes that are requested but have
+not arrived. A line is not repaired: any failure ends it, and its streams continue on another line from where they
+stopped. One thread receives and decrypts. Another thread, shared by all lines, checks the bytes, so that checking does
+not stop the line.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from shared.dataplane import bulk_socket
 from shared.dataplane.bulk_seal import SECRET_BYTES, TO_READER, TO_STORE, Seal
 
 SILENT_S = 10.0
-"""Seconds after which a line over which nothing arrives, although ranges are due, is considered lost."""
+"""Seconds without data after which a line is considered lost if ranges are due."""
 IDLE_S = 10.0
 """Seconds after which a line that no stream needs is closed."""
 CHECK_BYTES = 2 << 20
 """Minimum bytes per check, except at the end of a stream. Checking each range separately wakes threads too often."""
 _LOW_BYTES = 256 << 10
-"""Bytes of a range for which the thread wakes up. Waking up for each packet costs the sender a quarter of its time."""
+"""Bytes for which the thread waits, unless fewer are due. Waking up for each packet costs the sender a quarter of its
+time."""
 _TICK_S = 0.2
 _JOIN_S = 1.0
 
@@ -51,7 +53,7 @@ class StreamOutcome(StrEnum):
 
 
 class Target(Protocol):
-    """The memory into which a line receives one stream. The line's thread writes to it, another thread checks it."""
+    """The memory into which a line receives one stream. The line's thread writes to it; another thread checks it."""
 
     received: int
     """Number of bytes, counted from the start, that have arrived."""
@@ -75,7 +77,7 @@ class Counts:
     chunks: int = 0
     """Number of ranges received."""
     refused: int = 0
-    """Number of messages that a store may not send. Each ended its line."""
+    """Number of messages received that a store may not send. Each of them ended its line."""
     inflight_peak_bytes: int = 0
 
 
@@ -94,7 +96,7 @@ class RequestWindow:
             self._lines += 1
 
     def leave(self, asked_bytes: int) -> None:
-        """Remove a line, together with the `asked_bytes` that it had requested and not received."""
+        """Remove a line, together with the `asked_bytes` that it had requested but not received."""
         with self._lock:
             self._lines -= 1
             self._asked_bytes -= asked_bytes
@@ -140,14 +142,14 @@ class Incoming:
     number: int
     settle: Callable[[StreamOutcome, str], None]
     asked: int = 0
-    """Offset of the first byte that was not requested yet."""
+    """Offset of the first byte that has not been requested yet."""
     checking: int = 0
     """Number of bytes submitted to the checking thread."""
     is_over: bool = False
 
 
 class StreamLine:
-    """A bulk connection with a thread of its own. `add`, `cancel` and `close` may be called on any thread."""
+    """A bulk connection with its own thread. `add`, `cancel` and `close` may be called on any thread."""
 
     def __init__(self, opened: LineOpened, window: RequestWindow, checker: Executor, counts: Counts) -> None:
         """`checker` has one thread, on which received bytes are checked.
@@ -170,9 +172,9 @@ class StreamLine:
         self._ordering = threading.Lock()
         self._has_ended = False
         self._turns: OrderedDict[StreamGroup, deque[Incoming]] = OrderedDict()
-        """Streams that were not requested to their end, by group."""
+        """Streams that have not been requested completely, by group."""
         self._due: deque[tuple[Incoming, int, int]] = deque()
-        """Stream, offset and length of each range that was requested and has not arrived."""
+        """Stream, offset and length of each range that was requested but has not arrived."""
         self._asked_bytes = 0
         self._log = structlog.get_logger("stream")
         self._thread = threading.Thread(target=self._run, name="stream-line", daemon=True)
@@ -191,11 +193,11 @@ class StreamLine:
         incoming.settle(StreamOutcome.LOST, "its line had ended")
 
     def cancel(self, incoming: Incoming) -> None:
-        """Stop receiving `incoming` and settle it as LOST unless it is settled. Nothing is written to it after that."""
+        """Stop receiving `incoming`. Settle it as LOST unless it is settled. After that, nothing is written to it."""
         self._orders.put((self._drop, incoming))
 
     def close(self) -> None:
-        """End the line. Streams that are not complete are settled as LOST."""
+        """Close the line. Streams that are not complete are settled as LOST."""
         self._orders.put(None)
         line = self._socket
         if line is not None:
@@ -246,7 +248,7 @@ class StreamLine:
         return line
 
     def _obey(self) -> bool:
-        """Carry out orders, and wait for one while nothing is due. Return False if the line is to end."""
+        """Carry out orders, and wait for one while nothing is due. Return False if the line must be closed."""
         idle_since = time.monotonic()
         while True:
             waits = not (self._due or self._turns)
@@ -349,7 +351,7 @@ class StreamLine:
             self._checker.submit(self._check, incoming, here)
 
     def _fill(self, line: socket.socket, view: memoryview, owner: Incoming | None = None) -> None:
-        """Fill `view`, which is memory of `owner`. If `owner` is cancelled meanwhile, discard the remaining bytes."""
+        """Fill `view`, which belongs to `owner`. If `owner` is cancelled meanwhile, discard the remaining bytes."""
         heard = time.monotonic()
         while view:
             try:

@@ -1,6 +1,6 @@
 """Writes a block file in one pass: each chunk is hashed, which brings it into the cache, and then written from there.
 
-Files are written with plain writes: on a full shared-memory mount they return an error, while a store through a mapping
+Files are written with plain writes: on a full shared-memory mount they return an error, while writing through a mapping
 raises SIGBUS. Only a file whose pages are all allocated may be passed as a mapping.
 
 The functions block, and must not run on an event loop's thread.
@@ -42,7 +42,7 @@ def write_block(descriptor: int, layout: BlockLayout, helper: Executor | None = 
 
 
 def copy_block(target: Array, layout: BlockLayout, helper: Executor | None = None) -> list[int]:
-    """Write the file to `target`, uint8 [file_bytes], a mapping with all pages allocated. Return the checksums, too."""
+    """Write the file to `target` (uint8 [file_bytes], a mapping with all pages allocated). Return the row checksums."""
     if layout.file_bytes < SMALL_BYTES * len(layout.arrays):
         helper = None  # it would only wait for the interpreter lock
     checksums = _in_halves(lambda begin, end: _copy_rows(target, layout, begin, end), layout, helper)
@@ -88,7 +88,7 @@ def _copy_large(target: Array, array: Array, offset: int) -> int:
 
 
 def _middle(layout: BlockLayout) -> int:
-    """Return the first row of the second half, by bytes."""
+    """Return the index of the first row in the second half, by bytes."""
     return int(np.searchsorted(np.asarray(layout.offsets), layout.file_bytes // 2))
 
 

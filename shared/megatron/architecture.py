@@ -1,4 +1,4 @@
-"""Reads from a Hugging Face configuration what megatron-core has to build.
+"""Reads a Hugging Face configuration and derives the architecture that megatron-core must build.
 
 Unknown settings are refused, not guessed, because a model that is almost right trains without an error.
 """
@@ -26,7 +26,7 @@ _PAD_TO = 8
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of the families above. Sizes are in elements; `windows` [layers] are look-backs (None: all)."""
+    """A decoder of one of the families above. Sizes are in elements; `windows` [layers] are look-backs (None: all)."""
 
     layers: int
     hidden: int
@@ -44,12 +44,12 @@ class Architecture:
     windows: tuple[int | None, ...]
 
     def padded_vocab(self, tp: int) -> int:
-        """Return the rows of the embedding, which `tp` ranks share equally. The last rows may belong to no token."""
+        """Return the number of embedding rows, which `tp` ranks share equally. The last rows may belong to no token."""
         unit = _PAD_TO * tp
         return -(-self.vocab // unit) * unit
 
     def check(self, layout: Layout) -> None:
-        """Raise ValueError if a degree of `layout` does not divide what it splits."""
+        """Raise ValueError if a degree of `layout` does not divide the dimension that it splits."""
         for name, degree, what, count in (
             ("tp", layout.tp, "attention heads", self.heads),
             ("tp", layout.tp, "key-value heads", self.key_heads),
@@ -110,7 +110,9 @@ def read(config: Any) -> Architecture:
 
 
 def rotary_frequencies(config: Any, architecture: Architecture) -> Tensor:
-    """Return float32 [head_dim / 2], in radians per position, bit for bit as the Hugging Face model computes them."""
+    """Return the rotary frequencies, float32 [head_dim / 2], in radians per position. They are bit-identical to those
+    of the Hugging Face model.
+    """
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         even = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float()

@@ -1,4 +1,4 @@
-"""The attention function of megatron-core's layers, for packed sequences, shared prefixes and context parallelism.
+"""The attention function of megatron-core layers, for packed sequences, shared prefixes and context parallelism.
 
 It runs on any device and shares the code of the torch backend (`shared.model`), so that both see the same masks. It
 keeps the order of tokens: its input is the sequence of a micro-batch's nodes.

@@ -1,5 +1,4 @@
-"""Converts Llama, Qwen2 and Qwen3 weights between Hugging Face names and megatron-core's, whole or split over tp and
-pp.
+"""Converts Llama, Qwen2 and Qwen3 weights between Hugging Face and megatron-core names, whole or split over tp and pp.
 
 This is pure arithmetic on tensors, without process groups or files. Every rule has its exact inverse, so it serves
 weights, gradients and optimizer moments alike. With H heads and G key-value heads of D elements, megatron keeps the
@@ -60,7 +59,7 @@ class Converter:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shape of every Hugging Face tensor. A tied one is included once."""
+        """Return the full shape of every Hugging Face tensor. A tied tensor is included once."""
         return {part: shape for each in self.weights for part, shape in zip(each.parts, each.shapes, strict=True)}
 
     @property
@@ -113,7 +112,7 @@ class Converter:
     # ---- one weight
 
     def split(self, weight: Weight, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the part of each tensor-parallel rank of the full `parts`."""
+        """Return the shards of the full `parts`, one per tensor-parallel rank."""
         tp, rule = self._tp, weight.rule
         if rule == "whole":
             return [parts[0]] * tp

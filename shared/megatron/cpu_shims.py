@@ -52,7 +52,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def megatron_device() -> Iterator[None]:
-    """Run megatron-core inside this context, on the compute thread only, because it replaces `torch.cuda` meanwhile."""
+    """Run megatron-core inside this context, on the compute thread only, because it patches `torch.cuda`."""
     if torch.cuda.is_available():
         yield
         return

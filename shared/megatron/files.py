@@ -1,4 +1,4 @@
-"""Reads single tensors of a Hugging Face model folder, and writes such folders. It neither unpickles nor downloads."""
+"""Reads single tensors from Hugging Face model folders, and writes such folders. It neither unpickles nor downloads."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class ModelFiles:
 
 
 def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Write configuration and safetensors as `AutoModelForCausalLM.from_pretrained` reads them. Raises OSError.
+    """Write the configuration and safetensors so that `AutoModelForCausalLM.from_pretrained` can read them.
 
-    A view of a larger buffer is copied first, such as a parameter of megatron-core on a rank that holds it whole,
-    because the writer treats tensors that share a storage as one weight with several names.
+    A view of a larger buffer, such as a megatron-core parameter on a rank that holds all of it, is copied first,
+    because the writer treats tensors that share a storage as one weight with several names. Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     raw = config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")}
@@ -64,6 +64,6 @@ def write(folder: Path, config: Any, weights: dict[str, Tensor], dtype: torch.dt
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Return the tensor, contiguous, in a storage that holds nothing else."""
+    """Return the tensor as a contiguous tensor whose storage holds nothing else."""
     whole = tensor.contiguous()
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()

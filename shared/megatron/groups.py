@@ -1,4 +1,4 @@
-"""megatron-core's process groups for a layout, and exact copies of tensors over them. Only tensors are sent, never
+"""megatron-core process groups for a layout, and exact copies of tensors over them. Only tensors are sent, never
 objects.
 """
 
@@ -25,12 +25,12 @@ class Groups:
     """The groups of this rank. All ranks create their Groups at the same time, with one layout per process."""
 
     def __init__(self, place: Place) -> None:
-        """Raises ValueError if the process has groups of another layout, or lacks a process group of several ranks."""
+        """Raises ValueError if the process has groups of another layout, or no process group yet for several ranks."""
         layout = place.layout
         if not dist.is_initialized():
             if layout.world_size > 1:
                 raise ValueError(f"rank {place.rank} of {layout.world_size}: open the process group first")
-            # megatron's optimizer also gathers over a group of one rank, and gloo cannot take tensors of a GPU.
+            # megatron's optimizer also gathers over a group of one rank, and gloo cannot handle GPU tensors.
             backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backends, store=HashStore(), rank=0, world_size=1)
         if not parallel_state.model_parallel_is_initialized():
@@ -71,7 +71,7 @@ class Groups:
         return total
 
     def merge_over_dp(self, filled: Tensor) -> None:
-        """Merge in place: each rank of dp x cp has filled its own part of zeros, and gets all parts, bit for bit."""
+        """Merge in place: each rank of dp x cp has filled its own part of a zero tensor, and gets all parts exactly."""
         if self.dp_cp.size() > 1:
             dist.all_reduce(filled.view(_BITS[filled.element_size()]), group=self.dp_cp)
 
@@ -84,7 +84,7 @@ class Groups:
         return shards
 
     def first_of_tp(self, values: Tensor) -> Tensor:
-        """Return the tensor of rank 0 of the tensor-parallel group, on all of its ranks."""
+        """Return rank 0's tensor on all ranks of the tensor-parallel group."""
         if self.tp.size() > 1:
             dist.broadcast(values, group_src=0, group=self.tp)
         return values
@@ -96,7 +96,7 @@ class Groups:
         return values
 
     def to_rank_0(self, tensors: Sequence[Tensor], stage: int) -> list[Tensor] | None:
-        """Return the tensors of the first rank of pipeline stage `stage` on rank 0, and None elsewhere.
+        """On rank 0, return the tensors of the first rank of pipeline stage `stage`. Elsewhere, return None.
 
         Rank 0 passes tensors of the same shapes and dtypes, which are overwritten.
         """
@@ -119,7 +119,7 @@ class Groups:
 
 
 def _deadline() -> timedelta:
-    """Return the time limit of collectives of the group of all ranks, which groups made from it share."""
+    """Return the time limit for collectives in the group of all ranks. Groups made from this group share the limit."""
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
     deadline: timedelta = backend.options._timeout
     return deadline

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of logits whose vocabulary is cut over tensor-parallel ranks.
+"""Log-probs and entropies of logits whose vocabulary is split over tensor-parallel ranks.
 
 No padding row of the vocabulary enters a softmax. Every rank of the group gets the same values, and the gradient that
 flows back must be the same on each of them.
@@ -24,11 +24,11 @@ def token_logprobs(
     vocab: int,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob [C] of token `token_C` at predictor `predictor_C` (int64 [C]), and the entropy [P] if
-    requested, of logits / `temperature`, from the columns `logits_PV` of this rank. Both are float32, or float64 for
-    such logits.
+    """Return the log-probs [C] and, if requested, the entropies [P] of logits / `temperature`.
 
-    `vocab` is the number of tokens. Columns after them are padding, equivalent to -inf, and are cut off.
+    `logits_PV` holds this rank's columns. The log-probs are those of tokens `token_C` at predictors `predictor_C`
+    (int64 [C]). Both results are float32, or float64 if the logits are. `vocab` is the number of tokens. The columns
+    after them are padding, equivalent to -inf, and are cut off.
     """
     columns = logits_PV.shape[1]
     start = group.rank() * columns

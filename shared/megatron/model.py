@@ -79,7 +79,7 @@ def transformer_config(model: Architecture, dtype: torch.dtype, place: Place, *,
         fp16=dtype == torch.float16,
         pipeline_dtype=dtype,
         variable_seq_lengths=True,  # micro-batches are packed, with different numbers of nodes
-        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no effect without experts; others refuse the line above
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no effect without experts; others reject the line above
         calculate_per_token_loss=True,  # neither the loss nor the gradient is divided
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # weights are always loaded
@@ -121,7 +121,7 @@ def layer_spec(model: Architecture, *, engine: bool) -> ModuleSpec:
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
-    """A pipeline stage. `forward` maps a `Packed` to hidden states [N, 1, hidden], on the last stage to `Scores`."""
+    """A pipeline stage. `forward` maps a `Packed` to hidden states [N, 1, hidden], or on the last stage to `Scores`."""
 
     def __init__(
         self, model: Architecture, frequencies: Tensor, config: TransformerConfig, place: Place, *, engine: bool
@@ -137,7 +137,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             post_process=place.pp_rank == layout.pp - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=model.tied,
-            position_embedding_type="none",  # rotations are computed from the nodes' positions, below
+            position_embedding_type="none",  # rotations are computed below from the node positions
         )
         if config.sequence_parallel and self.post_process:
             # the head gets whole rows, selected from a gathered sequence: see `_scores`
@@ -198,7 +198,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     def _head_in_blocks(
         self, packed: Packed, rows: Tensor, predictor_C: Tensor, token_C: Tensor, step: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Keep at most `step` rows of logits at a time. The backward pass computes them again."""
+        """Do the work of `_head` with at most `step` rows of logits at a time. The backward pass recomputes them."""
         places: list[Tensor] = []
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []

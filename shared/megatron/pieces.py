@@ -1,4 +1,4 @@
-"""This rank's pieces of a Llama, Qwen2 or Qwen3, and micro-batches through all ranks that hold one copy of the model.
+"""Holds this rank's pieces of a Llama, Qwen2 or Qwen3 model, and runs micro-batches through the ranks of a model copy.
 
 It knows no optimizer, no loss and no bus. Transformer Engine is used if it is installed and CUDA is available, with
 sequence parallelism if tp > 1. On CPU the same layers run on gloo through `cpu_shims`, so everything here is called
@@ -38,7 +38,7 @@ class Pieces:
     def __init__(self, model_dir: Path, dtype: str, place: Place, *, device: str, max_tokens: int) -> None:
         """`max_tokens` is the limit of one micro-batch. The process group of all ranks must be open.
 
-        Raises RpcError(bad_request) for a model that cannot be loaded, ValueError for degrees that do not divide it.
+        Raises RpcError(bad_request) if the model cannot be loaded, and ValueError for degrees that do not divide it.
         """
         if dtype not in DTYPES:
             raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: backend megatron supports float32 and bfloat16")
@@ -63,7 +63,7 @@ class Pieces:
 
     @property
     def weights(self) -> list[Weight]:
-        """Weights of this rank's pipeline stage, including copies of another stage's."""
+        """Weights of this rank's pipeline stage, including copies of another stage's weights."""
         mine = self.place.pp_rank
         return [each for each in [*self.converter.weights, *self.converter.copies] if each.stage == mine]
 
@@ -85,7 +85,7 @@ class Pieces:
     def logprobs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, model: Any = None
     ) -> Tensor:
-        """Return float32 [T], complete on every rank: log p(token) of logits / temperature where the mask is 1, else 0.
+        """Return log p(token) of logits / temperature where the mask is 1, else 0: float32 [T], complete on every rank.
 
         `model` is a wrapper around `self.model` to run in its place.
         """
@@ -110,8 +110,8 @@ class Pieces:
         model: Any = None,
         forward_only: bool,
     ) -> None:
-        """Run all micro-batches of this data-parallel rank through the pipeline. Collectives of a pass stay among tp,
-        pp and cp, which run the same micro-batches; ranks with other samples take no part.
+        """Run all micro-batches of this data-parallel rank through the pipeline. The collectives of a pass involve only
+        tp, pp and cp ranks, which run the same micro-batches; ranks with other samples do not take part.
         """
         batches = self._plan(token_ids, lengths, loss_mask, temperature)
         if not batches:
@@ -129,7 +129,7 @@ class Pieces:
             data_iterator=(self._pack(batch, temperature, entropy) for batch in batches),
             model=[self.model if model is None else model],
             num_microbatches=len(batches),
-            seq_length=1,  # of fixed shapes, unused: here shapes are sent with the tensors
+            seq_length=1,  # used only for fixed shapes: here shapes are sent with the tensors
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -158,7 +158,7 @@ class Pieces:
         return Packed(cut.batch, context.to_device(cut, ranks, device), temperature, entropy)
 
     def _pad_nodes(self, batch: tree.MicroBatch) -> tree.MicroBatch:
-        """Pad to a number of nodes that sequence-parallel ranks can share. Nothing uses the added nodes."""
+        """Pad `batch` to a number of nodes that sequence-parallel ranks can share. Nothing uses the added nodes."""
         odd = len(batch.token_ids) % self.place.layout.tp
         if not odd or not self.model.config.sequence_parallel:
             return batch

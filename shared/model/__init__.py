@@ -1,1 +1,1 @@
-"""The language model: loading it from a folder and scoring tokens. It needs torch: light services do not import it."""
+"""Loads the language model from a folder and scores tokens. It needs torch, so light services do not import it."""

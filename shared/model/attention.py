@@ -20,7 +20,7 @@ from shared.model.tree import MicroBatch
 NAME = "rlbus_tree"
 _PLAIN_LAYERS = frozenset(["full_attention", "sliding_attention"])
 UNKNOWN_TERMS = ("softcap", "s_aux")
-"""Arguments that change the result of some models' attention and that this function does not support."""
+"""Arguments that change the attention result of some models. This module does not support them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def to_trees(batch: MicroBatch, device: torch.device) -> Trees:
 
 
 def supports_trees(model: nn.Module) -> bool:
-    """Return whether this module reproduces the attention of all layers. Otherwise sequences have to be padded."""
+    """Return whether tree attention reproduces all attention layers of `model`. If not, sequences must be padded."""
     config = getattr(model, "config", None)
     if config is None or not getattr(model, "_supports_attention_backend", False):
         return False
@@ -77,7 +77,7 @@ def supports_trees(model: nn.Module) -> bool:
 
 @contextmanager
 def using(model: nn.Module, name: str) -> Iterator[None]:
-    """Run `model` with the attention registered as `name` inside the block, and restore its own afterwards."""
+    """Run `model` with the attention registered as `name` inside the block, and then restore its own attention."""
     config: Any = model.config
     before = config._attn_implementation
     config._attn_implementation = name
@@ -132,8 +132,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scali
 
 
 def repeats_keys(device: str, *, masked: bool) -> bool:
-    """Return whether key heads are repeated for the query heads that share them. On CUDA no fused kernel takes a mask
-    and groups together, and the kernel that does holds the scores of all pairs."""
+    """Return whether key heads are repeated for the query heads that share them. On CUDA, no fused kernel supports both
+    a mask and groups, and the kernel that does stores the scores of all pairs."""
     return masked and device == "cuda"
 
 

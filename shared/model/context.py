@@ -1,5 +1,6 @@
-"""Context parallelism: every sequence is split over several ranks, zig-zag and with explicit positions, and attention
-spans all of it. A label belongs to the node that predicts it, so the split only decides which rank holds the node.
+"""Context parallelism: every sequence is split over several ranks, in zig-zag order and with explicit positions, and
+attention spans the whole sequence. A label belongs to the node that predicts it, so the split only decides which rank
+holds the node.
 
 A sequence of L slots (padded to a multiple of 2n) is split into 2n chunks. Rank r of n holds chunks r and 2n-1-r, so
 that all ranks compute about the same number of attention pairs. Keys and values are gathered from all ranks. In the
@@ -143,7 +144,10 @@ def attend_cut(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Map `query` [1, H, N, D], `key`, `value` [1, G, N, D] of this rank's nodes to [1, N, H, D]. Raises ValueError."""
+    """Map `query` [1, H, N, D] and `key`, `value` [1, G, N, D] of this rank's nodes to [1, N, H, D].
+
+    Raises ValueError for unknown terms.
+    """
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, dim = query.shape[1], value.shape[3]
@@ -165,7 +169,7 @@ def attend_cut(
 
 
 def gather_rows(local: Tensor, ranks: ContextRank) -> Tensor:
-    """Concatenate [R, G, Ll, X] of all ranks, in order, to [R, G, n * Ll, X]. The result has a gradient."""
+    """Concatenate the tensors [R, G, Ll, X] of all ranks, in order, to [R, G, n * Ll, X]. The result has a gradient."""
     gathered: Tensor = _Gather.apply(local.contiguous(), ranks)  # type: ignore[no-untyped-call]
     return gathered.movedim(0, 2).flatten(2, 3)
 

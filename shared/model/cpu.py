@@ -28,7 +28,7 @@ def set_up(threads: int) -> None:
     By default glibc returns free memory at the top of the heap and allocates new pages for every large array, which the
     kernel clears. That takes a twentieth of a trainer's time, and a quarter in a virtual machine that has to obtain the
     pages first; keeping them gives 7 % more samples per second. Nothing is changed if the environment sets one of the
-    two variables of glibc for these thresholds.
+    two glibc variables for these thresholds.
     """
     torch.set_num_threads(threads)
     if _IS_GLIBC and not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():

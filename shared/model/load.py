@@ -1,6 +1,6 @@
 """Loads a causal language model from a local folder, names its weights, and makes torch deterministic.
 
-Nothing is downloaded or unpickled, and no code of the model folder is run.
+Nothing is downloaded or unpickled, and no code from the model folder is run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(path: str | Path, dtype: str) -> nn.Module:
     """Load the model in `path` with weights of `dtype` (`float32`, `bfloat16`, ...), in eval mode, on the CPU.
 
-    The same folder gives the same bits. Parameters require gradients. Raises RpcError(bad_request) in one line if the
-    folder, its configuration or its weights cannot be used, or weights are missing.
+    The same folder gives the same bits. Parameters require gradients. Raises RpcError(bad_request) with a one-line
+    message if the folder, its configuration or its weights cannot be used, or weights are missing.
     """
     folder = Path(path)
     if dtype not in _DTYPES:
@@ -54,7 +54,7 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
         raise RpcError(
             ErrorCode.BAD_REQUEST, f"model {folder}: weights missing or of another shape: {names}; save the model again"
         )
-    # With a padding index its embedding row would get no gradient, even where the token was sampled or given.
+    # With a padding index, that embedding row would get no gradient, even where its token was sampled or given.
     model.get_input_embeddings().padding_idx = None
     return cast(nn.Module, model.eval())
 
@@ -68,7 +68,7 @@ def load_shapes(path: str | Path, dtype: str) -> nn.Module:
 
 
 def allocated(model: Any) -> nn.Module:
-    """Return `model` of the meta device with uninitialised memory on the CPU."""
+    """Move `model` from the meta device to uninitialised memory on the CPU, and return it."""
     with unfilled():
         model.to_empty(device="cpu")
     model.tie_weights()
@@ -78,7 +78,7 @@ def allocated(model: Any) -> nn.Module:
 
 @contextmanager
 def unfilled() -> Iterator[None]:
-    """Leave new memory untouched even if torch is to be deterministic, for memory that is written before it is read."""
+    """Leave new memory untouched even in deterministic mode, for memory that is written before it is read."""
     deterministic: Any = torch.utils.deterministic
     fills, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, False
     try:
@@ -88,7 +88,7 @@ def unfilled() -> Iterator[None]:
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return every weight by its Hugging Face name, detached, not copied; a tied weight once, under its first name.
+    """Return the weights by Hugging Face name, detached, not copied. A tied weight appears once, under its first name.
 
     Persistent buffers count as weights: without them the result is a different model.
     """
@@ -104,15 +104,15 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def mismatched_weights(mine: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the names of weights whose shape is missing in one mapping or differs, as it does for another model."""
+    """Return the names of weights that are missing from one mapping or differ in shape, as for another model."""
     reshaped = [name for name in sorted(mine.keys() & given.keys()) if tuple(mine[name]) != tuple(given[name])]
     return sorted(mine.keys() ^ given.keys()) + reshaped
 
 
 def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the parameters or buffers that hold each weight of `named_weights`: several if it is tied.
+    """Return the parameters or buffers that hold each weight of `named_weights`. A tied weight has several.
 
-    To move a weight to other memory (`holder.data = tensor`), assign to all its holders. They would differ otherwise.
+    To move a weight to other memory (`holder.data = tensor`), assign to all its holders. Otherwise they would differ.
     """
     names: dict[tuple[int, tuple[int, ...]], str] = {}
     holders: dict[str, list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Per-token log-probs of ragged sequences, the hot path of trainer and reference.
+"""Per-token log-probs of ragged sequences, the hot path of the trainer and the reference.
 
 Common prefixes are computed once (`tree`), and the head runs only where a scored token follows. Up to rounding, the
 result equals that of scoring every sequence alone.
@@ -22,13 +22,14 @@ from shared.model.tree import MicroBatch
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Entropy = Literal["none", "value", "gradient"]
-"""Whether entropies are computed: not at all, as values for a metric, or with gradients for a loss."""
+"""How entropies are computed: not at all, as values for a metric, or with gradients for a loss."""
 
 MAX_LOGITS = 1 << 26
-"""Maximum elements of one float32 block of logits (256 MiB). Beyond it the head runs in blocks, which are recomputed in
+"""Maximum elements of one float32 block of logits (256 MiB). Above it, the head runs in blocks, which are recomputed in
 the backward pass."""
 GPU_LOGITS = 4
-"""Factor of that limit on a GPU: at a vocabulary of 152k, 1,766 rows a block instead of 441. Not measured yet."""
+"""Factor by which this limit is higher on a GPU: with a vocabulary of 152k, a block has 1,766 rows instead of 441. Not
+measured yet."""
 _HEAD_TERMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Settings of models whose logits are not just the output embedding times the hidden state."""
 
@@ -96,13 +97,13 @@ def score(
 
 
 class LogprobScorer(nn.Module):
-    """A causal model whose forward pass leads from a micro-batch to log-probs, with the output layer in chunks.
+    """A causal model whose forward pass maps a micro-batch to log-probs, with the output layer in chunks.
 
-    It is a module, so that wrappers of modules (sharding, hooks) cover the whole pass.
+    It is a module, so that module wrappers (sharding, hooks) cover the whole pass.
     """
 
     def __init__(self, model: nn.Module, ranks: ContextRank | None = None) -> None:
-        """With `ranks`, split every sequence over them. Raises ValueError if the model's attention forbids it."""
+        """With `ranks`, split every sequence over them. Raises ValueError if the model's attention prevents it."""
         super().__init__()
         self.model = model
         self._ranks = ranks
@@ -165,7 +166,7 @@ class LogprobScorer(nn.Module):
         logprob_parts: list[Tensor] = []
         entropy_parts: list[Tensor] = []
         for start in range(0, len(predictors), step):
-            # Found on the host: on a GPU, `nonzero` would wait for all work before it.
+            # Found on the host: on a GPU, `nonzero` would wait for all earlier work.
             mine = (batch.child_predictor >= start) & (batch.child_predictor < start + step)
             which = torch.from_numpy(np.flatnonzero(mine)).to(device)
             target, token = child_predictor[which] - start, child_token[which]
@@ -184,7 +185,7 @@ class LogprobScorer(nn.Module):
 
 
 def max_logits(device: str) -> int:
-    """Return the maximum number of logits at a time: more on a GPU, whose kernels have to be fed."""
+    """Return the maximum number of logits at a time. It is higher on a GPU, whose kernels need more work at once."""
     return MAX_LOGITS * (GPU_LOGITS if device == "cuda" else 1)
 
 

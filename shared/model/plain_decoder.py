@@ -1,6 +1,6 @@
 """The forward pass of plain decoders (Llama, Mistral, Qwen2, Qwen3), written out for inference on a CPU. It launches a
-third of the operations per token that the model's modules do, which dominate the cost of small batches. It reads the
-model's parameters at every pass and keeps no weights. `is_plain` tells which models it supports.
+third as many operations per token as the model's modules; operations dominate the cost of small batches. It reads the
+model's parameters at every pass and keeps no weights. `is_plain` checks whether it supports a model.
 
 Shapes: R rows, T tokens per row, N = R * T, H query heads, G key heads, D head_dim, L keys so far.
 """
@@ -33,7 +33,7 @@ def is_plain(model: nn.Module) -> bool:
     )
     return (
         whole
-        and not isinstance(first, DTensor)  # it is only a rank's part of the model
+        and not isinstance(first, DTensor)  # a DTensor is only one rank's part of the model
         and first.device.type == "cpu"
         and first.dtype == torch.float32
         and config.hidden_act == "silu"
@@ -70,7 +70,7 @@ class PlainDecoder:
         self._scale = float(attention.scaling)
 
     def angles(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [positions, 1, D] of the rotary embedding, the first half of the sines negated."""
+        """Return the rotary cosines and sines [positions, 1, D], with the first half of the sines negated."""
         x = torch.empty(0)
         cos, sin = self._model.model.rotary_emb(x, torch.arange(positions)[None])
         signed = sin[0].clone()
@@ -82,7 +82,7 @@ class PlainDecoder:
     ) -> tuple[Tensor, list[Past]]:
         """Run whole prompts. Return hidden states [R, T, hidden] before the last norm, and the keys and values.
 
-        `seen_R1TT` bool is true where a token attends; None stands for a causal mask.
+        `seen_R1TT` bool is true where a token attends; None means a causal mask.
         """
         rows, length = ids_RT.shape
         pasts: list[Past] = []
@@ -99,7 +99,7 @@ class PlainDecoder:
         return hidden.view(rows, length, -1), pasts
 
     def packed(self, ids_N: Tensor, depths_N: Tensor, attend: PackedAttention) -> Tensor:
-        """Run N packed tokens of any number of texts and return hidden states [N, hidden].
+        """Run N packed tokens of any number of sequences and return hidden states [N, hidden].
 
         `attend(queries, keys, values, scale)`, [1, heads, N, D] each -> [1, N, H, D], applies the mask.
         """

@@ -3,7 +3,7 @@ last scored one are not computed. It does not import torch.
 
 The samples of a group share their prompt and often much of their answer, and a causal model gives equal prefixes equal
 hidden states. Sorted sequences form a trie in pre-order: a row of nodes, in which node j is an ancestor of node i
-exactly if j <= i < end[j]. A row that holds one sequence is a plain causal chain. A sequence ends in the tree before
+exactly if j <= i < end[j]. A row that holds one sequence is a plain causal chain. In the tree, a sequence ends before
 its last scored token, which is a target but not a node; the tokens after it are neither.
 """
 
@@ -43,8 +43,8 @@ class MicroBatch:
 
     `token_ids` and `depths` int64 [N] describe the nodes, and `scatter` int64 [N] is a node's slot among the slots of
     all `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. `child_predictor` and `child_token`
-    int64 [C] are an index into `predictors` and the token scored there. `tokens` int64 [M] are the positions, in the
-    caller's flat [T] arrays, of the scored tokens, and `token_child` int64 [M] is the child of each.
+    int64 [C] are an index into `predictors` and the token scored there. `tokens` int64 [M] are the positions
+    of the scored tokens in the caller's flat [T] arrays, and `token_child` int64 [M] is the child of each.
     """
 
     token_ids: Array
@@ -134,7 +134,7 @@ def _grow(tokens: Array, lengths: Array, max_nodes: int, hidden_size: int, *, sh
 
 
 def _cut_rows(common: Array, lengths: Array, max_nodes: int, hidden_size: int) -> Array:
-    """Return for each sorted sequence the number of leading tokens that it shares with its row, -1 where a row begins.
+    """Return the number of leading tokens that each sorted sequence shares with its row, or -1 where a row begins.
 
     A token in the linear layers costs about as much as 6 * hidden_size attention pairs (24 h^2 and 4 h multiply-adds
     per layer), which decides whether joining a row saves time.
@@ -236,7 +236,7 @@ def _micro_batch(forest: _Forest, rows: Array, targets: _Targets) -> MicroBatch:
 
 
 def _block_bounds(sizes: Array, is_chain: Array) -> list[tuple[int, int]]:
-    """Split rows, longest first, into blocks where the fill would fall below MIN_FILL."""
+    """Split rows, longest first, into blocks. A new block begins where the fill would fall below MIN_FILL."""
     bounds: list[tuple[int, int]] = []
     begin, used = 0, 0
     for index, size in enumerate(sizes.tolist()):

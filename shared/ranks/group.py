@@ -1,8 +1,8 @@
-"""A rank's side of its group: joining it, meeting the other ranks before every collective, noticing its end. Everything
-here belongs to the event loop.
+"""A rank's side of its group: it joins the group, meets the other ranks before every collective, and detects the end of
+the group. Everything here belongs to the event loop.
 
-Ranks talk through their mailboxes, with deadlines and names. Only the collectives themselves, which begin when all
-ranks have met, run in the process group.
+Ranks communicate through their mailboxes, with deadlines and names. Only the collectives themselves, which begin when
+all ranks have met, run in the process group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared.rpc.mailbox import DEFERRED, Call, Deferred
 T = TypeVar("T")
 
 JOIN_S = 600.0
-"""Maximum seconds for which a rank waits until all ranks have joined."""
+"""Maximum seconds that a rank waits for all ranks to join."""
 WATCH_S = 20.0
 PING_S = 2.0
 
@@ -37,7 +37,7 @@ class GroupEnded(RpcError):
 
 
 class CollectiveFailed(GroupEnded):
-    """A collective failed while all other ranks answer, so this rank may be the cause."""
+    """A collective failed although all other ranks answer, so this rank may be the cause."""
 
 
 @contextmanager
@@ -70,10 +70,10 @@ class Group:
         self._names = names
         self.generation = 0
         self.store = ""
-        """Address of the store of the process group (`shared.ranks.meeting`), empty for ranks of one host."""
+        """Address of the process group's store (`shared.ranks.meeting`). It is empty if all ranks are on one host."""
         self._client_of = client_of
         self.deadline_s = deadline_s
-        """Maximum seconds for which one rank waits for another."""
+        """Maximum seconds that one rank waits for another."""
         self._round = ""
         self._lives: dict[int, int] = {}
         self._rendezvous = Rendezvous(names, incarnation, deadline_s=deadline_s) if rank == 0 else None
@@ -112,7 +112,7 @@ class Group:
     # ---- every rank
 
     async def join(self, store: str = "") -> None:
-        """Wait until all ranks have joined. `store` is given by rank 0 if ranks of other hosts need it.
+        """Wait until all ranks have joined. Rank 0 passes `store` if ranks on other hosts need it.
 
         Raises DeadlineExceeded, and GroupEnded if rank 0's group is ending.
         """
@@ -220,8 +220,8 @@ class Group:
         return {rank: life for rank, life in zip(ranks, answers, strict=True) if life is not None}
 
     def end(self, cause: str) -> None:
-        """End the group because this rank cannot continue. Rank 0 tells the others; they notice the end of another rank
-        when its process restarts."""
+        """End the group because this rank cannot continue. Rank 0 tells the other ranks. The end of another rank is
+        detected when its process restarts."""
         if self._rendezvous is not None:
             self._rendezvous.end(cause)
 

@@ -1,7 +1,7 @@
 """The layout of the worker group: which ranks share samples, sequences and layers.
 
 Ranks are numbered with tp varying fastest, then cp, dp, and pp (megatron's order), so that the ranks that communicate
-most are neighbours. Driver and workers compute the layout from the same settings; it is not sent.
+most are neighbours. The driver and the workers compute the layout from the same settings; it is not sent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of a group of `world_size` ranks; `dp` is derived. Raises ValueError if they do not divide it."""
+    """Degrees of a group of ranks; `dp` is derived. Raises ValueError unless tp*pp*cp divides `world_size`."""
 
     world_size: int
     tp: int = 1
@@ -51,10 +51,10 @@ class Place:
 
     @property
     def counts(self) -> bool:
-        """Whether the log-probs of this rank count: first of tp, last stage of pp, any of cp. The others are copies."""
+        """Whether the log-probs of this rank count: it is the first tp rank of the last pp stage. Others are copies."""
         return self.tp_rank == 0 and self.pp_rank == self.layout.pp - 1
 
     @property
     def leads(self) -> bool:
-        """Whether this rank puts the shards that a forward pass makes on its data-parallel rank."""
+        """Whether this rank puts the shards from a forward pass of its data-parallel rank."""
         return self.counts and self.cp_rank == 0

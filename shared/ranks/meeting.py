@@ -1,8 +1,8 @@
-"""Where the ranks of a process group meet, and over which network interface they then talk.
+"""Determines where the ranks of a process group meet, and which network interface they then use.
 
 The ranks of one host meet at a file in its private folder and use the loopback interface. The ranks of several hosts
-meet at a port that rank 0 opens at the announced address of its host, and each uses the interface that has the
-announced address of its own. Neither torch's store nor gloo nor NCCL authenticates its peers (docs/security.md).
+meet at a port that rank 0 opens at the announced address of its host, and each rank uses the interface that has the
+announced address of its own host. Neither torch's store nor gloo nor NCCL authenticates its peers (docs/security.md).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Meeting:
-    """What one rank needs to open its process group."""
+    """The information that one rank needs to open its process group."""
 
     interface: str
-    """Network interface of the collectives."""
+    """Network interface that the collectives use."""
     file: Path | None = None
-    """Where the ranks of one host meet."""
+    """File at which the ranks of one host meet."""
     store: str = ""
-    """Where the ranks of several hosts meet, `HOST:PORT`."""
+    """Address `HOST:PORT` at which the ranks of several hosts meet."""
     listener: socket.socket | None = None
-    """Rank 0: the socket that listens at `store`."""
+    """On rank 0, the socket that listens at `store`."""
 
 
 async def join(group: Group, service: Service, hosts: Collection[str | None]) -> Meeting:
-    """Wait until all ranks have joined `group`, and return how they open their process group.
+    """Wait until all ranks have joined `group`, and return the information to open the process group.
 
-    `hosts` are those of the ranks. Raises DeadlineExceeded, GroupEnded, and RpcError(bad_request) if this process
+    `hosts` are the hosts of the ranks. Raises DeadlineExceeded, GroupEnded, and RpcError(bad_request) if this process
     answers no other host.
     """
     if len(set(hosts)) == 1:
@@ -57,7 +57,7 @@ async def join(group: Group, service: Service, hosts: Collection[str | None]) ->
 
 
 def opened(listen: str) -> Meeting:
-    """Open the port at which rank 0, which answers other hosts at `listen`, meets their ranks.
+    """Open the port at which rank 0 meets the ranks of other hosts, which it answers at `listen`.
 
     Raises RpcError(bad_request) as `announced_address` does.
     """
@@ -73,9 +73,9 @@ def announced_interface(listen: str) -> str:
 
 
 def reach_hosts_by_nccl(listen: str) -> None:
-    """Have NCCL in this process, which has not used it yet, use the interface on which it answers other hosts.
+    """Make NCCL use the interface on which this process answers other hosts. Call it before NCCL is first used.
 
-    Another interface that the environment names stays. Raises RpcError(bad_request) as `announced_address` does.
+    If the environment names another interface, it is kept. Raises RpcError(bad_request) as `announced_address` does.
     """
     if os.environ.get(NCCL_INTERFACE, LOOPBACK) == LOOPBACK:
         os.environ[NCCL_INTERFACE] = exactly(announced_interface(listen))

@@ -14,7 +14,7 @@ from shared.ranks.store import open_store
 
 
 def open_group(meeting: Meeting, place: Place, device: str, *, deadline_s: float) -> None:
-    """Join the group of all ranks, which meet at `meeting`. It blocks until all joined.
+    """Join the group of all ranks, which meet at `meeting`. This blocks until all have joined.
 
     A collective that takes longer than `deadline_s` raises RuntimeError.
     """
@@ -36,7 +36,7 @@ def own_device(kind: str, rank: int) -> str:
     """
     if kind != "cuda":
         return kind
-    # cuDNN's attention, which torch prefers on Hopper, builds a plan for every new shape, and each batch has new ones.
+    # cuDNN's attention, which torch prefers on Hopper, builds a plan for every new shape, and each batch has some.
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     # The launcher shows a rank one GPU; a rank started by hand may see all of them.
     index = rank % torch.cuda.device_count()

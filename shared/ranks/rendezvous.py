@@ -25,7 +25,7 @@ Answer = Callable[[Met | RpcError], None]
 class _Round:
     deadline: float
     waiting: dict[int, list[Answer]] = field(default_factory=dict)
-    """The answers that each rank waits for: a rank that withdraws still waits for its first one, too."""
+    """The answers that each rank waits for: a rank that withdraws still waits for its first answer, too."""
 
     def answer_all(self, outcome: Met | RpcError) -> None:
         for answers in self.waiting.values():
@@ -98,7 +98,7 @@ class Rendezvous:
 
     def _join(self, request: Meet, answer: Answer) -> None:
         if self._formed:
-            # It gets no answer: the client asks again until rank 0 is in its next life, too, which admits it.
+            # The rank gets no answer: its client asks again until rank 0 is in its next life, too, and admits it.
             self.end(f"{self._names[request.rank]} was restarted: the group is formed again")
             return
         self._parked[request.rank] = answer

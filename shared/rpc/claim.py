@@ -23,7 +23,7 @@ def socket_path(endpoint: str) -> Path | None:
 
 
 class Claim:
-    """The right to answer at one socket path. Children forked without exec share it until they end, too."""
+    """The right to answer at one socket path. Children forked without exec share it until they exit."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path

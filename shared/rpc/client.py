@@ -38,12 +38,12 @@ LOCAL_RECONNECT_MS = 100
 UNSENT_MESSAGES = 64
 """Maximum number of one-way messages that are kept until the peer connects."""
 STILL_REFUSED_S = 3.0
-"""Seconds after which a refused request that was not made again no longer counts as a wait."""
+"""Seconds after which a refused request that was not repeated no longer counts as a wait."""
 
 
 @dataclass(slots=True)
 class _Refusals:
-    """Requests of one kind that the peer refused for lack of room, since the last one that it answered otherwise."""
+    """Requests of one kind that the peer has refused for lack of room since it last answered one otherwise."""
 
     began: float
     last: float
@@ -81,7 +81,7 @@ class Client:
         self.peer = peer
         self.endpoint = ""
         self.on_silent: Callable[[], None] | None = None
-        """Callback for when the peer does not answer, which may have moved (see `connect`), or None."""
+        """Callback for when the peer does not answer, or None. The peer may have moved (see `connect`)."""
         self._keys = keys
         self._incarnation = incarnation
         self._loop = asyncio.get_running_loop()
@@ -214,7 +214,7 @@ class Client:
         self._pump.close()
 
     def _on_timer(self, request_id: int) -> None:
-        """Give up at the deadline. Before it, send the request again: the peer may have restarted."""
+        """Give up at the deadline. Before the deadline, send the request again: the peer may have restarted."""
         pending = self._pending.get(request_id)
         if pending is None or pending.future.done():
             return
@@ -233,12 +233,12 @@ class Client:
         pending.sent = self._pump.send(pending.frames)
 
     def _forget_what_was_sent(self) -> None:
-        """Have every unanswered request sent again as soon as there is a connection: the peer may have restarted."""
+        """Mark every unanswered request to be sent again once there is a connection: the peer may have restarted."""
         for pending in self._pending.values():
             pending.sent = False
 
     def _on_writable(self) -> None:
-        """Send at once what could not be sent while the peer was away."""
+        """Send the messages that could not be sent while the peer was away."""
         while self._unsent and self._pump.send(self._unsent[0]):
             self._unsent.popleft()
         for pending in list(self._pending.values()):

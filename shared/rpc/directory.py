@@ -1,6 +1,6 @@
 """Keeps clients connected to the current endpoints of their peers when a run spans several hosts.
 
-Look-ups never block a request: a client without a connection holds its requests until there is one or their deadline
+Look-ups never block a request: a client without a connection keeps its requests until it is connected or their deadline
 passes.
 """
 
@@ -19,7 +19,7 @@ RETRY_S = 0.5
 PAUSE_S = 1.0
 """Seconds between two look-ups of a connected peer that is silent: it may be busy, or it may have moved."""
 Find = Callable[[str, int], Awaitable[str]]
-"""Function from (service, instance) to its endpoint as seen from this host. It raises RpcError while it is unknown."""
+"""Function that returns the endpoint of (service, instance) as seen from this host, or raises RpcError if unknown."""
 
 
 class Directory:
@@ -31,7 +31,7 @@ class Directory:
         self._log = structlog.get_logger("directory")
 
     def follow(self, service: str, instance: int, client: Client) -> None:
-        """Connect `client` to that service as soon as its endpoint is known, and again whenever it moves."""
+        """Connect `client` to that service as soon as its endpoint is known, and again whenever the service moves."""
         key = (service, instance)
 
         def look() -> None:
@@ -43,7 +43,7 @@ class Directory:
         look()
 
     async def close(self) -> None:
-        """End all look-ups."""
+        """Cancel all look-ups."""
         for search in self._searches.values():
             search.cancel()
         await asyncio.gather(*self._searches.values(), return_exceptions=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from proto.messages import Error, ErrorCode
 
 AWAY = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY)
-"""Codes after which the same call may succeed: the peer restarts, cannot be reached at the moment, or has no room."""
+"""Codes after which the same call may succeed: the peer is restarting, unreachable at the moment, or has no room."""
 MAX_NAMES = 64
 """Maximum number of names in an error message. The text says how many more there are."""
 
 
 class RpcError(Exception):
-    """An `Error` that a peer answered, or that a handler answers. `code` is one of `proto.messages.ErrorCode`."""
+    """An `Error` with which a peer replied, or a handler replies. `code` is one of `proto.messages.ErrorCode`."""
 
     def __init__(self, code: str, message: str, *, retry_after_s: float = 0.0, names: list[str] | None = None) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
-"""The server side of the bus: one mailbox per process. Handlers must not block its thread, which always answers.
+"""The server side of the bus: one mailbox per process. Handlers must not block its thread, so that it always answers.
 
 It listens on ipc, where the private directory of the run decides who may connect, and on tcp for other hosts, where
-only peers with a key of the run are admitted. A peer that sends forbidden or unreadable messages is counted, and
-ignored for a while after too many of them.
+only peers with a key of the run are admitted. Forbidden and unreadable messages are counted. After too many of them,
+the peer is ignored for a while.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(slots=True)
 class Door:
-    """One socket of a mailbox. Answers leave through the socket on which the request arrived."""
+    """One socket of a mailbox. Answers are sent through the socket on which the request arrived."""
 
     number: int
     claim: Claim | None
@@ -200,7 +200,7 @@ class Mailbox:
         return endpoint
 
     def counts(self) -> dict[str, int]:
-        """Return the number of offences by peers and of messages lost because of them, since the start."""
+        """Return the counts of offences by peers, and of messages lost because of them, since the start."""
         offenders = self.offenders
         doors = [door.connections for door in self._doors if door.connections is not None]
         return {
@@ -362,7 +362,7 @@ class Mailbox:
         call.fail(RpcError(ErrorCode.INTERNAL, text[:1000]))
 
     def _is_known(self, key: Key, call: Call) -> bool:
-        """Return whether the key was used before: by the same request, whose retry is served, or by another one."""
+        """Return whether the key was used before. If so, serve a retry of the same request or refuse another one."""
         running = self._running.get(key)
         if running is not None:
             if running.request != call.request:

@@ -41,7 +41,7 @@ class Offenders:
         return len(self._records)
 
     def strikes(self, account: Account) -> int:
-        """Return the number of offences in the current window of this account."""
+        """Return the number of offences by this account in its current window."""
         record = self._records.get(account)
         return record.strikes if record is not None else 0
 
@@ -62,7 +62,7 @@ class Offenders:
         return True
 
     def unheard(self, account: Account, now: float) -> bool:
-        """Return whether to drop a message of this account undecoded, and count it if so."""
+        """Return whether to drop a message from this account undecoded, and count it if so."""
         if now >= self._held:
             return False
         record = self._records.get(account)

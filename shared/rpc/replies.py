@@ -1,4 +1,4 @@
-"""Keeps given answers for retries. An answer is never given to another role or for another request."""
+"""Keeps answers for retries. An answer is never given to another role or for another request."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Replies:
         return self._kept.get(key)
 
     def keep(self, key: Key, request: int, frames: list[Buffer], *, now: float, deadline: float) -> None:
-        """Keep an answer for as long as its caller may retry. The oldest ones are dropped when there are too many."""
+        """Keep an answer for as long as its caller may retry. The oldest answers are dropped if there are too many."""
         while self._ends and self._ends[0][0] <= now:
             self._forget(heapq.heappop(self._ends)[1])
         self._kept[key] = (request, frames)

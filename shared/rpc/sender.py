@@ -10,7 +10,7 @@ Account = tuple[int, Role, bytes]
 """Account to which offences and unread answers are charged: the door of the mailbox, the role, and an identity.
 
 The identity of a guest (observer, operator) is the address of its host, so all connections that one of these keys opens
-from there share one account. A service is identified by the routing id of its connection, because the services of a
+from that host share one account. A service is identified by the routing id of its connection, because the services of a
 host must not be silenced for the faults of one of them."""
 
 

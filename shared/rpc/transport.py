@@ -20,13 +20,13 @@ from proto.tensors import Buffer
 HIGH_WATER_MESSAGES = 4096
 LINGER_MS = 200
 BACKLOG = 1024
-"""Maximum number of connections that wait to be accepted. With libzmq's 100, a burst of new peers loses handshakes, and
-each lost one is retried by the kernel after one second or more."""
+"""Maximum number of connections that wait to be accepted. With libzmq's default of 100, a burst of new peers loses
+handshakes, and the kernel retries each of these only after one second or more."""
 DRAIN_MESSAGES = 256
 MAX_FRAMES = CONTROL.frames + 6
-"""Maximum number of frames of a message: the raw ones, and user, address, routing id, envelope, body and table."""
+"""Maximum number of frames of a message: the raw frames, and user, address, routing id, envelope, body and table."""
 MAX_BYTES = CONTROL.total_bytes + CONTROL.body_bytes
-"""Maximum bytes of a message that are received before its envelope is looked at."""
+"""Maximum bytes of a message that are received before its envelope is examined."""
 SKIP_FRAMES = 20_000
 """Number of frames of an overlong message that are discarded before other callbacks of the loop run."""
 CURVE_BYTES = 33
@@ -49,7 +49,7 @@ _POLLOUT = int(zmq.POLLOUT)
 
 
 def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """Return a socket with bounded queues, frame size and linger, whose heartbeats detect a dead TCP peer in 6 s."""
+    """Return a socket with bounded queues, frame size and linger. Its heartbeats detect a dead TCP peer in 6 s."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -70,7 +70,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
 
 
 class MessagePump(Protocol):
-    """Moves messages between one socket and an event loop: `Pump` for libzmq, another one in a simulated network."""
+    """Moves messages between one socket and an event loop: `Pump` for libzmq, another class in a simulated network."""
 
     def send(self, frames: Sequence[Buffer | zmq.Frame]) -> bool: ...
 
@@ -82,7 +82,7 @@ class MessagePump(Protocol):
 
 
 class SelfPumped(Protocol):
-    """A socket that does not belong to libzmq and has a pump of its own, with the arguments of `Pump`."""
+    """A socket that does not belong to libzmq and has its own pump, with the arguments of `Pump`."""
 
     def pump(
         self,
@@ -101,7 +101,7 @@ def open_pump(
     on_lost: Callable[[], None] | None = None,
     on_source: Callable[[int], None] | None = None,
 ) -> MessagePump:
-    """Return the pump of `socket`. The other arguments are those of `Pump`; only libzmq knows sources and losses."""
+    """Return the pump of `socket`. The other arguments are those of `Pump`; `on_lost` and `on_source` need libzmq."""
     if isinstance(socket, zmq.Socket):
         return Pump(socket, on_message, on_drained, on_writable, on_lost=on_lost, on_source=on_source)
     return socket.pump(on_message, on_drained, on_writable)
@@ -122,8 +122,8 @@ class Pump:
     ) -> None:
         """`on_message` is called with the frames of each message, `on_drained` after each burst (group commit).
 
-        `on_lost` is called when no message is accepted any longer: the connection of a socket with one peer is lost.
-        `on_writable` is called when messages are accepted again, after that or after a refused send. A message that
+        `on_lost` is called when messages are no longer accepted: a socket with one peer has lost its connection.
+        `on_writable` is called when messages are accepted again after such a loss or a refused send. A message that
         exceeds the limits is cut after the first frame over the limit, so the frames do not match what its envelope
         announces. `on_source` is called with the descriptor through which each message arrived; in that case the
         authenticated name of the sender (ZAP User-Id, empty if there is none) and the address of its host are passed to
@@ -140,7 +140,7 @@ class Pump:
         """Whether the rest of an overlong message is being discarded."""
         self._refused = False
         self._lost = False
-        """Whether the socket accepted no message when it was last looked at."""
+        """Whether the socket accepted no messages at the last check."""
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._drain_scheduled = False
@@ -171,7 +171,7 @@ class Pump:
         return True
 
     def send_tracked(self, frames: Sequence[Buffer]) -> zmq.MessageTracker | None:
-        """Send as `send` does. The returned tracker is done when libzmq has released the whole message; None: lost."""
+        """Send as `send` does. Return a tracker, done when libzmq has released the whole message, or None if lost."""
         # libzmq does not copy a tracked frame, so it must be immutable: bytes.
         last = zmq.Frame(bytes(frames[-1]), track=True, copy=False)
         return last.tracker if self.send([*frames[:-1], last]) else None
@@ -264,7 +264,7 @@ class Pump:
         return frames
 
     def _skip(self) -> bool:
-        """Discard more of an overlong message. Return True if its last frame has been discarded."""
+        """Discard the next frames of an overlong message. Return True if its last frame has been discarded."""
         for _ in range(SKIP_FRAMES):
             if not _get(self._socket, _RCVMORE):
                 self._skipping = False
@@ -279,7 +279,7 @@ class Pump:
 
 
 def _property(frame: zmq.Frame, name: str) -> bytes:
-    """Return a property of the connection through which a frame arrived, empty if it is not known."""
+    """Return a property of the connection through which a frame arrived, or empty bytes if it is unknown."""
     try:
         return str(frame.get(name)).encode()
     except zmq.ZMQError:

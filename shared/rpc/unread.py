@@ -1,7 +1,7 @@
 """Bounds the bytes of answers that wait for peers on other hosts to read them.
 
-libzmq bounds its queues in messages only, and an answer may have 8 MiB. A message counts until libzmq has released its
-last frame; bytes that the kernel has taken do not count.
+libzmq bounds only the number of messages in its queues, and an answer may have 8 MiB. A message counts until libzmq has
+released its last frame; bytes that the kernel has taken do not count.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ GUEST_BYTES = 16 << 20
 GUESTS_BYTES = 64 << 20
 """Maximum bytes that all observers and operators together may leave unread.
 
-The bytes of a connection, of its account and of all guests, added up, stay within this bound with the next answer as
-well. An account thus gets about half of what the others leave, however many connections it opens, and a new guest finds
-room."""
+The sum of the bytes of a connection, of its account and of all guests, including the next answer, stays within this
+bound. An account thus gets about half of the room that the others leave, however many connections it opens, and there
+is room for a new guest."""
 SMALL_BYTES = 16 << 10
-"""Answers to services up to this size are not counted, because counting one costs 45 microseconds. The bound in
-messages covers them."""
+"""Answers to services up to this size are not counted, because counting one costs 45 microseconds. The bound on
+the number of messages covers them."""
 MESSAGE_BYTES = 512
 """Bytes that a message takes in addition to its frames."""
 

@@ -1,4 +1,4 @@
-"""The choice of the tasks whose samples are recorded. Every process computes it alone, so nothing is negotiated."""
+"""Chooses the tasks whose samples are recorded. Every process computes the choice on its own, without negotiation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Chooses all tasks of evaluations, and of the training tasks a share that depends only on the task id.
+    """Chooses all evaluation tasks, and a share of the training tasks that depends only on the task id.
 
     A step thus has about `per_step` chosen tasks of `tasks_per_step`.
     """
@@ -32,7 +32,7 @@ class Choice(msgspec.Struct, frozen=True):
         return cls(samples.every, samples.per_step, topology.algorithm.tasks_per_step)
 
     def takes(self, task_id: str) -> bool:
-        """Return whether the samples of a task can be recorded, so that its rollout puts their text."""
+        """Return whether the samples of a task can be recorded. If so, its rollout puts their text."""
         if not task_id.startswith(f"{TRAIN}/"):
             return True
         return xxhash.xxh3_64_intdigest(task_id.encode()) % self.tasks_per_step < self.per_step

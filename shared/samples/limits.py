@@ -1,12 +1,12 @@
-"""Limits of the text that a rollout puts for the recorder."""
+"""Limits on the text that a rollout puts for the recorder."""
 
 from __future__ import annotations
 
 TOKEN_BYTES = 16
 SAMPLE_BYTES = 1024
-"""Room is reserved for `TOKEN_BYTES` for each token and `SAMPLE_BYTES` for each sample of a recorded task."""
+"""A recorded task has room for `TOKEN_BYTES` bytes per token and `SAMPLE_BYTES` bytes per sample."""
 
 
 def text_limit_bytes(tokens: int, samples: int) -> int:
-    """Return the maximum bytes of the shard of a task with so many tokens, prompts included."""
+    """Return the maximum bytes of the shard of a task with this number of tokens, including prompts, and samples."""
     return TOKEN_BYTES * tokens + SAMPLE_BYTES * samples

@@ -1,4 +1,4 @@
-"""Text of samples for people, and harmless for a terminal: a model may write anything."""
+"""Makes sample text readable for people and harmless for a terminal, because a model may write anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ surrogates, private characters, and separators that break lines."""
 def plain(text: str) -> str:
     """Return the text with every control and invisible character written as its escape, such as `\\x1b` and `\\u202e`.
 
-    Newlines and tabs stay.
+    Newlines and tabs are kept.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -23,14 +23,14 @@ def plain(text: str) -> str:
 
 
 def conversation(prompt: str | list[dict[str, Any]]) -> str:
-    """Return a raw prompt, or the messages of a conversation one after the other, each behind its role."""
+    """Return a raw prompt, or the messages of a conversation one after the other, each after its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{each.get('role', '')}: {each.get('content', '')}" for each in prompt)
 
 
 def shortened(text: str, most: int = SHOWN_CHARACTERS) -> str:
-    """Return the beginning of a text, and how much of it is left out."""
+    """Return a text, or its beginning followed by the number of characters left out."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters)"
 
 

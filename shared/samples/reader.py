@@ -23,7 +23,7 @@ def splits(run: Path) -> list[str]:
 
 
 def steps(run: Path, split: str = TRAIN) -> list[int]:
-    """Return the steps, or of an evaluation the policy versions, that have samples, ascending."""
+    """Return the steps that have samples, ascending. For an evaluation, return the policy versions instead."""
     if not _is_split(split):
         return []
     paths = (run / FOLDER / split).glob(f"*{SUFFIX}")
@@ -33,10 +33,10 @@ def steps(run: Path, split: str = TRAIN) -> list[int]:
 def read(
     run: Path, *, step: int | None = None, task: str | None = None, split: str = TRAIN, limit: int | None = None
 ) -> list[Record]:
-    """Return the records of a split, of one step or of all, of one task or of all.
+    """Return the records of a split, for one step or all steps, and for one task or all tasks.
 
-    They are in the order of the steps, and within a step as they were written. With `limit`, those of the newest steps
-    are returned, at most `limit` of them.
+    They are in step order, and within a step in the order in which they were written. With `limit`, at most `limit`
+    records are returned, from the newest steps.
     """
     chosen = steps(run, split) if step is None or not _is_split(split) else [step]
     found: list[list[Record]] = []
@@ -51,7 +51,7 @@ def read(
 
 
 def _is_split(split: str) -> bool:
-    """Return whether a name, which may come from a stranger, is that of a split and leads nowhere else."""
+    """Return whether `split`, which may come from a stranger, is the name of a split and leads to no other folder."""
     name = split.removeprefix(EVAL_PREFIX)
     return split == TRAIN or (name != split and "/" not in name and name not in ("", ".", ".."))
 

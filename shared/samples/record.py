@@ -2,7 +2,7 @@
 
     samples/train/<step>.jsonl                              samples of a training step
     samples/eval/<set>/<version>.jsonl                      samples of an evaluation of a policy version
-    samples/discarded/<lineage>/<split>/<number>.jsonl      samples of steps that a return to an earlier step took back
+    samples/discarded/<lineage>/<split>/<number>.jsonl      samples of steps undone by a return to an earlier step
 
 Each line is a JSON object with the fields of `Record`. Only the service `recorder` writes these files.
 """
@@ -23,7 +23,7 @@ SUFFIX = ".jsonl"
 
 
 class SampleState(StrEnum):
-    """The end of a sample's task."""
+    """The outcome of a sample's task."""
 
     TRAINED = "trained"
     FILTERED = "filtered"  # its group had equal rewards (`algorithm.filter`)
@@ -32,7 +32,7 @@ class SampleState(StrEnum):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One sample. The lists of tokens have equal lengths, and lack what comes before a sequence's first sampled token.
+    """One sample. The token lists have equal lengths, and omit the tokens before a sequence's first sampled token.
 
     A task that ended without samples has one record, with `sample` -1 and without tokens.
     """
@@ -42,11 +42,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 1  # number of records of the task
     split: str = TRAIN  # "train", or "eval/<set>"
     step: int | None = None
-    """The step that trained it. If it was filtered or dropped: the step that was formed next. If it was scored: the
-    policy version."""
+    """The step that trained the sample. For a filtered or dropped sample, the step that was formed next. For a scored
+    sample, the policy version."""
     lineage: int = 0  # lineage of the weights that the step belongs to
     state: SampleState = SampleState.TRAINED
-    reason: str = ""  # why it was filtered or dropped
+    reason: str = ""  # the reason why it was filtered or dropped
     prompt: str | list[dict[str, Any]] = ""  # raw text or messages, as in the row
     completion: str = ""  # the text that reward functions received
     messages: list[dict[str, Any]] = []  # of a workflow: the whole conversation, prompt included
@@ -72,7 +72,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def group_scores(record: Record) -> dict[str, float]:
-    """Return the mean and the highest reward of the sample's group by name: of an evaluation, its avg@k and pass@k."""
+    """Return the mean and the highest reward of the sample's group by name; for an evaluation, avg@k and pass@k."""
     if record.group_mean is None or record.group_best is None or record.samples < 2:
         return {}
     if record.split == TRAIN:

@@ -1,4 +1,4 @@
-"""The shard that carries what people read of a task's samples from its rollout to the recorder: msgpack as uint8."""
+"""The shard that carries the readable text of a task's samples from rollout to recorder: msgpack as uint8."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SampleText(msgspec.Struct, array_like=True):
     tool_calls: int = 0
     messages: list[dict[str, Any]] = []
     pieces: list[str] = []
-    """The text of each token from the first sampled one of each sequence on. Empty if it was left out."""
+    """The text of each token, starting with the first sampled token of each sequence. Empty if it was left out."""
 
 
 class TaskText(msgspec.Struct, array_like=True):
@@ -33,7 +33,7 @@ class TaskText(msgspec.Struct, array_like=True):
     samples: list[SampleText]
     answer: Any = None
     cut: int = 0
-    """Number of characters left out so that the shard keeps its limit."""
+    """Number of characters left out to keep the shard within its limit."""
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=repr)
@@ -41,7 +41,7 @@ _decode = msgspec.msgpack.Decoder(TaskText).decode
 
 
 def pack(text: TaskText, tokens: int) -> Array:
-    """Return the shard, uint8 [N]. What exceeds its limit is left out: first pieces, then messages, then text."""
+    """Return the shard, uint8 [N]. If it exceeds its limit, leave out pieces first, then messages, then text."""
     limit = text_limit_bytes(tokens, len(text.samples))
     packed = _encode(text)
     for shorten in (_drop_pieces, _drop_messages):
@@ -60,7 +60,7 @@ def unpack(shard: Array) -> TaskText:
 
 
 def _encode(text: TaskText) -> bytes:
-    """Return the text as msgpack. Values of a row that msgpack does not have become text."""
+    """Return the text as msgpack. Row values that msgpack cannot represent become text."""
     try:
         return _encoder.encode(text)
     except (UnicodeEncodeError, OverflowError):
@@ -99,7 +99,7 @@ def _drop_messages(text: TaskText) -> None:
 
 
 def _cut_text(text: TaskText, limit: int) -> None:
-    """Give every text an equal share of the limit. A character takes at most four bytes."""
+    """Cut every text to an equal share of the limit. A character takes at most four bytes."""
     share = limit // (8 * (len(text.samples) + 2))
 
     def short(value: str) -> str:

@@ -1,4 +1,4 @@
-"""Access files: one file that gives another machine access to a run in one role, with its keys and endpoints.
+"""Access files. Such a file gives another machine access to a run in one role, with its keys and endpoints.
 
 The file holds no secret of another role. Possession of the file grants the role, so it is written with mode 0600, and a
 file that others can read is refused.
@@ -18,7 +18,7 @@ from shared.security.roles import Role
 
 FILE_LIMIT_BYTES = 1 << 20
 ANNOUNCED = ("scheduler", "supervisor", "monitor")
-"""The services with ports that are known before the run starts. The scheduler knows the endpoints of all others."""
+"""The services whose ports are known before the run starts. The scheduler knows the endpoints of all others."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ def write(path: Path, access: Access) -> None:
 
 
 def read(path: Path) -> Access:
-    """Return what `write` wrote. Raises RpcError(bad_request) if it is missing, readable by others, or damaged."""
+    """Return the content of an access file. Raises RpcError(bad_request) if it is missing, not private or damaged."""
     return _access(path, keys.read_private(path, _File, FILE_LIMIT_BYTES))
 
 
 def encode(access: Access) -> bytes:
-    """Return `access` as one line of JSON, which holds secrets: it goes through private pipes only."""
+    """Return `access` as one line of JSON. It holds secrets, so send it only through private pipes."""
     return msgspec.json.encode(_content(access)) + b"\n"
 
 
 def decode(data: bytes) -> Access:
-    """Return what `encode` encoded. Raises RpcError(bad_request) if it is damaged."""
+    """Return the access that `encode` encoded. Raises RpcError(bad_request) if `data` is damaged."""
     where = Path("(standard input)")
     try:
         return _access(where, msgspec.json.decode(data, type=_File))

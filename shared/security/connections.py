@@ -1,8 +1,8 @@
 """Watches the TCP connections of one listening socket and closes those that send endless messages.
 
 libzmq delivers a message when its last frame has arrived, and bounds neither the number of frames nor their sum: a peer
-that never sends the last one would fill the memory unseen. The kernel's count of received bytes is therefore compared
-with the messages that were delivered. Descriptors of libzmq are duplicated while they are valid, never used directly.
+that never sends the last frame could fill the memory unseen. The kernel's count of received bytes is therefore compared
+with the messages that were delivered. libzmq's descriptors are duplicated while they are valid, never used directly.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MOST_CONNECTIONS = 1024
 """Maximum number of connections on one endpoint. Further ones are closed at once."""
 DESCRIPTOR_SHARE = 8
 """Divisor of the descriptor limit that gives the maximum number of connections of an endpoint. Each connection has two
-descriptors, libzmq's and a duplicate, a process has up to two endpoints, and connections that have not been examined
-yet have descriptors as well."""
+descriptors, libzmq's and a duplicate. A process has up to two endpoints. Connections that have not been examined yet
+have descriptors, too."""
 UNSEEN_BYTES = 64 << 20
-"""Bytes without one whole message after which a connection is closed."""
+"""Bytes received without a whole message after which a connection is closed."""
 IDLE_BYTES_PER_S = 1024.0
 """Bytes per second allowed for the heartbeats of an idle connection."""
 LOOK_S = 0.1
@@ -50,7 +50,7 @@ class _TcpConnection:
 
 
 class Connections:
-    """The connections of one socket. It is made before the bind, and belongs to the event loop on which it was made."""
+    """The connections of one socket. Make it before the bind. It belongs to the event loop on which it was made."""
 
     def __init__(self, socket: zmq.Socket[bytes], name: str) -> None:
         self.ended = 0
@@ -109,7 +109,7 @@ class Connections:
         except OSError as error:
             if error.errno == errno.EMFILE:
                 self._end_unwatched(descriptor)
-            return  # any other error means that it is gone
+            return  # any other error means that the connection is gone
         if not _is_tcp(handle):
             handle.close()
             return
@@ -118,7 +118,7 @@ class Connections:
             self._end(handle, f"{self._most} connections are open")
 
     def _end_unwatched(self, descriptor: int) -> None:
-        """Close a connection for which no descriptor is left, using the spare one."""
+        """Close a connection for which no descriptor is left, using the spare descriptor."""
         self._use_spare()
         try:
             with _duplicate(descriptor) as handle:
@@ -165,12 +165,12 @@ class Connections:
 
 
 def most_connections(descriptors: int) -> int:
-    """Return the maximum number of connections of one endpoint under that limit on open descriptors."""
+    """Return the maximum number of connections of one endpoint if the limit on open descriptors is `descriptors`."""
     return min(MOST_CONNECTIONS, descriptors // DESCRIPTOR_SHARE)
 
 
 def _duplicate(descriptor: int) -> sockets.socket:
-    """Return a duplicate. Raises OSError if it is not a socket or no descriptor is left."""
+    """Return a duplicate of `descriptor`. Raises OSError if it is not a socket or no descriptor is left."""
     copy = os.dup(descriptor)
     try:
         return sockets.socket(fileno=copy)

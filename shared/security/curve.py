@@ -22,7 +22,7 @@ def is_tcp(endpoint: str) -> bool:
 
 
 def check_listen(endpoint: str) -> None:
-    """Raise RpcError(bad_request) unless `endpoint` is `tcp://ADDRESS:PORT` with an address others can connect to."""
+    """Raise RpcError(bad_request) unless `endpoint` is `tcp://ADDRESS:PORT` with an address that others can reach."""
     address, _, port = endpoint.removeprefix(TCP).rpartition(":")
     if not is_tcp(endpoint) or not port.isdigit() or int(port) > MAX_PORT or address in _EVERYWHERE:
         raise RpcError(
@@ -42,7 +42,7 @@ def lock(socket: zmq.Socket[bytes], keys: Keyring, admits: Role) -> None:
 
 
 def unlock(socket: zmq.Socket[bytes], keys: Keyring) -> None:
-    """Use CURVE for the next connect, and accept only the holder of the secret key of the run's services as server."""
+    """Use CURVE for the next connect, and accept only a server that has the secret key of the run's services."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

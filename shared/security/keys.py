@@ -66,9 +66,10 @@ def key_file(folder: Path, role: Role) -> Path:
 
 
 def create(folder: Path) -> None:
-    """Make a pair for each role in `folder`, unless they exist. Raises RpcError when some of them are missing.
+    """Make a key pair for each role in `folder`, unless they exist.
 
-    The list of public keys is written last: if it exists, all pairs do.
+    The list of public keys is written last: if it exists, all pairs should. Raises RpcError if it exists but a pair is
+    missing.
     """
     if (folder / PUBLIC_FILE).exists():
         for role in Role:
@@ -97,7 +98,7 @@ def load(folder: Path, role: Role) -> Keyring:
 
 
 def keyring(where: Path, role: Role, public: str, secret: str, known: Mapping[Role, str]) -> Keyring:
-    """Return the keys that were read at `where`. Raises RpcError(bad_request) when they are not valid."""
+    """Return the keys that were read from `where`. Raises RpcError(bad_request) when they are not valid."""
     for key in (secret, *known.values()):
         if not _is_key(key):
             raise damaged(where, f"a key is not {KEY_CHARACTERS} characters of Z85")
@@ -118,7 +119,7 @@ def save(folder: Path, ring: Keyring) -> None:
 
 
 def write_private(path: Path, content: msgspec.Struct) -> None:
-    """Write JSON to a file of mode 0600, atomically. Raises OSError."""
+    """Atomically write JSON to a file with mode 0600. Raises OSError."""
     scratch = path.with_name(f"{path.name}.tmp")
     scratch.unlink(missing_ok=True)
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -130,7 +131,7 @@ def write_private(path: Path, content: msgspec.Struct) -> None:
 
 
 def read_private(path: Path, kind: type[T], limit_bytes: int = _FILE_LIMIT_BYTES) -> T:
-    """Return what `write_private` wrote. Raises RpcError(bad_request): missing, readable by others, or damaged."""
+    """Return the content of a private file. Raises RpcError(bad_request) if it is missing, not private or damaged."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         with open(descriptor, "rb") as stream:
@@ -159,5 +160,5 @@ def _is_key(key: str) -> bool:
 
 
 def damaged(path: Path, what: str) -> RpcError:
-    """Return the refusal of a file with keys. `what` must not contain a secret."""
+    """Return the error for an unusable key file. `what` must not contain a secret."""
     return RpcError(ErrorCode.BAD_REQUEST, f"keys {path}: {what}; copy or export it again (ctl export-access)")

@@ -26,7 +26,7 @@ from proto.registry import Message
 
 
 class Role(enum.IntEnum):
-    """Roles in ascending order of rights. Each may do everything that the previous ones may."""
+    """Roles in ascending order of rights. Each role may do everything that the previous roles may."""
 
     OBSERVER = 1
     """A role that may read the stream, the snapshot and the history of the monitor, and nothing else."""

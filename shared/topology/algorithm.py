@@ -152,7 +152,7 @@ class Algorithm(Section):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps per training step."""
+        """Number of optimizer steps per training step."""
         return self.num_iterations * -(-self.tasks_per_step // self.mini_batch_tasks)
 
     @property

@@ -1,6 +1,6 @@
-"""Finds options of the section `algorithm` that contradict one another or could have no effect.
+"""Finds options of the section `algorithm` that contradict one another or would have no effect.
 
-An option that silently does nothing is worse than an error, because its author believes that it works.
+An option that silently does nothing is worse than an error, because the user believes that it works.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RATIO_IS_ONE = (
 
 
 def check(topology: Topology) -> Found:
-    """Yield every option of `algorithm` that is out of range or without effect, given the other options."""
+    """Yield every option of `algorithm` that is out of range or has no effect, given the other options."""
     yield from _rewards(topology)
     yield from _clip(topology)
     yield from _loss_options(topology)

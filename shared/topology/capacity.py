@@ -1,7 +1,7 @@
-"""Computes how many bytes a topology needs in the batch-store in the worst case. It looks at no running store.
+"""Computes how many bytes a topology needs in the batch-store in the worst case. It inspects no running store.
 
 The check at start, the reservation at admission and the error message all use this arithmetic. `stop_limit_s` limits
-the time in which a stopping run saves its state, for launcher, guard and services.
+the time in which a stopping run saves its state, for the launcher, the guard and the services.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _PROX_TOKEN_BYTES = {"prox_logprobs": _PROX}
 # A ragged shard consists of values and lengths. A length is an int64 for each sample and key.
 _LENGTH_BYTES = 8
 # Maximum overhead of the store: a put's last page and header, a task's row of the table, a shard's row and alignment.
-# Every task may come in separate puts, one for each stage.
+# Each task may be put in several parts, one for each stage.
 _PUT_BYTES = 4096 + 64
 _NAME_BYTES = 64
 _SHARD_BYTES = 32 + 8 + 63 + _NAME_BYTES
 # `lengths` and `sample_index` are shards too. Their contents are counted in _LENGTH_BYTES.
 _RAGGED_KEYS = 2
-# Number of versions that no counted lease names, such as the version of an unfinished evaluation or one of the lineage
-# before a reload.
+# Number of versions that no counted lease names, such as the version of an unfinished evaluation or a version of the
+# lineage before a reload.
 _SPARE_VERSIONS = 1
 # In deterministic mode, besides `staleness` versions: the version being written, one more with which a step may be
 # sampled, and one that a reloaded trainer publishes again.
@@ -80,7 +80,7 @@ def overhead_bytes(topology: Topology) -> int:
 
 
 def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
-    """Return the extra bytes of a replayed step: its proximal log-probs again, until the first copy is collected."""
+    """Return the extra bytes of a replayed step: a second copy of proximal log-probs, until the first is collected."""
     if not topology.needs_proximal:
         return 0
     data = topology.algorithm.group_size * (_max_sample_tokens(topology, max_prompt_tokens) * _PROX + _LENGTH_BYTES)
@@ -88,11 +88,11 @@ def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
 
 
 def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
-    """Return the bytes that recording samples takes in addition: what it puts, and what it keeps from collection.
+    """Return the extra bytes for recording samples: data put for the recorder, and data kept from collection for it.
 
-    Rollouts put the text of chosen tasks, and the trainer their advantages and log-probs. Each training task is chosen
-    with the same probability, so the number of chosen ones is taken as its mean and six standard deviations. Ended
-    tasks wait for the recorder, at most `hold_tasks` of maximum size.
+    Rollouts put the text of chosen tasks, and the trainer puts their advantages and log-probs. Each training task is
+    chosen with the same probability, so the number of chosen tasks is taken as its mean plus six standard deviations.
+    Ended tasks wait for the recorder, at most `hold_tasks` of maximum size.
     """
     samples = topology.services.monitor.samples
     if samples is None:
@@ -107,12 +107,12 @@ def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
 
 
 def hold_tasks(topology: Topology) -> int:
-    """Return how many ended tasks of maximum size may wait for the recorder: one lease block of each engine."""
+    """Return the number of ended tasks of maximum size that may wait for the recorder: one lease block per engine."""
     return topology.services.rollout.instances * topology.services.rollout.block_tasks
 
 
 def unleased_token_bytes(topology: Topology) -> int:
-    """Return the bytes of a token that the trainer puts itself, outside the leased stages."""
+    """Return the bytes per token that the trainer puts itself, outside the leased stages."""
     return _PROX if topology.needs_proximal else 0
 
 
@@ -120,8 +120,8 @@ def held_tasks(topology: Topology) -> int:
     """Return the maximum number of tasks whose shards are in the store at once, however the run proceeds.
 
     These are the live tasks (admission); the tasks of the step trained last, until its checkpoint is saved (a store
-    that is nearly full orders one per step); and one lease block per engine, of evaluations and of attempts about to
-    be cleared.
+    that is nearly full orders a checkpoint per step); and one lease block per engine, for evaluations and for attempts
+    about to be cleared.
     """
     steps = topology.staleness + 1 + (topology.gc.after == "checkpoint")
     rollout = topology.services.rollout
@@ -133,7 +133,7 @@ def live_versions(staleness: int) -> int:
 
     A lease of step s names version s - 1 - staleness or a later one, and while it lives the run does not get past step
     s - 1 (with consume completion it does, but then the scheduler frees the version). Thus all of them are within
-    `staleness` of the version being written, and the newest version comes in addition.
+    `staleness` of the version being written, and the newest version is counted in addition.
     """
     return max(staleness, 1) + 1
 
@@ -156,8 +156,8 @@ def weight_versions(topology: Topology) -> int:
 
 
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:
-    """Return the bytes each batch-store must be able to hold, so that the run never waits for room that cannot come:
-    all tasks may be leased to the services of one host, which put into its store.
+    """Return the bytes that each batch-store must be able to hold, so that the run never waits for room that cannot
+    become free: all tasks may be leased to the services of one host, which put into its store.
 
     The sum is `held_tasks` times `task_bytes`, `weight_versions` times `weight_bytes`, `replay_bytes` and
     `record_bytes`. Further trained tasks that wait for a checkpoint are not counted, because lack of room orders an
@@ -185,9 +185,9 @@ def weight_bytes(model: str, dtype: str) -> int:
 
 
 def _checkpoint_bytes(topology: Topology) -> int:
-    """Estimate the bytes of one checkpoint: float32 weights, optimizer moments, in deterministic mode earlier versions.
+    """Estimate the bytes of one checkpoint: float32 weights, optimizer moments and, if deterministic, earlier versions.
 
-    Returns 0 if the model cannot be measured, which the check of the topology reports.
+    Returns 0 if the model cannot be measured, which the topology check reports.
     """
     try:
         weights = weight_bytes(topology.policy.model, "float32")
@@ -200,7 +200,7 @@ def _checkpoint_bytes(topology: Topology) -> int:
 def snapshot_bytes(topology: Topology) -> int:
     """Return the maximum bytes of the snapshots that all trainer ranks keep in shared memory, two for each rank.
 
-    Returns 0 if there are none, or if the model cannot be measured, which the check of the topology reports.
+    Returns 0 if there are none, or if the model cannot be measured, which the topology check reports.
     """
     if topology.checkpoint.memory_every is None:
         return 0
@@ -223,5 +223,5 @@ def snapshot_bytes(topology: Topology) -> int:
 
 
 def stop_limit_s(topology: Topology) -> float:
-    """Return the seconds after which a trainer that is told to stop ends without a checkpoint."""
+    """Return the time in seconds after which a trainer that is told to stop exits without a checkpoint."""
     return _STEP_S + _checkpoint_bytes(topology) / _SAVED_BYTES_PER_S

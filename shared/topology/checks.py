@@ -1,7 +1,7 @@
 """Finds the faults of a well-formed topology: contradicting keys, missing files, and limits too small for the run.
 
-It changes no topology and looks at nothing that runs (ports, folders in use). A check yields `(path, message)`. The
-message gives the value, the limit and the remedy.
+It neither changes the topology nor inspects anything that runs (ports, folders in use). A check yields
+`(path, message)`. The message gives the value, the limit and the remedy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.topology.schema import Topology
 from shared.topology.services import DEVICE_SERVICE
 
 MOST_SAMPLES = MAX_INLINE_BYTES // 4
-"""Maximum number of samples of a step: a column of their scalars, of four bytes each, is one array of a message."""
+"""Maximum number of samples in a step: each of their scalars, with four bytes per sample, is one array in a message."""
 
 
 def check(topology: Topology) -> Found:
@@ -140,14 +140,17 @@ def _evaluation(topology: Topology) -> Found:
 
 
 def _evaluated_metrics(topology: Topology) -> list[str]:
-    """Return the metrics of the evaluation sets of which a higher value is better."""
+    """Return the names of the evaluation metrics for which a higher value is better."""
     names = [f"eval/{name}/accuracy" for name in topology.data.eval]
     several = [(name, each.samples) for name, each in topology.data.eval.items() if each.samples > 1]
     return names + [f"eval/{name}/{kind}@{samples}" for name, samples in several for kind in ("avg", "pass")]
 
 
 def _lengths(topology: Topology) -> Found:
-    """Check that the longest sample (completion, without max_prompt_tokens) fits the positions and a micro-batch."""
+    """Check that the longest sample fits the model's positions and a micro-batch.
+
+    Without max_prompt_tokens, only its completion counts.
+    """
     prompt, new = topology.data.train.max_prompt_tokens or 0, topology.sampling.max_new_tokens
     said = f"{prompt} prompt tokens (data.train.max_prompt_tokens) and {new} new" if prompt else f"{new} new tokens"
     positions = read_config(topology.policy.model).get("max_position_embeddings")
@@ -220,7 +223,7 @@ def _placement(topology: Topology) -> Found:
 
 
 def _gpus_needed(topology: Topology) -> Counter[str | None]:
-    """Return the GPUs that the services on each host use. Colocated services use the same ones."""
+    """Return the number of GPUs that the services on each host use. Colocated services share them."""
     separate: Counter[str | None] = Counter()
     together: Counter[str | None] = Counter()
     for key, service in topology.services.placed.items():
@@ -252,7 +255,7 @@ def _partial(topology: Topology) -> Found:
 
 
 def _transport(topology: Topology) -> Found:
-    """Check the doors for other hosts. With Ray, the launcher fills in the address of its node."""
+    """Check the endpoints for other hosts. With Ray, the launcher fills in the address of its node."""
     transport = topology.transport
     if topology.policy.distribute and not topology.placement.hosts:
         yield ("policy", "distribute"), "true has no effect without other hosts (placement.hosts); leave it out"

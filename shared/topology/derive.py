@@ -1,4 +1,4 @@
-"""Fills in defaults that follow from other keys, before validation. Values that were written are not replaced.
+"""Fills in defaults that follow from other keys, before validation. Values in the document are not replaced.
 
 It works on the raw document. Each rule is skipped if a value that it needs is missing or of the wrong kind, which
 validation reports.
@@ -82,7 +82,7 @@ def _takes_turns(data: dict[str, Any]) -> bool:
 
 
 def lease_block(tasks_per_step: int, group_size: int, instances: int, samples: int = _LEASE_SAMPLES) -> int:
-    """Return the tasks of a lease: the largest divisor of a step that feeds every engine within `samples` samples.
+    """Return the task count of a lease: the largest divisor of a step that feeds all engines within `samples` samples.
 
     It is a divisor because a lease that spans two steps would have two oldest versions to sample with.
     """

@@ -1,6 +1,6 @@
-"""The files that hosts take from home (`policy.distribute`): the folder of the model and the files of the data.
+"""The files that other hosts fetch from home (`policy.distribute`): the model folder and the data files.
 
-Both ends work on the resolved topology as plain data, because the files do not exist yet where they are taken to.
+Both ends work on the resolved topology as plain data, because the files do not exist yet on the host that fetches them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from shared.data.files import matching_files, split_parameters
 from shared.topology.problem import Path
 
 SPLIT = "files"
-"""Split of the task ids by which a store serves them. Index 0 is the list of the files, in JSON."""
+"""Split of the task ids under which a store serves the files. Index 0 is the list of the files, as JSON."""
 _FILES = ("jsonl", "parquet", "datasets")
 
 
 class DistributedFile(msgspec.Struct, frozen=True):
-    """One row of the list."""
+    """One entry in the list of files."""
 
     path: str
-    """Relative path under the folder of a host that takes the files."""
+    """Path relative to the folder of a host that fetches the files."""
     nbytes: int
 
 
 def files(data: Mapping[str, Any]) -> list[tuple[DistributedFile, FilePath]]:
-    """Return every file with its path at home, where `data` is the topology."""
+    """Return every distributed file of the topology `data`, with its path at home."""
     found = []
     for path, place in _places(data).items():
         root = FilePath(path)
@@ -55,7 +55,7 @@ def relocated(data: Mapping[str, Any], folder: FilePath) -> dict[str, Any]:
 
 
 def inside(folder: FilePath, file: DistributedFile) -> FilePath:
-    """Return where a host keeps a file. Raises WireError if that is not inside `folder`."""
+    """Return the path at which a host keeps a file. Raises WireError if it is not inside `folder`."""
     path = PurePosixPath(file.path)
     if path.is_absolute() or ".." in path.parts or not path.parts or file.nbytes < 0:
         raise WireError(f"distributed file {file.path[:80]!r} of {file.nbytes} bytes: not inside the folder of a host")
@@ -63,7 +63,7 @@ def inside(folder: FilePath, file: DistributedFile) -> FilePath:
 
 
 def _places(data: Mapping[str, Any]) -> dict[str, str]:
-    """Return path at home -> place under the folder of a host, which ends with the same name."""
+    """Return a map from each path at home to its place under the folder of a host, which ends with the same name."""
     paths = dict.fromkeys(path for _, path in _keys(data))
     return {path: f"{number}/{FilePath(path).name}" for number, path in enumerate(paths)}
 

@@ -1,7 +1,7 @@
 """Reads a topology's YAML and remembers where each key came from. It does not know the meaning of any key.
 
 The node graph is walked here instead of being constructed by ruamel. This gives every key and list item its line,
-finds all duplicate keys and not only the first, and builds only mappings, lists and plain scalars.
+finds all duplicate keys, not only the first, and builds only mappings, lists and plain scalars.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Document:
     origins: dict[Path, str] = field(default_factory=dict)
 
     def where(self, path: Path) -> str:
-        """Return `file:line`, or the `--set`, of the key at `path`, or of the nearest written key above it."""
+        """Return the origin, `file:line` or `--set`, of the key at `path` or of the nearest written key above it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
@@ -84,7 +84,7 @@ class Document:
         return None
 
     def place(self, short: str, path: tuple[str, ...]) -> None:
-        """Move the items of the top-level section `short` into the section at `path`, of which it is the short name."""
+        """Move the items of `short`, the top-level short form of the section at `path`, into that section."""
         items = self.data.get(short)
         if not isinstance(items, dict):
             return  # missing, or reported as an unknown key
@@ -92,7 +92,7 @@ class Document:
         for part in path:
             target = target.setdefault(part, {}) if isinstance(target, dict) else None
         if not isinstance(target, dict):
-            return  # what stands there instead is reported
+            return  # the value there is reported
         del self.data[short]
         for name, value in items.items():
             if name in target:
@@ -159,7 +159,7 @@ class Document:
 
 
 def read(path: str | os.PathLike[str]) -> Document:
-    """Read the document at `path`. It is read as far as possible around duplicate keys; `problems` names the errors.
+    """Read the document at `path` as far as possible. Errors such as duplicate keys are listed in `problems`.
 
     Raises TopologyError if nothing can be read: the file is missing, not UTF-8, not YAML, or not a mapping.
     """

@@ -1,4 +1,4 @@
-"""Finds settings that the engine of a topology cannot follow. It neither asks nor imports an engine.
+"""Finds settings that a topology's engine does not support. It neither queries nor imports an engine.
 
 A check yields `(path, message)`, as in `checks`.
 """
@@ -17,9 +17,9 @@ from shared.topology.schema import Topology
 from shared.topology.services import Rollout, WeightsRoute
 
 PLANNED_BYTES_PER_S: Mapping[str, float] = MappingProxyType({"gloo": 0.25e9, "nccl": 2e9, "ipc": 5e9})
-"""Rates at which transfers are planned: slow ones of each kind. None was measured on a GPU."""
+"""Rates used to plan transfers: slow values for each route. None was measured on a GPU."""
 SERVED_TEMPERATURE = 2.0
-"""Maximum temperature that vLLM and servers with OpenAI's interface accept."""
+"""Maximum temperature that vLLM and servers with the OpenAI interface accept."""
 _SERVER_ARGUMENTS = ("base_url", "model", "api_key_env", "weights_directory")
 _NOT_VLLM = ("gpt_neox",)
 
@@ -56,7 +56,7 @@ def check(topology: Topology) -> Found:
 
 
 def transfer_floor_s(route: WeightsRoute, nbytes: int, engines: int) -> float:
-    """Return the least seconds to plan for sending a version of `nbytes` to `engines` over the trainer's line."""
+    """Return the minimum planned time in seconds to send a version of `nbytes` to `engines` over the trainer's line."""
     return nbytes * engines / PLANNED_BYTES_PER_S[route]
 
 
@@ -76,7 +76,7 @@ def _too_short(topology: Topology, transfer_s: float) -> Found:
 
 
 def _route(topology: Topology) -> Found:
-    """Check that trainer and engine both have the chosen route for the weights."""
+    """Check that the trainer and the engine both support the chosen route for the weights."""
     rollout, trainer = topology.services.rollout, topology.services.policy_trainer
     route, path = rollout.weights, ("services", "rollout", "weights")
     if rollout.transfer_s is not None and route == "shards":

@@ -1,4 +1,4 @@
-"""Turns errors of pydantic into one-line problems that name the nearest valid key. It validates nothing itself."""
+"""Turns pydantic errors into one-line problems that name the nearest valid key. It validates nothing itself."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _BOUNDS = {
 
 
 def explain(error: ValidationError) -> list[tuple[Path, str]]:
-    """Return the path and the message of every error of a failed validation of a Topology."""
+    """Return the path and the message of every error in a failed Topology validation."""
     return [(_path(details), _message(details)) for details in error.errors(include_url=False)]
 
 
 def _path(details: ErrorDetails) -> Path:
-    # "[key]" marks an error in the key of a mapping, whose path is the key's own.
+    # "[key]" marks an error in the key of a mapping. The path of the error is that of the key.
     return tuple(part for part in details["loc"] if part != "[key]")
 
 
@@ -102,13 +102,13 @@ def _described(message: str, path: Path) -> str:
 
 @cache
 def _schema() -> Mapping[str, Any]:
-    # The JSON schema is pydantic's own description of the models by alias. It is made only once there is an error.
+    # The JSON schema is pydantic's own description of the models by alias. It is made only when there is an error.
     schema: Mapping[str, Any] = Topology.model_json_schema(by_alias=True)
     return schema
 
 
 def _resolve(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Resolve references and `| null` of `node`, keeping the description nearest to the field."""
+    """Resolve references and `| null` in `node`, keeping the description nearest to the field."""
     seen: dict[str, Any] = dict(node)
     while True:
         options = [option for option in seen.get("anyOf", []) if option.get("type") != "null"]
@@ -128,7 +128,7 @@ def _properties(node: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _node(path: Path) -> Mapping[str, Any]:
-    """Return the schema of the key at `path`, empty below what the schema describes."""
+    """Return the schema of the key at `path`, or {} if the schema does not describe the key."""
     node = _resolve(_schema())
     for part in path:
         items = node.get("items", {})

@@ -1,7 +1,7 @@
-"""Models and data sets by their names on the Hugging Face hub, and where the local cache holds them.
+"""Finds models and data sets by their Hugging Face hub names, and their folders in the local cache.
 
 It knows the layout of the cache, `<kind>s--<owner>--<name>/snapshots/<commit>/`, and uses no network. `launch.hub`
-fetches what is missing. A resolved topology names the folder of a commit, so every later start uses that commit. On a
+fetches missing files. A resolved topology names the folder of a commit, so every later start uses that commit. On a
 host with another cache the same commit is looked up there.
 """
 
@@ -33,7 +33,7 @@ _OTHER_FILES = ("*/*", "consolidated*")
 
 @dataclass(frozen=True)
 class HubName:
-    """A model, or files of a data set: those of `path`, which leaves out the suffix and the numbers of shards."""
+    """A model, or files of a data set: those at `path`, which omits the suffix and the shard numbers."""
 
     kind: Literal["model", "dataset"]
     name: str
@@ -65,7 +65,7 @@ class HubName:
         return list(_OTHER_FILES) if self.kind == "model" else []
 
     def wants(self, file: str) -> bool:
-        """Return whether a file of the repository is to be fetched."""
+        """Return whether to fetch a file of the repository."""
         wanted, unwanted = ([fnmatchcase(file, each) for each in patterns] for patterns in (self.wanted, self.unwanted))
         return any(wanted) and not any(unwanted)
 
@@ -81,7 +81,7 @@ class HubName:
 
 
 def cache() -> Path:
-    """Return the local Hugging Face cache, found by the library's own variables (HF_HUB_CACHE, HF_HOME)."""
+    """Return the local Hugging Face cache, found through the library's own variables (HF_HUB_CACHE, HF_HOME)."""
     if "HF_HUB_CACHE" in os.environ:
         return Path(os.environ["HF_HUB_CACHE"]).expanduser()
     cache_home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
@@ -97,7 +97,7 @@ def model_name(value: str) -> HubName | None:
 
 
 def source_name(value: str) -> HubName | None:
-    """Return the hub data set of a source `hub:...`, or of files in a snapshot. None for any other source."""
+    """Return the hub data set of a source `hub:...` or of files in a snapshot, or None for any other source."""
     if found := SOURCE.fullmatch(value):
         return HubName("dataset", found["name"], found["revision"] or "main", found["path"])
     return _snapshot_name(split_parameters(value.partition(":")[2])[0], "dataset")
@@ -111,7 +111,7 @@ def model_folder(value: str) -> str | None:
 
 
 def source_files(value: str) -> str | None:
-    """Return the source that reads the files of a `hub:` source, or of a snapshot, in the local cache, or None."""
+    """Return the source that reads the files of a `hub:` source or of a snapshot from the local cache, or None."""
     name = source_name(value)
     folder = snapshot(name) if name is not None else None
     if name is None or folder is None:

@@ -1,4 +1,4 @@
-"""`load` turns a YAML file and `--set` overrides into a checked Topology, or reports everything that is wrong.
+"""`load` turns a YAML file and `--set` overrides into a checked Topology, or reports every problem.
 
 It starts, creates and downloads nothing.
 """
@@ -37,7 +37,7 @@ def load(
     """Load the topology in the YAML file `path` with the overrides `a.b=value` applied in order.
 
     Relative paths, including those in overrides, start at the file's folder. `check_supported=False` accepts options on
-    which this build does not act, `check_files=False` a model and data that are not on this host (yet). Raises
+    which this build does not act; `check_files=False` accepts a model and data that are not on this host (yet). Raises
     TopologyError with every problem found.
     """
     document = _document(path, overrides)
@@ -56,7 +56,7 @@ def load(
 
 
 def hub_names(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[Path, HubName]:
-    """Return the models and data sets that a topology names by their hub names, by the keys that name them.
+    """Return the models and data sets that a topology gives by hub name, each under the key that names it.
 
     A folder with the name of a model takes precedence. Raises TopologyError if the file cannot be read.
     """
@@ -70,7 +70,7 @@ def hub_names(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> di
 
 
 def value_at(data: Any, key: Path) -> Any:
-    """Return the value of a key of plain data, or None."""
+    """Return the value of a key in plain data, or None."""
     for part in key:
         data = data.get(part) if isinstance(data, dict) else None
     return data
@@ -93,7 +93,7 @@ def _document(path: str | os.PathLike[str], overrides: Sequence[str]) -> Documen
 
 
 def _validate(document: Document, folder: str) -> tuple[Topology | None, list[Path]]:
-    """Return the topology, or one without the broken keys, so that the checks can find further problems."""
+    """Return the topology, built without broken keys so that the checks can find more problems, and the broken keys."""
     try:
         return _built(document.data, folder), []
     except ValidationError as error:

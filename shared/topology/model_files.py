@@ -1,4 +1,4 @@
-"""Reads the configuration, weight shapes and tokenizer facts in a model's folder.
+"""Reads the configuration, weight shapes and tokenizer facts from a model folder.
 
 It imports no model library and reads no weights.
 """
@@ -26,7 +26,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def experts(config: dict[str, Any]) -> int:
-    """Return the number of experts of a layer, or 0 for a dense model."""
+    """Return the number of experts per layer, or 0 for a dense model."""
     return max((config[key] for key in _EXPERTS if isinstance(config.get(key), int)), default=0)
 
 

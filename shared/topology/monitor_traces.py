@@ -1,4 +1,4 @@
-"""The sections of Prometheus (`monitor.prometheus`) and of traces (`monitor.traces`), and what makes them unusable."""
+"""The sections for Prometheus (`monitor.prometheus`) and traces (`monitor.traces`), and checks that they are usable."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Traces(Section):
 
 
 def check(prometheus: Prometheus | None, traces: Traces | None) -> Found:
-    """Yield that others reach the address without a token, and that traces go nowhere."""
+    """Yield a problem if others can reach the address without a token, or if no trace would be kept."""
     if prometheus is not None:
         yield from check_reach(_PROMETHEUS, prometheus.listen, prometheus.token)
     if traces is not None and traces.otlp is None and not traces.file:
@@ -59,7 +59,7 @@ def check(prometheus: Prometheus | None, traces: Traces | None) -> Found:
 
 
 def token_problems(prometheus: Prometheus) -> Found:
-    """Yield the fault of the token file, which only the host of the exporter has."""
+    """Yield the problem of the token file, if any. Only the exporter's host has this file."""
     if prometheus.token is not None:
         try:
             read_token(prometheus.token)

@@ -1,4 +1,4 @@
-"""The sections of the experiment trackers to which a run reports. Their keys and tokens never stand in a topology."""
+"""The sections of the experiment trackers to which a run reports. A topology never contains their keys and tokens."""
 
 from __future__ import annotations
 

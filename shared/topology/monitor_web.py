@@ -1,7 +1,7 @@
-"""The section of the browser page (`monitor.web`), and what makes its address and its tokens unusable.
+"""The section for the browser page (`monitor.web`), and checks of its address and its tokens.
 
-The topology names the files that hold tokens, never the tokens: a run directory shows its topology to all who can read
-it.
+The topology names the files that hold tokens, never the tokens: a run directory shows its topology to everyone who can
+read the directory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(address: str) -> str:
-    """Return `host:port`. Raises ValueError if it is not one with a port of its own."""
+    """Return `address`. Raises ValueError if it is not `host:port` with a port other than 0."""
     _, port = split_address(address)
     if port == 0:
         raise ValueError(f"{address!r} names no port; write one from 1 to 65535")
@@ -63,11 +63,11 @@ class Web(Section):
 
 
 class TokenError(ValueError):
-    """A file cannot give a token. The text is one line: thing, value, limit, remedy."""
+    """A token cannot be read from a file. The message is one line: thing, value, limit, remedy."""
 
 
 def read_token(file: str) -> str:
-    """Return the token in `file`. Raises TokenError if it is missing, short, or others may read it."""
+    """Return the token in `file`. Raises TokenError if it is missing, too short, or readable by others."""
     path = Path(file)
     try:
         mode, token = path.stat().st_mode, path.read_text().strip()
@@ -82,20 +82,20 @@ def read_token(file: str) -> str:
 
 
 def check(web: Web | None) -> Found:
-    """Yield that others reach the address without a token."""
+    """Yield a problem if others can reach the address without a token."""
     if web is not None:
         yield from check_reach(_SECTION, web.listen, web.token)
 
 
 def check_reach(section: tuple[str, ...], listen: str, token: str | None) -> Found:
-    """Yield that others reach the address `listen` of a section whose `token` is not set."""
+    """Yield a problem if others can reach the address `listen` of a section whose `token` is not set."""
     if token is None and not is_loopback(split_address(listen)[0]):
         message = f"{listen}: others reach this address, and {'.'.join(section[1:])}.token is not set"
         yield (*section, "listen"), f"{message}; set it ({_MAKE}), or listen on 127.0.0.1"
 
 
 def token_problems(web: Web) -> Found:
-    """Yield the faults of the token files, which only the host of the page has."""
+    """Yield the problems of the token files. Only the host of the page has these files."""
     tokens: dict[str, str] = {}
     for key, file in (("token", web.token), ("operator_token", web.operator_token)):
         if file is not None:

@@ -1,4 +1,4 @@
-"""Turns the paths that a topology names into absolute ones. It downloads nothing and accepts missing files.
+"""Turns the paths that a topology names into absolute paths. It downloads nothing and accepts missing files.
 
 Relative paths start at the folder of the topology file, so that a topology means the same from every working
 directory. `checks` tests whether the results exist, because it knows the file and line.
@@ -33,7 +33,7 @@ def model_folder(value: str, folder: str) -> str:
 
 
 def source(value: str, folder: str) -> str:
-    """Make the path of a file or folder source absolute; leave others unchanged. Raises ValueError for other text.
+    """Make the path of a file or folder source absolute; keep other sources. Raises ValueError for other text.
 
     A source on the hub becomes the source of its files in the local cache, if they are there.
     """

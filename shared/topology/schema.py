@@ -1,6 +1,7 @@
-"""`Topology` describes a whole run in one frozen object, with the values that were written and those derived from them.
+"""`Topology` describes a whole run in one frozen object, with the values that were given and those derived from them.
 
-It uses no file, process or network. The description of a field is its documentation and ends its error messages.
+Except for `dump_resolved`, it uses no file, process or network. The description of a field is its documentation and is
+appended to its error messages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from shared.topology.services import (
 )
 
 TRAINER_STORE = "batch-store/0"
-"""The store of the host of the trainer's rank 0 (see `Topology.store_hosts`), into which weights are put."""
+"""The store on the host of the trainer's rank 0 (see `Topology.store_hosts`), into which weights are put."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Part of a task id ("<split>/<epoch>/<index>") and of metric names.
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
@@ -251,14 +252,14 @@ class Topology(Section):
 
     @property
     def home(self) -> str | None:
-        """The host on which the run is started, which is that of the trainer's first ranks. None if it has no name."""
+        """The host on which the run is started and the trainer's first ranks run, or None if it has no name."""
         return self.services.policy_trainer.host[0] if self.services.policy_trainer.host else None
 
     def hosts_of(self, service: Placed, copies: int, ranks: int = 1) -> list[str | None]:
         """Return the host of each process of `service`, which runs `copies` of a model on `ranks` ranks each.
 
-        Copies take turns on the hosts. With more hosts than copies, each copy is divided over as many hosts, in blocks
-        of consecutive ranks.
+        Copies are distributed over the hosts in turn. With more hosts than copies, each copy is divided over an equal
+        number of hosts, in blocks of consecutive ranks.
         """
         hosts = service.host or (self.home,)
         spread = min(max(len(hosts) // copies, 1), ranks)
@@ -266,13 +267,13 @@ class Topology(Section):
         return [hosts[block % len(hosts)] for block in blocks]
 
     def store_hosts(self) -> list[str | None]:
-        """The host of each batch-store: every host has one. The trainer's is first, because it puts into
-        `TRAINER_STORE`."""
+        """Return the host of each batch-store. Every host has one store. The trainer's host is first, because the
+        trainer puts into `TRAINER_STORE`."""
         named = {host for service in self.services.placed.values() for host in service.host or ()}
         return [self.home, *sorted({*named, *self.placement.hosts} - {self.home})]
 
     def services_plan(self) -> list[ServiceSpec]:
-        """Return every process of the run, each after those that it needs to start."""
+        """Return every process of the run, each after the processes that it needs in order to start."""
         trainer, rollout, home = self.services.policy_trainer, self.services.rollout, self.home
         plan = [ServiceSpec("scheduler", 0, home)]
         plan += [ServiceSpec("batch-store", i, host) for i, host in enumerate(self.store_hosts())]
@@ -295,7 +296,7 @@ class Topology(Section):
         return plan
 
     def away_plan(self) -> list[ServiceSpec]:
-        """Return the processes of other hosts than the one on which the run is started."""
+        """Return the processes on hosts other than the one on which the run is started."""
         return [spec for spec in self.services_plan() if spec.host != self.home]
 
     def document(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class Parallel(Section):
 
     @property
     def model_ranks(self) -> int:
-        """Ranks of one copy of the model."""
+        """Number of ranks of one copy of the model."""
         return self.tp * self.pp * self.cp
 
 
@@ -50,17 +50,17 @@ class Placed(Section):
 
     @property
     def world_size(self) -> int:
-        """Number of all ranks; on CPU exactly one copy of the model."""
+        """Total number of ranks. On CPU they hold exactly one copy of the model."""
         return self.gpus or self.parallel.model_ranks
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks, which are always derived."""
+        """Number of data-parallel ranks, which is always derived."""
         return self.world_size // self.parallel.model_ranks
 
     @property
     def device(self) -> str:
-        """Kind of the compute device, as torch names it. A process uses those GPUs that it sees."""
+        """Kind of the compute device, as torch names it. A process uses the GPUs that it sees."""
         return "cuda" if self.gpus else "cpu"
 
 
@@ -86,7 +86,7 @@ class TrainerSettings(ScorerSettings):
 
     @property
     def world_size(self) -> int:
-        """Number of all ranks: one per GPU, or on CPU the number in `workers`."""
+        """Total number of ranks: one per GPU, or on CPU the number in `workers`."""
         return self.gpus or self.workers or self.parallel.model_ranks
 
 
@@ -164,7 +164,7 @@ class Monitor(Section):
 
     @property
     def trackers(self) -> dict[str, Tracker]:
-        """The experiment trackers of the run, by key. Instance n of the service `tracker` feeds the n-th of them."""
+        """The experiment trackers of the run, by key. Instance n of the service `tracker` feeds the n-th tracker."""
         sections = {
             "wandb": self.wandb,
             "tensorboard": self.tensorboard,
@@ -229,7 +229,7 @@ class GC(Section):
     )
 
 
-# Part of folder names and of the labels of Ray's nodes.
+# Part of folder names and of Ray node labels.
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 

@@ -1,4 +1,4 @@
-"""Lists the options that the schema knows but this build does not act on yet. Other checks judge what makes sense.
+"""Lists the options that the schema knows but this build does not act on yet. Other checks decide what is valid.
 
 An option that silently does nothing is worse than one that is refused. When a feature is added, its line is removed.
 """
@@ -13,7 +13,7 @@ from shared.topology.schema import Topology
 
 
 class Unsupported(NamedTuple):
-    """An option at `path` (`*` is any key) of which this build supports one value. `what` may contain `{value}`."""
+    """An option at `path` (`*` is any key) for which this build supports one value. `what` may contain `{value}`."""
 
     path: str
     supported: object

@@ -1,4 +1,4 @@
-"""The history of metrics: one curve per name, in which later rows replace those that the run has taken back."""
+"""The history of metrics: one curve per name. If a run returns to an earlier step, new rows replace the old ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 MAX_POINTS = 4096
-"""Maximum number of points of one curve. Of more, every second one of the older half is left out."""
+"""Maximum number of points of one curve. Above it, every second point of the older half is removed."""
 MAX_CURVES = 512
 """Maximum number of curves. Further names are not kept: rewards and workflows may name any number of metrics."""
 RECENT_STEPS = 20
-"""Number of steps from which the pace of the run is taken."""
+"""Number of steps from which the pace of the run is computed."""
 STEP = "step"
 Point = tuple[float, float]
 """(step, value) of a curve."""
@@ -22,7 +22,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves that belong into one picture."""
+    """Curves that are shown in one picture."""
 
     title: str
     names: tuple[str, ...]
@@ -86,7 +86,7 @@ class Curves:
         """Number of times that rows replaced earlier rows of the same steps."""
 
     def add(self, row: Mapping[str, float | None]) -> None:
-        """Add a row. Its step and all later ones are replaced if they are known; the same row again changes nothing."""
+        """Add a row. If its step is known, replace it and all later steps. The same row again changes nothing."""
         values = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
         step = values.get(STEP)
         if step is None or values == self.last:
@@ -106,7 +106,7 @@ class Curves:
         return sorted(name for name, curve in self._curves.items() if curve.steps)
 
     def points(self, name: str) -> list[Point]:
-        """Return the points of a metric by ascending step, [] for an unknown name."""
+        """Return the points of a metric by ascending step, or [] for an unknown name."""
         curve = self._curves.get(name)
         return list(zip(curve.steps, curve.values, strict=True)) if curve is not None else []
 
@@ -117,12 +117,12 @@ class Curves:
         return sum(times) / len(times) if times else None
 
     def columns(self, *, points: int) -> dict[str, tuple[array[float], array[float]]]:
-        """Return steps and values of each curve, thinned to at most `points` points of all curves together."""
+        """Return steps and values of each curve, thinned to at most `points` points in total."""
         each = max(points // max(len(self._curves), 1), 2)
         found = {}
         for name, curve in self._curves.items():
             skip = max(1, math.ceil(len(curve.steps) / each))
-            # Counted from the end, so that the newest point stays.
+            # Counted from the end, so that the newest point is kept.
             found[name] = (curve.steps[::-1][::skip][::-1], curve.values[::-1][::skip][::-1])
         return found
 

@@ -1,4 +1,4 @@
-"""What a person should know about a run: warnings, troubles and returns to an earlier step. And its log lines."""
+"""The log lines of a run and what a person should know about it: warnings, troubles and returns to an earlier step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 @dataclass(frozen=True)
 class TroubleView:
-    """A present condition of a process that needs a person."""
+    """A current condition of a process that needs a person's attention."""
 
     service: str
     kind: str
@@ -22,7 +22,7 @@ class TroubleView:
 
 @dataclass(frozen=True)
 class Rewind:
-    """A return to an earlier step, whose later steps are trained again."""
+    """A return to an earlier step. The steps after it are trained again."""
 
     at: float
     step: int
@@ -49,7 +49,7 @@ class LogTail:
         """Number of lines added so far."""
 
     def add(self, lines: Iterable[LogLine]) -> None:
-        """Add lines. Those that arrive together are put into the order of their times."""
+        """Add lines. Lines that arrive together are sorted by time."""
         for line in sorted(lines, key=lambda each: each.at):
             self._lines.append(line)
             self.count += 1

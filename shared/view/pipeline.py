@@ -1,4 +1,4 @@
-"""Where the work of a run stands: progress, tasks, leases, staleness and stores."""
+"""The state of a run's work: progress, tasks, leases, staleness and stores."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the run has come. None: not known."""
+    """The progress of the run. Unknown values are None."""
 
     run: str
     reachable: bool
-    """Whether the scheduler answered the monitor's last question, as far as is known."""
+    """Whether the scheduler answered the monitor's last request, as far as is known."""
     step: int | None
     steps: int | None
     version: int | None
@@ -20,7 +20,7 @@ class Progress:
     step_s: float | None
     """Mean duration of the latest steps, in seconds."""
     eta_s: float | None
-    """Seconds to the last step at this pace."""
+    """Seconds until the last step at this pace."""
     values: Mapping[str, float]
     """The newest row of metrics."""
 
@@ -40,26 +40,26 @@ class StoreView:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the run holds at the moment."""
+    """The tasks, leases and stores of the run at the moment."""
 
     tasks: Mapping[str, int]
     """Number of tasks in each state, in the order of a task's life."""
     leases: int
-    """Live leases."""
+    """Number of live leases."""
     leases_by_stage: Mapping[str, int]
     waiting: int
-    """Workers that wait for a lease."""
+    """Number of workers that wait for a lease."""
     staleness: Mapping[int, int] = field(default_factory=dict)
-    """Samples of the newest batch by the staleness of their oldest token, in versions."""
+    """Number of samples of the newest batch by the staleness of their oldest token, in versions."""
     staleness_step: int | None = None
     """The step of that batch."""
     stores: tuple[StoreView, ...] = ()
     clears_pending: int = 0
-    """Tasks whose bytes a store has yet to free."""
+    """Number of tasks whose bytes a store has yet to free."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Tasks dropped so far, by reason."""
+    """Number of tasks dropped so far, by reason."""
     lost: Mapping[str, int] = field(default_factory=dict)
-    """Samples lost so far, by reason."""
+    """Number of samples lost so far, by reason."""
 
     @property
     def busy(self) -> float:

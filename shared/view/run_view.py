@@ -1,4 +1,4 @@
-"""`RunView`: takes the rows of a live run and returns what there is to see. See the topics in docs/telemetry.md."""
+"""`RunView`: takes the rows of a live run and returns the data to display. docs/telemetry.md lists the topics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _STAGE = "stage/"
 
 
 class RunView:
-    """The present picture of one run."""
+    """The current view of one run."""
 
     def __init__(self, *, metrics_from_stream: bool = False) -> None:
         """With `metrics_from_stream` the topic `step` continues the curves; otherwise only `add_metrics` does.
 
-        A stream may lose rows, so an observer that can read metrics.jsonl does that.
+        A stream may lose rows, so an observer that can read metrics.jsonl reads that file instead.
         """
         self._metrics_from_stream = metrics_from_stream
         self._status: dict[str, float | str] = {}
@@ -42,12 +42,12 @@ class RunView:
         self._rewinds: deque[Rewind] = deque(maxlen=MAX_REWINDS)
         self._log = LogTail()
         self.history_is_old = False
-        """Whether the stream showed that the curves lack rows or have rows that were taken back."""
+        """Whether the stream showed that the curves lack rows, or have rows that the run has taken back."""
 
     # ---- in
 
     def apply(self, row: TopicRow) -> None:
-        """Take a row of the monitor's stream or snapshot."""
+        """Apply a row of the monitor's stream or snapshot."""
         name, values = f"{row.service}/{row.instance}", row.values
         match row.topic:
             case "cluster/status":
@@ -83,20 +83,20 @@ class RunView:
                 pass
 
     def add_metrics(self, row: Mapping[str, float | None]) -> None:
-        """Take a row of metrics.jsonl. A row of a known step takes back that step and all later ones."""
+        """Add a row of metrics.jsonl. A row of a known step replaces that step and all later steps."""
         self._curves.add(row)
 
     def load_metrics(self, rows: Iterable[Mapping[str, float | None]]) -> None:
-        """Replace all curves by those of `rows`, the present content of metrics.jsonl."""
+        """Replace all curves by those of `rows`, the current content of metrics.jsonl."""
         curves = Curves()
         for row in rows:
             curves.add(row)
         self._curves = curves
 
     def load_history(self, history: History) -> None:
-        """Take the monitor's answer to `GetHistory`. Its curves replace all curves if the stream continues them.
+        """Load the monitor's answer to `GetHistory`. Its curves replace all curves if the stream continues them.
 
-        A row that came while the answer was on its way is missing then, and the next one shows it.
+        A row that arrived while the answer was on its way is then missing, which the next row reveals.
         """
         for row in history.spans:
             self.apply(row)
@@ -107,19 +107,19 @@ class RunView:
         self._curves = Curves.of_columns(history.newest, columns)
 
     def add_warning(self, warning: WarningRecord) -> None:
-        """Take a line of warnings.jsonl, or the same record from the stream. Each is kept once."""
+        """Add a line of warnings.jsonl, or the same record from the stream. Each warning is kept once."""
         self._warnings[(warning.kind, warning.about, warning.step)] = warning
         while len(self._warnings) > MAX_WARNINGS:
             self._warnings.pop(next(iter(self._warnings)))
 
     def add_log(self, lines: Iterable[LogLine]) -> None:
-        """Take new lines of logs."""
+        """Add new log lines."""
         self._log.add(lines)
 
     # ---- out
 
     def progress(self) -> Progress:
-        """Return how far the run has come."""
+        """Return the progress of the run."""
         status, last = self._status, self._curves.last
         step, steps = _integer(status, "step"), _integer(status, "steps")
         if step is None and "step" in last:
@@ -143,7 +143,7 @@ class RunView:
         return self._services.views(now)
 
     def pipeline(self) -> Pipeline:
-        """Return what the run holds at the moment."""
+        """Return the tasks, leases and stores of the run at the moment."""
         counts = {state: _integer(self._tasks, state) for state in STATES}
         if not any(count is not None for count in counts.values()):
             counts = {state: _integer(self._status, f"tasks/{state}") for state in STATES}
@@ -170,7 +170,7 @@ class RunView:
         return {name: self._curves.points(name) for name in names}
 
     def timeline(self, now: float, seconds: float) -> list[Lane]:
-        """Return what each process did in the `seconds` before `now`."""
+        """Return the spans of each process in the `seconds` before `now`."""
         return self._timeline.lanes(now - seconds, now)
 
     def warnings(self) -> list[WarningRecord]:
@@ -178,7 +178,7 @@ class RunView:
         return sorted(self._warnings.values(), key=lambda each: each.at)
 
     def troubles(self) -> list[TroubleView]:
-        """Return the present troubles of processes."""
+        """Return the current troubles of processes."""
         found = []
         for key, value in self._losses.items():
             service, _, kind = key.rpartition("/")
@@ -223,7 +223,7 @@ def _integer(values: Mapping[str, float | str], name: str) -> int | None:
 
 
 def _below(values: Mapping[str, float | str], prefix: str) -> dict[str, int]:
-    """Return the numbers whose names begin with `prefix`, without it."""
+    """Return the numbers whose names begin with `prefix`, under their names without the prefix."""
     numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
     return {key.removeprefix(prefix): int(value) for key, value in sorted(numbers.items()) if key.startswith(prefix)}
 

@@ -1,4 +1,4 @@
-"""The processes of a run, merged from what the supervisor says about them and what they say about themselves."""
+"""The processes of a run, merged from the supervisor's reports about them and their own reports."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from enum import StrEnum
 Values = Mapping[str, float | str]
 UNKNOWN = "?"
 SILENT_S = 5.0
-"""Seconds without a word after which a process that should run counts as silent. Each reports every second."""
+"""Seconds without a report after which a process that should run counts as silent. Processes report every second."""
 RESTARTED_S = 3.0
-"""Seconds for which a restarted process counts as changing: it may be READY before anyone heard that it had ended."""
+"""Seconds for which a restarted process counts as changing: it may be READY before its end was reported."""
 
 
 class Health(StrEnum):
-    """How a process is doing."""
+    """The health of a process."""
 
     WELL = "well"
     CHANGING = "changing"
-    """It starts, drains, waits for its turn to start, or was restarted just now."""
+    """The process starts, drains, waits for its turn to start, or was restarted just now."""
     WRONG = "wrong"
-    """It failed, waits for its restart, or runs and has fallen silent."""
+    """The process failed, waits for its restart, or runs but has fallen silent."""
     ENDED = "ended"
 
 
@@ -39,7 +39,7 @@ _HEALTH = {
 
 @dataclass(frozen=True)
 class ServiceView:
-    """One process. What nobody has reported is None."""
+    """One process. Values that were not reported are None."""
 
     name: str
     state: str
@@ -53,15 +53,15 @@ class ServiceView:
     cpu_share: float | None
     """CPU time over wall time: 1.0 is one core."""
     gpu_bytes: float | None
-    """GPU memory that the process has reserved. None: it uses none."""
+    """GPU memory that the process has reserved, or None if it uses none."""
     progress_age_s: float | None
-    """Seconds since its work advanced. None: it has not done any, or has no such counter."""
+    """Seconds since its work last advanced, or None if it has not done any or has no such counter."""
     silent_s: float | None
     """Seconds since its last report about itself."""
 
 
 class ServiceBook:
-    """What is known of each process."""
+    """The reported values of each process."""
 
     def __init__(self) -> None:
         self._supervised: dict[str, Values] = {}
@@ -70,18 +70,18 @@ class ServiceBook:
         self._states: dict[str, tuple[float, Values]] = {}
 
     def supervised(self, name: str, at: float, values: Values) -> None:
-        """Take what the supervisor says (topic `cluster/process`)."""
+        """Record the supervisor's report about a process (topic `cluster/process`)."""
         before = _number(self._supervised.get(name, values), "restarts") or 0
         if (_number(values, "restarts") or 0) > before:
             self._restarted[name] = at
         self._supervised[name] = values
 
     def own(self, name: str, at: float, values: Values) -> None:
-        """Take what a process says about its resources (topic `process`)."""
+        """Record a process's report about its resources (topic `process`)."""
         self._own[name] = (at, values)
 
     def state(self, name: str, at: float, values: Values) -> None:
-        """Take what a process says about its state (topic `service`)."""
+        """Record a process's report about its state (topic `service`)."""
         self._states[name] = (at, values)
 
     def views(self, now: float) -> list[ServiceView]:

@@ -1,4 +1,4 @@
-"""The time line of a run: which process worked when, on what, and for whom it waited."""
+"""The time line of a run: when each process worked, on what, and which process it waited for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Span:
     begin: float
     end: float
     of: str = ""
-    """The process or service for which it waited. Empty: it worked."""
+    """The process or service that it waited for. It is empty for work."""
 
     @property
     def waits(self) -> bool:
@@ -29,14 +29,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Lane:
-    """The spans of one process in a window of time, by their end. Spans may overlap."""
+    """The spans of one process in a window of time, in order of their ends. Spans may overlap."""
 
     name: str
     spans: tuple[Span, ...]
     working_s: float
     """Seconds of the window that are covered by work."""
     waiting_s: float
-    """Seconds of the window that are covered by waits and by no work."""
+    """Seconds of the window that are covered by waits but not by work."""
 
 
 class Timeline:
@@ -46,7 +46,7 @@ class Timeline:
         self._lanes: dict[str, deque[Span]] = {}
 
     def add(self, name: str, span: Span) -> None:
-        """Add a span of process `name`. The same span again changes nothing."""
+        """Add a span of process `name`. Adding the same span again changes nothing."""
         lane = self._lanes.get(name)
         if lane is None:
             if len(self._lanes) >= MAX_LANES:

@@ -1,5 +1,5 @@
 """Additive digests of weights: the digest of a tensor is the sum, modulo 2^64, of the digests of its slices. Slices on
-several ranks, and fused parameters that hold several weights, are compared with the whole without gathering it.
+several ranks, and fused parameters that hold several weights, can be compared with the whole without gathering it.
 
 A tensor is a matrix [rows, columns] (`matrix_shape`). With byte j of row r as a signed number b, its digest is
 
@@ -8,7 +8,7 @@ A tensor is a matrix [rows, columns] (`matrix_shape`). With byte j of row r as a
 u_r and w_0 are odd, the other w_k even and all v_jk odd, so every u_r * g_j is odd: a change within one byte always
 changes the digest. Other changes go unnoticed with a probability of about 2^-48. The digest is not cryptographic. The
 inner sum is an int8 matrix product, which GPUs and CPUs compute as fast as they read memory. |v_jk| <= 63 keeps
-oneDNN's 16-bit intermediate sums (AVX2, AVX-512 without VNNI) from saturating, so it is exact everywhere.
+oneDNN's 16-bit intermediate sums (AVX2, AVX-512 without VNNI) from saturating, so the digest is exact everywhere.
 """
 
 from __future__ import annotations

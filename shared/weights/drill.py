@@ -18,13 +18,13 @@ RELATIVE_SCALE = 0.05
 ZERO_SCALE = 0.01
 CANARY_TOKENS = 32
 LONG_CANARY_TOKENS = 64
-"""Tokens of the canary of 16-bit weights. Their differences are judged by a quantile, which needs enough of them."""
+"""Number of canary tokens for 16-bit weights. Their differences are judged by a quantile, which needs enough tokens."""
 SHORT_CANARY_TOKENS = 8
 SHORT_CANARY_BYTES = 256 << 20
 """Bytes of float32 weights from which `SHORT_CANARY_TOKENS` are used. From this size on, reading the weights dominates
 the cost of a canary, and more tokens slow down every sync. A short canary still involves every layer, every row of the
-output and the attention between positions, and the float32 tolerance is narrow: one stale parameter of the quickstart's
-model in the drill gives at least ten times the tolerance, with 4 tokens only 1.2 times. The drill itself keeps all
+output and the attention between positions, and the float32 tolerance is narrow: one stale parameter of the quickstart
+model in the drill gives at least ten times the tolerance, but with 4 tokens only 1.2 times. The drill itself keeps all
 tokens."""
 
 
@@ -58,7 +58,7 @@ def noise_scale(values: Array) -> float:
 
 
 def noise(name: str, size: int, seed: int) -> Array:
-    """Return float32 [size]: standard normals, read from a table at an offset derived from the name."""
+    """Return standard normals, float32 [size], read from a table at an offset derived from the name."""
     offset = xxhash.xxh3_64_intdigest(name.encode()) % TABLE_SIZE
     return np.resize(np.roll(_noise(seed), -offset), size)
 
@@ -66,7 +66,7 @@ def noise(name: str, size: int, seed: int) -> Array:
 def noise_factors(names: Iterable[str], factors: Sequence[float]) -> dict[str, float]:
     """Return the `factor` of each parameter for `perturb`. `factors` is `WeightsRef.drill_factors`.
 
-    It holds one factor per sorted name, or none, in which case all are 1. Raises ValueError if their number differs.
+    These hold one factor per sorted name, or none, in which case all are 1. Raises ValueError for any other number.
     """
     ordered = sorted(names)
     if factors and len(factors) != len(ordered):
@@ -81,7 +81,7 @@ def canary_error(logprobs: Array, scores: Array, quantile: float) -> float:
 
 
 def canary_tokens(vocab_size: int, seed: int, length: int = CANARY_TOKENS) -> Array:
-    """Return int32 [length]: a fixed sequence, uniform over the vocabulary."""
+    """Return a fixed token sequence, int32 [length], uniform over the vocabulary."""
     return np.random.Generator(np.random.Philox(seed)).integers(0, vocab_size, length, dtype=np.int32)
 
 

@@ -1,7 +1,7 @@
 """Shares GPU memory with another process on the same GPU through CUDA IPC, described by a message instead of a pickle.
 
 `torch.multiprocessing` sends the same numbers pickled. The memory must stay allocated until the other process has
-finished with it. torch keeps it until its one reader has closed it, and for ever if that reader is gone (`withdraw`).
+finished with it. torch keeps it until its one reader has closed it, and forever if that reader is gone (`withdraw`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from proto.messages import DeviceMemory
 
 
 def packed(tensors: Mapping[str, Tensor], device: str) -> Tensor:
-    """Return uint8 [total bytes] on `device`: the bytes of all tensors in order, without padding."""
+    """Return the bytes of all tensors in order, without padding, as uint8 [total bytes] on `device`."""
     copy = room(sum(each.nbytes for each in tensors.values()), device)
     pack_into(copy, tensors.values())
     return copy
 
 
 def room(nbytes: int, device: str) -> Tensor:
-    """Return uninitialised uint8 [nbytes] on `device`."""
+    """Return uninitialised memory, uint8 [nbytes], on `device`."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def pack_into(memory: Tensor, tensors: Iterable[Tensor]) -> int:
-    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n]. Return their number once they are there."""
+    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n]. When done, return their number."""
     end = 0
     for each in tensors:
         begin, end = end, end + each.nbytes
@@ -81,7 +81,7 @@ def opening(memory: DeviceMemory) -> tuple[Any, ...]:
 
 
 def withdraw(memory: DeviceMemory) -> None:
-    """Stop waiting for the reader of `memory`, which is gone, or has not opened it and no longer may.
+    """Stop waiting for the reader of `memory`. The reader is gone, or has not opened the memory and no longer may.
 
     `give_back` then frees the memory. A reader that closes it later does no harm: only a count above 0 keeps memory.
     """

@@ -1,4 +1,4 @@
-"""The table of the tensors of a transfer, which both ends share."""
+"""The table of the tensors in a transfer, which both ends share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How long `python -m launch.monitor` takes to show a whole run: `python -m tests.bench.attach [--turns 5]`.
+"""Measures how long `python -m launch.monitor` takes to show a whole run: `python -m tests.bench.attach [--turns 5]`.
 
 Each turn starts the command in a pseudo-terminal of 80x24 and waits until processes, tasks and curves are on the
 screen. The CPU time of the process is shown too, because it depends less on what else the machine does. The time from
-the connection to the monitor on is measured without imports, in a process that has them behind it.
+the connection to the monitor on is also measured without imports, in a process that has already done them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def attach(run: RunDir) -> tuple[float, float]:
 
 
 async def connect(run: RunDir) -> float:
-    """Return the seconds from the connection to the whole picture, in this process, which has imported everything."""
+    """Return the seconds from the connection to the whole picture, in this process, which has already imported
+    everything.
+    """
     app = MonitorApp(Feed(run))
     async with app.run_test(size=(COLUMNS, LINES)):
         while not app.shown_at:

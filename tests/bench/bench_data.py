@@ -1,4 +1,4 @@
-"""The data plane against the machine's limits and its peers in one command, because absolute figures mean little alone.
+"""The data plane against the machine's limits and its peers in one command, as absolute figures alone mean little.
 
     python -m tests.bench.bench_data [--sizes 1,4,16] [--rounds N] [--firsts N] [--no-peers] [--no-scheduler]
     python -m tests.bench.bench_data --sweep        find the peers' fastest settings and record them
@@ -26,7 +26,8 @@ TCP get     Time until every array is received and checked, against a plain `rec
 peers       Each runs with newly started processes and alternates with a fresh store of ours, with the settings that a
             recorded sweep found fastest (`peers/data_sweep.json`); `peers/data_peers.py` describes what they do.
 
-The memory is touched once before, because the first use of a virtual machine's pages costs its host 1 to 2 s per GiB.
+The memory is touched once beforehand, because the first use of a virtual machine's pages costs its host 1 to 2 s per
+GiB.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def blocks_of(tasks: list[TaskShards]) -> Iterator[list[memoryview]]:
 
 
 def write_alone(tasks: list[TaskShards], folder: Path) -> float:
-    """Return the seconds that one thread takes to write the blocks into new files, one write call per tensor."""
+    """Return how long one thread takes, in seconds, to write the blocks to new files, one write call per tensor."""
 
     def write(path: Path, block: list[memoryview]) -> None:
         with path.open("wb", buffering=0) as file:
@@ -163,7 +164,9 @@ def write_alone(tasks: list[TaskShards], folder: Path) -> float:
 
 
 def write_in_two(tasks: list[TaskShards], folder: Path) -> float:
-    """Return the seconds that two threads take to write the blocks into new files, by writev of MAX_PIECES tensors."""
+    """Return how long two threads take, in seconds, to write the blocks into new files, by writev of MAX_PIECES
+    tensors.
+    """
     blocks = [(folder / f"limit-{number}", block) for number, block in enumerate(blocks_of(tasks))]
 
     def write(named: tuple[Path, list[memoryview]]) -> None:
@@ -184,7 +187,9 @@ def remove_limits(folder: Path) -> None:
 
 
 def mmap_read(tasks: list[TaskShards], folder: Path) -> tuple[float, float]:
-    """Return the seconds to map the written files and read the same slices, and to read them again when mapped."""
+    """Return how long it takes, in seconds, to map the written files and read the same slices, and to read them again
+    once mapped.
+    """
     slices: list[Array] = []
 
     def cold() -> None:
@@ -217,7 +222,7 @@ async def put_blocks(peer: Peer, tasks: list[TaskShards]) -> None:
 
 
 async def time_puts(peer: Peer, tasks: list[TaskShards], folder: Path, turn: int) -> dict[str, float]:
-    """Return the seconds of our puts and of their limits, measured in the order of `turn`."""
+    """Return how long our puts and their limits take, in seconds, measured in the order of `turn`."""
     row: dict[str, float] = {}
     for side in order(("alone", "in_two", "put"), turn):
         if side == "put":
@@ -231,7 +236,7 @@ async def time_puts(peer: Peer, tasks: list[TaskShards], folder: Path, turn: int
 
 
 async def time_gets(peer: Peer, work: Work, folder: Path, turn: int) -> dict[str, float]:
-    """Return the seconds of our gets of the same tasks and of their limits, measured in the order of `turn`."""
+    """Return how long our gets of the same tasks and their limits take, in seconds, measured in the order of `turn`."""
     tasks, _ = work
     row: dict[str, float] = {}
     write_in_two(tasks, folder)
@@ -275,7 +280,7 @@ async def fresh_store(folder: Path, nbytes: int) -> AsyncIterator[tuple[RunDir, 
 
 
 async def same_host(folder: Path, work: Work, firsts: int, rounds: int) -> tuple[Rows, Rows]:
-    """Return the seconds of our store and of the limits, for the first put into each of `firsts` stores and for
+    """Return how long our store and the limits take, in seconds, for the first put into each of `firsts` stores and for
     `rounds` later rounds of put and get in the last store.
     """
     tasks, keys = work
@@ -307,7 +312,7 @@ while True:
 
 
 def raw_tcp(port: int, ring: memoryview) -> float:
-    """Return the seconds to receive all bytes of the sender into `ring`."""
+    """Return how long it takes, in seconds, to receive all bytes of the sender into `ring`."""
     with socket.create_connection(("127.0.0.1", port)) as line:
         began = time.perf_counter()
         at = 0
@@ -317,10 +322,10 @@ def raw_tcp(port: int, ring: memoryview) -> float:
 
 
 async def across_hosts(folder: Path, work: Work, rounds: int) -> list[dict[str, float]]:
-    """Return the seconds of an unencrypted and an encrypted stream, each alternating with raw loopback TCP.
+    """Return how long an unencrypted and an encrypted stream take, in seconds, each alternating with raw loopback TCP.
 
     The stores run one after the other: with the received data, two would take three times the work's memory.
-    `clear_beside` is the unencrypted stream at the raw speed measured beside the encrypted one.
+    `clear_beside` is the time of the unencrypted stream at the raw speed measured beside the encrypted one.
     """
     tasks, _ = work
     rows: Rows = [{} for _ in range(rounds)]
@@ -340,7 +345,7 @@ async def across_hosts(folder: Path, work: Work, rounds: int) -> list[dict[str, 
 
 
 async def one_way(folder: Path, work: Work, mode: str, port: int, rows: Rows) -> None:
-    """Add to each of `rows` the seconds of the stream in `mode` and of raw TCP from the sender at `port`."""
+    """Add to each of `rows` how long the stream in `mode` and raw TCP from the sender at `port` take, in seconds."""
     tasks, keys = work
     nbytes = nbytes_of(tasks)
     run = make_run(folder, memory=2 * nbytes)
@@ -378,7 +383,9 @@ while True: router.send_multipart(router.recv_multipart())
 
 
 async def round_trips(peer: Peer, folder: Path, count: int = ROUND_TRIPS) -> dict[str, float]:
-    """Return the median seconds of a bare DEALER/ROUTER echo and of a request to the store, in turns of 100."""
+    """Return the median duration of a bare DEALER/ROUTER echo and of a request to the store, in seconds, in turns of
+    100.
+    """
     endpoint = f"ipc://{folder}/echo"
     echo = subprocess.Popen([sys.executable, "-c", _ECHO, endpoint])
     context = zmq.Context()
@@ -411,7 +418,7 @@ class Report:
             self.table.add_column(column, justify="left" if column.startswith("what") else "right")
 
     def against(self, size: int, what: str, nbytes: int, rows: Rows, names: tuple[str, str], target: str) -> None:
-        """Report the seconds of (ours, limit) in `rows` as speeds, with the ratio within each round."""
+        """Report the times of (ours, limit) in `rows` as speeds, with the ratio within each round."""
         speeds = [spread(nbytes / row[name] / 1e9 for row in rows) for name in names]
         found = ratios(speeds[0].values, speeds[1].values)
         self.table.add_row(f"{size}x", what, str(len(rows)), speeds[0].text(), speeds[1].text(), found.text(), target)
@@ -456,14 +463,14 @@ async def measure_requests() -> None:
 
 
 def peer_rounds(system: str, settings: Mapping[str, Any], rounds: int) -> Rows:
-    """Return the seconds of a newly started peer in its own environment. Raises BenchError."""
+    """Return how long a newly started peer takes in its own environment, in seconds. Raises BenchError."""
     command = [str(PEERS), str(PEER_SCRIPT), system, "--rounds", str(rounds), "--settings", json.dumps(settings)]
     found: Rows = last_line(command, system, PEERS_S)["rounds"]
     return found
 
 
 def our_rounds(rounds: int) -> Rows:
-    """Return the seconds that a newly started store takes for the same work."""
+    """Return how long a newly started store takes for the same work, in seconds."""
 
     async def run() -> Rows:
         tasks, keys = regular(1)
@@ -483,12 +490,12 @@ def our_rounds(rounds: int) -> Rows:
 
 
 def steady_s(rows: Rows) -> float:
-    """Return the median seconds of put, get and read over every round but the first."""
+    """Return the median duration of put, get and read, in seconds, over every round but the first."""
     return statistics.median(row["put_s"] + row["get_read_s"] for row in rows[1:])
 
 
 def sweep_peers(rounds: int) -> None:
-    """Run all settings of SWEPT and record the seconds in RECORD."""
+    """Run all settings of SWEPT and record their times, in seconds, in RECORD."""
     recorded: dict[str, Any] = {"machine": machine(), "software": peer_software()}
     for system, choices in SWEPT.items():
         recorded[system] = []

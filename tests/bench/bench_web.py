@@ -1,4 +1,4 @@
-"""The page for browsers: its weight, the time to the first chart, and what it costs while nothing happens.
+"""The page for browsers: its size, the time to the first chart, and its cost while nothing happens.
 
 `python -m tests.bench.bench_web` asserts at most 2 MB and 1 s, from loopback, with the run idle. It needs chromium.
 """
@@ -40,7 +40,7 @@ def main() -> None:
                     page.add_init_script(SEEN)
                     page.goto(url)
                     page.wait_for_selector(".chart canvas")
-                    page.wait_for_timeout(300)  # Everything of the page has arrived.
+                    page.wait_for_timeout(300)  # The whole page has arrived.
                     loads.append((page.evaluate("window.firstChart") / 1000, nbytes[0]))
             times, weight = [seconds for seconds, _ in loads[1:]], loads[-1][1]
             print(f"first chart, {LOADS} loads with an empty cache: median {statistics.median(times):.3f} s, ", end="")

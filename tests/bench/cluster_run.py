@@ -56,7 +56,7 @@ class Cores:
 
 @contextlib.contextmanager
 def measured_cores() -> Iterator[Cores]:
-    """Measure the block; `own` includes only children that were waited for inside it."""
+    """Measure the block; `own` includes only children that this process has waited for within the block."""
     cores = Cores()
     begun_s, busy_s, own_s = time.monotonic(), _busy_s(), _own_s()
     yield cores
@@ -100,7 +100,7 @@ def failed(what: str, output: Path) -> BenchError:
 
 
 def last_line(command: Sequence[str], what: str, limit_s: float) -> dict[str, Any]:
-    """Run `command` and return the JSON object of its last line. Raises BenchError if it fails or takes longer."""
+    """Run `command` and return the JSON object on its last line. Raises BenchError if it fails or takes longer."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         output = Path(name) / "child.out"
         with running(list(command), output) as process:

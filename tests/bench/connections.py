@@ -1,8 +1,8 @@
-"""What a message costs the scheduler's process, and what a connection takes: `python -m tests.bench.connections [N]`.
+"""Measures the cost of a message and of a connection to the scheduler: `python -m tests.bench.connections [N]`.
 
 N clients connect to a real scheduler over TCP with CURVE, as the services of other hosts do, and send each kind of
-request. For each kind it prints a JSON object with the bytes of a request and its answer, and the CPU time that the
-scheduler's process used for it: transport, decoding, the state machine, the journal and the answer.
+request. For each kind it prints a JSON object with the size of a request and its answer in bytes, and the CPU time that
+the scheduler's process used for it: transport, decoding, the state machine, the journal and the answer.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Crowd:
         return await asyncio.gather(*map(one, self.clients, requests))
 
     async def cost(self, requests: Sequence[Request], reply: type[Message], rounds: int = 1) -> list[Any]:
-        """Like `ask`, `rounds` times, and print what it cost."""
+        """Call `ask` `rounds` times, and print the cost."""
         before = _cpu_s(self.process)
         for _ in range(rounds):
             answers = await self.ask(requests, reply)
@@ -111,7 +111,7 @@ class Crowd:
 
 
 def _bytes(message: Message) -> int:
-    """Return the bytes of a message, without those of ZMTP and CURVE."""
+    """Return the size of a message in bytes, without the overhead of ZMTP and CURVE."""
     return sum(map(len, codec.encode(message, request_id=1, incarnation=1, remaining_s=1.0)))
 
 
@@ -121,7 +121,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 async def measure(run: RunDir, process: psutil.Process, count: int) -> None:
-    """Print what `count` connections take and what each kind of request costs."""
+    """Print the cost of `count` connections and of each kind of request."""
     chance = np.random.default_rng(1)
     crowd = Crowd(run, process, count)
     try:

@@ -1,9 +1,9 @@
-"""Share of each process in the CPU time of the quickstart.
+"""Each process's share of the quickstart's CPU time.
 
     python -m tests.bench.cpu_shares [--steps 60] [--warm-up 10] [--turns 3]
 
-The quickstart runs without its evaluations. A figure is a process's user and system time between two rows of the
-metrics over that of all processes of the run. "journal and supervision" is an upper bound: the launcher, its guard and
+The quickstart runs without its evaluations. A figure is a process's user and system time between two metrics rows,
+divided by that of all processes of the run. "journal and supervision" is an upper bound: the launcher, its guard and
 the whole scheduler, whose work is more than its journal.
 """
 
@@ -33,7 +33,9 @@ class CpuTimes:
         self._taken: dict[int, dict[int, float]] = {}
 
     def look(self, launcher: int, arrivals: list[Arrival]) -> None:
-        """Record the CPU seconds when the first and when the last step of the measurement has its row."""
+        """Record the CPU seconds once the first step of the measurement has its row, and again once the last step has
+        its row.
+        """
         for step in self._steps:
             if len(arrivals) >= step and step not in self._taken:
                 self._taken[step] = self._seconds(launcher)

@@ -1,4 +1,4 @@
-"""Measures for `bench_train` the driver's CPU seconds in a training step against those of its 8 workers.
+"""Compares, for `bench_train`, the driver's CPU seconds in a training step with those of its 8 workers.
 
 Also measures, in the driver's process, the CPU seconds that it takes to verify the checksums of the step's shards: the
 difference between the first read of a batch and the second one, which verifies nothing. Every rank reads only its own
@@ -93,8 +93,9 @@ def cpu_s(group: WorkerGroup) -> float:
 
 
 async def measure(run: RunDir, group: WorkerGroup) -> dict[str, float]:
-    """Return the CPU seconds of the driver's calls and of the workers over STEPS steps. One step before them is not
-    measured."""
+    """Return the CPU seconds of the driver's calls and of the workers over STEPS steps. The step before them is not
+    measured.
+    """
     async with bench_of(run) as bench:
         workers = await driver_of(bench, Layout(RANKS), 5)
         await workers.init_model()

@@ -4,7 +4,7 @@ run.
     python -m tests.bench.growth [--steps 300] [--from 100] [--turns 1]
 
 The quickstart runs without its evaluations, and each process is sampled several times a second. A figure is the median
-over WINDOW steps: those after `--from`, and the last of the run. WINDOW is the whole interval between checkpoints, with
+over WINDOW steps: those after `--from`, and the last of the run. WINDOW is the whole interval between checkpoints, over
 which a store's contents rise and fall. Resident memory (RSS) includes shared memory that a process has mapped and
 touched.
 """
@@ -46,7 +46,7 @@ class Growth:
 class Watch:
     """Resident bytes by pid of the launcher and all its descendants, at every sample.
 
-    Spares are left out: on a busy machine they may be importing at any step.
+    Spares are excluded, because on a busy machine they may be importing at any step.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Watch:
         self.looks: list[tuple[int, dict[int, int]]] = []
 
     def look(self, launcher: int, arrivals: list[Arrival]) -> None:
-        """Record the memory of all processes now, after as many steps as `arrivals` holds."""
+        """Record the memory of all processes now, after as many steps as `arrivals` contains."""
         found: dict[int, int] = {}
         try:
             processes = [psutil.Process(launcher), *psutil.Process(launcher).children(recursive=True)]

@@ -1,9 +1,10 @@
-"""What Ray adds to a run on another host, and how soon the work of a lost host is leased again:
+"""Measures the overhead of Ray in a run with another host, and how soon the work of a lost host is leased again:
 `python -m tests.bench.hosts`.
 
-All nodes are on this machine. The start and the steps of the quickstart are measured with its rollout on another host,
-alternately placed by Ray on a running cluster and with an agent that is started as soon as the run exists. Then a node
-is killed in each of some longer runs. It prints one JSON object for each run and each loss, and the figures.
+All nodes are on this machine. The start and the steps of the quickstart are measured with its rollout on another host.
+Runs alternate between placement by Ray on a running cluster and an agent that is started as soon as the run exists.
+Then a node is killed in each of several longer runs. It prints one JSON object for each run and each loss, and the
+figures.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tests.integration.tiny.harness import ROOT, ctl, environment, wait_for
 
 STEPS = 25
 WARM_STEPS = 5
-"""Steps before the first one whose time counts."""
+"""Number of steps before the first step whose time counts."""
 LIMIT_S = 240.0
 ROLLOUT_ON_B = ("services.rollout.host=b", "transport.listen=127.0.0.1")
 TWO_HOSTS = ("placement={engine: ray, hosts: {b: {}, c: {}}}", "services.rollout={host: [b, c], instances: 2}")
@@ -48,7 +49,7 @@ VICTIM = ("rollout", 1)
 
 @dataclass(frozen=True)
 class Timed:
-    """Seconds from the command to the first committed step, and of a step."""
+    """Seconds from the command to the first committed step, and seconds per step."""
 
     start_s: float
     step_s: float
@@ -131,7 +132,9 @@ def loss(cluster: RayCluster) -> Loss:
 
 
 def _leased_again(path: Path, killed_at: float) -> tuple[float, int]:
-    """Return when the last task that the lost rollout had leased was leased again, and their number."""
+    """Return the time at which the last of the lost rollout's leased tasks was leased again, and the number of these
+    tasks.
+    """
     run = RunDir.open(path)
     plan, _ = make_plan(load(run.topology), run.topology)
     lost: set[str] = set()

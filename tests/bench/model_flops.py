@@ -1,9 +1,10 @@
 """Floating point operations of one forward and backward pass of a decoder, and the peak of a device; no measurement.
 
-MFU, model FLOPs utilisation, is the operations a model needs over those the device could have done in the same time
-(PaLM, Chowdhery et al. 2022, appendix B): the model needs 6 per token and matrix weight, and 12 per layer, head
-dimension and pair of positions. Recomputation does not count. Two conventions are in use for causal attention: to count
-all pairs of positions (PaLM, and most published figures), or only those that the mask leaves, about half of them.
+MFU, model FLOPs utilisation, is the number of operations that a model needs, divided by the number that the device
+could have done in the same time (PaLM, Chowdhery et al. 2022, appendix B): the model needs 6 per token and matrix
+weight, and 12 per layer, head dimension and pair of positions. Recomputation does not count. Two conventions are in use
+for causal attention: counting all pairs of positions (PaLM, and most published figures), or only those that the mask
+leaves, which are about half of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The monitor under load: `python -m tests.bench.monitor [--minutes 10] [--rate 10000] [--subscribers 50]`.
 
-First, how many metrics a second it takes and what a metric costs it, with no subscriber and with many, one of which is
-stopped. Then whether it takes `rate` metrics a second for `minutes`, and how its memory develops. A metric is a value.
+The first part measures how many metrics per second the monitor accepts and how much CPU time a metric costs it, with no
+subscriber and with many, one of which is stopped. The second part sends `rate` metrics per second for `minutes` and
+prints how the monitor's memory develops. A metric is one value.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from tests.bench.turns import TURNS, Spread
 from tests.integration.monitor.played_run import PlayedRun, start_monitor
 
 VALUES = 20
-"""Values of one telemetry message, as services send them."""
+"""Number of values in one telemetry message, about as many as services send."""
 BURST = 100
-"""Messages between two questions for the snapshot, which keep the sender from outrunning its own queue."""
+"""Number of messages between two snapshot requests, which keep the sender from overfilling its own queue."""
 TOPICS = 50
 QUIET_S = 0.8
-"""Silence after which a subscriber that was told to end has received everything. The monitor's own topics come each
-second."""
+"""Seconds of silence after which a subscriber that was told to stop has received everything. The monitor sends its own
+topics every second.
+"""
 WARM_UP_S = 30.0
 SAMPLE_S = 5.0
 
@@ -46,7 +48,7 @@ def emit(played: PlayedRun, number: int) -> None:
 
 
 def subscribe(endpoint: str, count: int, pipe: Connection) -> None:
-    """Receive with `count` subscribers until told to end. Then report what each received and lost."""
+    """Receive with `count` subscribers until told to stop. Then report how many updates were received and lost."""
     context = zmq.Context()
     sockets = []
     for _ in range(count):
@@ -79,7 +81,7 @@ def subscribe(endpoint: str, count: int, pipe: Connection) -> None:
 
 
 class Subscribers:
-    """Subscribers in a process of their own."""
+    """Subscribers in a separate process."""
 
     def __init__(self, run: RunDir, count: int) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
@@ -88,7 +90,7 @@ class Subscribers:
         self._pipe.recv()
 
     def end(self) -> tuple[int, int, int]:
-        """Return the fewest and the most updates that one received, and what the first one lost."""
+        """Return the fewest and the most updates that a subscriber received, and the number that the first lost."""
         self._pipe.send("end")
         least, most, lost = self._pipe.recv()
         self.process.join()
@@ -96,7 +98,7 @@ class Subscribers:
 
 
 async def flood(played: PlayedRun, pid: int, messages: int) -> tuple[float, float]:
-    """Send `messages` messages as fast as they are taken. Return metrics/s, and CPU µs of the monitor per metric."""
+    """Send `messages` messages as fast as they are accepted. Return metrics/s, and the monitor's CPU µs per metric."""
     process = psutil.Process(pid)
     before, begun = process.cpu_times(), time.monotonic()
     for number in range(messages):
@@ -110,7 +112,7 @@ async def flood(played: PlayedRun, pid: int, messages: int) -> tuple[float, floa
 
 
 async def compare(run: RunDir, pid: int, subscribers: int, messages: int) -> None:
-    """Measure the throughput without and with subscribers, alternately."""
+    """Measure the throughput alternately without and with subscribers."""
     played = PlayedRun(run)
     rates: dict[int, list[float]] = {0: [], subscribers: []}
     costs: dict[int, list[float]] = {0: [], subscribers: []}
@@ -139,7 +141,7 @@ async def compare(run: RunDir, pid: int, subscribers: int, messages: int) -> Non
 
 
 async def sustain(run: RunDir, pid: int, rate: int, minutes: float) -> None:
-    """Send `rate` metrics a second, and print CPU and memory of the monitor."""
+    """Send `rate` metrics per second, and print the monitor's CPU time and memory."""
     played, process = PlayedRun(run), psutil.Process(pid)
     first = (await _settled(played)).sequence
     begun, number, per_s = time.monotonic(), 0, rate / VALUES

@@ -64,11 +64,11 @@ from tests.bench.scheduler_load import SCALARS, weights_ref
 
 GROUP = 8
 ROLLOUTS = 10
-"""Rollout processes of each host."""
+"""Number of rollout processes on each host."""
 BLOCK = 4
-"""Tasks of a lease."""
+"""Number of tasks in a lease."""
 STEP_TASKS = 2048
-"""Tasks of a step: the most whose scalars fit into a message, at 8 samples a task."""
+"""Number of tasks in a step: the most whose scalars fit into a message, with 8 samples per task."""
 LEASE_S = 120.0
 WORK_S = (20.0, 60.0)
 """Range of the seconds that a lease takes."""
@@ -114,7 +114,7 @@ class Cost:
 
 @dataclass(eq=False)
 class Host:
-    """A simulated host: what its agent runs, and what its store holds."""
+    """A simulated host: the processes that its agent runs, and the content of its store."""
 
     name: str
     life: int
@@ -135,7 +135,7 @@ class Process:
     lease: int = 0
     progress: int = 0
     held: dict[tuple[str, int], int] = field(default_factory=dict)
-    """What a store holds: the content hash by task and fence."""
+    """Content of a store: the content hash by task and fence."""
 
     @property
     def alive(self) -> bool:
@@ -164,7 +164,7 @@ def make_topology(folder: Path, hosts: int) -> Topology:
 
 
 class Population:
-    """All processes of a run but the scheduler and the supervisor, on a virtual clock."""
+    """All processes of a run except the scheduler and the supervisor, on a virtual clock."""
 
     def __init__(self, topology: Topology, hosts: int) -> None:
         tasks = ROLLOUTS * hosts * BLOCK
@@ -223,7 +223,7 @@ class Population:
         self._handled(self.timed(kind, lambda: self.machine.handle(event, self.now)))
 
     def ask(self, request: Any, taken: Callable[[Any], None] = lambda answer: None, wait_s: float = WAIT_S) -> None:
-        """Ask the scheduler. `taken` gets the answer, or a Fail, a moment later."""
+        """Send a request to the scheduler. `taken` receives the answer, or a Fail, a moment later."""
         ref = next(self._refs)
         self._pending[ref] = taken
         self.event(type(request).__name__, Asked(ref, request, self.now + wait_s, (1, ref)))
@@ -443,7 +443,7 @@ class Population:
                 self.ask(gone)
 
     def lose(self, share: float) -> list[Host]:
-        """Let a share of the hosts die at this moment. They are noticed all at once, `NOTICED_S` later."""
+        """Kill a share of the hosts at this moment. All of these deaths are noticed at once, `NOTICED_S` later."""
         lost = self._chance.sample(self.hosts, max(int(len(self.hosts) * share), 1))
         for host in lost:
             host.alive = False

@@ -29,7 +29,7 @@ def save_random(folder: Path, **sizes: int) -> None:
 
 
 def save_random_of(folder: Path, mib: int) -> None:
-    """Save a model with about `mib` MiB of weights, by its number of layers."""
+    """Save a model with about `mib` MiB of weights, which set its number of layers."""
     width = 1024 if mib > 256 else 512
     layer_mib = (2 * width * 16 * 64 + 2 * width * 4 * 64 + 3 * width * 4 * width) * 4 / 2**20
     save_random(
@@ -44,7 +44,7 @@ def save_random_of(folder: Path, mib: int) -> None:
 
 
 def save_random_qwen2(folder: Path) -> None:
-    """Save a model of the shape of Qwen2-0.5B with random bfloat16 weights and a context of 512 tokens."""
+    """Save a model with the shape of Qwen2-0.5B, random bfloat16 weights and a context of 512 tokens."""
     torch.manual_seed(SEED)
     logging.disable_progress_bar()
     config = Qwen2Config(

@@ -1,8 +1,9 @@
 """Time until every host has a new version of the weights: `python -m tests.bench.relay [--hosts 5]`.
 
-The hosts are network namespaces behind a switch, with lines of RATE MB/s in each direction. Stores and scheduler are
-the services. It prints the seconds to one host, and to all by the relay's chain, by a binary tree, and with the store
-of the trainer as the only source. All hosts begin at the same time.
+The hosts are network namespaces behind a switch, with lines of RATE MB/s in each direction. The stores and the
+scheduler are the real services. It prints the time until one host has the version, in seconds, and the time until all
+hosts have it: by the relay's chain, by a binary tree, and with the trainer's store as the only source. All hosts begin
+at the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.integration.relay_run import relay_run, same, weights_of
 from tests.integration.star import Unavailable, star
 
 LIMIT = 1.5
-"""Maximum ratio of the time to all hosts and the time to one."""
+"""Maximum ratio of the time to all hosts to the time to one."""
 SHAPES = {
     "chain": ("services.scheduler",),
     "tree": ("tests.bench.relay_scheduler", "tree"),
@@ -32,7 +33,7 @@ SHAPES = {
 
 
 async def seconds(folder: Path, shape: str, hosts: int, nbytes: int, rate: int, rounds: int) -> list[float]:
-    """Return for each round the seconds until all of `hosts` hosts have the version."""
+    """Return, for each round, how long it takes until all of `hosts` hosts have the version, in seconds."""
     weights = weights_of(nbytes)
     found: list[float] = []
     with (

@@ -1,4 +1,4 @@
-"""A scheduler that tells stores another order: `python -m tests.bench.relay_scheduler SHAPE --run D`."""
+"""A scheduler that gives stores another relay order: `python -m tests.bench.relay_scheduler SHAPE --run D`."""
 
 from __future__ import annotations
 

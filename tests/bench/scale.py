@@ -1,10 +1,9 @@
-"""What a run on many hosts costs its scheduler and its supervisor, simulated: `python -m tests.bench.scale HOSTS...`.
+"""Simulates a run on many hosts, to measure its scheduler and supervisor: `python -m tests.bench.scale HOSTS...`.
 
-The state machine of the scheduler and the book of hosts, both the production classes, are driven by a simulated
-population on a virtual clock: every process registers, sends heartbeats, leases, completes and is cleared as the real
-ones do, agents report, a driver consumes steps, and 5 % of the hosts are lost at one moment. The CPU time inside the
-two state machines is measured, without garbage collections. `tests.bench.connections` measures what decoding, the
-journal and sockets add.
+The scheduler's state machine and the host book, both production classes, are driven by a simulated population on a
+virtual clock. Processes register, send heartbeats, lease, complete and clear tasks as in a real run. Agents report, a
+driver consumes steps, and 5 % of the hosts are lost at once. The CPU time inside the two state machines is measured,
+without garbage collections. `tests.bench.connections` measures what decoding, the journal and sockets add.
 
 It prints a JSON object for each phase of each size: the join of all processes, a steady run, and the loss of hosts.
 """
@@ -30,9 +29,9 @@ from tests.bench.turns import heading, versions
 LOST_SHARE = 0.05
 STARTS = ("plan the hosts", "begin")
 SUPERVISORS = ("plan the hosts", "HostReport", "a host is lost")
-"""Kinds of work that the supervisor does. The scheduler does the others."""
+"""Kinds of work that the supervisor does. The scheduler does all other work."""
 WARM_S = 70.0
-"""Seconds of a simulation before the measurement: all processes have joined and work."""
+"""Simulated seconds before the measurement, by which time all processes have joined and are working."""
 
 
 def measure(hosts: int, seconds: float) -> Iterator[dict[str, Any]]:
@@ -67,7 +66,7 @@ def measure(hosts: int, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def _taken(population: Population, seconds: float) -> dict[str, Any]:
-    """Return the costs since the last call, and forget them. A core is a CPU second for each simulated second."""
+    """Return the costs since the last call, and reset them. A core is one CPU second per simulated second."""
     costs, population.costs = population.costs, defaultdict(Cost)
     cores = {"scheduler": 0.0, "supervisor": 0.0}
     kinds = {}

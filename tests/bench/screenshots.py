@@ -1,4 +1,4 @@
-"""`make screenshots`: trains the quickstart twice and takes the pictures of docs/web.md. It needs chromium.
+"""`make screenshots`: trains the quickstart twice and takes the pictures for docs/web.md. It needs chromium.
 
 docs/web-curves.png     two runs over each other, zoomed charts, light
 docs/web-services.png   processes and pipeline of a live run, dark

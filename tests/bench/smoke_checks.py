@@ -48,7 +48,9 @@ def require(*modules: str) -> None:
 
 
 def versions(device: str) -> Measured:
-    """Return what the other lines depend on. On CUDA, an operation on the device must succeed."""
+    """Return the versions and sizes on which the other results depend. On CUDA, an operation on the device must
+    succeed.
+    """
     found: Measured = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -67,10 +69,11 @@ def versions(device: str) -> Measured:
 
 
 def attention(device: str) -> Measured:
-    """Time attention and its gradient for new shapes, as ragged batches bring in almost every micro-batch.
+    """Time attention and its gradient for new shapes, which ragged batches have in almost every micro-batch.
 
-    For causal chains and masked trees, shared and repeated keys, with cuDNN's kernel first and last: the median time of
-    the first call and of the second with each shape in ms, the peak bytes, and the slowest kernel.
+    Covers causal chains and masked trees, with shared and with repeated keys, with cuDNN's kernel first and switched
+    off. Returns the median time of the first and of the second call with each shape, in ms, the peak bytes, and the
+    slowest kernel.
     """
     on_gpu = device == "cuda"
     rows, heads, groups, dim, longest = (8, 28, 4, 128, 2048) if on_gpu else (2, 4, 2, 16, 64)
@@ -164,7 +167,7 @@ def locked_memory(device: str) -> Measured:
 
 
 def device_memory(device: str) -> Measured:
-    """Export memory of the device to a reader that is killed before it opens it: the memory must come back."""
+    """Export device memory to a reader that is killed before it opens the export. The memory must be freed."""
     from shared.weights.memory import exported, give_back, packed, withdraw
 
     before = torch.cuda.memory_allocated()
@@ -185,7 +188,7 @@ def device_memory(device: str) -> Measured:
 
 
 def nccl_one_rank(device: str) -> Measured:
-    """Send 4 GiB to a communicator of one rank, then give up joins that no peer answers."""
+    """Send 4 GiB to a communicator of one rank, then abandon joins that no peer answers."""
     require("msgspec", "zmq")
     from services.policy_trainer.worker.weights.nccl import NcclGroup, new_unique_id
     from shared.ranks.meeting import LOOPBACK
@@ -210,7 +213,7 @@ def nccl_one_rank(device: str) -> Measured:
 
 
 def megatron_one_rank(device: str) -> Measured:
-    """Update a model by Megatron with one rank. Its optimizer gathers tensors of the device, which gloo cannot."""
+    """Update a model with Megatron on one rank. Its optimizer gathers device tensors, which gloo cannot do."""
     require("megatron.core" if importlib.util.find_spec("megatron") else "megatron")
     from services.policy_trainer.worker.megatron.backend import MegatronBackend
 
@@ -223,7 +226,7 @@ def megatron_one_rank(device: str) -> Measured:
 def step_and_publish(device: str) -> Measured:
     """Update a random Qwen2 of 1.5B parameters in bfloat16 (a tiny one on a CPU) and copy its weights for a store.
 
-    `gap_ms` is the longest time for which the event loop of the worker would not have answered, `waits` the number of
+    `gap_ms` is the longest time for which the worker's event loop would not have answered, and `waits` is the number of
     places where a gradient made the host wait for the device.
     """
     from services.policy_trainer.worker.backend_torch import TorchBackend
@@ -287,7 +290,7 @@ def _counted_waits(device: str) -> Iterator[list[Any]]:
 
 
 async def _beside_a_loop(work: Callable[[], object]) -> tuple[float, float]:
-    """Run work on a thread, and return its seconds and the longest gap between two turns of the loop in seconds."""
+    """Run work on a thread. Return how long it takes and the longest gap between two turns of the loop, in seconds."""
     loop = asyncio.get_running_loop()
     began = last = loop.time()
     gap = 0.0

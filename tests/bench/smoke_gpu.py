@@ -1,8 +1,8 @@
-"""Runs the parts that need a GPU once, each in a process of its own: `make smoke-gpu`, or, with `--device cpu`, those
-that also run without one.
+"""Runs each part that needs a GPU once, in a separate process: `make smoke-gpu`. With `--device cpu`, only those parts
+run that also work without a GPU.
 
-Prints one JSON line for each check as it ends: its name, `ok` (null: left out, with the reason), `seconds`, and what it
-measured. The whole takes ten minutes at most. The exit status is 1 if a check failed.
+Prints one JSON line for each check as it ends: its name, `ok` (null: skipped, with the reason), `seconds`, and what it
+measured. All checks together take ten minutes at most. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOLE_S = 580.0
-"""Limit of the whole in seconds. Checks for which no time is left are left out."""
+"""Maximum seconds for all checks together. Checks for which no time is left are skipped."""
 LIMITS_S = {
     "versions": 60.0,
     "attention": 120.0,
@@ -30,7 +30,7 @@ LIMITS_S = {
     "colocated_run": 180.0,
     "gpu_tests": 180.0,
 }
-"""The checks in their order, with the limit of each in seconds. They are functions of `smoke_checks`."""
+"""The checks in order, each with its limit in seconds. They are functions of `smoke_checks`."""
 WITHOUT_GPU = ("versions", "attention", "locked_memory", "step_and_publish", "utilisation")
 LEFT_OUT = 77
 """Exit status of a check that needs something this machine lacks. Its last line says what."""

@@ -76,7 +76,7 @@ def merged(spans: Iterable[Span]) -> list[Interval]:
 
 
 def common_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """Return the seconds that lie in intervals of both."""
+    """Return how long the intervals of both overlap, in seconds."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
 
 

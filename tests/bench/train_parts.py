@@ -27,7 +27,7 @@ from tests.bench.model_flops import peak_flops, training_flops
 
 ROUNDS = 3
 MICRO_BATCH = 16_384
-"""Tokens of a micro-batch."""
+"""Number of tokens in a micro-batch."""
 CONVENTIONS: tuple[Literal["whole", "causal"], ...] = ("whole", "causal")
 VOCABULARY, HIDDEN, TOKENS = 150_000, 64, 2048
 
@@ -74,7 +74,7 @@ def utilisation(device: str) -> dict[str, Any]:
     """Return operations per second of forward and backward in bfloat16, and MFU where the device's peak is known.
 
     Both are means over the rounds, which are returned too, for each way to count attention (`model_flops`). Every round
-    has new lengths, as every step of a run has: a library that prepares itself for each shape does so in every round.
+    has new lengths, like every step of a run, so a library that prepares itself for each shape does so in every round.
     On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to 4,096 tokens; on a CPU, a small trial
     model is used.
     """
@@ -137,8 +137,9 @@ def plain_tokens_per_s(device: str, rounds: Sequence[Sequence[int]]) -> float:
 
 
 def round_s(backend: TorchBackend, lengths: np.ndarray, vocabulary: int, device: str, *, keep: bool = False) -> float:
-    """Return the seconds of one forward and backward pass over random sequences of `lengths`. With `keep`, the gradient
-    remains for an update."""
+    """Return how long one forward and backward pass over random sequences of `lengths` takes, in seconds. With `keep`,
+    the gradient remains for an update.
+    """
     ids = np.random.default_rng(int(lengths.sum())).integers(0, vocabulary, int(lengths.sum())).astype(np.int32)
     mask = np.ones(len(ids), np.uint8)
     mask[np.cumsum(lengths) - lengths] = 0

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class One:
-    """Seconds of a sync's parts, and from the start of the first to the end of the last."""
+    """Duration of each part of a sync, and from the start of the first part to the end of the last, in seconds."""
 
     parts: tuple[float, ...]
     total: float
@@ -59,7 +59,7 @@ class One:
 
 @dataclass
 class Measured:
-    """Syncs of `nbytes`, and the seconds of a one-thread copy of the same number of bytes before each sync."""
+    """Syncs of `nbytes`, and the duration of a one-thread copy of as many bytes before each sync, in seconds."""
 
     nbytes: int
     largest_error: float = 0.0
@@ -73,7 +73,7 @@ class Measured:
         return min(self.syncs, key=lambda one: one.total)
 
     def median_verify_s(self) -> float:
-        """Return the median seconds of the part "verify"."""
+        """Return the median duration of the part "verify", in seconds."""
         return statistics.median(one.parts[PARTS.index("verify")] for one in self.syncs)
 
     def median_ratio(self) -> float:
@@ -98,7 +98,7 @@ class Trainer:
             value.add_(float(self._signs.choice([-1e-4, 1e-4])))
 
     async def publish(self, data: DataClient, request: Publish) -> tuple[WeightsRef, float, float]:
-        """Publish as the worker does; also return the seconds of the canary and of the put, which overlap."""
+        """Publish as the worker does. Also return how long the canary and the put took, in seconds. They overlap."""
         began = time.perf_counter()
 
         async def timed(work: Awaitable[T]) -> tuple[T, float]:

@@ -248,7 +248,7 @@ def delete_the_shared_memory(each: Round) -> str:
 
 
 def cut_the_journal(each: Round) -> str:
-    """Lose the end of the journal, as a power loss does. The run returns to a state on which all files agree."""
+    """Discard the end of the journal, as a power cut does. The run returns to a state on which all files agree."""
     kill_the_launcher(each)
     _kill(each, ("scheduler",))
 
@@ -262,7 +262,7 @@ def cut_the_journal(each: Round) -> str:
 
 
 def flip_the_journal(each: Round) -> str:
-    """Flip a bit of the journal at rest. The next launch names the damage, unless the bit held no data."""
+    """Flip a bit of the journal at rest. The next launch names the damage, unless the bit was not part of any data."""
     kill_the_launcher(each)
 
     def damage() -> Callable[[], None]:

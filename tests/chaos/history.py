@@ -16,7 +16,9 @@ Task = tuple[str, int]
 
 
 def read(folder: Path) -> list[Record]:
-    """Return the records of all processes in the order of their ends. A line cut off by a kill is left out."""
+    """Return the records of all processes, ordered by the time at which each ended. A line cut off by a kill is
+    skipped.
+    """
     records = []
     for file in folder.glob("*.jsonl"):
         text = file.read_text()

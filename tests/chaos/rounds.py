@@ -103,8 +103,8 @@ def disturbed(
     """Disturb a run until it is done, and check it.
 
     `points` draws the named points of each launch. `reference` is the directory of an undisturbed run, given if bits
-    are to be compared. `pause_s` are the least and the most seconds from a commit to the next disturbance. `before`
-    counts the disturbances of earlier rounds by name.
+    are to be compared. `pause_s` is the minimum and the maximum number of seconds from a commit to the next
+    disturbance. `before` counts the disturbances of earlier rounds by name.
     """
     chance = random.Random(seed)
     result = Result(seed)

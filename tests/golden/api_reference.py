@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the API of users' code, from the docstrings: `python -m tests.golden.api_reference`."""
+"""Writes docs/api.md, the API for users' code, from the docstrings: `python -m tests.golden.api_reference`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _prose(doc: str | None) -> str:
 
 
 def _class(node: ast.ClassDef) -> str:
-    """Return the section of a class: its docstring, its fields with theirs, and its public methods."""
+    """Return the section of a class: its docstring, its fields with their docstrings, and its public methods."""
     fields = []
     methods = []
     for at, each in enumerate(node.body):

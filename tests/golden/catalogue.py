@@ -1,6 +1,6 @@
 """Writes the message catalogue of proto/SPEC.md from the code: `python -m tests.golden.catalogue`.
 
-Purposes, fields, meanings and errors come from the classes and comments in proto/messages. Only routes, titles and
+Purposes, fields, meanings and errors are taken from the classes and comments in proto/messages. Only routes, titles and
 meanings that fields of the same name share are written here. A test fails while the document and the code differ.
 """
 

@@ -1,4 +1,4 @@
-"""The site of the documents: it builds without a warning and without internet, and finds broken links."""
+"""The documentation site: it builds without warnings and without internet access, and the build finds broken links."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(root: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Return a copy of what the site is made of."""
+    """Return a copy of the files from which the site is built."""
     root = tmp_path / "tree"
     left_out = shutil.ignore_patterns("__pycache__", "models", "site-packages")
     for folder in ("docs", "proto", "shared", "services", "launch", "docker"):

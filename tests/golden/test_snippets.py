@@ -22,9 +22,9 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 COMMANDS = ("cluster", "ctl", "host", "monitor")
 KEYS = {re.sub(r"\[\]", "", each) for each in re.findall(r"^\| `([^`]+)`", topology_keys.DOCUMENT.read_text(), re.M)}
 FREE = ("params", "engine_args")
-"""Last parts of keys that hold a mapping with keys of its own."""
+"""Last parts of the keys that contain a mapping with its own keys."""
 SECTIONS = {key.partition(".")[0] for key in KEYS}
-# Words in this form that are no topology keys: files, modules of Python, keys of other systems, doors of a run.
+# Words of this form that are not topology keys, such as file names.
 OTHER = re.compile(r"\.(py|md|yaml|jsonl|sqlite|json|log|txt|html|gz|csv|svg|h|c)$|^(run\.name|data\.copies)$")
 
 
@@ -48,7 +48,7 @@ def command_lines(document: Path) -> list[list[str]]:
 
 
 def is_key(path: str) -> bool:
-    """Return whether the schema has a key, a section, or a pattern with `*` or `<name>`. Free mappings have any key."""
+    """Return whether the schema has a key, a section, or a pattern with `*` or `<name>`. A free mapping has any key."""
     pattern = re.escape(re.sub(r"<[^>]+>", "*", path)).replace(r"\*", "[^.]+")
     for key in KEYS:
         parts, named = key.split("."), path.split(".")

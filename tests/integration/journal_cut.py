@@ -11,12 +11,12 @@ _LOG_HEADER, _FRAME_HEADER = struct.Struct(">6I"), struct.Struct(">4I")
 _LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
 _COPIED = struct.Struct("=I")
 _COPIED_AT = 96
-"""Offset in the shared memory of the log of the number of frames that were copied into the database (nBackfill)."""
+"""Offset of nBackfill, the number of frames that were copied into the database, in the log's shared memory."""
 
 
 def cut(journal: Path, chance: random.Random, most: float = 1.0) -> bool:
-    """Cut the log of a journal that no process has open, by up to the share `most` of the frames that are not yet
-    copied into the database.
+    """Cut the log of a journal that no process has open. Up to the share `most` of the frames that are not yet copied
+    into the database are removed.
 
     Return False, without any change, if all frames are copied.
     """

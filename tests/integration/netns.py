@@ -80,7 +80,7 @@ class SlowLine:
 
 
 def _tun(name: str) -> int:
-    """Create a TUN device, which lives as long as the descriptor that is returned."""
+    """Create a TUN device. It exists until the returned descriptor is closed."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR)
     set_name, tun, without_header = 0x400454CA, 0x0001, 0x1000
     fcntl.ioctl(descriptor, set_name, struct.pack("16sH", name.encode(), tun | without_header))

@@ -89,7 +89,7 @@ def unread(run: Cluster) -> Callable[[str], bool]:
 
 
 def losses(run: Cluster) -> int:
-    """Return how often the scheduler has learned of lost shards."""
+    """Return the number of times that the scheduler has learned of lost shards."""
     return sum(line["event"] == "shards lost" for line in run.log("scheduler"))
 
 
@@ -111,7 +111,7 @@ def wait_for_spares(run: Cluster) -> None:
 
 
 def spares_used(run: Cluster) -> set[str]:
-    """Return the services of which a process has started from a spare."""
+    """Return the services that have a process that was started from a spare."""
     log = [json.loads(line) for line in run.run.log_file("supervisor", 0).read_text().splitlines()]
     return {line["kind"] for line in log if line["event"] == "spare used"}
 
@@ -123,8 +123,9 @@ def committed(run: Cluster, step: int) -> bool:
 
 
 def bits(path: Path) -> dict[str, bytes]:
-    """Return the bits that a finished run leaves: the exported weights, and the last checkpoint's weights, optimizer
-    state and earlier versions."""
+    """Return the bits that a finished run leaves behind: the exported weights, and the last checkpoint's weights,
+    optimizer state and earlier versions.
+    """
     last = max((path / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
     files = [path / "export" / "model.safetensors", *sorted(last.glob("*.safetensors"))]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}

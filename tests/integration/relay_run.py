@@ -74,7 +74,7 @@ class RelayRun:
         self.stores.pop(host).wait(10)
 
     def log_of(self, host: int) -> str:
-        """Return what the store of a host has logged."""
+        """Return the log of a host's store."""
         return self.run_of(host).log_file("batch-store", host).read_text()
 
     async def put(self, weights: dict[str, Array], version: PutTask = VERSION) -> None:
@@ -90,12 +90,14 @@ class RelayRun:
             yield peer.store
 
     async def held(self, host: int, version: PutTask = VERSION) -> Held:
-        """Have a host fetch a version, and return at once what it has of it."""
+        """Make a host fetch a version, and return at once how much of it the host already has."""
         async with self.client(host) as client:
             return await client.call(Hold(task=version, origin=STORE), Held, deadline_s=WITHIN_S)
 
     async def take(self, host: int, version: PutTask = VERSION) -> tuple[dict[str, Array], float]:
-        """Take a version from the store of a host as its rollouts do, and return it with the seconds it took."""
+        """Take a version from the store of a host as its rollouts do. Return the version and how long it took, in
+        seconds.
+        """
         began = time.monotonic()
         async with peer_of(self.run_of(host), host) as peer:
             name = service_name("batch-store", host)
@@ -115,7 +117,7 @@ class RelayRun:
             await client.call(Clear(tasks=[version]), Ack, deadline_s=WITHIN_S)
 
     async def chained(self, hosts: Sequence[int]) -> None:
-        """Wait until the stores of these hosts have been told their predecessors."""
+        """Wait until the scheduler has told the stores of these hosts their predecessors."""
         for host in hosts:
             await self.ready(host)
             await self.told(host, [service_name("batch-store", each) for each in reversed(hosts) if each < host][:2])
@@ -131,9 +133,9 @@ class RelayRun:
 def relay_run(
     folder: Path, hosts: Sequence[Host], *, memory: int = 256 << 20, scheduler: Sequence[str] = ("services.scheduler",)
 ) -> Iterator[RelayRun]:
-    """Start the scheduler and the store of home, which is the first host. Other stores are started by the test.
+    """Start the scheduler and the store at home, which is the first host. The test starts the other stores.
 
-    `scheduler` is the module of the scheduler, and arguments for it.
+    `scheduler` is the scheduler's module, followed by its arguments.
     """
     home = make_run(folder, memory=memory)
     access = Access(

@@ -1,4 +1,4 @@
-"""Any number of hosts on one machine: network namespaces joined by a switch over lines of a limited rate."""
+"""Any number of hosts on one machine: network namespaces joined by a switch over lines with a limited rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integration import netns
 from tests.integration.two_hosts import command, inside
 
 QUEUE_S = 0.02
-"""Seconds of traffic that wait at each end of a line; packets beyond it are lost."""
+"""Maximum length of the queue at each end of a line, in seconds of traffic. Further packets are lost."""
 
 
 class Unavailable(Exception):
@@ -30,7 +30,7 @@ class Host(netns.Host):
 
 
 def limit(namespace: str, link: str, bytes_per_s: int) -> None:
-    """Limit what leaves a namespace over a link."""
+    """Limit the rate at which a namespace sends over a link."""
     queue = max(64_000, int(QUEUE_S * bytes_per_s))
     shape = f"root tbf rate {8 * bytes_per_s} burst 64kb limit {queue}"
     command(*inside(namespace), "tc", "qdisc", "replace", "dev", link, *shape.split())

@@ -240,7 +240,7 @@ class Actor:
         return ack
 
     async def work(self, *, wait_s: float = 2.0) -> int:
-        """Lease, put and complete until no lease comes within `wait_s`; return the number of tasks."""
+        """Lease, put and complete until no lease is granted within `wait_s`; return the number of tasks."""
         done = 0
         while (grant := await self.lease(wait_s=wait_s)) is not None:
             await self.complete(grant, await self.make(grant))
@@ -298,7 +298,7 @@ class DriverActor(Actor):
         return batch
 
     async def put_prox(self, batch: StepBatch, tokens: Sequence[int], life: int) -> None:
-        """Put the shards that the trainer's forward pass makes in a step driven by incarnation `life`."""
+        """Put the shards that the trainer's forward pass produces in a step driven by incarnation `life`."""
         key = f"prox_logprobs:{life:x}-{batch.step}"
         shards = [
             TaskShards(task.task_id, task.fence, {key: np.full(size, life % 1000, np.float32)})

@@ -74,7 +74,7 @@ class Cluster:
         return {step: (state, json.loads(ids)) for step, state, ids in found}
 
     def status(self) -> dict[str, Any]:
-        """Return what `ctl status --json` prints, or {} while the run does not answer."""
+        """Return the output of `ctl status --json`, or {} while the run does not answer."""
         return status_of(self.path)
 
     def pid(self, service: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Defects of what observers see: curves, processes, lost updates, text that steers the terminal."""
+"""Defects in what observers see: curves, processes, lost updates, text that steers the terminal."""
 
 from __future__ import annotations
 

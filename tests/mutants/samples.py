@@ -1,4 +1,4 @@
-"""Defects of recorded samples: what is kept for the recorder, for how long, and what the files hold."""
+"""Defects of recorded samples: what is kept for the recorder and for how long, and the content of the files."""
 
 from __future__ import annotations
 

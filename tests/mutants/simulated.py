@@ -34,7 +34,7 @@ _ALSO = frozenset(
         "a tombstone is written after the clear",
     }
 )
-"""Mutations with a test of their own that the simulation also finds."""
+"""Mutations that have their own test and that the simulation also finds."""
 
 SIMULATED = [
     *(

@@ -1,4 +1,4 @@
-"""Defects of what people and tools see: pictures, reports, traces, Prometheus."""
+"""Defects in what people and tools see: pictures, reports, traces, Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects of the page for browsers: who reaches it, and rows that are taken back."""
+"""Defects of the page for browsers: access to it, and rows that are taken back."""
 
 from __future__ import annotations
 

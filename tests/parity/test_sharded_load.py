@@ -28,7 +28,7 @@ and one tensor of the model 0.12."""
 
 
 def resident_bytes(what: str) -> int:
-    """Return a line of /proc/self/status: VmHWM is the peak, RssAnon what is not mapped from files."""
+    """Return the bytes in a line of /proc/self/status: VmHWM is the peak, RssAnon the memory not mapped from files."""
     found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
@@ -41,8 +41,8 @@ def backend_of(model: Path, dtype: str, place: Place, folder: Path) -> TorchBack
 
 def load_and_keep(place: Place, folder: Path) -> None:
     """Load, change and load the model again. Keep the weights of rank 0 and the memory of every rank."""
-    backend_of(folder.parent / "small", "bfloat16", place, folder)  # whatever is imported and made once
-    Path("/proc/self/clear_refs").write_text("5")  # begins VmHWM anew
+    backend_of(folder.parent / "small", "bfloat16", place, folder)  # imports and creates everything that is made once
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident_bytes("VmHWM")
     backend = backend_of(folder.parent / "model", "bfloat16", place, folder)
     grown = resident_bytes("VmHWM") - before

@@ -49,8 +49,9 @@ POLL_S = 20.0
 
 @dataclass
 class Process:
-    """One process with turns to take. `there` holds the parts that are actually on the device, even while they
-    leave."""
+    """One process with turns to take. `there` has the parts that are actually on the device, even while they are being
+    moved off it.
+    """
 
     holder: Holder
     turns: list[list[Parts]]

@@ -284,7 +284,7 @@ class Both(RuleBasedStateMachine):
         return ""
 
     def delete(self, spares: list[str]) -> None:
-        """Delete the files of spares that the index has given up."""
+        """Delete the files of spares that the index has discarded."""
         for name in spares:
             del self.spares[name]
             self.store.room.reaped(name)
@@ -324,8 +324,9 @@ class Both(RuleBasedStateMachine):
         self.ask(PublishWeights(driver=1, ref=ref))
 
     def deliver_all(self) -> None:
-        """Let producers finish writing, dead ones return their room, every clear be acknowledged and every reader
-        end."""
+        """Let live producers finish writing, dead producers return their room, stores acknowledge every clear, and
+        readers end.
+        """
         for put_id in list(self.writing):
             self.finish(put_id)
         self.writing.clear()
@@ -354,7 +355,7 @@ class Both(RuleBasedStateMachine):
                 self.newest[task.task_id] = task.fence
                 # A task is never leased again after its collection.
                 assert (task.task_id, task.fence) not in self.cleared
-                if stage == "reference":  # The shards that the reference reads are there.
+                if stage == "reference":  # The shards that the reference reads exist.
                     self.store.locate([PutTask(task.task_id, task.fence)])
 
     @precondition(lambda self: self.grants)
@@ -403,14 +404,14 @@ class Both(RuleBasedStateMachine):
         for task_id, fence in tasks:
             if task_id in refused:
                 continue
-            assert fence == self.newest.get(task_id)  # An attempt that was given up never counts.
+            assert fence == self.newest.get(task_id)  # An abandoned attempt never counts.
             if outcome == Outcome.DONE:
                 keys = self.accepted.get(task_id, (fence, set()))[1] if grant.stage == "reference" else set()
                 self.accepted[task_id] = (fence, keys | {key})
         self.forget_gone()
 
     def forget_gone(self) -> None:
-        """Forget tasks that the scheduler has given up: lost attempts, drops and collected tasks."""
+        """Forget tasks that no longer count: lost attempts, drops and collected tasks."""
         for task_id, (fence, _) in list(self.accepted.items()):
             task = view.find(self.machine.run, task_id)
             if task is None or task.fence != fence or task.clears or task.lost:
@@ -450,7 +451,9 @@ class Both(RuleBasedStateMachine):
         self.forget_gone()
 
     def forward(self, tasks: list[tuple[str, int]]) -> None:
-        """Put the trainer's own log-probs. They never wait for room that cannot come, however often they are made."""
+        """Put the trainer's own log-probs. They never wait for room that cannot become free, however often they are
+        made.
+        """
         self.life += 1
         key = f"prox:{self.life}"
         if self.put(tasks, key) == ErrorCode.BUSY:
@@ -521,7 +524,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule(data=st.data())
     def begin_a_put(self, data: st.DataObject) -> None:
-        """Begin a put. Any event may come before the seal."""
+        """Begin a put. Any event may occur before the seal."""
         grant, _ = self.grants[data.draw(st.integers(0, len(self.grants) - 1))]
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         if self.open_put(tasks, KEYS[grant.stage]):
@@ -696,7 +699,7 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def the_store_holds_nothing_that_was_cleared_or_collected(self) -> None:
-        """Check that the store holds nothing of a collected task: COLLECTED means that it has deleted the shards."""
+        """Check that the store has no shards of a collected task: COLLECTED means that it has deleted them."""
         page, _ = self.store.inventory(0)
         for entry in page:
             assert self.tombs.get(entry.task_id, 0) < entry.fence

@@ -126,7 +126,7 @@ class SimRollout(Service):
 
 
 class SimScoring:
-    """Replacement of `Scoring` and of the model that it asks."""
+    """Replacement for `Scoring` and for the model that it asks."""
 
     def __init__(self) -> None:
         self.turns: Turns = OwnDevices()

@@ -285,7 +285,7 @@ class SimEngine:
 
 
 class SimTasks:
-    """Replacement of the data sets, in which the prompt of a task is its number."""
+    """Replacement for the data sets, in which the prompt of a task is its number."""
 
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
         sampling = SamplingParams(
@@ -304,7 +304,7 @@ class SimTasks:
 
 
 class SimRewards:
-    """Replacement of the reward processes."""
+    """Replacement for the reward processes."""
 
     def __init__(self, world: World) -> None:
         self.reachable = asyncio.Event()

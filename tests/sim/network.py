@@ -1,6 +1,6 @@
 """A network between nodes that loses, repeats, delays, reorders and cuts off messages, in place of libzmq's sockets.
 
-`SimContext` replaces a `zmq.Context`. Its sockets bring their own pump (`shared.rpc.transport.SelfPumped`).
+`SimContext` replaces a `zmq.Context`. Its sockets have their own pump (`shared.rpc.transport.SelfPumped`).
 `Mailbox` and `Client` run unchanged above them, with encoding, deadlines, retries and answers that are given once.
 """
 
@@ -231,7 +231,7 @@ class SimSocket:
         raise AssertionError("only sockets for other hosts track messages")
 
     def wait_writable(self) -> None:
-        """Call `on_writable` once the peer is there."""
+        """Call `on_writable` once the peer is connected."""
         self._refused = True
         self._network._loop.call_later(RECONNECT_S, self._writable, context=self.node.context)
 

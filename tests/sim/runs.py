@@ -94,7 +94,7 @@ def run_many(seeds: range, folder: Path, *, jobs: int = 1, keep_going: bool = Fa
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The outcome of some seeds. `broken` holds violations by seed."""
+    """The outcomes of some seeds. `broken` holds violations by seed."""
 
     events: int
     virtual_s: float

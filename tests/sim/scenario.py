@@ -152,7 +152,9 @@ class Ghost(Fault):
 
 @dataclass(frozen=True)
 class LastWords(Fault):
-    """A late message: a rollout is killed once it has sent its next completion, which arrives some seconds later."""
+    """A late message: a rollout is killed once it has sent its next completion, and that message arrives some seconds
+    later.
+    """
 
     key: Key
     after_s: float
@@ -181,7 +183,7 @@ class Scenario:
     """Whether the world continues after the last step until every process has ended."""
 
     def smaller(self) -> Iterator[Scenario]:
-        """Yield scenarios with a part of this one removed: first faults, then services, then steps."""
+        """Yield copies of this scenario with one part removed: first faults, then services, then steps."""
         for index in range(len(self.faults)):
             yield replace(self, faults=self.faults[:index] + self.faults[index + 1 :])
         for index, fault in enumerate(self.faults):

@@ -71,7 +71,7 @@ def check_topology(size: Size) -> None:
 
 
 class NoStreams:
-    """Replacement of the store's streams to other hosts."""
+    """Replacement for the store's streams to other hosts."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -92,7 +92,7 @@ def _no_telemetry(*_: Any, **__: Any) -> None:
 
 
 class NoPasses:
-    """Replacement of the thread that copies the journal's log into its file."""
+    """Replacement for the thread that copies the journal's log into its file."""
 
     error = ""
 

@@ -3,9 +3,9 @@
     python -m launch.topologies.models.make_tiny_qwen3 --out launch/topologies/models/tiny-qwen3
 
 The warm start uses only builtin:addition's train split, so it never trains on a held-out row. It stops early on
-purpose, so that reinforcement learning has something left to teach. The same seed, machine type and torch give the same
-bytes. Prints the greedy held-out accuracy and refuses a model whose accuracy is outside 0.35 to 0.49. Nothing imports
-this file.
+purpose, so that reinforcement learning has something left to teach. The same seed, machine type and torch version give
+the same bytes. Prints the greedy held-out accuracy and refuses a model whose accuracy is outside 0.35 to 0.49. Nothing
+imports this file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """Return a freshly initialised model, drawn from torch's global generator."""
+    """Return a model with fresh weights, drawn from torch's global generator."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -78,11 +78,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Source, *, accuracy: float, seed: int
 ) -> int:
-    """Train on the answers of `rows` until the share `accuracy` of 256 of these rows is answered correctly. Return the
-    number of steps.
+    """Train on the answers of `rows` until the model answers the fraction `accuracy` of 256 of these rows correctly.
+    Return the number of steps.
 
-    The tokens of the prompt carry no loss. A fixed number of steps would not work: the accuracy climbs from 0.2 to 0.8
-    within 50 steps, and the beginning of that climb depends on the last bits of the arithmetic.
+    Prompt tokens carry no loss. A fixed number of steps would not work: the accuracy climbs from 0.2 to 0.8 within 50
+    steps, and the start of that climb depends on the last bits of the arithmetic.
     """
     picker = random.Random(seed)
     probe = [rows.row(index) for index in range(PROBE_ROWS)]
@@ -113,7 +113,7 @@ def warm_start(
 
 @torch.no_grad()
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> float:
-    """Return the share of `rows` answered exactly with the likeliest tokens. Prompts must have equal lengths."""
+    """Return the fraction of `rows` that greedy decoding answers exactly. Prompts must have equal lengths."""
     ids_BT = torch.tensor([tokenizer.encode(row["prompt"]) for row in rows])
     prompt_tokens = ids_BT.shape[1]
     for _ in range(MAX_ANSWER_TOKENS):
@@ -126,7 +126,10 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 
 def name_portable_tokenizer_class(config: Path) -> None:
-    """Replace the class name that transformers 5 writes by one that version 4, still pinned elsewhere, knows."""
+    """Replace the class name that transformers 5 writes with one that version 4 knows.
+
+    Version 4 is still pinned elsewhere.
+    """
     fields = json.loads(config.read_text())
     fields["tokenizer_class"] = "PreTrainedTokenizerFast"
     config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""The reward of GSM8K: the number after `####` in the answer must be the last number of the completion."""
+"""The GSM8K reward: the number after `####` in the answer must be the last number of the completion."""
 
 from __future__ import annotations
 

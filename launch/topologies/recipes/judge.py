@@ -18,15 +18,15 @@ TIMEOUT_S = 30.0
 
 @cache
 def _client() -> httpx2.AsyncClient:
-    """Return the client of this process, which all calls share."""
+    """Return this process's client, which all calls share."""
     return httpx2.AsyncClient(timeout=TIMEOUT_S)
 
 
 async def score(sample: Sample, *, base_url: str, model: str) -> float:
     """Return the judge's grade, from 0.0 to 1.0.
 
-    HTTP errors pass through: a judge that is away is waited for. Raises ValueError for a reply without a grade, which
-    loses this sample alone.
+    HTTP errors pass through, so that the caller waits for an unreachable judge. Raises ValueError for a reply without a
+    grade, which loses only this sample.
     """
     text = QUESTION.format(
         question=sample.row["prompt"], answer=sample.completion, reference=sample.row.get("answer", "none")

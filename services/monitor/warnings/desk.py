@@ -1,7 +1,7 @@
-"""The warnings of a run in the monitor's process: reads rows, takes telemetry, and keeps and tells what it finds.
+"""A run's warnings in the monitor process: reads rows, takes telemetry, and stores and returns the warnings.
 
-A failure in here must not end the monitor, because a service that fails too often ends its run. So it is logged with
-its traceback, and this life of the monitor gives no more warnings.
+A failure in this module must not end the monitor, because a service that fails too often ends its run. So the failure
+is logged with its traceback, and the monitor gives no more warnings until it restarts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shared.topology import TopologyError, load
 from shared.warnings import TOPIC, WarningRecord
 
 MEMORY_EVERY_S = 10.0
-"""Seconds between two looks at the memory that this machine has left."""
+"""Seconds between two checks of this machine's available memory."""
 
 
 class WarningDesk:
-    """The watch over a run, with its files."""
+    """The `Watch` of a run, with its files."""
 
     def __init__(self, run: RunDir, watch: Watch, file: WarningFile, log: Any) -> None:
         self._watch = watch
@@ -38,7 +38,7 @@ class WarningDesk:
 
     @classmethod
     def open(cls, run: RunDir, log: Any) -> WarningDesk | None:
-        """Open the files of a run and return its desk, or None if its topology or its disk does not allow warnings."""
+        """Open a run's files and return its desk, or None if the topology or the warnings file cannot be used."""
         if not run.topology.exists():
             return None
         try:
@@ -54,7 +54,7 @@ class WarningDesk:
         self._file.close()
 
     def newest(self) -> list[TopicRow]:
-        """Return the newest warning of each kind, as the topics of a new monitor."""
+        """Return the newest warning of each kind, as topics for a new monitor to publish."""
         return [_topic(record) for record in {record.kind: record for record in self._file.told}.values()]
 
     def take(self, row: TopicRow) -> None:
@@ -64,7 +64,7 @@ class WarningDesk:
     def read(self, now: float) -> tuple[list[TopicRow], bool]:
         """Read a page of metrics.jsonl. Return the topics of new warnings, and whether there may be more rows.
 
-        `now` is in seconds since 1970. The telemetry is looked at when all rows have been read.
+        `now` is in seconds since 1970. The telemetry is checked when all rows have been read.
         """
         if self._failed:
             return [], False

@@ -1,8 +1,8 @@
-"""Turns what detectors see into warnings: one for each episode of a condition.
+"""Turns the findings of detectors into warnings: one for each episode of a condition.
 
-An episode begins when a detector finds its condition. It ends when the condition was absent for some observations in a
-row, by a bound that is easier to keep than the one that began it (hysteresis), so that a value that wavers around a
-bound warns once.
+An episode begins when a detector finds its condition. It ends when the condition has been absent for several
+observations in a row. While an episode lasts, a more lenient bound applies (hysteresis), so that a value that wavers
+around a bound causes only one warning.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Sighting:
     remedy: str
     """The advice, with the topology key to change, in one line."""
     about: str = ""
-    """The service or the evaluation set that it is about, empty if it is about the whole run."""
+    """The service or the evaluation set that the sighting is about, empty if it is about the whole run."""
 
 
 class Episodes:
-    """The episodes under way, by kind and by what they are about."""
+    """The ongoing episodes, by kind and subject."""
 
     def __init__(self, over_after: int) -> None:
         """`over_after` is the number of observations without the condition after which an episode is over."""
@@ -32,11 +32,11 @@ class Episodes:
         self._absent: dict[tuple[str, str], int] = {}
 
     def begin(self, kind: str, about: str) -> None:
-        """Note an episode that has begun before, for example in an earlier life of the monitor."""
+        """Note an episode that began earlier, for example before the monitor restarted."""
         self._absent[kind, about] = 0
 
     def held(self, kind: str) -> frozenset[str]:
-        """Return what the episodes of a kind are about. Their detector applies its lower bound to these."""
+        """Return the subjects of a kind's episodes. The detector applies its second bound to these."""
         return frozenset(about for each, about in self._absent if each == kind)
 
     def observe(self, kind: str, found: Iterable[Sighting]) -> list[Sighting]:

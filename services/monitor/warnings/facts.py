@@ -1,4 +1,4 @@
-"""Facts about a run that detectors know before it starts."""
+"""Facts about a run that detectors know before the run starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Facts:
 
     steps: int = 200
     sampled: bool = True
-    """Whether the policy samples what it is trained on, which supervised fine-tuning does not."""
+    """Whether the policy is trained on its own samples, which is not the case in supervised fine-tuning."""
     groups: bool = True
     """Whether advantages compare the samples of a group, so that equal rewards teach nothing."""
     filters: bool = False
@@ -24,7 +24,7 @@ class Facts:
     lr: float = 3e-4
     warmup_steps: int = 0
     clips_tokens: bool = True
-    """Whether the clip fraction counts tokens that moved by a ratio of the order of 0.2."""
+    """Whether the clip fraction counts tokens whose ratio moved by about 0.2."""
     max_new_tokens: int = 8
     staleness: int = 1
     by_completion: bool = False
@@ -34,7 +34,7 @@ class Facts:
     reward_processes: int = 2
     spills: bool = False
     local: frozenset[str] = frozenset()
-    """Names of the services on the machine of the monitor."""
+    """Names of the services on the monitor's machine."""
 
     @classmethod
     def of(cls, topology: Topology) -> Facts:

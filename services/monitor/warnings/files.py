@@ -1,4 +1,4 @@
-"""The file of the warnings."""
+"""The warnings file of a run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 class WarningFile:
-    """`warnings.jsonl`, open for appending. Each line is one write, so that a kill leaves whole lines."""
+    """`warnings.jsonl`, open for appending. Each line is one write, so a killed process leaves only whole lines."""
 
     def __init__(self, path: Path) -> None:
-        """Remove an incomplete last line, which a full disk leaves. Raises OSError."""
+        """Open the file and remove an incomplete last line, which a full disk can cause. Raises OSError."""
         self.told = warnings.read(path)
         self._descriptor = os.open(path, _FLAGS, 0o644)
         data = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)

@@ -13,21 +13,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 FIRST = 10
-"""Number of first values of a metric, which are the level from which it moves."""
+"""Number of first values of a metric that are kept as its initial level."""
 LAST = 64
 """Number of latest values of a metric that are kept."""
 EVALUATIONS = 64
 """Number of latest evaluations of a set that are kept."""
 MAX_NAMES = 500
-"""Maximum number of metrics. Names that users choose may be many; later ones are not watched."""
+"""Maximum number of metrics. Users may choose many names; metrics beyond the maximum are not watched."""
 MAD_TO_SIGMA = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+"""Standard deviation of a normal distribution, divided by its median absolute deviation."""
 EVAL, ACCURACY = "eval/", "/accuracy"
 
 
 @dataclass(frozen=True)
 class SetResult:
-    """The evaluation of one set."""
+    """The result of one evaluation of a set."""
 
     step: int
     accuracy: float
@@ -45,7 +45,7 @@ class RowHistory:
         self.rows = 0
         """Number of training rows."""
         self.not_finite: list[str] = []
-        """Metrics of the newest row whose value is NaN or infinite."""
+        """Names of the metrics that are NaN or infinite in the newest row."""
         self.evaluations: dict[str, deque[SetResult]] = {}
         self._first: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
@@ -84,11 +84,11 @@ class RowHistory:
         self.evaluations.setdefault(name, deque(maxlen=EVALUATIONS)).append(found)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the metrics with this prefix."""
+        """Return the names of the metrics with this prefix."""
         return [name for name in self._last if name.startswith(prefix)]
 
     def first(self, name: str) -> list[float]:
-        """Return the first `FIRST` values of a metric, or fewer if there have not been as many."""
+        """Return the first `FIRST` values of a metric, or all of them if there are fewer."""
         return self._first.get(name, [])
 
     def last(self, name: str, count: int) -> list[float]:
@@ -102,14 +102,14 @@ def median(values: Iterable[float]) -> float:
 
 
 def noise(values: list[float]) -> float:
-    """Return the standard deviation of a series around its trend, from the differences of its neighbours (robust).
+    """Return a robust standard deviation of a series around its trend, from the differences between neighbours.
 
-    The difference of two independent values has twice their variance.
+    The difference between two independent values has twice their variance.
     """
     steps = [abs(b - a) for a, b in itertools.pairwise(values)]
     return MAD_TO_SIGMA * statistics.median(steps) / 2**0.5 if steps else 0.0
 
 
 def error_of_median(values: list[float], count: int) -> float:
-    """Return the standard error of the median of `count` values with the noise of `values`."""
+    """Return the standard error of the median of `count` values that have the same noise as `values`."""
     return 1.2533 * noise(values) / math.sqrt(count)

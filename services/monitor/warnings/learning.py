@@ -1,8 +1,8 @@
 """Detectors of runs that do not learn, or learn the wrong thing, over the rows of metrics.jsonl.
 
-Each is a pure function of the history: `detector(history, facts, held)` yields what it finds. `held` names what its
-episodes under way are about, to which the second bound of each pair applies. Bounds are pairs `(begins, ends)`. Where a
-bound is not a convention of the field, its reason stands beside it, with what healthy runs show
+Each is a pure function of the history: `detector(history, facts, held)` yields its sightings. `held` names the subjects
+of its ongoing episodes. Bounds are pairs `(begins, ends)`; the second bound applies to the subjects in `held`. Where a
+bound is not a convention of the field, the reason for it is given beside it, with the values of healthy runs
 (`tests/data/warnings/healthy`).
 """
 
@@ -17,21 +17,20 @@ from services.monitor.warnings.history import FIRST, RowHistory, SetResult, erro
 Held = Collection[str]
 
 RECENT = 10
-"""Rows over which the present level of a metric is the median, so that single steps do not count."""
+"""Number of latest rows whose median is the present level of a metric, so that no single step counts."""
 FEW = 5
-"""The same for failures that destroy a policy within a few steps."""
+"""The same number for failures that destroy a policy within a few steps."""
 
 ZERO_VARIANCE = 0.75, 0.6
-"""Share of groups with equal rewards. A step then learns from a quarter of its samples, and the noise of its
-gradient has doubled. Healthy runs are below 0.5. DAPO (arXiv 2503.14476, section 3.2) filters such groups for this
-reason."""
+"""Share of groups with equal rewards. At 0.75, a step learns from only a quarter of its samples, and its gradient noise
+has doubled. Healthy runs are below 0.5. DAPO (arXiv 2503.14476, section 3.2) filters such groups for this reason."""
 SOLVED_RISE = 0.5
-"""Rise of the mean reward, in standard deviations, from which equal rewards mean that tasks have become too easy."""
+"""Rise of the mean reward, in standard deviations, at which equal rewards mean that tasks have become too easy."""
 
 FLAT_ROWS, FLAT_ROWS_UNEXPLAINED = 30, 100
-"""Rows after which a reward that has not risen is flat, with a known cause and without one."""
+"""Number of rows after which a reward that has not risen counts as flat, with a known cause and without one."""
 FLAT_ERRORS = 2.0, 4.0
-"""Standard errors by which the reward must have risen over its first rows, not to be flat."""
+"""Rise of the reward above its first rows, in standard errors, up to which it counts as flat."""
 CONSTANT_STD = 1e-6
 ZERO_GRADIENT = 1e-7
 STILL_KL, STILL_CLIPPED = 1e-4, 1e-4
@@ -39,8 +38,8 @@ STILL_KL, STILL_CLIPPED = 1e-4, 1e-4
 CLIPPED = 0.5
 
 FALL = 0.5, 0.3
-"""Fall of the mean reward from its best level, in standard deviations of the rewards of a batch. For rewards of 0 and 1
-around 0.6 it is a fall to 0.36."""
+"""Fall of the mean reward from its best level, in standard deviations of a batch's rewards. For rewards of 0 and 1 with
+a mean of 0.6, the first bound is a fall to 0.36."""
 FALL_ERRORS = 4.0
 
 ENTROPY_LEFT = 0.1, 0.2
@@ -48,43 +47,43 @@ ENTROPY_LEFT = 0.1, 0.2
 ENTROPY_DROP, ENTROPY_DROP_ROWS = 0.25, 20
 """Share of the entropy that is left after 20 steps in a collapse that has just begun; healthy runs keep 0.8."""
 LOW_ENTROPY = 0.02
-"""Entropy in nats below which a policy was deterministic from the start, so that nothing collapses."""
+"""Initial entropy, in nats, below which a policy is deterministic from the start, so that nothing can collapse."""
 
 KL_LEVEL = 2.0, 1.0
-"""Mean KL per token to the reference, in nats. It begins with 0. Healthy runs stay below 0.7, large ones below 0.1."""
+"""Mean KL per token to the reference, in nats. It begins at 0. Healthy runs stay below 0.7, large ones below 0.1."""
 KL_JUMP, KL_JUMP_FLOOR, KL_BEFORE = 10.0, 0.3, 20
-"""A KL that is ten times its level of 20 rows before, and at least 0.3 nats, has left the reference."""
+"""A policy whose KL is ten times its level of 20 rows earlier, and at least 0.3 nats, has left the reference."""
 
 MISMATCH_LEVEL = 0.1, 0.05
 """Mean |log-prob of the trainer - log-prob of the engine| in nats, over tokens of the trained version. Engines with
 bfloat16 weights show 0.01 to 0.02 (slime, verl), float32 engines 1e-6. Importance weights are off by 10 % at 0.1."""
 MISMATCH_RISE, MISMATCH_FLOOR = 2.5, 0.02
-"""Rise over the first values, and the level from which it counts. Collapses follow a rise from 0.01 to 0.04 within some
-ten steps (arXiv 2510.26788, reports on slime and open-instruct)."""
+"""Ratio to the first values, and the minimum level at which that ratio counts. Collapses follow a rise from 0.01 to
+0.04 within about ten steps (arXiv 2510.26788, reports on slime and open-instruct)."""
 
 TRUNCATED = 0.3, 0.2
 """Share of samples cut at the length limit."""
 TRUNCATED_RISE, TRUNCATED_TIMES = 0.15, 3.0
-"""A share that has tripled and is at least this, although it is below `TRUNCATED`, keeps rising in most cases."""
+"""In most cases, a share that has tripled and is at least 0.15 keeps rising, even if it is still below `TRUNCATED`."""
 
 LENGTH_ROWS = 40
 LENGTH_GROWTH = 1.5, 1.25
 """Growth of the mean length over 40 rows."""
 LENGTH_REWARDED = 0.5
-"""Correlation of length and reward within groups, from which a quarter of the reward's variance is that of the length.
-Where answers are checked, longer ones are more often wrong."""
+"""Correlation of length and reward within groups at which the length explains a quarter of the reward's variance. Where
+answers are checked, longer answers are more often wrong."""
 
 GRADIENT_TIMES = 10.0, 5.0
-"""Gradient norm over its first level, from which it has exploded. Healthy runs stay below 4 times."""
+"""Gradient norm, relative to its first level, at which it has exploded. Healthy runs stay below 4."""
 GRADIENT_OVER_CLIP = 5.0
 SKIPPED_UPDATES = 1.0
 
 SMALL_LR = 1e-10
-"""Learning rate below which AdamW, whose step is about the learning rate for each weight, moves no weight of a usual
-size in float32."""
+"""Learning rate below which AdamW moves no float32 weight of a usual size. Its step for each weight is about the
+learning rate."""
 
 FALL_OF_ACCURACY, ACCURACY_ERRORS = 0.03, 3.0
-"""An evaluation has fallen by this and by so many standard errors, which are those of a share of its rows."""
+"""Minimum fall of an evaluation's accuracy: absolute, and in standard errors of a share of its rows."""
 
 
 def zero_variance(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
@@ -93,7 +92,7 @@ def zero_variance(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sig
     if not (facts.sampled and facts.groups and shares and spread and rewards):
         return
     if median(spread) < CONSTANT_STD and not held:
-        return  # rewards that are all equal from the start are the subject of `reward_flat`
+        return  # `reward_flat` reports rewards that are all equal from the start
     share = median(shares)
     if share < ZERO_VARIANCE[bool(held)]:
         return
@@ -194,7 +193,7 @@ def _why_flat(history: RowHistory, facts: Facts) -> Sighting | None:
 
 
 def _opposed_parts(history: RowHistory) -> tuple[str, str] | None:
-    """Return a part of the reward that has risen and one that has fallen, if there are such."""
+    """Return the reward parts that have risen and fallen most, or None unless there are both."""
     moved: list[tuple[float, str]] = []
     for name in history.names("reward/part/"):
         longer = history.last(name, FLAT_ROWS)

@@ -1,4 +1,4 @@
-"""The telemetry of a run as detectors see it: bounded windows of a few topics, and the trend of each memory."""
+"""The telemetry of a run as detectors see it: bounded windows of a few topics, and the memory trend of each service."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MAX_SERVICES = 1000
 FAILURE_CHARS = 200
 
 SETTLE_S = 300.0
-"""Seconds after the start of a process in which its memory grows in any case: caches, pools and compiled kernels."""
+"""Seconds after a process starts during which its memory grows in any case: caches, pools and compiled kernels."""
 POINT_S = 60.0
-"""Seconds of one point of a trend, the median of its samples."""
+"""Seconds that one point of a trend covers. The point is the median of its samples."""
 POINTS = 60
 """Number of latest points that are kept: one hour."""
 POINTS_NEEDED = 15
 STEADY = 0.9
 """Share of pairs of points between which the memory must have grown."""
 SATURATING = 0.5
-"""A slope of the later half below this part of the earlier half's is that of a cache that fills."""
+"""If the slope of the later half is below this share of the earlier half's slope, a cache is filling up."""
 MAX_BYTES = 1 << 60
-"""Maximum memory of a process that is believed."""
+"""Process memory at or above which a sample is ignored as implausible."""
 GROWN_BYTES = 64 << 20
 """Growth over the window below which nothing is reported."""
 
@@ -56,7 +56,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class StoreReport:
-    """Bytes that a store holds and may hold, and the number of puts it has refused in its life."""
+    """Bytes that a store holds, its limit, its bytes on disk, and the number of puts that it has refused so far."""
 
     held: float
     limit: float
@@ -83,7 +83,7 @@ class Trend:
         self._growth: Growth | None = None
 
     def add(self, at: float, pid: float, rss_bytes: float) -> None:
-        """Add a sample of the memory in bytes at a time in seconds. A new process starts over."""
+        """Add a memory sample in bytes, taken at `at` seconds. A new process starts a new trend."""
         if pid != self._pid:
             self._pid, self._since, self._growth = pid, at, None
             self._points.clear()
@@ -99,7 +99,7 @@ class Trend:
         self._samples.append(rss_bytes)
 
     def growth(self) -> Growth | None:
-        """Return the steady growth of the memory, or None if it does not grow, wavers, or comes to an end."""
+        """Return the steady growth of the memory, or None if it does not grow, wavers, or levels off."""
         return self._growth
 
     def _measured(self) -> Growth | None:
@@ -128,11 +128,11 @@ class Live:
         """Time of the newest telemetry, in seconds since 1970."""
         self.step = 0
         self.wait_share: float | None = None
-        """Share of the latest steps' time in which the trainer waited, None before there are enough."""
+        """Share of the latest steps' time that the trainer spent waiting, None before there are enough steps."""
         self.remaining_s: float | None = None
-        """Seconds to the last step at the present pace, if known."""
+        """Seconds until the last step at the present pace, if known."""
         self.available_bytes: float | None = None
-        """Memory that this machine has left, if known."""
+        """Available memory of this machine, if known."""
         self.blocks: deque[Block] = deque(maxlen=BLOCKS)
         self.scored: deque[Scored] = deque(maxlen=BLOCKS)
         self.last_failure = ""
@@ -140,7 +140,7 @@ class Live:
         self.memory: dict[str, Trend] = {}
 
     def take(self, row: TopicRow) -> None:
-        """Take new values of a topic. Other topics, and rows without the numbers that belong there, are ignored."""
+        """Take new values of a topic. Other topics, and rows that lack the expected numbers, are ignored."""
         if row.topic not in TOPICS or not math.isfinite(row.at):
             return
         values = {

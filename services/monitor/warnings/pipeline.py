@@ -1,4 +1,4 @@
-"""Detectors of work that waits: over the rows of metrics.jsonl (`staleness`, `trainer_starved`), and over telemetry.
+"""Detectors of waiting work, over the rows of metrics.jsonl (`staleness`, `trainer_starved`) and over telemetry.
 
 Bounds are pairs `(begins, ends)`, as in `learning`.
 """
@@ -16,11 +16,11 @@ from shared.topology.fields import format_size
 Held = Collection[str]
 
 ROWS = 20
-"""Rows over which waiting is summed."""
+"""Number of rows over which waiting is summed."""
 STARTING_ROWS = 2
-"""First rows, whose waits are those of the start."""
+"""Number of first rows, which include the waits of the run's start."""
 WAITING = 0.8, 0.65
-"""Share of the steps' time in which the trainer waits for a batch. Where rollouts share the processors with the
+"""Share of the steps' time that the trainer spends waiting for a batch. Where rollouts share the processors with the
 trainer, healthy runs wait up to 0.72 of the time."""
 
 DROPPED_STALE = 0.2, 0.1
@@ -31,40 +31,41 @@ LAG = 0.3, 0.2
 LAG_CLIPPED = 0.2, 0.15
 """Share of tokens that are clipped, with a token-level clip of 0.2; healthy runs have 0.01 to 0.05."""
 EFFECTIVE = 0.5, 0.6
-"""Effective sample size of the importance weights, as a share of the tokens: below it half of the samples are lost."""
+"""Effective sample size of the importance weights, as a share of the tokens. At 0.5, half of the samples are lost."""
 AT_BOUND = 0.9
-"""Share of the recent steps with a token of the maximum staleness, from which it counts as always."""
+"""Share of recent steps with a token of the maximum staleness, at which the samples count as always at the bound."""
 
 IDLE = 0.8, 0.7
 """Share of the time in which rollouts sample nothing, while the trainer does not wait for them."""
 TRAINER_BUSY = 0.1
-"""Share of waiting below which the trainer limits the pace."""
+"""Share of its time that the trainer waits, below which it limits the pace."""
 BLOCKS, BLOCKS_S = 10, 60.0
 """Minimum number of blocks, and the seconds they must span."""
 
 FULL = 0.9, 0.8
-"""Share of a store's limit that is held. The scheduler orders early checkpoints at 0.8 of it, which free room."""
+"""Share of a store's limit that is in use. At 0.8, the scheduler orders early checkpoints, which free room."""
 SPILLED = 0.25, 0.1
-"""Share of what a store holds that is on disk."""
+"""Share of a store's data that is on disk."""
 REFUSED_PUTS = 5.0, 1.0
-"""Puts refused for lack of room within the reports. Admission reserves room, so that healthy runs have none."""
+"""Number of puts refused for lack of room within the reports. Admission reserves room, so healthy runs have none."""
 FULL_REPORTS = 15
-"""Reports (one a second) over which the share is the median."""
+"""Number of reports (one a second) whose median is the share."""
 
 SLOW_SHARE = 0.5, 0.4
-"""Share of the rewards in the time of sampling and rewards. They overlap, so that rewards limit the pace from here."""
+"""Share of the reward time in the sum of sampling and reward time. The two overlap, so rewards limit the pace above
+0.5."""
 SLOW_S = 0.5
-"""Seconds of the rewards of a block below which they are not worth a change."""
+"""Reward time of a block, in seconds, below which a change is not worthwhile."""
 SCORED = 5
-"""Blocks over which times are the median."""
+"""Number of blocks whose median times are compared."""
 FAILING = 0.1, 0.05
 """Share of samples without a reward. Lost samples bias what is learned if they have something in common, such as their
 length."""
 FAILING_SAMPLES = 64
-"""Minimum number of latest samples from which that share is taken."""
+"""Minimum number of latest samples over which that share is computed."""
 
 EXHAUSTED_S = 24 * 3600.0
-"""Seconds within which the memory of the machine must end, if the end of the run is not known."""
+"""Seconds within which the machine must run out of memory for a warning, if the end of the run is not known."""
 
 
 def staleness(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:

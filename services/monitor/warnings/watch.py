@@ -1,8 +1,8 @@
 """Turns rows and telemetry into warnings, without I/O or a clock.
 
-Warnings about rows depend on the rows alone: after a restart of the monitor, or after a return of the run to an earlier
-step, all rows are taken again, and what was told before is not told again. Conditions of the telemetry cannot be seen
-again; those that were told in an earlier life count as going on until they are seen to be absent.
+Warnings about rows depend on the rows alone. After the monitor restarts, or after the run returns to an earlier step,
+all rows are taken again, and earlier warnings are not repeated. Conditions of the telemetry cannot be seen again; those
+that were reported before a restart count as ongoing until they are seen to be absent.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shared.topology.monitor_warnings import WarningKind
 from shared.warnings import WarningRecord
 
 ROWS_OVER = 20
-"""Rows without a condition after which its episode is over. Steps within which a warning is not repeated. Detectors use
-medians of ten rows, so that a condition is absent for as long as it is measured."""
+"""Number of rows without a condition after which its episode is over, and of steps within which a warning is not
+repeated. Detectors use medians of ten rows, so a condition must be absent for at least as long as it is measured."""
 SECONDS_OVER = 120
-"""Observations of the telemetry, one a second, after which an episode is over."""
+"""Number of telemetry observations (one a second) without a condition after which its episode is over."""
 MAX_OF_KIND = 20
 """Maximum number of warnings of one kind about one thing in a run."""
 TEXT_CHARS = 1000
-"""Maximum characters of a text. Names and failures in it may be those of users."""
+"""Maximum characters of a text. It may contain names and failures from user code."""
 
 RowDetector = Callable[[RowHistory, Facts, Collection[str]], Iterator[Sighting]]
 LiveDetector = Callable[[Live, Facts, Collection[str]], Iterator[Sighting]]
@@ -63,7 +63,7 @@ class Watch:
     """The detectors of a run and their episodes."""
 
     def __init__(self, facts: Facts, told: Sequence[WarningRecord] = (), *, off: Collection[str] = ()) -> None:
-        """`told` are the warnings that the run has had so far, `off` the kinds that are not given."""
+        """`told` contains the run's warnings so far, and `off` the kinds that are disabled."""
         self._facts = facts
         self._off = frozenset(off)
         self._told = list(told)
@@ -75,12 +75,12 @@ class Watch:
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget all rows, which are about to be taken again from the first."""
+        """Forget all rows. They are about to be taken again, from the first one."""
         self._history = RowHistory()
         self._row_episodes = Episodes(ROWS_OVER)
 
     def take_row(self, row: Mapping[str, float | None], at: float) -> list[WarningRecord]:
-        """Take the next row of metrics.jsonl at a time in seconds since 1970. Return the warnings that it causes."""
+        """Take the next row of metrics.jsonl and return the warnings that it causes. `at` is in seconds since 1970."""
         self._history.add(row)
         if "time/step" in row:
             self._note_pace()
@@ -98,7 +98,7 @@ class Watch:
     def tick(self, now: float, available_bytes: float | None) -> list[WarningRecord]:
         """Return the warnings that the telemetry so far causes. Call it once a second.
 
-        `now` is in seconds since 1970, and `available_bytes` is the memory that this machine has left, if known.
+        `now` is in seconds since 1970, and `available_bytes` is the available memory of this machine, if known.
         """
         self._live.now = max(self._live.now, now)
         self._live.available_bytes = available_bytes
@@ -117,7 +117,7 @@ class Watch:
             self._live.remaining_s = max(self._facts.steps - self._history.step, 0) * median(steps)
 
     def _given(self, kind: WarningKind, begun: list[Sighting], step: int, at: float) -> Iterator[WarningRecord]:
-        """Yield the warnings about episodes that have begun, without those that were told before."""
+        """Yield the warnings about episodes that have begun, except those that were given before."""
         for sighting in begun:
             before = [each.step for each in self._told if (each.kind, each.about) == (kind, sighting.about)]
             again = kind in OF_ROWS and any(each > step - ROWS_OVER for each in before)
@@ -130,6 +130,6 @@ class Watch:
 
 
 def _plain(text: str) -> str:
-    """Return `text` as one line that does nothing to a terminal."""
+    """Return `text` as one line of at most `TEXT_CHARS` printable characters."""
     line = " ".join(text.split())[:TEXT_CHARS]
     return "".join(each if each.isprintable() else "?" for each in line)

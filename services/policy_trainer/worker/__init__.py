@@ -1,1 +1,1 @@
-"""The worker: owns model, optimizer and gradients on a compute thread and answers the driver from another one."""
+"""The worker owns model, optimizer and gradients on a compute thread and answers the driver from another thread."""

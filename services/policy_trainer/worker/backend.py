@@ -32,7 +32,8 @@ from shared.topology.algorithm import Optimizer
 class Sequences:
     """The samples of this data-parallel rank, possibly none. They are the same on all its tp, pp and cp ranks.
 
-    `token_ids` int [T], `lengths` int [S] with sum T, `loss_mask` [T] of 0 and 1, which is 0 at each first token.
+    `token_ids` int [T], `lengths` int [S] with sum T, `loss_mask` [T] of 0 and 1, which is 0 at the first token
+    of each sequence.
     """
 
     token_ids: Array
@@ -96,7 +97,7 @@ class Backend(Protocol):
 
     @property
     def parameters(self) -> int:
-        """Number of elements of all parameters of the whole model, with tied ones counted once."""
+        """Number of elements in all parameters of the whole model. Tied parameters count once."""
         ...
 
     @property
@@ -106,7 +107,7 @@ class Backend(Protocol):
         """Load the weights of the model directory with fresh optimizer state and no gradient."""
 
     def forward(self, sequences: Sequences, temperature: float) -> Array:
-        """Return float32 [T] without a gradient: log p(token) of logits / temperature where the mask is 1, else 0.
+        """Return log p(token) of logits / temperature where the mask is 1, else 0: float32 [T] without a gradient.
 
         The result is complete on every rank, because rank 0, which publishes, may belong to a stage without logits.
         """
@@ -131,7 +132,7 @@ class Backend(Protocol):
     def drop_gradients(self) -> None: ...
 
     def weights(self) -> dict[str, Tensor]:
-        """Return full weights like `TrainingState.weights` on rank 0 and {} elsewhere. They may share its memory."""
+        """Return weights like `TrainingState.weights` on rank 0 and {} elsewhere. They may share the model's memory."""
         ...
 
     def state(self) -> TrainingState:
@@ -139,7 +140,7 @@ class Backend(Protocol):
         ...
 
     def load_state(self, state: TrainingState) -> None:
-        """Load a `TrainingState` that every rank has read, written by any layout and backend, and drop gradients.
+        """Load `state`, which every rank has read, and drop gradients. Any layout and backend may have written it.
 
         Raises RpcError(conflict), before anything is changed, if the state belongs to another model.
         """
@@ -185,7 +186,7 @@ def refused_gradient(step: int, grad_norm: float) -> RpcError:
 
 
 def totals_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Return what `add_up` makes of the sums of micro-batches, in order, after one copy to the host.
+    """Return the totals that `add_up` computes from the micro-batch sums, in order, after one copy to the host.
 
     A copy per sum would wait for the GPU many times in every micro-batch.
     """
@@ -198,7 +199,7 @@ def totals_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
 
 
 def check_same_model(shapes: Mapping[str, Sequence[int]], weights: Mapping[str, Tensor], source: Path) -> None:
-    """Raise RpcError(conflict) if `weights` do not have the names and `shapes` of the model of folder `source`."""
+    """Raise RpcError(conflict) if `weights` do not have the names and `shapes` of the model in folder `source`."""
     wrong = mismatched_weights(shapes, {name: each.shape for name, each in weights.items()})
     if wrong:
         raise RpcError(ErrorCode.CONFLICT, f"weights of another model: {', '.join(wrong[:3])} do not fit {source}")

@@ -60,7 +60,7 @@ class TorchBackend:
         load: Callable[[Path, str], nn.Module] = load_model,
         load_shapes: Callable[[Path, str], nn.Module] = load_shapes,
     ) -> None:
-        """Rank 0 uses `load`. The others need only the model's shapes, because it sends them their pieces.
+        """Rank 0 uses `load`. The others need only the model's shapes, because rank 0 sends them their pieces.
 
         Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the layout is not supported.
         """
@@ -141,7 +141,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def forward(self, sequences: Sequences, temperature: float) -> Array:
-        """Return float32 [T], complete on every rank."""
+        """Return the log-probs, float32 [T], complete on every rank."""
         result = torch.zeros(len(sequences.token_ids), dtype=torch.float32, device=self._options.device)
 
         def keep(scores: Scores) -> None:
@@ -225,7 +225,7 @@ class TorchBackend:
         return self._trained.weights()
 
     def state(self) -> TrainingState:
-        """Return copies of the weights and AdamW's state on rank 0."""
+        """Return copies of the weights and the AdamW state on rank 0."""
         speaks = self.place.rank == 0
         weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
         optimizer: dict[str, Tensor] = {}
@@ -259,7 +259,7 @@ class TorchBackend:
         self.drop_gradients()
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the live weights, separate masters and AdamW's state of this rank."""
+        """Return the live weights, separate masters and AdamW state of this rank."""
         found = {f"weight/{name}": each for name, each in self._trained.own_weights().items()}
         for name, master in self._trained.masters.items():
             found |= {f"{slot}/{name}": each for slot, each in self._optimizer.state[master].items()}
@@ -287,7 +287,7 @@ class TorchBackend:
         if self.place.rank == 0:
             model: Any = self._trained.model
             model.save_pretrained(folder, state_dict={name: each.contiguous() for name, each in weights.items()})
-            # save_pretrained has written the dtype in training, which is float32 if several ranks hold pieces.
+            # save_pretrained has written the training dtype, which is float32 if several ranks hold pieces.
             model.config.dtype = self._dtype
             model.config.save_pretrained(folder)
 

@@ -1,4 +1,4 @@
-"""Binds the loss to one mini-batch: looks up the tokens of a micro-batch in the flat arrays of the mini-batch.
+"""Binds the loss to one mini-batch: looks up each micro-batch's tokens in the flat arrays of the mini-batch.
 
 A backend's log-probs are combined with advantages, weights and old log-probs here.
 """
@@ -77,6 +77,6 @@ class BatchLoss:
         return losses.token_loss(self._spec, cur, data, known, self._policy, version=self._version)
 
     def kept_logprobs(self) -> Array:
-        """Return the log-probs that the pass computed on this rank, float32 [T], 0 elsewhere."""
+        """Return the log-probs that the pass computed on this rank, float32 [T], and 0 for other tokens."""
         kept: Array = np.zeros(len(self._weights), np.float32) if self._kept is None else self._kept.cpu().numpy()
         return kept

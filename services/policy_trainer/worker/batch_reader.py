@@ -25,7 +25,8 @@ class BatchReader:
     """The shards of the current step and of queued calls. It belongs to the event loop of `data`."""
 
     def __init__(self, data: DataClient, *, patience_s: float, on_wait: Callable[[str, float], None]) -> None:
-        """`patience_s` limits the absence of a store, for which other ranks wait, too. `on_wait` gets each cause."""
+        """`patience_s` limits how long a store may be away, because other ranks wait, too. `on_wait` receives the cause
+        of each failed attempt and its duration in seconds."""
         self._data = data
         self._shards = StepShards(data)
         self._patience_s = patience_s
@@ -41,14 +42,14 @@ class BatchReader:
             self._prefetched[request.order] = asyncio.create_task(self._read(request))
 
     def forget_prefetched(self) -> None:
-        """Drop the shards read for queued calls, which are refused, and stop waiting for stores."""
+        """Drop the shards read for queued calls and stop waiting for stores. Call this when the calls are refused."""
         self._refusals += 1
         for task in self._prefetched.values():
             task.cancel()
         self._prefetched.clear()
 
     def end_step(self) -> None:
-        """Drop the shards of the step, which ends or starts again."""
+        """Drop the step's shards. Call this when the step ends or starts again."""
         self._shards.drop()
 
     async def tokens(self, request: Forward | ForwardBackward) -> samples.BatchTokens:

@@ -13,7 +13,7 @@ from shared.model import attention
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the classes that the model declares unsplittable, or an empty list if it names none."""
+    """Return the modules whose classes the model declares unsplittable, or an empty list if it declares none."""
     names = set(cast(Any, model)._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -31,7 +31,10 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 def _recomputed(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` with the current attention in both runs. The second one follows the first one's `using` block."""
+    """Run `forward` with the current attention, also when the backward pass runs it again.
+
+    By then the `using` block of the first run has ended.
+    """
     name = cast(Any, model).config._attn_implementation
 
     def run(*args: Any, **kwargs: Any) -> Any:

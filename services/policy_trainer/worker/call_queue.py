@@ -29,10 +29,10 @@ class CallQueue:
         self._arrived = asyncio.Event()
 
     def take_over(self, driver: int, at_least: int = 0, turn: int = 0) -> None:
-        """Make `driver` the only caller, whose numbers begin above `at_least`, and refuse all waiting calls.
+        """Make `driver` the only caller and refuse all waiting calls. Its call numbers begin above `at_least`.
 
-        Raises RpcError(conflict) if `driver` was replaced earlier, which also shows in a lower `turn`: its message may
-        arrive after the message of the driver that replaced it.
+        Raises RpcError(conflict) if `driver` was replaced earlier, which a lower `turn` also indicates. Its message
+        may arrive after that of the driver that replaced it.
         """
         if driver in self._retired or turn < self._turn:
             raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must end")
@@ -47,8 +47,8 @@ class CallQueue:
         self.done = max(self.done, at_least)
 
     def add(self, request: WorkerRequest, call: Call) -> None:
-        """Queue a call. Raises RpcError: conflict for another driver or a number that was used, lost for a call whose
-        predecessors are missing or failed (new life of the worker, earlier failure)."""
+        """Queue a call. Raises RpcError: conflict for another driver or a used number, lost if an earlier call failed
+        or if no driver has taken over this life of the worker yet."""
         name = type(request).__name__
         if not self.driver:
             raise RpcError(ErrorCode.LOST, f"{name}: this life of the worker has no driver yet; take it over first")

@@ -85,17 +85,17 @@ class Calls:
         self._earlier: EarlierVersions
         self._meeting: Meeting
         self._store = ""
-        """The store of this rank's host, into which it puts log-probs, once it has put any."""
+        """The store on this rank's host for its log-probs. It is empty until the first ones are put."""
         self._own_loss: PolicyLoss | None = None
         self._pristine = True
         """Whether the weights are those of the model directory, with fresh optimizer state."""
         self._service = service
         self.devices = Devices(lambda work: self._together("move", work), self._weights_put)
         self.on_published: Callable[[messages.WeightsRef, Mapping[str, Any]], None] = lambda ref, weights: None
-        """Callback that receives, on rank 0, each version that was put and its weights, before the driver is answered.
-        They stay as they are until `on_changing`."""
+        """Callback on rank 0 that receives each version that was put, and its weights, before the driver is answered.
+        The weights do not change until `on_changing` is called."""
         self.on_changing: Callable[[], None] = lambda: None
-        """Callback that returns once no published weights are being read, on the device, by those who send them."""
+        """Callback that returns once no sender is reading published weights on the device."""
         self.progress = 0
         """Number of finished micro-batches and calls, counted by the compute thread."""
         self.reader = BatchReader(
@@ -104,7 +104,7 @@ class Calls:
             on_wait=self._waited,
         )
         self._putting: asyncio.Future[Any] | None = None
-        """The put of weights into a store under way. No optimizer step begins before its end."""
+        """The pending put of weights into a store. No optimizer step begins before it ends."""
         kept = topology.checkpoint.memory_every is not None
         self._records = SampleRecords(Choice.of(topology), data, self._own_store)
         self.snapshots = SnapshotKeeper(Snapshots(run.shm / "trainer", place) if kept else None)
@@ -177,7 +177,7 @@ class Calls:
         return await RUNNERS[type(request)](self, request, call)
 
     def refuse(self, request: Message, call: Call, error: Exception) -> None:
-        """Answer with the error. Unexpected exceptions are also logged with their traceback."""
+        """Answer `call` with `error`. Unexpected exceptions are also logged with their traceback."""
         if isinstance(error, RpcError):
             call.fail(error)
             return
@@ -196,7 +196,7 @@ class Calls:
         return await asyncio.get_running_loop().run_in_executor(self._compute, counted)
 
     async def _ready(self, request: WorkerRequest, preparation: Awaitable[T]) -> T:
-        """Return the result of `preparation` once all ranks have theirs and what the call needs is on the device.
+        """Return the result of `preparation` once all ranks have theirs and the parts for the call are on the device.
 
         Raises RpcError on all ranks if the preparation of any rank failed.
         """
@@ -216,7 +216,7 @@ class Calls:
         return NEEDS[type(request)]
 
     async def _together(self, name: str, work: Callable[[], T]) -> T:
-        """Run the collective `work` on every rank. If it raises RpcError, it does so on all ranks (`Backend`)."""
+        """Run the collective `work` on every rank. If `work` raises RpcError, it does so on all ranks (`Backend`)."""
         return await self._group.together(name, self._on_compute_thread(work))
 
     # ---- calls, in order
@@ -267,7 +267,7 @@ class Calls:
         return self._ready_at(request.step)
 
     def _begin_at(self, step: int, lineage: int = -1) -> None:
-        """Begin a line of steps at `step`. Discard all snapshots except the loaded one, if any."""
+        """Begin a sequence of steps at `step`. Discard all snapshots except the loaded one, if any."""
         self._record(step)
         self.snapshots.keep_only(lineage, step)
 
@@ -412,7 +412,7 @@ class Calls:
         return update
 
     async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
-        """Gather weights and run the canary in order. The bytes are sent during the canary and the next gradient."""
+        """Gather weights and run the canary in call order. Send the bytes during the canary and the next gradient."""
         from services.policy_trainer.worker.weights.publish import put_weights, weights_ref
 
         earlier = request.step < self.step and self._topology.run.deterministic and not self.dirty
@@ -470,7 +470,7 @@ class Calls:
         self.on_changing()
 
     async def _save_checkpoint(self, request: messages.SaveCheckpoint, call: Call) -> Message | Deferred:
-        """Gather the state in order and write it during the next step."""
+        """Gather the state in call order and write it during the next step."""
         from services.policy_trainer.worker.checkpoint import SavedState
 
         async def settled() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: safetensors and JSON under `step-<n>/`. A kill leaves a checkpoint either whole or absent.
+"""Checkpoints on disk: safetensors and JSON under `step-<n>/`. After a kill, a checkpoint is either complete or absent.
 
     model.safetensors      weights under their Hugging Face names
     optimizer.safetensors  <slot>/<parameter>
@@ -65,8 +65,8 @@ def _write(partial: Path, state: SavedState) -> None:
 def save(
     folder: Path, state: SavedState, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = ()
 ) -> Path:
-    """Write `folder/step-<n>`, replacing one of the same step. Then delete all later steps, and all earlier ones except
-    the newest `keep_last`, the multiples of `keep_every` and those in `keep`.
+    """Write `folder/step-<n>`, replacing one of the same step. Then delete all later checkpoints, and all earlier ones
+    except the newest `keep_last`, the multiples of `keep_every` and those in `keep`.
 
     A checkpoint made `at_stop` displaces no other: it does not count towards `keep_last` and is deleted after the next
     save.
@@ -81,7 +81,7 @@ def save(
     try:
         _write(partial, state)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # free the space, which others need if the disk is full
+        shutil.rmtree(partial, ignore_errors=True)  # free the space, which other processes need if the disk is full
         raise
     if target.exists():
         _exchange(partial, target)  # atomic, because the replaced checkpoint may be the only one
@@ -109,7 +109,7 @@ def _made_at_stop(path: Path) -> bool:
 
 
 def load(folder: Path, step: int) -> SavedState:
-    """Return the checkpoint of `step`. Raises RpcError: missing, or conflict if a file is not what was written."""
+    """Return the checkpoint of `step`. Raises RpcError: missing, or conflict if a file is not as written."""
     path = folder / f"{CHECKPOINT_PREFIX}{step}"
     if not path.is_dir():
         there = ", ".join(map(str, checkpoint_steps(folder))) or "none"
@@ -141,6 +141,6 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the folders, with a leading dot in their names, that an interrupted save or removal left behind."""
+    """Remove the hidden folders that remain from an interrupted save or removal."""
     for leftover in folder.glob(f".{CHECKPOINT_PREFIX}*"):
         shutil.rmtree(leftover)

@@ -1,4 +1,4 @@
-"""Sends a checkpoint from rank 0, which has read it, to the ranks of other hosts, which do not see its folder."""
+"""Sends a checkpoint that rank 0 has read to the ranks on other hosts, which have no access to its folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shared.weights.table import described, room_for
 
 
 def from_rank_0(state: SavedState | None) -> SavedState:
-    """Return rank 0's `state` on every rank, the same in every byte. Every rank has to call this.
+    """Return rank 0's `state` on every rank, byte for byte. Every rank has to call this.
 
-    Ranks other than 0 need room for all of it on the host, as if they had read it.
+    Other ranks need as much host memory as if they had read the checkpoint themselves.
     """
     step = torch.tensor([0 if state is None else state.step])
     dist.broadcast(step, 0)

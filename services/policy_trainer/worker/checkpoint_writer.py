@@ -1,4 +1,4 @@
-"""Writes checkpoints on a thread of its own while the next step is computed."""
+"""Writes checkpoints on a separate thread while the next step is computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint after the other. It belongs to the event loop."""
+    """Writes one checkpoint at a time. It belongs to the event loop."""
 
     def __init__(self, folder: Path, keep_every: int | None) -> None:
         """`folder` holds the run's checkpoints; those at multiples of `keep_every` are never deleted."""
@@ -34,8 +34,8 @@ class CheckpointWriter:
         on_saved: Callable[[Saved], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Begin to write a checkpoint. Once it is whole, delete those older than the `keep_last` newest, but no step in
-        `keep`."""
+        """Begin to write a checkpoint. Once it is complete, delete those older than the newest `keep_last`, except
+        those of the steps in `keep`."""
         task = asyncio.create_task(self._save(state, keep_last, keep, on_saved, on_error))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)

@@ -60,7 +60,7 @@ def token_loss(
 
     `cur` [M] are log-probs with a gradient. `entropy` [M] has a gradient if `spec.entropy_coef` is not 0. `policy_loss`
     is the result of `check` and defaults to the loss that `spec` names. `version` is the policy version of the
-    trainer's log-probs, or -1 if the model was updated since that version. Sums, each over the tokens: `tokens` 1,
+    trainer's log-probs, or -1 if the model was updated since that version. The sums over the tokens are `tokens` 1,
     `policy` W * policy term, `kl` W * KL (without its coefficient), `loss` W * loss, `clipped` whether the ratio was
     clipped, `masked` whether the ratio mask excluded the token, `entropy`, `mismatch` |anchor or cur at the first
     update - rollout| (0 for cross_entropy, whose tokens no engine sampled), and `version`. The mismatch is also summed,

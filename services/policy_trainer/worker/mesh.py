@@ -1,5 +1,5 @@
-"""The process groups of the torch backend and the sums over them. All sums are without a gradient, because autograd
-does not see an in-place `all_reduce`: `backward` must not be called on a reduced loss.
+"""The process groups of the torch backend and the sums over them. The sums have no gradient, because autograd does not
+see an in-place `all_reduce`: `backward` must not be called on a reduced loss.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Mesh:
         return mine if self.shard_mesh is None else from_rank_0(mine)
 
     def most(self, count: int) -> int:
-        """Return the largest `count` of all ranks."""
+        """Return the largest `count` over all ranks."""
         if self.shard_mesh is None:
             return count
         value = torch.tensor([count])

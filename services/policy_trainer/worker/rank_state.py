@@ -29,7 +29,7 @@ def rank_state(backend: Backend, earlier: EarlierVersions, step: int) -> dict[st
 def load_rank_state(
     state: Mapping[str, Tensor], backend: Backend, earlier: EarlierVersions, canaries: Canaries
 ) -> None:
-    """Copy what `rank_state` returned in another life of the same rank."""
+    """Load the tensors that `rank_state` returned in another life of the same rank."""
     parts: dict[str, dict[str, Tensor]] = {_OWN: {}, _EARLIER: {}, _RANDOM: {}}
     for key, tensor in state.items():
         part, _, name = key.partition("/")
@@ -48,7 +48,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Set the generators to what `random_states` returned."""
+    """Set the generators to the states that `random_states` returned."""
     torch.set_rng_state(states[_CPU].clone())
     if _DEVICE in states:
         torch.cuda.set_rng_state(states[_DEVICE].clone())

@@ -67,7 +67,7 @@ class Replica:
             self.masters[name].copy_(self._params[name])
 
     def whole(self, part: Tensor) -> Tensor:
-        """Return a host copy of the full tensor of which `part`, shaped like a master, is this rank's part."""
+        """Return a host copy of the full tensor. `part`, shaped like a master, is this rank's part of it."""
         return part.detach().to("cpu", copy=True)
 
     def part(self, whole: Tensor, master: nn.Parameter) -> Tensor:

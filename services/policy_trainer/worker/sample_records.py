@@ -1,4 +1,4 @@
-"""Puts the advantages and the trainer's log-probs of recorded samples as shards, beside the computation."""
+"""Puts the advantages and the trainer's log-probs of recorded samples as shards, in the background."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ REMEMBERED = 65_536
 
 
 class SampleRecords:
-    """It belongs to the event loop of `data`. Nothing waits for a put, and a failed one only costs these values."""
+    """Puts the values of recorded samples. It belongs to the event loop of `data`.
+
+    Nothing waits for a put, and a failed put loses only its values.
+    """
 
     def __init__(self, choice: Choice | None, data: DataClient, store: Callable[[], Awaitable[str]]) -> None:
-        """`store` finds the store of this rank's host."""
+        """`store` returns the name of the store on this rank's host."""
         self._choice = choice
         self._data = data
         self._store = store
@@ -41,9 +44,9 @@ class SampleRecords:
         self._log = structlog.get_logger("policy-trainer-worker")
 
     def wanted(self, batch: BatchMeta) -> list[int]:
-        """Return the positions of the tasks of a call that are recorded and were not put before.
+        """Return the positions of the call's tasks that are recorded and were not put before.
 
-        The first call of a step with a task thus gives its log-probs before the step's first update of it.
+        A task's log-probs thus come from the step's first call with it, before the step's first update on it.
         """
         choice = self._choice
         if choice is None:
@@ -71,12 +74,12 @@ class SampleRecords:
             shards = await asyncio.to_thread(_shards, batch, wanted, tokens, loss)
             await self._data.put(shards, store=await self._store(), deadline_s=PUT_S)
         except (RpcError, WireError) as error:
-            # A replayed step may give other bits for the same fences: those of the first time stay.
+            # A replayed step may compute other bits for the same fences. The first ones are kept.
             self._log.info("values of recorded samples not put", tasks=len(wanted), error=str(error)[:200])
 
 
 def _shards(batch: BatchMeta, wanted: list[int], tokens: BatchTokens, loss: BatchLoss) -> list[TaskShards]:
-    """Return the shards, with log-probs of 0 for all tokens if this rank has not computed them all."""
+    """Return the shards of the `wanted` tasks. All log-probs are 0 if this rank has not computed every one of them."""
     logprobs = tokens.flat[PROX_KEY] if PROX_KEY in tokens.flat else loss.kept_logprobs()
     ends = np.cumsum(tokens.tokens_of_task)
     last = np.cumsum([task.samples for task in batch.tasks])

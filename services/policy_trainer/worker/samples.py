@@ -35,7 +35,7 @@ def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
     """Return a dict from `keys` to the keys of their shards in the stores.
 
     Proximal log-probs are stored under a key of the call that made them, so that they cannot be confused with earlier
-    ones of other weights or another number of ranks. Raises RpcError(bad_request) if the batch has none.
+    ones from other weights or another number of ranks. Raises RpcError(bad_request) if they are needed and missing.
     """
     named = {key: key for key in keys}
     if PROX_KEY in named:
@@ -56,7 +56,7 @@ class BatchTokens:
 
 
 def join(columns: Columns) -> BatchTokens:
-    """Join the arrays under each key, which include `lengths`. Without tasks, the joined arrays have length 0."""
+    """Join the arrays of each key. The keys include `lengths`. Without tasks, the joined arrays have length 0."""
     lengths = columns["lengths"]
     return BatchTokens(
         flat={
@@ -127,5 +127,5 @@ def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -
 
 
 def trained(loss_mask: Array, weights: Array) -> Array:
-    """Return [T]: `loss_mask` without tokens of weight 0 (of masked-out samples), which need no scoring."""
+    """Return `loss_mask` [T] without the tokens of weight 0. They belong to masked-out samples and need no scoring."""
     return np.where(weights != 0, loss_mask, np.zeros_like(loss_mask))

@@ -1,6 +1,6 @@
 """The worker as an actor: accepts the driver's calls and runs them one by one, off the event loop.
 
-It is one of `world_size` ranks, which join a group before anything else and end together when one of them is gone.
+It is one of `world_size` ranks, which join a group before anything else and exit together if one of them is gone.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class PolicyTrainerWorker(Service):
             epoch = self._pending.epoch
             began = time.perf_counter()
             self.telemetry.span("call", began - waited, of="policy-trainer/0")
-            # Calls without a step belong to the one that is being trained.
+            # Calls without a step belong to the step that is being trained.
             step = getattr(request, "step", self._calls.step + 1)
             async with self._running:
                 self._current = (type(request).__name__, self.loop.time())
@@ -151,7 +151,7 @@ class PolicyTrainerWorker(Service):
         """Wait for the running call, drop gradients of an unfinished update, and return the worker's state."""
         self._pending.take_over(request.driver, request.at_least, request.turn)
         self._calls.reader.forget_prefetched()
-        with suppress(RpcError):  # an ended group shows in the answer below or ends this process
+        with suppress(RpcError):  # if the group has ended, this process exits or the answer below shows it
             await self._group.withdraw("a driver takes over")
         async with self._running:
             await self._calls.drop_gradients()

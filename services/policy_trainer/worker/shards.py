@@ -28,7 +28,7 @@ _LOW = (torch.bfloat16, torch.float16)
 class Shards:
     """A `Replica` in pieces. The pieces of 16-bit weights are float32, while the passes run in 16 bits.
 
-    Only rank 0 ever holds whole weights; the others hold their pieces and, for a moment, one tensor.
+    Only rank 0 ever holds whole weights; the others hold their pieces and, for a moment, one whole tensor.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, context: ContextRank | None) -> None:
@@ -42,7 +42,7 @@ class Shards:
         self.shapes = {each.name: torch.Size(each.shape) for each in rows}
         """Full shape of every weight."""
         self.model = model
-        # Pieces are cut from memory that is not written, and thus takes no room, and are filled from rank 0 below.
+        # Pieces are cut from unwritten memory, which takes no room, and are filled from rank 0 below.
         with torch.no_grad(), unfilled():
             for parameter in model.parameters():
                 kept = torch.float32 if parameter.dtype in _LOW else parameter.dtype
@@ -93,8 +93,8 @@ class Shards:
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Copy the pieces of all ranks from rank 0's full weights of the same names and shapes. Other ranks need none.
-        Every rank has to call this."""
+        """Copy the pieces of all ranks from rank 0's full weights of the same names and shapes. Other ranks may pass
+        {}. Every rank has to call this."""
         for name, target in self.own_weights().items():
             whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
             if self._rank == 0:
@@ -106,7 +106,7 @@ class Shards:
                 target.copy_(whole)
 
     def whole(self, part: Tensor) -> Tensor:
-        """Return the full tensor of `part` on the host of rank 0. The result of other ranks is meaningless."""
+        """Return the full tensor of `part` on the host of rank 0. The result on other ranks is meaningless."""
         full = part.full_tensor() if isinstance(part, DTensor) else part
         return full.detach().to("cpu", copy=True) if self._rank == 0 else full.new_empty(0)
 

@@ -35,9 +35,9 @@ class SnapshotKeeper:
         return self._snapshots.read(lineage, step)
 
     def take(self, lineage: int, step: int, state: Callable[[], Mapping[str, Tensor]]) -> float:
-        """Keep a snapshot of what `state` returns, the state after `step`. If that fails, keep none from now on.
+        """Keep a snapshot of the state after `step`, which `state` returns. If that fails, keep none from now on.
 
-        Return the seconds of processor time that this took.
+        Return the processor time that this took, in seconds.
         """
         if self._snapshots is None:
             return 0.0
@@ -52,6 +52,6 @@ class SnapshotKeeper:
         return time.thread_time() - began
 
     def keep_only(self, lineage: int, step: int) -> None:
-        """Discard all snapshots except this one, if there is one."""
+        """Discard all snapshots except that of `step` under `lineage`, if there is one."""
         if self._snapshots is not None:
             self._snapshots.keep_only(lineage, step)

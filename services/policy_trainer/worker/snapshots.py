@@ -1,9 +1,9 @@
 """Snapshots of one rank's training state in shared memory, from which a later life of the rank continues.
 
 A rank fills two files in turn, so that one of them is always whole. Each is a block file (`proto.blockfile`) with the
-single task `state/<lineage>/<step>`. Its header is cleared before its data is replaced and written after the data: a
-file with a valid header is sealed. `read` verifies the checksums of the data. The files are in the shared memory of the
-run: they outlive the processes of the trainer, but not the launcher, and not the host.
+single task `state/<lineage>/<step>`. Its header is cleared before its data is replaced and written after the data, so a
+file with a valid header is sealed. `read` verifies the checksums of the data. The files are in the run's shared
+memory. They outlive the trainer's processes, but neither the launcher nor the host.
 
 The methods block. They are not called from two threads at once. Only methods that use tensors import torch, so that a
 rank can report its snapshots while it starts.
@@ -63,7 +63,7 @@ class Snapshots:
         self._newest = file
 
     def read(self, lineage: int, step: int) -> dict[str, Tensor]:
-        """Return the tensors of a snapshot, which change when its file is filled again.
+        """Return the tensors of a snapshot. They change when its file is filled again.
 
         Raises RpcError: missing, or conflict if a tensor is not what was written.
         """
@@ -85,7 +85,7 @@ class Snapshots:
         raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}, lineage {lineage}: not in {self._files[0].parent}")
 
     def keep_only(self, lineage: int = -1, step: int = -1) -> None:
-        """Discard all snapshots but this one. Their steps were not taken from the state that is loaded now."""
+        """Discard all snapshots but this one. The others were not trained from the state that is loaded now."""
         for file in self._files:
             held = _content(self._table(file))
             if held == HeldSnapshot(lineage=lineage, step=step):
@@ -120,7 +120,7 @@ class Snapshots:
             return None
 
     def _room(self, file: Path, nbytes: int) -> Array:
-        """Return a mapping of `file` with exactly these bytes, all allocated: writing to a hole could raise SIGBUS."""
+        """Return a mapping of `file` of exactly `nbytes`, all allocated: writing to a hole could raise SIGBUS."""
         mapped = self._mapped.get(file)
         if mapped is not None and mapped.nbytes == nbytes:
             return mapped
@@ -149,7 +149,7 @@ def _clear(mapped: Array) -> None:
 
 
 def _memory(tensor: Tensor) -> Array:
-    """Return an array over the memory of a contiguous CPU tensor. `Tensor.numpy` would make it impossible to free."""
+    """Return an array over the memory of a contiguous CPU tensor. `Tensor.numpy` would keep it from being freed."""
     from shared.tensors_torch import numpy_dtype
 
     if not tensor.nbytes:

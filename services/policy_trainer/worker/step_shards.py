@@ -27,7 +27,7 @@ class StepShards:
         self._kept = {}
 
     async def fetch(self, batch: Batch, keys: list[str], *, deadline_s: float) -> Batch:
-        """Return a LOCAL batch with `keys`, and raise the same errors, as `Batch.fetch` does."""
+        """Return a LOCAL batch with `keys`, like `Batch.fetch`. Raises the same errors."""
         async with self._fetching:  # a call that is prepared in advance often needs what the previous call is fetching
             kept = self._kept
             found = [dict(kept.get((task.task_id, task.fence), {})) for task in batch.tasks]

@@ -1,4 +1,4 @@
-"""Makes engines by their names in topologies. An engine is imported only when it is requested."""
+"""Makes engines by the names that topologies use. An engine is imported only when it is requested."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def make_engine(settings: Rollout, *, model: Path, dtype: str, temperature: float, deterministic: bool) -> Engine:
-    """Return the engine of `services.rollout`, not yet started. `temperature` is the training temperature.
+    """Return the engine that `services.rollout` selects, not yet started. `temperature` is the training temperature.
 
-    Raises RpcError(bad_request) for arguments that the engine does not take.
+    Raises RpcError(bad_request) for arguments that the engine does not accept.
     """
     threads = settings.threads or 1
     if settings.engine == "vllm":

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """Runs work for the service's loop in the order of the calls, but `between_steps` also enters a paused block."""
+    """Runs work for the service's loop in call order, but `between_steps` also runs work inside a paused block."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -28,7 +28,7 @@ class ComputeThread:
         self._running.set()
         self._stopped = threading.Event()
         self._between: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Work that a paused block does while it waits. Without such a block, the thread does it."""
+        """Work for a paused block to do while it waits. Without such a block, the thread does this work itself."""
         self.progress = 0
         """See `Engine.progress`. Only work on the thread advances it."""
 
@@ -46,7 +46,7 @@ class ComputeThread:
         return await self.run(run)
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Run `work` as `run` does, but do not wait: the work itself reports its end."""
+        """Run `work` as `run` does, but do not wait: the work itself reports when it ends."""
         self._executor.submit(work)
 
     async def between_steps(self, work: Callable[[], T]) -> T:
@@ -65,7 +65,7 @@ class ComputeThread:
         return await asyncio.wrap_future(done)
 
     def pause(self) -> None:
-        """Hold a block before its next step."""
+        """Pause a block before its next step."""
         self._running.clear()
 
     def resume(self) -> None:
@@ -73,7 +73,7 @@ class ComputeThread:
         self._between.put(lambda: None)  # wakes a block that waits for something to do
 
     async def stop(self, closing: Callable[[], None], timeout_s: float) -> None:
-        """End the running block, then run `closing`. Work that outlasts `timeout_s` is left running."""
+        """Stop the running block, then run `closing`. Work that outlasts `timeout_s` is left running."""
         self._stopped.set()
         self._running.set()
         with contextlib.suppress(TimeoutError):
@@ -86,7 +86,7 @@ class ComputeThread:
         """Wait while paused. Return False if `going_on` reports that there is nothing left to do.
 
         Call this before each step. `going_on` is also called from time to time during a pause. Raises
-        GenerationCancelled if the thread is to end.
+        GenerationCancelled if the thread must stop.
         """
         while not self._running.is_set():
             with contextlib.suppress(queue.Empty):
@@ -97,7 +97,7 @@ class ComputeThread:
         return going_on()
 
     def check_stopped(self) -> None:
-        """Raise GenerationCancelled if the thread is to end."""
+        """Raise GenerationCancelled if the thread must stop."""
         if self._stopped.is_set():
             raise given_up()
 
@@ -108,5 +108,5 @@ class ComputeThread:
 
 
 def given_up() -> GenerationCancelled:
-    """Return the error of a call whose `cancel` event is set."""
+    """Return the error for a call whose `cancel` event is set."""
     return GenerationCancelled("the block was given up: its lease ended")

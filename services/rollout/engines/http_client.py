@@ -1,4 +1,4 @@
-"""Sends HTTP requests to an inference server and reads answers or streams of events. Every wait has a deadline."""
+"""Sends HTTP requests to an inference server and reads answers or event streams. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONNECT_S = 10.0
 _EVENT_BYTES = 64 << 20
 """Maximum size of one server-sent event."""
 _SHOWN = 300
-"""Maximum characters of a server's answer in an error."""
+"""Maximum number of characters of a server's answer in an error."""
 _DONE = "[DONE]"
 
 
@@ -30,7 +30,7 @@ class Refused(RpcError):
 
 
 class HttpClient:
-    """A client that holds no connection, so coroutines of any loop may use it."""
+    """A client that keeps no connection open, so coroutines on any loop may use it."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], who: str, silence_s: float) -> None:
         """`base_url` is http or https, with or without a path; `silence_s` is the longest wait for the next bytes."""
@@ -43,7 +43,7 @@ class HttpClient:
         self._tls = ssl.create_default_context() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
     async def get(self, path: str) -> Any:
-        """Return the decoded JSON answer. Raises Refused, and RpcError(deadline) if there is none."""
+        """Return the decoded JSON answer. Raises Refused, and RpcError(deadline) if no answer arrives."""
         return await self._whole("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -51,7 +51,7 @@ class HttpClient:
         return await self._whole("POST", path, body)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """Yield the decoded server-sent events of a POST up to `[DONE]`. Raises the errors of `get`."""
+        """Yield the decoded server-sent events of a POST up to `[DONE]`. Raises the same errors as `get`."""
         async with self._answered("POST", path, body) as answer:
             async for event in httpx2.EventSource(answer, _EVENT_BYTES):
                 if event.data == _DONE:
@@ -77,7 +77,7 @@ class HttpClient:
         timeout = httpx2.Timeout(self._silence_s, connect=_CONNECT_S)
         try:
             async with (
-                # Proxies and .netrc of the environment are ignored: the server is the one that the topology names.
+                # The environment's proxies and .netrc file are ignored: the server is the one that the topology names.
                 httpx2.AsyncClient(headers=self._headers, timeout=timeout, verify=self._tls, trust_env=False) as client,
                 client.stream(method, f"{self._url}{path}", content=content) as answer,
             ):

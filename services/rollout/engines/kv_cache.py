@@ -1,4 +1,4 @@
-"""A key/value cache that is allocated once per block, so that appending a token never copies the past."""
+"""A key/value cache that is allocated once per block, so that appending a token never copies earlier tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values [rows, heads, capacity, head_dim]. The model sees the filled part as a view.
 
-    The prompt's pass keeps its own tensors. Room for the whole completion is allocated when its rows are repeated.
+    The prompt pass keeps its own tensors. Room for the whole completion is allocated when the prompt rows are repeated.
     """
 
     keys: torch.Tensor
@@ -36,12 +36,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self._show(self._room, end)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times and allocate the room for the whole completion."""
+        """Repeat every row `repeats` times and allocate room for the whole completion."""
         self._room = (self._widened(self.keys, repeats), self._widened(self.values, repeats))
         self._show(self._room, self.keys.shape[2])
 
     def gather(self, parts: Sequence[tuple[GrowingLayer, torch.Tensor]], length: int) -> None:
-        """Copy rows of other layers into the first `length` tokens of this layer."""
+        """Copy rows from other layers into the first `length` tokens of this layer."""
         room = self._capacity - length
         keys = right_aligned([(part.keys, part.keys.shape[2], rows) for part, rows in parts], length, room)
         values = right_aligned([(part.values, part.values.shape[2], rows) for part, rows in parts], length, room)
@@ -80,12 +80,12 @@ def make_cache(config: Any, capacity: int) -> Cache:
 
 
 def grows(cache: Cache) -> bool:
-    """Return whether all layers of the cache are growing ones."""
+    """Return whether every layer of the cache is a `GrowingLayer`."""
     return all(type(layer) is GrowingLayer for layer in cache.layers)
 
 
 def gather(into: Cache, parts: Sequence[tuple[Cache, torch.Tensor]], length: int) -> None:
-    """Fill a fresh cache with rows of other caches, all of which grow."""
+    """Fill a new cache with rows from other caches. `grows` must be true for all of them."""
     for number, layer in enumerate(into.layers):
         if isinstance(layer, GrowingLayer):
             of = [(cache.layers[number], rows) for cache, rows in parts]
@@ -95,7 +95,7 @@ def gather(into: Cache, parts: Sequence[tuple[Cache, torch.Tensor]], length: int
 def right_aligned(parts: Sequence[tuple[torch.Tensor, int, torch.Tensor]], length: int, room: int) -> torch.Tensor:
     """Join parts (states [.., heads, >= columns, width], columns, rows) into [rows, heads, length + room, width].
 
-    The columns of each row end at `length`. Zeros come before them, because masked values must still be numbers.
+    The columns of each row end at `length`. They are preceded by zeros, because masked values must still be numbers.
     Columns that do not fit before `length` are padding and are cut off.
     """
     first = parts[0][0]

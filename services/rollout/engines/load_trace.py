@@ -2,11 +2,11 @@
 
 It observes where weights go and assumes nothing about any model. It does not import vLLM.
 
-A `LoadTrace` watches torch's operations during a load. It keeps a map of memory that says which addresses hold which
+A `LoadTrace` watches torch operations during a load. It keeps a map of memory that shows which addresses hold which
 part of which weight. A copy carries the parts along, and new memory holds nothing. An operation may pack a weight for a
-CPU, after which `.weight` is empty: the memory that it packs is digested at that moment, under the handle that it
-returns. Afterwards `proof` digests every parameter in place, and adds those of the handles that the model's layers hold
-now.
+CPU, after which `.weight` is empty. The memory that it packs is therefore digested at that moment, and recorded under
+the handle that the operation returns. After the load, `proof` digests every parameter in place, and adds the digests
+for the handles that the model's layers now hold.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shared.weights.digests import as_int, digest, matrix_shape
 _PACKING = frozenset(
     ["_C::create_onednn_mm_handler", "_C::convert_weight_packed", "zentorch::zentorch_weight_prepack_for_linear"]
 )
-"""Operations of vLLM that convert their first argument to another layout for products on a CPU. They are composite
-operations, which only a function mode sees."""
+"""vLLM operations that convert their first argument to another layout for CPU matrix products. They are composite
+operations, which are visible only to a function mode."""
 READ_BACK_FLOP = 4 * 10**9
-"""Maximum floating-point operations to read back one handle: enough for a whole layer of a 0.5B model, and for a spread
-sample of its embedding. All handles together take seconds."""
+"""Maximum number of floating-point operations to read back one handle. It is enough for a whole layer of a 0.5B model,
+and for a spread sample of its embedding. Reading back all handles takes seconds."""
 _READ_BACK_ROWS = 256
 _COPIES = frozenset(["aten::_to_copy", "aten::clone"])
 _NEW = ("aten::empty", "aten::new_empty")
@@ -53,7 +53,7 @@ Digested = tuple[Part, int]
 
 @dataclass(frozen=True)
 class Proof:
-    """The contents of a model: the parts of weights with the digests of what is there, and unexplained faults."""
+    """The contents of a model: the weight parts with the digests of what is there, and any faults."""
 
     parts: list[Digested]
     faults: list[str]
@@ -69,7 +69,7 @@ class Proof:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The contents of addresses [begin, end): `part`, row by row in elements of `dtype`, or a constant if None."""
+    """Contents of addresses [begin, end): `part` by rows, in elements of `dtype`, or a constant if `part` is None."""
 
     begin: int
     end: int
@@ -85,7 +85,7 @@ class _Memory:
         self._held: dict[int, _Contents] = {}
 
     def forget(self, begin: int, end: int) -> None:
-        """Forget what these addresses hold. A part that reaches into them is no longer whole and is forgotten, too."""
+        """Forget what these addresses hold. A part that overlaps them is no longer whole and is also forgotten."""
         for each in self.within(begin, end):
             self._begins.remove(each.begin)
             del self._held[each.begin]
@@ -124,7 +124,7 @@ class _Memory:
             self.hold(_Contents(at, at + size, part, dtype))
 
     def _parts(self, source: Tensor) -> Iterator[tuple[int, int, Part | None, torch.dtype]]:
-        """Yield (first element, number of elements, part, its dtype) of what `source` holds, in its own order."""
+        """Yield (first element, number of elements, part, part dtype) for all that `source` holds, in element order."""
         size = source.element_size()
         held = self.within(*_span(source))
         if source.is_contiguous():
@@ -153,7 +153,7 @@ class _Memory:
 
 
 class _Operations(TorchDispatchMode):
-    """Keeps `memory` up to date while it is entered."""
+    """Keeps `memory` up to date while the mode is active."""
 
     def __init__(self, memory: _Memory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Packings(TorchFunctionMode):
-    """Calls `packed` with each weight that is packed while it is entered, and with the result."""
+    """While active, calls `packed` with each weight that is packed and with the result."""
 
     def __init__(self, packed: Callable[[Tensor, Any], None]) -> None:
         self._packed = packed
@@ -191,18 +191,18 @@ class _Packings(TorchFunctionMode):
 
 
 class LoadTrace:
-    """Follows one load (`over`). `proof` then says what was loaded."""
+    """Follows one load (`over`). Afterwards, `proof` reports what was loaded."""
 
     def __init__(self, *, read_back: bool = False) -> None:
         """With `read_back`, weights that oneDNN packs are read back by products with unit vectors, and compared."""
         self._read_back = read_back
         self._memory = _Memory()
         self._packed: dict[int, Proof] = {}
-        """The proofs by handle, which is the number or the address that the packing operation returned."""
+        """The proofs by handle. A handle is the number or address that the packing operation returned."""
 
     @contextmanager
     def over(self, model: Any) -> Iterator[None]:
-        """Follow all weights that `model.load_weights` is given while this context is entered."""
+        """Follow all weights that `model.load_weights` is given while this context is active."""
         load_weights = model.load_weights
 
         def traced(weights: Iterable[tuple[str, Tensor]]) -> Any:
@@ -216,7 +216,7 @@ class LoadTrace:
             del model.load_weights
 
     def proof(self, model: nn.Module) -> Proof:
-        """Return the proof of every parameter, loaded buffer and handle that a module of `model` holds now."""
+        """Return the proof for every parameter, loaded buffer and handle that a module of `model` holds now."""
         parts: list[Digested] = []
         faults: list[str] = []
         found: list[tuple[Part, Tensor]] = []
@@ -265,7 +265,7 @@ class LoadTrace:
         self._packed[handle] = Proof(parts, faults)
 
     def _digested(self, tensor: Tensor) -> tuple[list[tuple[Part, Tensor]], bool]:
-        """Return the digests of the parts in contiguous `tensor`, and whether all of it is explained."""
+        """Return the digests of the parts in contiguous `tensor`, and whether all of its contents are known."""
         first, last = _span(tensor)
         size, known = tensor.element_size(), 0
         flat, found = tensor.detach().reshape(-1), []
@@ -274,7 +274,7 @@ class LoadTrace:
                 continue
             known += each.end - each.begin
             if each.part is None:
-                # Memory that was freed and used again may be taken for a constant: padding, which must be zeros.
+                # Reused memory may be mistaken for a constant. Constants are padding, which must be zeros.
                 known -= int(flat[(each.begin - first) // size : (each.end - first) // size].count_nonzero() > 0)
                 continue
             values = flat[(each.begin - first) // size : (each.end - first) // size]
@@ -297,7 +297,7 @@ class _Names:
         """The first module with a parameter at each address. Later modules at that address are tied to it."""
 
     def misplaced(self, module: nn.Module, name: str, parts: Sequence[Part]) -> list[str]:
-        """Return what is wrong with `parts`, in their order, in parameter `name` of `module`."""
+        """Return the faults in the placement of `parts`, given in order, in parameter `name` of `module`."""
         weight = module._parameters.get("weight")
         if weight is not None and weight.numel() and self._first.setdefault(weight.data_ptr(), module) is not module:
             return []
@@ -330,7 +330,7 @@ def _nowhere(tensor: Any) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of the first element, and the one after the last element."""
+    """Return the address of the first element, and the address after the last element."""
     begin = tensor.data_ptr()
     if tensor.numel() == 0:
         return begin, begin
@@ -339,7 +339,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _flat_part(held: _Contents, offset: int, count: int) -> Part | None:
-    """Return `count` consecutive elements of `held` from `offset` on, or None if they are not a box."""
+    """Return `count` consecutive elements of `held` from `offset` on as a part, or None if they are not a box."""
     part = held.part
     if part is None:
         return None
@@ -352,7 +352,10 @@ def _flat_part(held: _Contents, offset: int, count: int) -> Part | None:
 
 
 def _box(part: Part, offset: int, view: Tensor) -> Part | None:
-    """Return what `view`, which begins `offset` elements into `part`, shows of it, or None if that is not a box."""
+    """Return what `view` shows of `part` as a part, or None if that is not a box.
+
+    `view` begins `offset` elements into `part`.
+    """
     axes = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1]
     row, column = divmod(offset, part.columns)
     if len(axes) == 1 and axes[0][1] == part.columns:
@@ -365,7 +368,8 @@ def _box(part: Part, offset: int, view: Tensor) -> Part | None:
 def _reads_back(handle: int, weight: Tensor) -> bool:
     """Return whether products of unit vectors with `handle`, packed from `weight` [in, out], give its rows exactly.
 
-    All rows are checked if that takes at most `READ_BACK_FLOP`; otherwise as many as that allows, evenly spread.
+    All rows are checked if that takes at most `READ_BACK_FLOP`; otherwise, as many evenly spread rows as that allows,
+    but at least 16.
     """
     inputs, outputs = weight.shape
     count = min(max(READ_BACK_FLOP // (2 * inputs * outputs), 16), inputs)
@@ -381,7 +385,7 @@ def _reads_back(handle: int, weight: Tensor) -> bool:
 
 
 def _handle_of(module: nn.Module) -> int | None:
-    """Return what a packing operation returned for the product of `module`, or None if it has none."""
+    """Return the handle that a packing operation returned for the weight of `module`, or None if there is none."""
     product = getattr(module, "cpu_linear", None)
     for cell in getattr(product, "__closure__", None) or ():
         value = cell.cell_contents

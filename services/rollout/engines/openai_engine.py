@@ -1,19 +1,19 @@
-"""An inference server with OpenAI's completions interface as the rollout's engine.
+"""The rollout engine for an inference server with OpenAI's completions interface.
 
-Nothing is sampled from a server whose log-probs or weights were not proved, or to which another client has given other
-weights since.
+Nothing is sampled from a server whose log-probs or weights have not been proved, or whose weights another client has
+since replaced.
 
 Beyond the interface itself, the server must offer the following; `start` and the drill name what is missing:
   prompts and completions as token ids (`prompt: [ids]`, `return_token_ids`), `echo` with log-probs of the prompt,
   log-probs of the distribution that was sampled from, and a way to take weights: vLLM's `/collective_rpc`, with rlbus's
-  worker extension. A vLLM 0.32 server with all of it:
+  worker extension. This command starts a vLLM 0.32 server with all of it:
 
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs \
       --worker-extension-cls services.rollout.engines.vllm_worker.PolicyWeights
 
-`/collective_rpc` lets anyone who reaches the port call any method, so it belongs on a loopback or private address.
-The weights are passed as a safetensors file: in memory for a server of the same user on this machine, else in a folder
-that both see (`weights_directory`). One server serves one instance of one run.
+`/collective_rpc` lets anyone who reaches the port call any method, so the server belongs on a loopback or private
+address. The weights are passed as a safetensors file: in memory for a server of the same user on this machine,
+otherwise in a folder that both can access (`weights_directory`). One server serves one instance of one run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ T = TypeVar("T")
 STOP_S = 10.0
 _REASONS = (FinishReason.STOP, FinishReason.LENGTH)
 SILENCE_S = 120.0
-"""Maximum seconds to wait for a server's next bytes: while it loads weights, or for a token when it is busy."""
+"""Maximum seconds to wait for a server's next bytes, for example while it loads weights or is busy."""
 _CONNECTIONS = 64  # maximum number of prompts sampled at the same time
 _POLL_S = 0.05
 _SEED_MASK = (1 << 62) - 1
@@ -67,12 +67,12 @@ _EXTENSION = "services.rollout.engines.vllm_worker.PolicyWeights"
 
 
 class OpenAIEngine:
-    """An `Engine` on an inference server. `progress` counts the events that the server sends."""
+    """An `Engine` that uses an inference server. `progress` counts the events that the server sends."""
 
     def __init__(
         self, *, model: Path, dtype: str, temperature: float, engine_args: Mapping[str, Any], api_key: str = ""
     ) -> None:
-        """The server's log-probs are checked at `temperature`, that of training. `engine_args` are `base_url`,
+        """The server's log-probs are checked at `temperature`, the training temperature. `engine_args` are `base_url`,
         `model` (its name on the server; default: the only one) and `weights_directory`."""
         self._path = model
         self._dtype = dtype
@@ -149,7 +149,7 @@ class OpenAIEngine:
         raise RpcError(ErrorCode.BAD_REQUEST, "engine openai: the server keeps its memory, so it cannot be colocated")
 
     async def wake(self, parts: Parts) -> None:
-        """Do nothing: the server's memory is its own and always there."""
+        """Do nothing: the server manages its own memory, which is always allocated."""
 
     async def pause(self) -> None:
         self._compute.pause()
@@ -167,7 +167,7 @@ class OpenAIEngine:
     async def stop(self) -> None:
         await self._compute.stop(lambda: None, STOP_S)
 
-    # ---- on the compute thread, a loop for each piece of work
+    # ---- on the compute thread, with a new event loop for each piece of work
 
     async def _start(self) -> None:
         served = {each["id"]: each for each in (await self._http.get("/v1/models"))["data"]}
@@ -185,7 +185,7 @@ class OpenAIEngine:
         await self._held_mark()
 
     async def _check_logprobs(self) -> None:
-        """Check that log-probs of two tokens differ by the difference of their logits over the sampling temperature."""
+        """Check that two tokens' log-probs differ by their logits' difference divided by the sampling temperature."""
         gaps = []
         for temperature in (1.0, self._temperature or 1.0):
             body = self._body([1, 2, 3], temperature, 1) | {"logprobs": _LIKELIEST, "stream": False}
@@ -223,7 +223,7 @@ class OpenAIEngine:
                 task.cancel()  # closes its connection, so the server abandons the request
             await asyncio.gather(*tasks, return_exceptions=True)
         groups = [task.result() for task in tasks]
-        # This is checked afterwards, because any replacement of the weights until now has removed the mark.
+        # The mark is checked after sampling, because any replacement of the weights until now has removed it.
         if await self._held_mark() != self._mark:
             raise RpcError(
                 ErrorCode.CONFLICT,
@@ -349,7 +349,7 @@ class OpenAIEngine:
 
 
 def api_key(variable: str) -> str:
-    """Return the key in an environment variable, which a topology names so that no file holds the key."""
+    """Return the API key from an environment variable. Topologies name the variable, so no file contains the key."""
     if variable and variable not in os.environ:
         key = "services.rollout.engine_args.api_key_env"
         raise RpcError(ErrorCode.BAD_REQUEST, f"{key}: the variable {variable} is not set; export it")

@@ -1,4 +1,4 @@
-"""The forward passes of one block, with the keys and values that they leave behind.
+"""The forward passes of one block, and the keys and values that they cache.
 
 They use the model's own modules, or explicit code for models that are plain decoders. No pass changes a weight. Rows
 are padded on the left, and no row attends to padding.
@@ -18,34 +18,35 @@ from shared.model.plain_decoder import Past, PlainDecoder, is_plain
 
 
 class Passes(Protocol):
-    """The passes of some rows: `begin` with prompts or `gathered`, then `go_on` and `keep`.
+    """Forward passes over rows. They start with `begin` or `gathered` and continue with `go_on` and `keep`.
 
     Logits have the shape [R, vocabulary].
     """
 
     gathers: bool
-    """Whether rows of several passes can be `gathered`. They cannot if a layer keeps anything but the keys and values
-    of every token."""
+    """Whether rows of several passes can be `gathered`. They cannot if a layer keeps anything other than the keys and
+    values of every token."""
 
     def begin(self, ids_PL: Tensor, lengths: list[int]) -> Tensor:
         """Run the prompts and return their logits. `lengths` excludes padding."""
 
     def go_on(self, id_R: Tensor) -> Tensor:
-        """Run one more token of every row and return the logits."""
+        """Run one more token for every row and return the logits."""
 
     def keep(self, rows: Tensor) -> None:
         """Continue with these rows only."""
 
 
 Part = tuple[Passes, Tensor]
-"""Passes that have begun, and which of their rows to take, in order. A row may occur several times."""
+"""Passes that have begun, and the indices of the rows to take from them, in order. A row may occur several times."""
 
 
 def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
     """Return passes in which all these rows continue together, with room for `room` more tokens each.
 
-    The passes they come from are used up. Keys and values stay as they were computed. Rows end at one column, and
-    shorter ones are padded on the left. Passes that do not gather form one part, with each row equally often.
+    The original passes must not be used afterwards. Keys and values stay as they were computed. All rows end at the
+    same column, and shorter rows are padded on the left. Passes whose `gathers` is false must be the only part, and
+    each row must occur equally often.
     """
     if is_plain(model):
         return PlainPasses.gathered(model, parts, room)
@@ -53,7 +54,7 @@ def gathered(model: nn.Module, parts: Sequence[Part], room: int) -> Passes:
 
 
 def make_passes(model: nn.Module, capacity: int) -> Passes:
-    """Return the passes for a model. `capacity` is the maximum number of tokens of a row."""
+    """Return the passes for a model. `capacity` is the maximum number of tokens in a row."""
     return PlainPasses(model, capacity) if is_plain(model) else ModelPasses(model, capacity)
 
 
@@ -196,7 +197,7 @@ class PlainPasses:
 
 
 class _Places(NamedTuple):
-    """The places of gathered rows, which end at column `length`: first columns, and positions of the last tokens."""
+    """The places of gathered rows, which end at column `length`: their first columns and last tokens' positions."""
 
     length: int
     start_R: Tensor
@@ -204,14 +205,14 @@ class _Places(NamedTuple):
 
 
 def _places(parts: Sequence[tuple[int, Tensor, Tensor]]) -> _Places:
-    """Return the places for (columns, position of the last token of each row, rows to take)."""
+    """Return the places of rows, given parts of the form (columns, position of each row's last token, rows to take)."""
     positions_R = torch.cat([positions[rows] for _, positions, rows in parts])
     length = int(positions_R.max()) + 1
     return _Places(length, length - 1 - positions_R, positions_R)
 
 
 def _positions(ids_PL: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the position of each token, and whether it is not padding."""
+    """Return the position of each token, and whether it is a real token rather than padding."""
     longest = ids_PL.shape[1]
     column_L = torch.arange(longest)
     padding_P1 = longest - torch.tensor(lengths)[:, None]

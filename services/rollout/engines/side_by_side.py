@@ -1,7 +1,7 @@
 """Runs the calls of an engine side by side on its compute thread.
 
 One step serves all calls, and a new call joins those in progress. The end, failure or cancellation of one call does not
-touch the samples of another.
+affect the samples of another.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Stepper(Protocol):
 
 
 class SideBySide:
-    """Runs calls together. `generate` belongs to the service's loop, everything else to the compute thread."""
+    """Runs calls together. `generate` belongs to the service's loop; everything else belongs to the compute thread."""
 
     def __init__(self, compute: ComputeThread, stepper: Stepper) -> None:
         self._compute = compute
@@ -115,10 +115,10 @@ class SideBySide:
             self.seconds += time.perf_counter() - began
 
     def _going_on(self) -> bool:
-        """End the calls that were given up, and return whether another call is left."""
+        """End the calls that were given up, and return whether any call is left."""
         while not self._coming.empty():
             call = self._coming.get()
-            if call.answer.set_running_or_notify_cancel():  # its caller still waits
+            if call.answer.set_running_or_notify_cancel():  # its caller is still waiting
                 self._waiting.append(call)
         for call in [call for call in self._under_way if call.cancel.is_set()]:
             self._under_way.remove(call)

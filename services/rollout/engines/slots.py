@@ -1,11 +1,12 @@
 """Decodes the calls of the embedded engine in one table of rows.
 
-The rows of ended samples are given to waiting ones, so no sample waits for the longest one. Rows are dropped and added
-many at a time, because each time the keys and values of all rows are copied. A `steady` table instead keeps the rows of
+The rows of ended samples are given to waiting samples, so no sample waits for the longest one. Rows are dropped and
+added in batches, because each change copies the keys and values of all rows. A `steady` table instead keeps the rows of
 one call until all of them have ended, so the same call gives the same bits. A prompt is run once for all its samples.
 
-Random numbers belong to a prompt: they follow from the run's seed and the prompt's name, never from a global generator.
-A task's samples do not depend on what else is in the table, unless the shape of the table changes the logits.
+Random numbers belong to a prompt: they are derived from the run's seed and the prompt's name, never from a global
+generator. A task's samples do not depend on what else is in the table, unless the shape of the table changes the
+logits.
 
 Shapes: R rows of the table (the last N of them), T maximum tokens of a sample, S random numbers drawn ahead, P prompts
 of L tokens, V tokens in the vocabulary.
@@ -27,7 +28,7 @@ from services.rollout.engines.passes import Part, Passes, gathered, make_passes
 from services.rollout.engines.side_by_side import EngineCall
 
 MAX_ROWS = 1024
-"""Maximum number of rows that are decoded at once, because rows cost key/value memory."""
+"""Maximum number of rows that are decoded at once. Each row needs key/value memory."""
 _DRAWN_STEPS = 32  # number of steps for which random numbers are drawn at once
 _SEED_MASK = (1 << 63) - 1
 _REFILL = 4
@@ -35,7 +36,7 @@ _REFILL = 4
 _PATIENCE = 8
 """Number of steps after which waiting rows are added in any case."""
 Stopped = Callable[[list[int]], bool]
-"""Function that returns whether a stop text is in the tail of these token ids."""
+"""Function that returns whether the tail of the given token ids contains a stop text."""
 
 
 @dataclass(eq=False)
@@ -142,11 +143,11 @@ class SlotTable:
         steady: bool = False,
     ) -> None:
         """`slots` is the number of rows that are decoded at once; a larger group is alone in the table. `stopped`
-        returns a finder of stop texts; `swaps` returns how often the engine's weights were set.
+        returns a stop-text finder; `swaps` returns the number of times that the engine's weights were set.
 
-        A `steady` table works on one call at a time and fills it up to its `block_rows`. Rows that have ended cost it
-        2.5 times the time for answers of up to 128 tokens whose lengths spread widely (2,900 tokens/s instead of
-        7,300, tiny-qwen3 on one thread), and 1.2 times for those of the quickstart.
+        A `steady` table works on one call at a time and pads it to `block_rows` rows. It does not drop ended rows.
+        Answers of up to 128 tokens with widely varying lengths therefore take 2.5 times as long (2,900 tokens/s instead
+        of 7,300, tiny-qwen3 on one thread), and the quickstart's answers take 1.2 times as long.
         """
         self._model = model
         self._stopped = stopped
@@ -157,17 +158,17 @@ class SlotTable:
         self._held: dict[EngineCall, _OpenCall] = {}
         self._waiting: deque[_Group] = deque()
         self._waited = 0
-        """Number of steps since a waiting group could have been added."""
+        """Number of steps for which a group that could be added has been waiting."""
         self._passes: Passes | None = None
-        """Keys and values of the rows. Without a call there are none."""
+        """The rows' keys and values, or None if there is no call."""
         self._steady = steady
         self._joins = not steady and make_passes(model, 1).gathers
-        """Whether rows may join others."""
+        """Whether new rows may join rows that are in progress."""
         self._rows = _Rows.of([], self._device)
         self._whose: list[tuple[_Group, int]] = []
         """The group of each row, and the row's number in the group."""
         self.tokens = 0
-        """Total number of tokens of ended samples."""
+        """Total number of tokens in ended samples."""
 
     # ---- calls
 
@@ -207,7 +208,7 @@ class SlotTable:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one pass: of the waiting prompts if it is worthwhile to add them, or else of all rows."""
+        """Run one pass: over the waiting prompts if adding them is worthwhile, otherwise over all rows."""
         running = int(self._rows.running_R.sum())
         coming = self._groups_to_add(running)
         if coming:
@@ -283,7 +284,7 @@ class SlotTable:
         self._passes, self._whose, self._rows = None, [], _Rows.of([], self._device)
 
     def _append_token(self, logits_PV: Tensor, first: int, prompt_N: Tensor | None = None) -> None:
-        """Append one token to the rows from `first` on. Their logits are `logits_PV[prompt_N]`, by default all rows."""
+        """Append one token to each row from `first` on. The logits are `logits_PV[prompt_N]` or just `logits_PV`."""
         mine, rows = slice(first, None), self._rows
         self._draw(first)
         heat_N1, count_N, running_N = rows.temperature_R1[mine], rows.count_R[mine], rows.running_R[mine]
@@ -351,7 +352,7 @@ class SlotTable:
             self._empty()
 
     def _generations(self, rows: list[int], reasons: list[FinishReason]) -> list[Generation]:
-        """Return what these rows have sampled so far. `reasons` say why they ended."""
+        """Return the generations of these rows so far. `reasons` are their finish reasons."""
         ids, logprobs, swaps = (
             each[rows].cpu().numpy() for each in (self._rows.ids_RT, self._rows.logprobs_RT, self._rows.swaps_RT)
         )
@@ -373,10 +374,10 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 
 
 def pick(logprobs_RV: Tensor, uniform_NM: Tensor, row_N: Tensor | None = None) -> Tensor:
-    """Return int64 [N, M]: sampled tokens, by inversion of the cumulative distributions at `uniform_NM`.
+    """Return sampled tokens, int64 [N, M], by inverting the cumulative distributions at `uniform_NM`.
 
-    `row_N` are the rows of `logprobs_RV` to sample from, by default each once. Inversion picks the first token whose
-    cumulative probability exceeds u times the total. Its probability is never 0.
+    `row_N` lists the rows of `logprobs_RV` to sample from; by default, each row is used once. Inversion picks the first
+    token whose cumulative probability exceeds u times the total. The probability of that token is never 0.
     """
     cumulative_RV = logprobs_RV.exp().cumsum(-1)
     cumulative_NV = cumulative_RV if row_N is None else cumulative_RV[row_N]

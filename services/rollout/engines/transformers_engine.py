@@ -1,8 +1,8 @@
-"""The embedded engine: a transformers model decoded on a thread of its own. Light processes do not import it.
+"""The embedded engine: a transformers model decoded on a thread of its own. Lightweight processes do not import it.
 
 Everything that touches the model runs on the compute thread, in the order of the calls, with two exceptions: calls are
-decoded side by side (not in deterministic mode), and weights are replaced and scored in the middle of them while the
-engine is paused.
+decoded side by side (except in deterministic mode), and weights are replaced and scored in the middle of calls while
+the engine is paused.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TransformersEngine:
         self._model: Any = None
         self._asleep: list[Released] = []
         self._lost = False
-        """Whether the weights' memory was released and nothing has been set since."""
+        """Whether the weights' memory was released and no weights have been set since."""
         self._holders: dict[str, list[torch.Tensor]] = {}
         self._swaps = 0
         self._steps = 0
@@ -138,7 +138,7 @@ class TransformersEngine:
         return {name: to_numpy(value.detach()) for name, value in named_weights(model).items()}
 
     def _sleep(self) -> None:
-        """Release the memory of the parameters, which keep their identity. Tied ones stay tied."""
+        """Release the parameters' memory. The parameters keep their identity, and tied ones stay tied."""
         if not self._asleep:
             self._asleep = release(self._model.parameters())
             self._lost = True
@@ -161,8 +161,8 @@ class TransformersEngine:
         if self._deterministic:
             require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
-        # The storages are owned, as after a sleep: memory mapped from a file is aligned differently, which changes the
-        # last bits.
+        # The parameters get storages of their own, as after a sleep: memory mapped from a file is aligned differently,
+        # which changes the last bits.
         own_storages(self._model.parameters())
         self._model.to(self._device)
         self._holders = weight_holders(self._model)
@@ -196,8 +196,8 @@ class TransformersEngine:
     def _set_weights(self, weights: Mapping[str, Array]) -> None:
         """Replace the parameters. In host memory they become the given arrays themselves, without a copy.
 
-        A version in shared memory therefore stays mapped, and counted by its store, until the next one replaces it.
-        Where bits must be equal, arrays are copied, because a mapping is aligned differently, which changes the last
+        A version in shared memory therefore stays mapped, and counted by its store, until the next one replaces it. In
+        deterministic mode, arrays are copied instead, because a mapping is aligned differently, which changes the last
         bits.
         """
         holders = self._holders
@@ -214,7 +214,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
-        """Check the parameters. Bits are read only where arrays were copied; others are the given arrays themselves."""
+        """Check the parameters. Only copies are compared bit by bit; other parameters are the given arrays."""
         holders = weight_holders(self._model)  # the tensors that the modules read at every pass
         wrong = set(holders.keys() ^ (given or announced).keys())
         for name in holders.keys() - wrong:
@@ -232,7 +232,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _score(self, token_ids: Array) -> Array:
-        """Score by the passes that sample, so that a canary proves those."""
+        """Score with the passes that also sample, so that a canary proves those passes."""
         self._must_have_weights()
         if is_plain(self._model):
             self._compute.progress += 1
@@ -255,8 +255,8 @@ class TransformersEngine:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self._path)
-        # A token is at least one byte of text, so a stop text that has just ended lies within as many tokens as it has
-        # bytes. Special tokens have no text, so a few more are decoded.
+        # A token is at least one byte of text, so a stop text that has just ended spans at most as many tokens as it
+        # has bytes. Special tokens have no text, so a few more are decoded.
         tail = max(len(text.encode()) for text in texts) + 4
 
         def stopped(token_ids: list[int]) -> bool:
@@ -278,7 +278,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def eos_ids(model: Path) -> tuple[int, ...]:
-    """Return the token ids that end a completion, from generation_config.json or else config.json of the model."""
+    """Return the ids of tokens that end a completion, from the model's generation_config.json or else config.json."""
     for name in ("generation_config.json", "config.json"):
         path = model / name
         ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None

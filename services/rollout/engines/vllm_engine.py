@@ -1,15 +1,15 @@
-"""vLLM as the rollout's engine, inside the rollout process. Processes that do other work do not import it, because
-vLLM patches torch for the whole process.
+"""The vLLM rollout engine, which runs inside the rollout process. Processes that do other work do not import it,
+because vLLM patches torch for the whole process.
 
-The engine core is stepped on the compute thread, without processes or sockets of vLLM's own (except for the ranks of
-tensor parallelism, which are vLLM's processes). Tensors are handed over as they are, nothing is pickled, and pause,
-cancel and progress work between any two decode steps.
+The engine core is stepped on the compute thread, without vLLM processes or sockets (except for tensor-parallel ranks,
+which are vLLM processes). Tensors are handed over as they are, nothing is pickled, and pause, cancel and progress work
+between any two decode steps.
 
 Weights that arrive in the middle of a block replace the weights of the running samples, which keep their tokens:
   keep       Samples also keep their cached keys and values, which the old weights computed. A sample of the block that
-             has not begun may read those of its prompt, too; later blocks never do.
-  recompute  The cache is dropped, and the next step reads prompts and tokens again. This costs a prefill. From then on
-             every token is sampled from exactly what the new weights say about the whole text before it.
+             has not begun may also read the cached prompt; later blocks never do.
+  recompute  The cache is dropped, and the next step reads prompts and tokens again. This costs a prefill. From then on,
+             every token is sampled from exactly the distribution that the new weights give for all text before it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class _Requests:
 
 
 class VllmEngine:
-    """An `Engine` on vLLM. Log-probs are those of the distribution that was sampled from: vLLM's `processed_logprobs`,
-    log_softmax(logits / temperature) in float32."""
+    """An `Engine` that uses vLLM. Log-probs are those of the distribution that was sampled from: vLLM's
+    `processed_logprobs`, log_softmax(logits / temperature) in float32."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class VllmEngine:
         route: WeightsRoute = "shards",
     ) -> None:
         """`engine_args` are fields of vLLM's EngineArgs, which override this engine's defaults. `tensor_parallel` is
-        the number of ranks; several are processes of `threads` threads each. For `in_flight` see the module. `route` is
-        the way by which `receive` takes weights.
+        the number of ranks; if there are several, each is a process with `threads` threads. For `in_flight`, see the
+        module. `route` is the way in which `receive` receives weights.
 
-        Raises RpcError(bad_request) if vLLM is not installed, or `deterministic` is set: vLLM's log-probs depend on
+        Raises RpcError(bad_request) if vLLM is not installed, or if `deterministic` is set: vLLM's log-probs depend on
         what else is in its batch.
         """
         if importlib.util.find_spec("vllm") is None:
@@ -122,9 +122,9 @@ class VllmEngine:
         self._on_cpu = False
         self._awake = ENGINE
         self._lost = False
-        """Whether the weights' memory was released and nothing has been set since."""
+        """Whether the weights' memory was released and no weights have been set since."""
         self._placed: list[list[Part]] = []
-        """The parts in each place, on each rank, as of the first load, whose canary proves that they are right."""
+        """The parts in each place on each rank after the first load. That load's canary proves them right."""
         self._requests = 0
         self._tokens = 0
         self._steps = 0
@@ -162,7 +162,7 @@ class VllmEngine:
         return await self._calls.generate(prompts, sampling, cancel, watch)
 
     async def base_weights(self) -> dict[str, Array]:
-        """Return the weights that `start` loaded, read again from the model directory: vLLM fuses and packs its own."""
+        """Return the weights that `start` loaded, read again from the model directory: vLLM fuses and packs them."""
         return await self._compute.run(self._read_base)
 
     async def compute(self, work: Callable[[], T]) -> T:
@@ -181,8 +181,8 @@ class VllmEngine:
     async def receive(self, offer: TransferOffer, meeting: Meeting) -> TransferOffer:
         """Receive weights from the trainer through vLLM's weight-transfer API, in place of the current ones.
 
-        Raises TransferFailed or WeightsMismatch if none arrived and the old ones are whole, and RpcError if they are
-        lost.
+        Raises TransferFailed or WeightsMismatch if no weights arrived and the old ones are intact, and RpcError if the
+        old ones are lost.
         """
         await self._compute.between_steps(lambda: self._receive(offer, meeting))
         return offer
@@ -194,13 +194,13 @@ class VllmEngine:
         return await self._compute.between_steps(lambda: self._score(token_ids))
 
     async def sleep(self) -> None:
-        """Drop the weights (level 2) without a copy on the host: the next version comes from the trainer anyway."""
+        """Drop the weights (level 2) without keeping a host copy: the next version comes from the trainer anyway."""
         if self._awake:
             self._awake, self._lost = NOTHING, True
             await self._compute.run(self._sleep)
 
     async def wake(self, parts: Parts) -> None:
-        """Wake `parts` by vLLM's tags, except those that are awake already."""
+        """Wake `parts` by vLLM's tags, except those that are already awake."""
         tags = sorted(part.removeprefix("engine.") for part in parts - self._awake)
         if tags:
             self._awake |= parts
@@ -263,7 +263,7 @@ class VllmEngine:
         self._expected = expected_weights(self._path, self._dtype)
         self._eos_ids = list(eos_ids(self._path))
         try:
-            # vLLM chooses the size of its batches by the kind of use. The default is for a test of the engine alone.
+            # vLLM chooses its batch size by usage context. The default context is for testing the engine alone.
             self._llm = LLMEngine.from_engine_args(EngineArgs(**fixed, **arguments), UsageContext.LLM_CLASS)
         except (ValueError, TypeError, RuntimeError) as error:
             text = " ".join(str(error).split())[:400] or type(error).__name__
@@ -332,7 +332,7 @@ class VllmEngine:
             seed=xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
             logprobs=0,  # only the sampled token's log-prob
             flat_logprobs=True,
-            # The tokenizer may know another end token than the model's generation config, which counts here.
+            # The tokenizer's end token may differ from those in the model's generation config, which count here.
             ignore_eos=True,
             stop_token_ids=self._eos_ids,
             stop=list(sampling.stop),
@@ -418,7 +418,7 @@ class VllmEngine:
         return True
 
     def _must_have_weights(self) -> None:
-        """Raise RpcError if the weights are lost: after a level-2 sleep vLLM silently computes with what is there."""
+        """Raise RpcError if the weights are lost: after a level-2 sleep, vLLM silently uses whatever is there."""
         if self._lost:
             raise RpcError(
                 ErrorCode.INTERNAL, "engine vllm: asked to compute after a sleep, before its weights were set"
@@ -429,7 +429,7 @@ class VllmEngine:
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
-        # One token is sampled because vLLM must sample one, and discarded. The samples of a paused block take the same
+        # One token is sampled and discarded, because vLLM must sample one. The samples of a paused block take the same
         # steps. Their tokens count only if the scores prove the weights, and are dropped otherwise.
         params = VllmParams(
             temperature=0.0,

@@ -1,6 +1,6 @@
-"""Translates a trainer's offer for vLLM's weight-transfer API, and makes the calls that take it.
+"""Translates a trainer's offer for vLLM's weight-transfer API, and makes the calls that carry out the transfer.
 
-It does not import vLLM. A model that a transfer has replaced only in part is not sampled from.
+It does not import vLLM. A model that a transfer has only partly replaced is not used for sampling.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shared.weights.table import nbytes
 
 
 class HalfTaken(Exception):
-    """A transfer broke off in the middle of the model, which has become unusable. The message is one line."""
+    """A transfer broke off in the middle of the model, which is now unusable. The message is one line."""
 
 
 class OfferTaker:
-    """Has all ranks of an engine take part in transfers, and keeps track of the communicator that they hold."""
+    """Makes all ranks of an engine take part in transfers, and tracks the communicator that they use."""
 
     def __init__(self, route: WeightsRoute, *, ranks: int) -> None:
         self._route = route
@@ -34,9 +34,9 @@ class OfferTaker:
     def take(self, call: Callable[..., list[str]], offer: TransferOffer, meeting: Meeting) -> None:
         """Take an offer. `call(method, args=...)` calls a method of `TransferredWeights` on all ranks.
 
-        Raises TransferFailed while the model is whole, HalfTaken afterwards.
+        Raises TransferFailed while the model is still intact, and HalfTaken after that.
         """
-        whole = self._route == "gloo"  # gloo changes the model only at the end, and keeps its deadline by itself
+        whole = self._route == "gloo"  # gloo changes the model only at the end, and enforces its own deadline
         within_s = 0.0 if whole else offer.deadline_s
         if offer.communicator != self.communicator:
             join = joining(self._route, offer, meeting, ranks=self._ranks)
@@ -71,7 +71,7 @@ def check_offer(expected: Expected, offered: Sequence[TransferParameter]) -> Non
 
 
 def joining(route: WeightsRoute, offer: TransferOffer, meeting: Meeting, *, ranks: int) -> dict[str, Any]:
-    """Return the `init_info` for the route. The trainer is rank 0, and the engine's `ranks` follow."""
+    """Return the `init_info` for the route. The trainer is rank 0, followed by the engine's `ranks` ranks."""
     if route == "ipc":
         return {"packed": True}
     if route == "nccl":

@@ -1,7 +1,7 @@
-"""Reads what vLLM sampled, for finished and unfinished requests. It changes nothing in vLLM.
+"""Reads the samples of vLLM's finished and unfinished requests. It changes nothing in vLLM.
 
-Only this module knows how version 0.32 keeps unfinished requests, for which it has no call. Asking for the outputs
-of each step instead would cost for every token what a note costs only now and then.
+Only this module knows how vLLM 0.32 stores unfinished requests, because vLLM has no call that returns them. Requesting
+outputs at every step instead would cost, for each token, what a note costs only now and then.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from services.rollout.engine import FinishReason, Generation
 def generation(output: Any, began: int, *, spans: bool) -> Generation:
     """Return the generation for a finished CompletionOutput of vLLM.
 
-    `began` is the number of swaps when the block began. `spans` says whether more swaps followed, so
-    that each token's own number has to be read.
+    `began` is the number of swaps when the block began. `spans` says whether more swaps followed, so that the number
+    must be read for each token.
     """
     found = [(int(each.version), each.end - each.start) for each in output.weight_versions] if spans else []
     return _made(output.token_ids, output.logprobs, found, began, _reason(output))
@@ -30,8 +30,9 @@ def under_way(
 ) -> list[list[Generation]]:
     """Return the generations so far of the requests in `names`, `samples` for each.
 
-    `processor` is the engine's output processor, and `finished` holds the RequestOutputs, by name, that it has dropped.
-    `began` is the number of swaps when the block began. Tokens sampled after more than `proved` swaps are left out.
+    `processor` is the engine's output processor, and `finished` contains, by name, the RequestOutputs that the
+    processor has dropped. `began` is the number of swaps when the block began. Tokens sampled after more than `proved`
+    swaps are left out.
     """
     found: dict[tuple[str, int], Generation] = {}
     ended = [(name, each) for name, output in finished.items() for each in output.outputs]
@@ -67,7 +68,7 @@ def _made(
     finish_reason: FinishReason,
     proved: int | None = None,
 ) -> Generation:
-    """Make a generation. `spans` are (swaps before, tokens) in order; without any, all tokens have `began`."""
+    """Return a generation. `spans` lists (swaps before, tokens) in order; if empty, all tokens have `began` swaps."""
     count = len(token_ids)
     of_token: Array = np.full(count, began, np.int32)
     if spans:

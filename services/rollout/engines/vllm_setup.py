@@ -16,10 +16,10 @@ from shared.rpc.errors import RpcError
 
 InFlight = Literal["wait", "keep", "recompute"]
 CPU_KV_CACHE_BYTES = 256 * 1024**2
-"""Default of `kv_cache_memory_bytes` on a CPU, where vLLM would otherwise take a share of the machine."""
+"""Default of `kv_cache_memory_bytes` on a CPU, where vLLM would otherwise take a share of the machine's memory."""
 WORKER_EXTENSION = f"{vllm_worker.__name__}.{vllm_worker.PolicyWeights.__name__}"
 TRANSFER_EXTENSION = "services.rollout.engines.vllm_transfer.TransferredWeights"
-"""The extension to use instead if weights are sent."""
+"""The worker extension to use instead if the trainer sends the weights."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the core in this process
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for tensor-parallel ranks: this process has threads, which a fork loses
@@ -27,14 +27,14 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # On CUDA with Triton vLLM selects its second model runner. Proofs of weights and swaps are tested with the first.
+    # On CUDA with Triton, vLLM selects its second model runner. Weight proofs and swaps are tested with the first.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # torch.distributed listens even for one worker, so restrict it to this machine's loopback.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-# Fields that this engine sets, and the topology key by which a user sets them instead.
+# Fields that this engine sets, each with the topology key that users set instead.
 _OURS = {
     "model": "policy.model",
     "tokenizer": "policy.model",
@@ -54,25 +54,25 @@ _OURS = {
 
 
 def prepare_process(threads: int) -> None:
-    """Set the variables that vLLM reads on import. The process is the engine's, so nothing else is affected."""
+    """Set the variables that vLLM reads on import. The process belongs to the engine, so nothing else is affected."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for tensor-parallel ranks, which are processes of their own
     # vLLM compiles some helpers even in eager mode. On a CPU this adds 30 s to the first generation, for no gain.
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # The engine forbids this later. OpenMP's count belongs to the thread that sets it.
+        # The engine does not allow this later. OpenMP's thread count applies to the thread that sets it.
         torch.set_num_threads(threads)
 
 
 def import_vllm() -> None:
-    """Prepare the process and import vLLM, so that an engine that starts in it later has nothing left to import."""
+    """Prepare the process and import vLLM, so that an engine started in it later has nothing left to import."""
     prepare_process(int(os.environ["OMP_NUM_THREADS"]))
     importlib.import_module("vllm.v1.engine.llm_engine")
 
 
 def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool, in_flight: InFlight) -> dict[str, Any]:
-    """Return EngineArgs from the defaults and `given`. Raises RpcError(bad_request) for what users cannot set."""
+    """Return EngineArgs from defaults and `given`. Raises RpcError(bad_request) for fields that users cannot set."""
     for name in given:
         key = f"services.rollout.engine_args.{name}"
         if name in _OURS:

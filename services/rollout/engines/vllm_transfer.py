@@ -1,8 +1,8 @@
 """vLLM's weight-transfer API in a worker: the steps of one transfer, and `gloo`, the engine of that API for CPUs.
 
-Only vLLM workers import this module. With gloo, weights are replaced only when all of them are there.
+Only vLLM workers import this module. With gloo, weights are replaced only once all of them have arrived.
 
-vLLM finds `TransferredWeights` by its name (`worker_extension_cls`). Importing it registers `gloo` beside vLLM's own
+vLLM finds `TransferredWeights` by its name (`worker_extension_cls`). Importing it registers `gloo` alongside vLLM's own
 `nccl` and `ipc`.
 """
 
@@ -33,12 +33,12 @@ from shared.weights.table import room_for
 
 GLOO = "gloo"
 ABORT_S = 10.0
-"""Maximum seconds for an abort, for which vLLM gives NCCL 5 s."""
+"""Maximum seconds for an abort. vLLM gives NCCL 5 s for it."""
 
 
 @dataclass
 class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's sources are not read by mypy
-    """The place where `world_size` ranks meet: the trainer as rank 0, and this engine's from `rank_offset` on."""
+    """The place where `world_size` ranks meet: the trainer as rank 0, and this engine's ranks from `rank_offset` on."""
 
     interface: str
     file: str
@@ -58,7 +58,7 @@ class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Receives a broadcast in host memory, and loads it by vLLM's reload once everything is there."""
+    """Receives a broadcast in host memory, and loads it through vLLM's reload once everything has arrived."""
 
     init_info_cls = GlooInit
     update_info_cls = GlooUpdate
@@ -112,8 +112,8 @@ WeightTransferEngineFactory.register_engine(GLOO, GlooTransferEngine)
 class TransferredWeights(PolicyWeights):
     """The `PolicyWeights` of a worker to which weights are sent.
 
-    The methods return what went wrong, or "" if nothing did: when a rank raises, vLLM 0.32 leaves the other ranks'
-    answers in their queues and takes them for the answers of its next call.
+    The methods return a description of the failure, or "" on success. If a rank raised instead, vLLM 0.32 would leave
+    the other ranks' answers in their queues and mistake them for answers to its next call.
     """
 
     weight_transfer_engine: Any
@@ -133,7 +133,7 @@ class TransferredWeights(PolicyWeights):
         return self._bounded(join, within_s)
 
     def receive_transfer(self, update_info: dict[str, Any], within_s: float) -> str:
-        """Receive all that is sent. With gloo the model stays as it was until `finish_transfer`."""
+        """Receive everything that is sent. With gloo, the model stays unchanged until `finish_transfer`."""
 
         def receive() -> None:
             with self._policy_traced(self._new_trace()):
@@ -152,9 +152,9 @@ class TransferredWeights(PolicyWeights):
         return _failure(finish)
 
     def _bounded(self, work: Callable[[], None], within_s: float) -> str:
-        """Run `work`. After `within_s` seconds (0: `work` has its own deadline), abort its communicator, which ends it.
+        """Run `work`. After `within_s` seconds (0: `work` has its own deadline), abort its communicator to end it.
 
-        If the process cannot be freed, because NCCL has not made the communicator yet, it exits and is started again.
+        If that is impossible because NCCL has not made the communicator yet, the process exits and is started again.
         """
         if not within_s:
             return _failure(work)

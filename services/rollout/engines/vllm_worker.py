@@ -1,6 +1,6 @@
 """The code that rlbus runs in a vLLM worker: it replaces the model's weights, releases memory on a CPU and tidies up.
 
-It does not import vLLM itself. A reload counts only with its proof.
+It does not import vLLM itself. A reload is valid only with its proof.
 
 vLLM finds `PolicyWeights` by its name (`worker_extension_cls`) and mixes it into its worker class.
 """
@@ -52,18 +52,18 @@ class PolicyWeights:
         return rebuilt
 
     def policy_proof(self) -> dict[str, list[Any]]:
-        """Return what this rank's model holds since the last load (`Proof.plain`)."""
+        """Return the proof of what this rank's model holds since the last load (`Proof.plain`)."""
         if self._policy_trace is None:
             return {"parts": [], "faults": ["no load was followed"]}
         return self._policy_trace.proof(self.model_runner.get_model()).plain()
 
     def _new_trace(self) -> LoadTrace:
-        """Return a new trace. The first one, the drill's trace, also shows that packing keeps every weight."""
+        """Return a new trace. The first trace, used in the drill, also shows that packing keeps every weight."""
         return LoadTrace(read_back=self._policy_trace is None)
 
     @contextmanager
     def _policy_traced(self, trace: LoadTrace) -> Iterator[nn.Module]:
-        """Follow a load, or the next piece of one, with `trace`. Yields the model that is loaded."""
+        """Follow a load, or the next piece of one, with `trace`. Yields the model being loaded."""
         model = self.model_runner.get_model()
         self._policy_trace = trace
         with trace.over(model):
@@ -74,10 +74,10 @@ class PolicyWeights:
         return self._policy_mark
 
     def leave_host_memory(self) -> int:
-        """Release on a CPU what a sleep of level 2 releases on a GPU: weights, keys and values.
+        """Release on a CPU what a level-2 sleep releases on a GPU: weights, keys and values.
 
-        vLLM 0.32 ignores `sleep` there. Tensors keep their identity. Buffers stay, because no checkpoint brings them
-        back. Returns the number of released bytes, except for bytes that oneDNN packed for itself.
+        vLLM 0.32 ignores `sleep` on a CPU. Tensors keep their identity. Buffers stay, because no checkpoint restores
+        them. Returns the number of bytes released, not counting those that oneDNN packed for itself.
         """
         model = self.model_runner.get_model()
         for module in model.modules():
@@ -96,9 +96,9 @@ class PolicyWeights:
                 storage.fill_(0)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def unname_shared_memory(self) -> list[str]:
-        """Remove the names of the memory that ranks on a CPU reduce in, once all have mapped it, and return them.
+        """Remove the names of the shared memory for CPU reductions, once all ranks have mapped it. Return the names.
 
-        vLLM 0.32 removes them when a rank ends by itself. A rank that is killed would leave 8 MiB behind for good.
+        vLLM 0.32 removes the names when a rank ends by itself. A rank that is killed would leave 8 MiB behind for good.
         """
         lines = Path("/proc/self/maps").read_text().splitlines()
         names = sorted({line.partition(_SHARED_MEMORY)[2] for line in lines if _SHARED_MEMORY in line})
@@ -117,11 +117,11 @@ def _emptied(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, int]]:
 
 
 def rebuild_tied_heads(model: nn.Module) -> int:
-    """Pack again what output heads computed from an embedding that they share. Return the number of heads.
+    """Repack the output heads that share their weights with an embedding. Return the number of heads.
 
     vLLM 0.32 packs linear layers for the CPU when they are loaded. A reload packs a layer again once a parameter was
-    loaded *into that layer*. A tied head never gets one, so it continues with the old packed weights, without an error.
-    Where nothing is packed (GPUs) this changes nothing.
+    loaded *into that layer*. This never happens to a tied head, so it continues with the old packed weights, without an
+    error. Where nothing is packed (GPUs), this function changes nothing.
     """
     # The head comes after the embedding in every model, so the first owner of a weight is the one that was loaded.
     owners: dict[tuple[int, tuple[int, ...]], nn.Module] = {}

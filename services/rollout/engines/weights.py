@@ -70,7 +70,7 @@ def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tenso
 
 
 def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[str, int]) -> None:
-    """Check that an engine's ranks hold `digests`, by name, of all of the weights `expected`, to the bit.
+    """Check that an engine's ranks hold all `expected` weights, bit for bit, as given by `digests` (by name).
 
     Ranks may hold the same part (replicated heads, a tied head), but then its contents must be equal. Raises
     WeightsMismatch.
@@ -96,7 +96,7 @@ def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[s
 def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Write `tensors` to a safetensors file in memory, for processes of this user on this machine, and yield its path.
 
-    The file has no name in any folder: it is gone with this process, however that ends, and with its last mapping.
+    The file has no name in any folder: it disappears with this process, however that ends, and with its last mapping.
     """
     with os.fdopen(os.memfd_create("weights"), "wb") as file:
         _write_safetensors(file, tensors)
@@ -105,7 +105,10 @@ def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 @contextmanager
 def folder_file(tensors: Mapping[str, Tensor], folder: Path) -> Iterator[str]:
-    """Write the file to a folder that another machine or user can read. A kill leaves it behind."""
+    """Write `tensors` to a safetensors file in `folder`, which another machine or user can read, and yield its path.
+
+    If this process is killed, the file remains.
+    """
     with tempfile.NamedTemporaryFile(prefix="policy-", suffix=".safetensors", dir=folder) as file:
         os.fchmod(file.fileno(), 0o644)
         _write_safetensors(file, tensors)

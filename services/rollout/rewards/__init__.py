@@ -1,1 +1,1 @@
-"""Rewards: turns the topology's terms into one number per sample. User code runs in separate processes."""
+"""Turns the topology's reward terms into one number per sample. User code runs in separate processes."""

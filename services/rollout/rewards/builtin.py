@@ -63,7 +63,7 @@ def math_verify(sample: Sample) -> float:
 def reasoning_gym(sample: Sample) -> float:
     """Return the score, from 0.0 to 1.0, that the row's reasoning-gym data set gives to the stripped completion.
 
-    Raises KeyError for a row of another source, and ValueError if the data set generates another question for it.
+    Raises KeyError for a row of another source, and ValueError if the data set generates a different question for it.
     """
     made = sample.row[GYM_KEY]
     entry = _entries(made["source"]).entry(made["index"])
@@ -78,7 +78,7 @@ def _entries(source: str) -> GymEntries:
 
 
 def row_number(value: Any) -> float:
-    """Return the number that `value` stands for; `1,234.5` is accepted. Raises ValueError if it is not a number."""
+    """Return the number that `value` represents; `1,234.5` is accepted. Raises ValueError if it is not a number."""
     return float(str(value).strip().replace(",", ""))
 
 

@@ -1,4 +1,4 @@
-"""Decides whether an error of a reward function means that its judge is unavailable, and when to try the judge again.
+"""Decides whether an error in a reward function means that its judge is unavailable, and when to try the judge again.
 
 The module is pure: it has no clock and no timer. It imports no HTTP library, and recognises the libraries' errors by
 their names and attributes.
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 SERVER_ERROR, TOO_MANY = 500, 429
 MOST_RETRY_AFTER_S = 86_400.0
 MOST_REFUSALS = 5
-"""Maximum number of refusals of one call by a judge that answers others. Then the sample fails; there is no outage."""
+"""Maximum refusals of one call by a judge that answers other calls. Then the sample fails, and there is no outage."""
 _SOCKET_MODULES = frozenset({"socket", "ssl"})
 _AWAY_NAMES = ("ConnectionError", "ConnectError", "ConnectorError", "ServerDisconnectedError", "gaierror")
-"""Suffixes of class names that count in any package."""
+"""Suffixes of error class names that count in any package."""
 _CLIENTS = frozenset(
     {"aiohttp", "anthropic", "httpcore", "httpcore2", "httpx", "httpx2", "openai", "requests", "urllib3"}
 )
 _CLIENT_NAMES = ("Timeout", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError")
-"""Suffixes of class names that count only in `_CLIENTS`: a program that the function runs may time out, too."""
+"""Suffixes of error class names that count only in `_CLIENTS`: a program that the function runs may also time out."""
 
 
 def unavailable(error: BaseException) -> float | None:
-    """Return None if `error` is the function's own, else the seconds for which the judge asks not to be called.
+    """Return None if `error` is the function's own, otherwise the pause in seconds that the judge asks for.
 
     A judge is unavailable if its connection is refused or reset, its name does not resolve, the HTTP client's own
     timeout expires, or the status is 429 with Retry-After, or at least 500. A timeout that the function sets itself
@@ -63,7 +63,7 @@ def _is_away(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> str:
-    """Return the name of the module of the innermost Python frame."""
+    """Return the module name of the innermost Python frame."""
     found, step = "", error.__traceback__
     while step is not None:
         found, step = str(step.tb_frame.f_globals.get("__name__", "")), step.tb_next
@@ -71,7 +71,7 @@ def _raised_in(error: BaseException) -> str:
 
 
 def _sources(error: BaseException) -> Iterator[Any]:
-    """Yield an error of an HTTP library and the response that it may hold."""
+    """Yield an HTTP library's error, and its response if it has one."""
     with contextlib.suppress(Exception):  # an attribute may be a property that user code defines
         yield error
         response = getattr(error, "response", None)
@@ -89,7 +89,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _retry_after(error: BaseException) -> float | None:
-    """Return the header in seconds, or None if it is absent or holds a date."""
+    """Return the Retry-After header in seconds, or None if it is absent or contains a date."""
     for source in _sources(error):
         headers = getattr(source, "headers", None)
         for name in ("Retry-After", "retry-after"):
@@ -137,8 +137,8 @@ class Judge(Generic[C]):
     def refused(self, call: C, error: str, now: float, *, after_s: float, probe: bool) -> bool:
         """Record that the judge did not answer `call`, and return whether the call is held until it answers again.
 
-        If so, and `call` was a `probe` or began the outage, the next probe is due in `outage.delay_s`. If not, the
-        judge answers other calls, or retries are off, and the sample fails.
+        If the call is held, and it was a `probe` or began the outage, the next probe is due in `outage.delay_s`. If it
+        is not held, the judge answers other calls or retries are off, and the sample fails.
         """
         call.tries += 1
         call.refusals += call.answers not in (-1, self.answers)

@@ -2,9 +2,9 @@
 
 A function that hangs, crashes, raises or exhausts memory costs its own sample, not the block, the loop or the service.
 
-A process gets a few calls of one function at a time. If it is late or dies, the sample whose code was running fails;
-the other calls go to another process. Calls whose judge is unavailable are not failures: they wait and are tried again
-(`rewards.judge`).
+A process gets a few calls of one function at a time. If the process is late or dies, the sample whose code was running
+fails; the other calls go to another process. Calls whose judge is unavailable are not failures: they wait and are tried
+again (`rewards.judge`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ASYNC_CALLS = 64
 
 @dataclass(eq=False)
 class RewardCall:
-    """One call of function `function` over the samples at `places` of the block (`user_code.host.Work`).
+    """One call of reward function number `function` for the samples at `places` in the block (`user_code.host.Work`).
 
     An `alone` call has a process of its own. A `probe` runs with no other call at the same time, to find out whether
     its judge answers again. `broken` counts the processes that ended during the call. For the other fields see
@@ -103,7 +103,7 @@ class RewardPool:
         self._counts: Counter[str] = Counter()
 
     async def start(self) -> None:
-        """Load every function once. Raises RpcError(bad_request), in one line, if a function cannot be loaded."""
+        """Load every function once. Raises a one-line RpcError(bad_request) if a function cannot be loaded."""
         inline = {at: term for at, term in enumerate(self._terms) if is_inline(term.function)}
         self._inline = {at: load(Purpose.REWARD, term.function, term.params) for at, term in inline.items()}
         if len(inline) < len(self._terms):
@@ -115,7 +115,7 @@ class RewardPool:
         await asyncio.gather(self._pool.watch(), *self._workers)
 
     async def close(self) -> None:
-        """End every process."""
+        """Stop every process."""
         for timer in self._probing.values():
             timer.cancel()
         for worker in self._workers:
@@ -127,8 +127,9 @@ class RewardPool:
     async def score(self, groups: Sequence[Sequence[Sample]], advance: Callable[[], None]) -> list[list[Score]]:
         """Return each sample's score, in the shape of `groups` (one group per task): a weighted sum over functions.
 
-        `advance` is called every WATCH_S meanwhile. Waiting is not hanging: calls, and the start and end of a process,
-        each have a time limit of their own. Raises RpcError(bad_request) if processes can no longer be started.
+        Meanwhile, `advance` is called every WATCH_S. This does not hide hangs, because calls have their own time
+        limits, as do the start and end of a process. Raises RpcError(bad_request) if processes can no longer be
+        started.
         """
         begun = asyncio.get_running_loop().time()
         flat = [sample for group in groups for sample in group]
@@ -265,7 +266,7 @@ class RewardPool:
     # ---- judges
 
     async def waits(self) -> list[WaitRow]:
-        """Return what reward functions wait for or compute."""
+        """Return rows that describe what reward functions are waiting for or computing."""
         now = asyncio.get_running_loop().time()
         outages = [
             WaitRow(
@@ -328,7 +329,7 @@ class RewardPool:
         return True
 
     def _hold_back(self, function: int) -> None:
-        """Hold the queued calls of `function`, too."""
+        """Also hold the queued calls of `function`."""
         waiting = [call for call in self._waiting if not call.done.is_set()]
         self._judges[function].held += [call for call in waiting if call.function == function]
         self._waiting = deque(call for call in waiting if call.function != function)

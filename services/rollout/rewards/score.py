@@ -21,9 +21,9 @@ MEMORY, JUDGE, WORKFLOW = LossReason.MEMORY, LossReason.JUDGE, LossReason.WORKFL
 class Score:
     """The score of one sample.
 
-    If `value` is None the sample failed: `failure` gives the reason and place in one line, `kind` is a `LossReason`.
-    `parts` holds the entries of a dict reward, and `trace` the traceback of the user's code, if there is one.
-    `retry_after_s` is the time for which the judge asks not to be called (kind JUDGE).
+    If `value` is None, the sample failed: `failure` gives the reason and place in one line, and `kind` is a
+    `LossReason`. `parts` holds the entries of a dict reward, and `trace` the traceback of the user's code, if there is
+    one. `retry_after_s` is the time for which the judge asks not to be called (kind JUDGE).
     """
 
     value: float | None
@@ -44,7 +44,7 @@ def total(answer: Any) -> Score:
     """Return the score of one sample from the return value of a function.
 
     A number is the score itself. For a dict, it is the value of key `reward` if there is one, else the sum of all
-    values. NaN, infinity, numbers beyond float32 and other types give a failed score.
+    values. NaN, infinity, numbers outside the float32 range and other types give a failed score.
     """
     try:
         if isinstance(answer, dict):
@@ -60,7 +60,7 @@ def total(answer: Any) -> Score:
 
 
 def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Score]:
-    """Return the scores of the `samples` of one call of `function`. A group's answer is a list with one reward each."""
+    """Return the scores of the `samples` samples of one call of `function`. A group's answer lists one reward each."""
     if group and (not isinstance(answer, list | tuple) or len(answer) != samples):
         why = f"answered {answer!r:.60} for {samples} samples, must be a list of as many rewards"
         return [failed(function, ANSWER, why)] * samples
@@ -69,7 +69,7 @@ def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Sco
 
 
 def add(left: Score, right: Score, weight: float) -> Score:
-    """Return `left + weight * right`. A failed score stays failed, and a sum beyond float32 fails."""
+    """Return `left + weight * right`. A failed score stays failed, and a sum outside the float32 range fails."""
     if left.value is None:
         return left
     if right.value is None:

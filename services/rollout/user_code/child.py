@@ -1,6 +1,6 @@
 """The service's side of one process that runs users' code.
 
-Every wait for the process is bounded. When the time is over, it is killed with everything it started.
+Every wait for the process is bounded. When the time is up, the process is killed with everything that it started.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class UserProcess:
     async def start(cls, setup: Setup, marks: int) -> tuple[UserProcess, Ready]:
         """Start a process that inherits the descriptor `marks`, and wait until it has loaded its functions.
 
-        Raises RpcError(bad_request) in one line if they cannot be loaded, or the process ends or hangs meanwhile.
+        Raises a one-line RpcError(bad_request) if they cannot be loaded, or if the process ends or hangs meanwhile.
         """
         ours, theirs = socket.socketpair()
         stack = StackFile()
@@ -106,7 +106,7 @@ class UserProcess:
         return await self._reader.readexactly(length)
 
     async def end(self, grace_s: float = 0.0) -> str:
-        """Kill the process and all that it started. Return how it ended if it did so by itself within `grace_s`."""
+        """Kill the process and all that it started. Return how it ended: by itself within `grace_s`, or by the kill."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._child.wait()
@@ -121,7 +121,7 @@ class UserProcess:
         return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     async def _end_tree(self) -> None:
-        """End the tree through its keeper. If the keeper does not answer, kill it, and its child with it."""
+        """Stop the process tree through its keeper. If the keeper does not respond, kill it, and its child with it."""
         try:
             with contextlib.suppress(ProcessLookupError):
                 self._child.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Restrictions that a process for users' code puts on itself before it loads any of that code.
+"""Restrictions that a process for users' code imposes on itself before it loads any of that code.
 
 The service never relies on this process to end by itself. The module does not import torch.
 """
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class _Lossy(io.FileIO):
-    """A stream that drops what cannot be written (to a full disk), so that printing never fails a sample."""
+    """A stream that drops what cannot be written (to a full disk), so that printing never makes a sample fail."""
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
@@ -50,9 +50,9 @@ def confine(descriptor: int) -> socket.socket | None:
 def limit_memory(memory_bytes: int) -> None:
     """Allow this process `memory_bytes` beyond what it holds now.
 
-    Limits private writable memory (RLIMIT_DATA), because RLIMIT_AS also counts libraries mapped from files, which are
-    shared. Shared mappings and files in /dev/shm are not counted. A process that users' code starts gets the same limit
-    for itself.
+    The limit applies to private writable memory (RLIMIT_DATA), because RLIMIT_AS also counts libraries mapped from
+    files, which are shared. Shared mappings and files in /dev/shm are not counted. Each process that users' code starts
+    gets the same limit for itself.
     """
     held = 0
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Messages between the service and a process of users' code: msgpack structs behind their lengths, over a socket.
+"""Messages between the service and a process of users' code: length-prefixed msgpack structs over a socket.
 
 Messages contain only data, so reading them executes nothing. A slot is one call of a user's function in one process.
 Slots are numbered from 1, and numbers are not reused.
@@ -21,7 +21,7 @@ from shared.workflow import Message, Sequence, Turn
 LENGTH = struct.Struct("<I")
 TO_PROCESS_BYTES = 1 << 30
 TO_SERVICE_BYTES = 16 << 20
-"""Maximum size of a message. Decoded, it may take sixty times as much memory of the service, which hosts the engine."""
+"""Maximum size of a message. Decoded, it may take sixty times as much memory in the service, which hosts the engine."""
 SLOTS = 1 << 16
 """Number of calls after which a process is replaced."""
 
@@ -34,7 +34,7 @@ class Purpose(StrEnum):
 
 
 class Setup(msgspec.Struct, array_like=True):
-    """Service -> process, once: import path and params of each function, and seconds for one call.
+    """Service -> process, once: import path and params of each function, and the time limit for one call in seconds.
 
     `memory_bytes` limits the memory of all calls together, beyond the memory of the ready process.
     """
@@ -52,7 +52,7 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 class Ready(msgspec.Struct, array_like=True):
-    """Process -> service, once: the kind and place of each function, or the one-line `error` of one that fails to load.
+    """Process -> service, once: the kind and place of each function, or the one-line `error` if one fails to load.
 
     `pid` is the process that writes its stacks on request.
     """
@@ -65,7 +65,7 @@ class Ready(msgspec.Struct, array_like=True):
 
 
 class BeginSample(msgspec.Struct, array_like=True, tag=0):
-    """Service -> process: make sample `sample` of the task. `base_url` is the endpoint of this sample alone."""
+    """Service -> process: make sample `sample` of the task. `base_url` is the endpoint for this sample only."""
 
     slot: int
     task_id: str
@@ -83,7 +83,8 @@ class RateSamples(msgspec.Struct, array_like=True, tag=1):
 
 
 class Answered(msgspec.Struct, array_like=True, tag=2):
-    """Service -> process: the policy's answer to a call, or why there is none. `refused` names a class of REFUSALS."""
+    """Service -> process: the policy's answer to a call, or why there is no answer. `refused` names a class of
+    REFUSALS."""
 
     slot: int
     call: int
@@ -187,10 +188,10 @@ ToService = Asked | Returned | Rated | Failed | NoMemory | LoopRuns
 
 
 def frame(message: msgspec.Struct, limit_bytes: int) -> bytes:
-    """Return `message` behind its length. `limit_bytes` is the limit of its direction.
+    """Return `message` prefixed with its length. `limit_bytes` is the size limit for its direction.
 
-    Raises TypeError, ValueError, OverflowError or RecursionError for what msgpack cannot encode, and ValueError above
-    the limit.
+    Raises TypeError, ValueError, OverflowError or RecursionError for a message that msgpack cannot encode, and
+    ValueError for one above the limit.
     """
     body = msgspec.msgpack.encode(message)
     if len(body) > limit_bytes:

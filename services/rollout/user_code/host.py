@@ -1,7 +1,7 @@
 """The service's side of one process of users' code.
 
-It hands calls to the process, notices when the process hangs or dies, and names the call that may be the cause, so that
-the others are not lost with it.
+It hands calls to the process, notices when the process hangs or dies, and identifies the call that may be the cause, so
+that other calls are not lost with it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from services.rollout.user_code.trace import hangs_at
 from shared.workflow import WorkflowError
 
 WATCH_S = 0.25
-GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, or that clean up after their time
+GRACE_S = 0.5  # tolerance for calls that are late because the machine is busy, or that clean up after their timeout
 STALL_S = 10.0
 LOOK_S = 1.0
-"""Seconds of a call after which its process is asked for its stack, to show where its code is."""
+"""Number of seconds after which a call's process is asked for its stack, to show where its code is."""
 LEFT_TOOLS = 64
 """Number of abandoned tools after which the process is replaced. Each holds a thread."""
 LATE_CALLS = 4
-"""Number of late calls after which the process is replaced. Each may have left a thread behind, and a loop has as few
-as five for `asyncio.to_thread`."""
+"""Number of late calls after which the process is replaced. Each may have left a thread behind, and a loop may have
+only five threads for `asyncio.to_thread`."""
 _MESSAGE: msgspec.msgpack.Decoder[frames.ToService] = msgspec.msgpack.Decoder(frames.ToService)
 
 
@@ -44,7 +44,7 @@ class Work(Protocol):
         """Return the message that begins the call."""
 
     def asked(self, message: frames.Asked, host: UserHost) -> None:
-        """Handle a request of the running call."""
+        """Handle a request from the running call."""
 
     def end(self) -> None:
         """Clean up: the call has ended or is abandoned."""
@@ -108,7 +108,7 @@ class UserHost:
 
     @classmethod
     async def start(cls, setup: Setup) -> UserHost:
-        """Start a process. Raises RpcError(bad_request), in one line, if its functions cannot be loaded."""
+        """Start a process. Raises a one-line RpcError(bad_request) if its functions cannot be loaded."""
         descriptor = make_marks()
         try:
             marks = Marks(descriptor)
@@ -128,7 +128,7 @@ class UserHost:
         return self._slot
 
     async def make(self, work: Work) -> Ended | Broken:
-        """Make a call. Cancelling this abandons it."""
+        """Make a call and return how it ended. Cancelling the coroutine abandons the call."""
         if self.task.done():
             return Broken("its process has ended", LossReason.CRASHED, suspect=False, certain=False)
         self._slot += 1
@@ -136,7 +136,7 @@ class UserHost:
         if slot == frames.SLOTS:
             self.leaving.set()
         loop = asyncio.get_running_loop()
-        # Plain functions are called one after the other, so the time of each begins with the end of the one before.
+        # Plain functions are called one after the other, so the time of each starts when the previous one ends.
         limit_s = self._setup.timeout_s + 2 * GRACE_S if self.ready.is_async[work.function] else float("inf")
         live = _Live(work, loop.time(), loop.time() + limit_s, loop.create_future())
         try:
@@ -159,7 +159,7 @@ class UserHost:
                     self.leaving.set()
 
     async def waits(self) -> list[WaitRow]:
-        """Return how long the process has worked on its oldest call, and where its code is."""
+        """Return a row that shows how long the process has worked on its oldest call, and where its code is."""
         if not self._live:
             return []
         slot = self._marks.current()

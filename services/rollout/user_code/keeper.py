@@ -22,7 +22,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _WAKES = 1 << 10
 _AGAIN_S = 0.02
 KILL_LIMIT_S = 5.0
-"""Maximum seconds to kill descendants. Those left belong to another user or wait for a device that does not answer."""
+"""Maximum seconds to kill descendants. The rest belong to another user or wait for a device that does not answer."""
 
 
 def run_subreaper(descriptor: int) -> bool:
@@ -62,7 +62,7 @@ def run_subreaper(descriptor: int) -> bool:
 
 
 def _stay(child: int, descriptor: int, woken: int, asked: list[int]) -> NoReturn:
-    """Wait until the child or the service ends, or SIGTERM; then kill all descendants and exit as the child did."""
+    """Wait until the child or service ends, or SIGTERM arrives. Then kill all descendants and exit as the child did."""
     poll = select.poll()
     poll.register(woken, select.POLLIN)
     poll.register(descriptor, 0)  # POLLHUP only: the data is for the child

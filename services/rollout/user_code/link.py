@@ -1,4 +1,4 @@
-"""The end of the socket in a process of users' code. It passes messages to the loop and sends messages from any thread.
+"""The socket end in a process of users' code. It passes messages to the loop and sends messages from any thread.
 
 The process exits when the service is gone.
 """

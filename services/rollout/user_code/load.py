@@ -1,4 +1,4 @@
-"""Finds the reward functions and the workflow that a topology names. Errors are one line, raised when a run starts."""
+"""Finds the reward functions and the workflow that a topology names. It raises one-line errors at run start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BUILTIN = "builtin"
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A loaded function. With `group` it takes all samples of a task; with `is_async` it returns a coroutine."""
+    """A loaded function. With `group`, it takes all samples of a task; with `is_async`, it returns a coroutine."""
 
     name: str
     call: Callable[..., Any]
@@ -37,7 +37,7 @@ class UserFunction:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The name in errors, the arguments and the builtins of the functions of one purpose."""
+    """The functions for one purpose: their name in errors, their arguments and the builtins."""
 
     what: str
     arguments: tuple[str, ...]
@@ -105,9 +105,9 @@ def _builtin(purpose: Purpose, path: str) -> rewards.Builtin | None:
 
 
 def _checked(builtin: rewards.Builtin, purpose: Purpose, path: str, params: dict[str, Any]) -> Callable[..., Any]:
-    """Import the optional modules of a builtin, so that the timeout of its first call does not include that.
+    """Import the optional modules of a builtin, so that the timeout of its first call does not include the imports.
 
-    Raises RpcError(bad_request) if one is not installed, or no call with `params` can succeed.
+    Raises RpcError(bad_request) if a module is not installed, or if no call with `params` can succeed.
     """
     for module in builtin.modules:
         if importlib.util.find_spec(module) is None:

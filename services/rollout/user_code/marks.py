@@ -1,7 +1,6 @@
 """Memory shared between a process of users' code and the service, which shows whose code is running.
 
-It outlives the process, so that the service can tell the call that ended the process from the others. Only the
-process writes it.
+It outlives the process, so that the service can identify the call that ended the process. Only the process writes it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Marks:
         _CURRENT.pack_into(self._map, 0, _NOBODY)
 
     def tool(self, slot: int, change: int) -> None:
-        """Count one more (1) or one less (-1) running tool of the slot. Any thread may call it."""
+        """Count one more (1) or one less (-1) running tool of the slot. Any thread may call this."""
         with self._lock:
             at = _CURRENT.size + slot * _TOOLS.size
             _TOOLS.pack_into(self._map, at, max(0, min(0xFFFF, _TOOLS.unpack_from(self._map, at)[0] + change)))

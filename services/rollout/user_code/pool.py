@@ -1,4 +1,4 @@
-"""A number of processes of users' code, each of which is replaced when it ends."""
+"""A pool of processes for users' code. Each process is replaced when it ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UserPool:
         self._process_free = asyncio.Event()
         self._alone = asyncio.Semaphore(processes)
         self.ready = Ready()
-        """The description that the processes gave of their functions."""
+        """The processes' description of their functions."""
         self.keepers: list[asyncio.Task[None]] = []
         """A task for each process. It fails with RpcError if the process cannot be replaced."""
         self.restarts = 0
@@ -42,7 +42,7 @@ class UserPool:
     async def start(self, at_once: int) -> None:
         """Start the processes and wait for `at_once` of them; the others follow.
 
-        Raises RpcError(bad_request), in one line, if a function cannot be loaded.
+        Raises a one-line RpcError(bad_request) if a function cannot be loaded.
         """
         starting = [asyncio.create_task(self._start_one()) for _ in range(at_once)]
         try:
@@ -59,7 +59,7 @@ class UserPool:
         await asyncio.gather(*self.keepers, asyncio.Event().wait())
 
     async def close(self) -> None:
-        """End every process."""
+        """Stop every process."""
         for keeper in self.keepers:
             keeper.cancel()
         await asyncio.gather(*self.keepers, return_exceptions=True)
@@ -71,9 +71,9 @@ class UserPool:
         return [row for found in rows for row in found]
 
     async def make(self, new_work: Callable[[], W]) -> tuple[Ended, W]:
-        """Make a call, and repeat it with new work if its process ended. Return how it ended, and the last work.
+        """Make a call, and repeat it with new work if its process ended. Return how the call ended, and the last work.
 
-        The call fails with its process only if it was alone in it, or is known to be the cause.
+        When its process breaks, the call fails only if it was alone in that process or is known to be the cause.
         """
         broken = 0
         alone = False
@@ -92,7 +92,7 @@ class UserPool:
             alone = ended.suspect or broken == MOST_BROKEN
 
     async def least_loaded(self) -> UserHost:
-        """Return the process with the fewest calls, as soon as one takes calls and is not reserved."""
+        """Wait until a process takes calls and is not reserved. Return the one with the fewest calls."""
         while not (free := [process for process in self._free if not process.leaving.is_set()]):
             self._process_free.clear()
             await self._process_free.wait()
@@ -100,7 +100,7 @@ class UserPool:
 
     @asynccontextmanager
     async def reserved(self) -> AsyncIterator[UserHost]:
-        """Yield a process for the caller alone."""
+        """Yield a process for the caller's exclusive use."""
         process = await self.least_loaded()
         self._free.discard(process)
         try:

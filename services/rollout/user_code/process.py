@@ -1,6 +1,6 @@
 """A process of users' code: `python -m services.rollout.user_code.process PURPOSE SOCKET MARKS STACK`.
 
-It loads functions and calls them: coroutine functions as tasks of one loop, other functions one after the other. The
+It loads functions and calls them: coroutine functions as tasks of one loop, and other functions one after another. The
 service kills it when it hangs and does not rely on it to exit. It does not import torch.
 """
 
@@ -41,7 +41,7 @@ _SLOT: contextvars.ContextVar[int] = contextvars.ContextVar("slot")
 
 
 def main(descriptor: int, marks: int, stack: int) -> None:
-    """Serve the service at the other end of the socket until it closes. For `stack` see `trace.write_stacks`."""
+    """Serve the service at the other end of the socket until it closes. For `stack`, see `trace.write_stacks`."""
     link = confine(descriptor)
     setup = read(link, Setup) if link is not None else None
     if link is None or setup is None:
@@ -102,7 +102,7 @@ class _Marked(Coroutine[Any, Any, Any]):
 
 
 class _Slots:
-    """The calls in progress. One loop serves all, because clients and locks of user modules belong to a loop."""
+    """The calls in progress. One loop serves all calls, because clients and locks of user modules belong to a loop."""
 
     def __init__(
         self,
@@ -114,18 +114,18 @@ class _Slots:
         self._marks = marks
         self._setup = setup
         self._functions = functions
-        # It is not the thread's current loop, on which a plain function may run coroutines of its own.
+        # The thread's current loop is a different one, on which a plain function may run its own coroutines.
         self._loop = loop = asyncio.new_event_loop()
         self._plain: deque[RateSamples] = deque()
         self._llms: dict[int, ProcessLLM] = {}
         self._tasks: dict[int, weakref.WeakSet[asyncio.Task[Any]]] = {}
-        """The tasks of each workflow. Those that reward functions start may serve several calls."""
+        """The tasks of each workflow. Reward functions' tasks are left out: they may serve several calls."""
         loop.set_task_factory(self._make_task)
         loop.set_exception_handler(_no_memory_ends)
         self._link = Link(socket_, loop, self._take)
 
     def run(self) -> NoReturn:
-        """Work until the process exits. Plain functions are called outside the loop: they may run one of their own."""
+        """Work until the process exits. Plain functions are called outside the loop, because they may run their own."""
         while True:
             self._loop.run_forever()
             while self._plain:
@@ -163,7 +163,7 @@ class _Slots:
             case frames.CheckLoop():
                 self._link.send(frames.LoopRuns())
             case frames.Captured():
-                pass  # `Link.captured` takes its answer itself
+                pass  # `Link.captured` handles its answer itself
 
     def _start(self, slot: int, function: UserFunction, call: Callable[[], Awaitable[Returned | Rated]]) -> None:
         context = contextvars.copy_context()
@@ -207,7 +207,7 @@ class _Slots:
         ended: Rated | Failed
         try:
             ended = self._rated(rate, self._called(rate))
-        except BaseException as error:  # a sys.exit() in user code, too, costs only its sample
+        except BaseException as error:  # even a sys.exit() in user code costs only its sample
             ended = self._raised(rate.slot, self._functions[rate.function], error)
         self._marks.leave()
         self._send(ended)
@@ -229,7 +229,7 @@ class _Slots:
         with contextlib.suppress(MemoryError):
             at = raised_at(error, function.home)
         if isinstance(error, MemoryError):
-            # The state of the process after a failed allocation is unknown, so it makes no other call.
+            # The state of the process after a failed allocation is unknown, so the process makes no other call.
             self._link.send(frames.NoMemory(slot, at))
             os._exit(NO_MEMORY_STATUS)
         after_s = unavailable(error)

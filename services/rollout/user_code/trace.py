@@ -1,4 +1,4 @@
-"""Locates where users' code raised or hangs: `file:line` for people and the traceback for the log.
+"""Locates errors and hangs in users' code: as `file:line` for people and as a traceback for the log.
 
 No function here raises, no matter what the user's exception is.
 """
@@ -22,7 +22,7 @@ import msgspec
 STACK_SIGNAL = signal.SIGRTMIN + 3
 """Signal that makes a process write its main thread's stack to its stack file, even while code holds the GIL."""
 STACK_LIMIT_S = 0.25
-"""Maximum seconds to wait for a stack: a stopped process writes none."""
+"""Maximum seconds to wait for a stack, because a stopped process does not write one."""
 STACK_BYTES = 1 << 14
 _POLL_S = 0.01
 TRACE_CHARS = 4000
@@ -32,7 +32,7 @@ _FRAME = re.compile(r'^ {2}File "(.+)", line (\d+) in ', re.MULTILINE)
 
 
 class Home(msgspec.Struct, array_like=True, frozen=True):
-    """The file and line where a user's function is defined, or empty fields without one (a class, a builtin)."""
+    """The file and line where a user's function is defined. For a class or a builtin, the fields are empty."""
 
     file: str = ""
     line: int = 0
@@ -43,13 +43,13 @@ class Home(msgspec.Struct, array_like=True, frozen=True):
 
 
 def home_of(function: Callable[..., Any]) -> Home:
-    """Return where `function` is defined, looking through decorators that set `__wrapped__`."""
+    """Return the place where `function` is defined, looking through decorators that set `__wrapped__`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return Home(code.co_filename, code.co_firstlineno) if code is not None else Home()
 
 
 def place(file: str, line: int) -> str:
-    """Return `my_rewards.py:12`, relative to the folder of the module: the current folder or one on Python's path."""
+    """Return a place such as `my_rewards.py:12`, relative to the current folder or to a folder on Python's path."""
     if not file:
         return ""
     with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def place(file: str, line: int) -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error`, then the exceptions it was raised from or while handling. The `reason` of urllib counts, too."""
+    """Yield `error`, then the exceptions that it was raised from or while handling. This includes urllib's `reason`."""
     waiting, seen = [error], set[int]()
     while waiting and len(seen) < DEPTH:
         each = waiting.pop(0)
@@ -73,7 +73,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def raised_at(error: BaseException, home: Home) -> str:
-    """Return the innermost line of the function's own file that `error` passed through, or else of its definition."""
+    """Return the innermost line of the function's own file that `error` passed through, or else its definition."""
     for each in chain(error):
         lines = [line for frame, line in traceback.walk_tb(each.__traceback__) if frame.f_code.co_filename == home.file]
         if lines:
@@ -85,7 +85,7 @@ def traced(error: BaseException) -> str:
     """Return the traceback, or its end if it is long."""
     try:
         return "".join(traceback.format_exception(error))[-TRACE_CHARS:]
-    except Exception as failure:  # the text of a user's exception may raise
+    except Exception as failure:  # converting a user's exception to text may raise
         return f"{type(error).__name__}, whose text is not available ({type(failure).__name__})"
 
 

@@ -117,7 +117,8 @@ class ProcessContext:
                 self._marks.tool(self._slot, -1)
                 loop.call_soon_threadsafe(grow_limit, -TOOL_STACK_BYTES)
 
-        # One thread per call, not a pool, in which a tool that hangs would occupy a place. Its stack is only reserved.
+        # Each call has its own thread, because a tool that hangs would occupy a place in a pool. Its stack is only
+        # reserved.
         grow_limit(TOOL_STACK_BYTES)
         self._marks.tool(self._slot, 1)
         threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()

@@ -1,4 +1,4 @@
-"""One attempt at a sample of a workflow: the calls of the policy that its code makes in another process."""
+"""One attempt at a workflow sample: the policy calls that the workflow's code makes in another process."""
 
 from __future__ import annotations
 

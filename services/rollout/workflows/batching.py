@@ -1,7 +1,7 @@
 """Collects the calls of many samples into blocks for the engine.
 
-Samples take turns at their own pace: a call waits at most GATHER_S for further calls, and does not wait for earlier
-blocks if the engine works on several at a time.
+Samples proceed at their own pace: a call waits at most GATHER_S for further calls, and does not wait for earlier blocks
+if the engine works on several at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CallBatcher:
     """The calls of one lease, on the service's loop. The lease's `cancel` and `give_up` both stop the engine's work."""
 
     def __init__(self, engine: Engine, cancel: threading.Event, on_idle: Callable[[float], None]) -> None:
-        """`on_idle(seconds)` is called when the engine runs out of blocks, with the time for which it had some."""
+        """When the engine runs out of blocks, `on_idle(seconds)` is called with the time that it was busy."""
         self._engine = engine
         self._given_up = False
         self._cancel = _EitherEvent(cancel)
@@ -54,7 +54,7 @@ class CallBatcher:
 
     @property
     def asks(self) -> bool:
-        """Whether any call waits for the engine."""
+        """Whether any call is waiting for the engine."""
         return bool(self._under_way or self._waiting)
 
     def give_up(self) -> None:
@@ -71,7 +71,7 @@ class CallBatcher:
         return await mine.answer
 
     async def run(self) -> None:
-        """Run until cancelled or given up. Raises the engine's errors: GenerationCancelled at the lease's end."""
+        """Run until cancelled or given up. Raises the engine's errors: GenerationCancelled when the lease ends."""
         gathering = asyncio.create_task(self._gather())
         try:
             while not self._given_up:
@@ -115,7 +115,7 @@ class CallBatcher:
                 self._on_idle(asyncio.get_running_loop().time() - self._began)
 
     async def _gather(self) -> None:
-        """Wait until there is a call, and no further one arrives for QUIET_S, or for GATHER_S at most."""
+        """Wait for a call, then until no further call has arrived for QUIET_S, but for GATHER_S at most."""
         if not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()

@@ -37,8 +37,8 @@ async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: 
     """Let the policy answer in up to `max_turns` turns with a calculator.
 
     If an answer calls the calculator, by a tool call or by ending in `=`, its value is appended and the policy answers
-    again. The same happens if the answer differs from the value of the expression in the prompt. It emits the metric
-    `calculator_calls`.
+    again. The same happens if the answer differs from the value of the expression in the prompt. The workflow emits the
+    metric `calculator_calls`.
     """
     prompt = row["prompt"]
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

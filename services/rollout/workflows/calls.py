@@ -1,4 +1,4 @@
-"""The service's side of one sample's calls: history to tokens, tokens through the engine, tokens to text.
+"""The service's side of one sample's calls: it encodes the history, samples with the engine, and decodes the tokens.
 
 It belongs to the service's loop and runs no user code.
 """
@@ -24,7 +24,7 @@ OnText = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class SampleCalls:
-    """Calls of the policy for one sample, sequential or concurrent. All of them are captured."""
+    """Policy calls for one sample, sequential or concurrent. All of them are captured."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class SampleCalls:
         self._calls = 0
         self._giving_up: set[asyncio.Task[None]] = set()
         self.closed = ""
-        """The reason why calls are no longer accepted, or empty while they are."""
+        """The reason why calls are no longer accepted, or an empty string while they are."""
 
     @property
     def temperature(self) -> float:
@@ -83,7 +83,7 @@ class SampleCalls:
         return taken
 
     async def _begin(self, begin: Callable[[], PreparedCall]) -> PreparedCall:
-        """Run `begin` on the text thread. If the caller is cancelled meanwhile, the call that it opens is given up."""
+        """Run `begin` on the text thread. If the caller is cancelled meanwhile, the opened call is given up."""
         beginning: asyncio.Future[PreparedCall] = asyncio.ensure_future(self._on_text(begin))
         try:
             return await asyncio.shield(beginning)

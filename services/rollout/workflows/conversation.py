@@ -1,4 +1,4 @@
-"""The tokens of one sample's calls: which sequence a call continues, and what is appended to it.
+"""The tokens of one sample's calls. This module decides which sequence a call continues and what is appended to it.
 
 Sampled tokens are kept as they are; their text is not tokenised again.
 """

@@ -31,7 +31,7 @@ def content_text(message: Message) -> Any:
 
 
 def arguments(function: dict[str, Any]) -> Any:
-    """Return a call's arguments as an object. OpenAI's messages hold them as text instead."""
+    """Return a call's arguments as an object. OpenAI messages contain them as text instead."""
     found = function.get("arguments")
     if isinstance(found, str):
         with contextlib.suppress(msgspec.DecodeError):
@@ -40,7 +40,7 @@ def arguments(function: dict[str, Any]) -> Any:
 
 
 def called(calls: list[Any]) -> list[Any]:
-    """Return [name, arguments] of each tool call of a message, without its other fields."""
+    """Return [name, arguments] of each tool call in a message, without the call's other fields."""
     functions = [call.get("function") or {} for call in calls]
     return [[function.get("name"), arguments(function)] for function in functions]
 

@@ -1,7 +1,7 @@
 """Makes the samples of a lease with a workflow, all concurrently.
 
-A sample that raises, hangs or returns an invalid trajectory is lost alone. A workflow cannot hold a lease past the
-timeout of its samples.
+A sample that raises, hangs or returns an invalid trajectory does not affect other samples. A workflow cannot keep a
+lease beyond the timeout of its samples.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class WorkflowRunner:
         return self._failing.troubles()
 
     async def run(self, lease: Lease, tasks: PreparedTasks, versions: BlockVersions) -> list[list[Made]]:
-        """Return every sample of the lease's tasks, in the shape [tasks][samples]. For `versions` see `InFlight.begin`.
+        """Return every sample of the lease's tasks, in the shape [tasks][samples]. For `versions`, see
+        `InFlight.begin`.
 
         Raises LeaseLost.
         """
@@ -104,7 +105,7 @@ class WorkflowRunner:
                 if pump.done():
                     pump.result()
                 lease.check()
-                if not batcher.asks:  # all other waiting of a sample is limited by its timeout
+                if not batcher.asks:  # a sample's other waits are all limited by its timeout
                     lease.advance()
             everything.result()
             batcher.give_up()

@@ -1,7 +1,7 @@
-"""MLflow: one run. Its step is the position in the run's history; `step` and `lineage` are metrics beside the others.
+"""MLflow: one run. Its step is the position in the run's history; `step` and `lineage` are metrics like the others.
 
-MLflow's charts take a metric such as `step` as their x-axis. A batch is stored as a whole, and each row ends with the
-metric `tracker/row`, so its newest value says which rows MLflow holds.
+MLflow charts can use a metric such as `step` as their x-axis. A batch is stored as a whole, and each row ends with the
+metric `tracker/row`, so the newest value of this metric shows which rows MLflow holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the feeder tries again itself, for as long as it takes
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the feeder itself retries for as long as necessary
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
@@ -35,7 +35,7 @@ _STATUS = {"done": RunStatus.FINISHED, "failed": RunStatus.FAILED}
 
 
 class MlflowExporter:
-    """A run of an experiment."""
+    """A run in an MLflow experiment."""
 
     SURE = True
 
@@ -60,7 +60,7 @@ class MlflowExporter:
         if found:
             self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
         wanted = {_key(name): value[:PARAM_CHARS] for name, value in flat(subject.configuration).items()}
-        # MLflow refuses to change a parameter: a resumed run keeps those of its first start.
+        # MLflow refuses to change a parameter: a resumed run keeps the parameters of its first start.
         new = iter([Param(name, value) for name, value in wanted.items() if name not in run.data.params])
         while batch := list(islice(new, BATCH_PARAMS)):
             self._client.log_batch(self._run, params=batch)
@@ -79,7 +79,7 @@ class MlflowExporter:
         self._client.set_tag(self._run, f"{note.title}.{note.key}", f"step {note.step}: {note.text}"[:TAG_CHARS])
 
     def show(self, table: Table) -> None:
-        """MLflow keeps tables as files of its own file store, which many installations lack."""
+        """Do nothing: MLflow keeps tables in its own file store, which many installations lack."""
 
     def close(self, end: End) -> None:
         status = _STATUS.get(end.outcome, RunStatus.KILLED)
@@ -113,7 +113,7 @@ def _metrics(row: Row) -> list[Metric]:
 
 
 def _key(name: str) -> str:
-    """Return a name that MLflow accepts: `eval/math/pass@8` -> `eval/math/pass_at_8`."""
+    """Return `name` in a form that MLflow accepts: `eval/math/pass@8` -> `eval/math/pass_at_8`."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"), flags=re.ASCII)
 
 

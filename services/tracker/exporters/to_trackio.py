@@ -1,8 +1,8 @@
-"""trackio: one run. Its step is the position in the run's history; `training_step` and `lineage` are metrics beside
-the others.
+"""trackio: one run. Its step is the position in the run's history; `training_step` and `lineage` are metrics like the
+others.
 
-trackio's dashboard takes a metric such as `training_step` as its x-axis. The rows go to its storage, or to the
-interface of its server, under ids of their own: it ignores a row that it has already.
+The trackio dashboard can use a metric such as `training_step` as its x-axis. Rows are sent to trackio's storage or to
+its server. Each row has its own id, so trackio ignores a row that it already has.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shared.topology.monitor_trackers import Trackio
 TIMEOUT_S = 20.0
 STEP = "training_step"
 _REFUSED = frozenset({400, 401, 403})
-"""Status codes of a server that does not take the write token."""
+"""Status codes of a server that does not accept the write token."""
 
 
 class TrackioExporter:
-    """A run of a project, in the database of this machine or on a server."""
+    """A run in a trackio project, in this machine's database or on a server."""
 
     SURE = True
 
@@ -86,7 +86,7 @@ class TrackioExporter:
         self._deliver([self._log(f"samples-{table.position}", table.position, metrics)])
 
     def close(self, end: End) -> None:
-        """Nothing is open, and trackio has no state of a run: its end is a note."""
+        """Do nothing: nothing is open, and trackio has no run state. The end of a run is a note."""
 
     def _log(self, key: str, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         log = {"metrics": metrics, "step": step, "config": None, "log_id": f"{self._subject.id}-{key}"}
@@ -120,7 +120,7 @@ class TrackioExporter:
 
 
 def _metrics(row: Row) -> dict[str, float]:
-    """Return the values of a row. trackio keeps the name `step` for its own step."""
+    """Return the values of a row by name. trackio reserves the name `step` for its own step."""
     values = {STEP if name == "step" else name: value for name, value in row.values.items()}
     return {**values, "lineage": row.lineage}
 

@@ -1,8 +1,8 @@
-"""Weights & Biases: one run. Its step is the position in the run's history, which only grows; the charts' x-axis is our
-`step`, and `lineage` is a value beside it.
+"""Weights & Biases: one run. Its step is the position in the run's history, which only grows. The x-axis of the charts
+is our `step`, and `lineage` is another value.
 
-The client hands rows to a process of its own, wandb-core, which writes or uploads them later. So a row is known to be
-kept only at the end, or at the next start: there the server says which step comes next, or without a server the files.
+The client passes rows to its own process, wandb-core, which writes or uploads them later. So a row is known to be
+stored only at the end, or at the next start: then the server, or without a server the files, show the next step.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from services.tracker.samples import COLUMNS, Table
 from shared.topology.monitor_trackers import Wandb
 
 INIT_S = 60.0
-"""Seconds in which the server must answer at the start of a run."""
+"""Maximum seconds that the server may take to answer at the start of a run."""
 CORE_END_S = 10.0
-"""Seconds after which the wandb-core of a killed life, which ends by itself, is killed."""
+"""Maximum seconds for the wandb-core of a killed tracker process to end by itself. After that, it is killed."""
 _MAGIC_BYTES, _BLOCK_BYTES, _HEADER_BYTES = 7, 32768, 7
 _FULL, _LAST = 1, 4
 _REFUSED = re.compile(r"permission denied|not found|unauthori[sz]ed|\b40[134]\b", re.IGNORECASE)
 
 
 class WandbExporter:
-    """A run of a project."""
+    """A run in a Weights & Biases project."""
 
     SURE = False
 
@@ -44,7 +44,7 @@ class WandbExporter:
         self.samples = section.samples
         self._run: wandb.Run
         self._tables: deque[wandb.Table] = deque()
-        """Tables that go with the next rows, because a row that was sent takes nothing more."""
+        """Tables to send with the next rows, because nothing can be added to a row that was sent."""
 
     def open(self, subject: Subject) -> int:
         _await_core_of(subject.predecessor)
@@ -116,7 +116,7 @@ def history_steps(path: Path) -> Iterator[int]:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a file in LevelDB's log format: blocks with pieces of records, each with a header."""
+    """Yield the records of a file in the LevelDB log format: blocks of record pieces, each with a header."""
     position, record = _MAGIC_BYTES, b""
     while position + _HEADER_BYTES <= len(data):
         left = _BLOCK_BYTES - position % _BLOCK_BYTES
@@ -136,7 +136,7 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def _await_core_of(pid: int) -> None:
-    """Wait until the wandb-core that process `pid` started has ended: it may still write rows that count."""
+    """Wait until the wandb-core that process `pid` started has ended, because it may still write rows that count."""
     until = time.monotonic() + CORE_END_S
     while pid and pid != os.getpid():
         cores = [each for each in psutil.process_iter(["cmdline"]) if _is_core_of(each.info["cmdline"] or [], pid)]

@@ -66,7 +66,9 @@ def measure(
     sums: list[int],
     rounds: int,
 ) -> list[Round]:
-    """Return the seconds of `put(round)` and of `got_back(round)`, which reads every byte and returns the digests."""
+    """Return how long `put(round)` and `got_back(round)` take, in seconds. `got_back` reads every byte and returns the
+    digests.
+    """
     results = []
     for number in range(rounds):
         began = time.perf_counter()

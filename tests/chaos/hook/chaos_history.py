@@ -1,5 +1,5 @@
-"""Records what this process told other processes, and was told by them, about shards and steps, as JSON lines in a file
-of its own.
+"""Records the messages about shards and steps that this process exchanged with other processes, as JSON lines in a
+separate file.
 
 Times are those of the machine's monotonic clock, which all processes share and no test changes.
 """

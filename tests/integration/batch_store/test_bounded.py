@@ -209,7 +209,7 @@ def test_a_file_in_both_places_is_kept_once_and_a_partial_copy_is_deleted(run: R
         async with served(run) as (store, peer):
             for task in tasks:
                 await put(peer, task)
-            store.kill()  # The writes below leave the traces of kills between rename and retirement and during a copy.
+            store.kill()  # The writes below leave the traces of a kill after a rename and of one during a copy.
             folder = run.spill_link / "batch-store-0"
             [first, second] = sorted(
                 (run.shm / "batch-store-0").glob("*.blk"), key=lambda path: path.stat().st_mtime_ns

@@ -64,7 +64,7 @@ def folder(store: StoreProcess) -> Path:
 
 
 async def held(peer: Peer, tasks: list[TaskShards]) -> list[str]:
-    """Return the tasks that the store still holds after it has read them again."""
+    """Return the tasks that the store still has after it has read them again."""
     names = [PutTask(task.task_id, task.fence) for task in tasks]
     found = await peer.store.call(GetInventory(tasks=names), Inventory, deadline_s=30)
     assert found.files == [1] * len(found.tasks) == [1] * len(found.hashes)
@@ -103,7 +103,7 @@ def test_a_store_that_is_asked_to_check_drops_damaged_shards_and_serves_the_rest
             with pytest.raises(RpcError, match="no shards here") as caught:
                 await check(peer.data, tasks)
             assert caught.value.code == ErrorCode.MISSING
-            await peer.data.put([tasks[1]], store=STORE, deadline_s=20)  # The shard is made again.
+            await peer.data.put([tasks[1]], store=STORE, deadline_s=20)  # The shard is recreated.
             await check(peer.data, tasks)
 
     asyncio.run(main())

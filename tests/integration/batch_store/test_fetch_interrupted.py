@@ -1,5 +1,5 @@
-"""Fetches from one or two stores while a store dies, fails or stays silent. They return whole data or a named error,
-never a part.
+"""Fetches from one or two stores while a store dies, fails or stays silent. They return all data or raise a named
+error. They never return part of the data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TASKS = 4 * PAGE
 class Interrupted:
     """A bus client that interrupts its store after the reply to the first `Locate`.
 
-    The reply is used, and all other tasks are requested, after the interruption.
+    After the interruption, the reply is used and all other tasks are requested.
     """
 
     def __init__(self, client: Client, interrupt: Callable[[], Awaitable[None]]) -> None:
@@ -177,7 +177,7 @@ def test_one_batch_is_read_from_two_stores_with_one_request_each(stores: list[St
             with pytest.raises(RpcError, match=r"batch-store/1.*train/0/4#a") as caught:
                 await data.fetch(wrong, ["a"], deadline_s=CALL_S)
             assert (caught.value.code, caught.value.names) == (ErrorCode.MISSING, ["train/0/4#a"])
-            # A slow store delays the fetch; a dead store makes it fail with its name.
+            # A slow store delays the fetch. A dead store makes it fail with an error that names the store.
             stores[1].process.send_signal(signal.SIGSTOP)
             with pytest.raises(DeadlineExceeded, match="batch-store/1"):
                 await fetch(deadline_s=0.5)

@@ -26,7 +26,7 @@ from tests.integration.stream_line import TcpStoreProcess, meddled, remote
 
 Change = Callable[[Any], Message]
 NOTHING: BulkMessage = [bytes(bulk.HEAD_BYTES), b""]
-"""An invalid message, at which the reader closes the connection."""
+"""An invalid message, which makes the reader close the connection."""
 
 
 @pytest.fixture
@@ -144,8 +144,9 @@ def test_tasks_that_end_with_empty_shards_arrive_and_the_store_survives(store: T
 
 def test_requests_for_too_much_are_refused_or_truncated_and_take_little_memory(store: TcpStoreProcess) -> None:
     def most_rss() -> int:
-        """Return the store's peak memory since its start. A current value would not do, because the memory of a reply
-        is freed before the reply arrives."""
+        """Return the store's peak memory since its start. The current value would not suffice, because the memory of a
+        reply is freed before the reply arrives.
+        """
         assert store.process is not None
         status = Path(f"/proc/{store.process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) << 10

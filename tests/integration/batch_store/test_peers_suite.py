@@ -1,4 +1,4 @@
-"""Cases from the test suites of other data planes, and further ones: requests in parts, errors midway, flat memory."""
+"""Cases from the test suites of other data planes, and others: partial requests, errors midway, flat memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_memory_of_store_and_client_stays_flat_over_a_thousand_steps(
             assert max(growth) < GROWTH_BYTES + 9 * values.nbytes, growth
             now = await stats(peer)
             assert (now.bytes, now.shards, now.files, now.zombie_bytes) == (now.spare_bytes, 0, 0, 0)
-            # These are the pages of a step, and of one whose reader was late.
+            # These are the pages of one step, and of another step whose reader was late.
             assert now.spare_bytes < 3 * 9 * values.nbytes
             assert STEPS - 4 < now.lent < STEPS
             assert (now.puts, now.clears) == (STEPS, 8 * STEPS)

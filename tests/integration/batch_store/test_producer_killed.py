@@ -117,7 +117,7 @@ async def stats(peer: Peer) -> StoreStats:
 
 
 def stopped_in_the_middle(store: StoreProcess, writer: Producer, number: int) -> bool:
-    """Stop the put once an eighth of its bytes is written; return False if it had already ended."""
+    """Stop the put once an eighth of its bytes have been written. Return False if it had already ended."""
     before = grants(store)
     writer.put(number)
     until(lambda: bool(grants(store) - before))
@@ -133,7 +133,9 @@ def stopped_in_the_middle(store: StoreProcess, writer: Producer, number: int) ->
 
 
 async def half_put(store: StoreProcess, peer: Peer, writer: Producer, *, lent: bool) -> int:
-    """Stop a put midway, into the pages of a collected file if `lent`, else into new ones; return its task number."""
+    """Stop a put midway and return its task number. It writes into the pages of a collected file if `lent`, else into
+    new ones.
+    """
     for number in range(1, ROUNDS):
         if not lent:
             await no_spares(peer)
@@ -147,7 +149,7 @@ async def half_put(store: StoreProcess, peer: Peer, writer: Producer, *, lent: b
 
 
 async def no_spares(peer: Peer) -> None:
-    """Evict all spares with a put of the whole room, which is itself too large to become a spare."""
+    """Evict all spares with a put that takes the whole room. The put is too large to become a spare itself."""
     if (await stats(peer)).spare_bytes:
         whole = TaskShards("train/9/0", int(time.monotonic() * 1000), {"w": np.zeros(2 * ELEMENTS, np.int32)})
         await peer.data.put([whole], store=STORE, deadline_s=CALL_S)

@@ -91,7 +91,7 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
             batch = await driver.train(step)
             assert len(batch.batch.tasks) == TASKS_PER_STEP
             assert batch.scalars["reward"].shape == (TASKS_PER_STEP * GROUP,)
-            ordered = batch.checkpoint_now  # Here, only a lack of room orders a checkpoint.
+            ordered = batch.checkpoint_now  # Here, a checkpoint is ordered only for lack of room.
             now = await driver.stats()
             assert now.bytes <= limit
             assert now.busy == 0
@@ -115,7 +115,7 @@ def test_a_full_store_two_thirds_on_disk_delays_neither_reference_nor_training(t
 
 @pytest.mark.long
 def test_a_checkpoint_is_ordered_before_the_store_of_one_host_is_full(tmp_path: Path) -> None:
-    """Rollouts go into one store and everything else into the trainer's store, which never gets half as full."""
+    """Rollouts go into one store and everything else into the trainer's store, which never becomes half full."""
     limit = needed_bytes(tmp_path / "check")
     steps = 7
     run = make_run(tmp_path, store=f"memory: {limit}", steps=steps)

@@ -48,7 +48,7 @@ def mount(tmp_path: Path) -> Iterator[Path]:
 
 
 async def busy(peer: Peer) -> int:
-    """Return how often the store made producers wait."""
+    """Return the number of times that the store has made producers wait."""
     stats: StoreStats = await peer.store.call(GetStoreStats(), StoreStats, deadline_s=10)
     return stats.busy
 

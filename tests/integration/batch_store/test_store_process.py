@@ -1,5 +1,4 @@
-"""The store as a process: its descriptors, its shared memory, its start, its end, and the refusal of a second
-process."""
+"""The store as a process: its descriptors, shared memory, start and end, and the refusal of a second process."""
 
 from __future__ import annotations
 

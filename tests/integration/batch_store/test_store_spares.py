@@ -61,7 +61,9 @@ async def stats(peer: Peer) -> StoreStats:
 
 
 async def unmapped(peer: Peer) -> StoreStats:
-    """Wait until no collected file is mapped. A thread that fetched lets go of its arrays a moment after its caller."""
+    """Wait until no collected file is mapped. A thread that has fetched releases its arrays a moment after its caller
+    does.
+    """
     async with asyncio.timeout(CALL_S):
         while (found := await stats(peer)).zombie_bytes:
             await asyncio.sleep(0.01)

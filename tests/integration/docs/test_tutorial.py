@@ -1,4 +1,4 @@
-"""The tutorial, from "Your own project" on: every block is run in a folder outside of the repository."""
+"""The tutorial from "Your own project" onwards: every block is run in a folder outside the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exporter as a process beside a monitor: real scrapes, a real collector, and a monitor that nobody delays."""
+"""The exporter as a process beside a monitor: real scrapes, a real collector, and a monitor that is never delayed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def free_port() -> int:
 
 
 def scrape(port: int, token: str = "", path: str = "/metrics", method: str = "GET") -> tuple[int, str]:
-    """Return the status and the body of an answer, or (0, "") if nothing listens."""
+    """Return the status and the body of an answer, or (0, "") if nothing is listening."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_S)
     try:
         connection.request(method, path, headers={"authorization": f"Bearer {token}"} if token else {})
@@ -85,7 +85,7 @@ def tell(run: RunDir, *messages: tuple[str, dict[str, float | str]], service: st
         client = Client(context, run.endpoint("monitor", 0), "monitor/0", incarnation)
         sender.connect(client)
         try:
-            await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)  # Connected from here on.
+            await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)  # The sender is connected from here on.
             for topic, given in messages:
                 sender.emit(topic, given)
             return await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)
@@ -111,11 +111,11 @@ def test_a_scraper_reads_what_the_monitor_has_and_learns_that_it_is_gone(tmp_pat
 
 
 def _keep_scrapers_waiting(run: RunDir, port: int) -> None:
-    """Check that scrapers that never finish delay neither the monitor nor each other beyond their number."""
+    """Check that scrapers that never finish do not delay the monitor or a scraper that comes after them."""
     with contextlib.ExitStack() as stack:
         for _ in range(10):
             line = stack.enter_context(socket.create_connection(("127.0.0.1", port), CALL_S))
-            line.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n")  # The end of the request never comes.
+            line.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n")  # The request is never completed.
         state = tell(run, *(("engine", {"generated_tokens": 42.0}) for _ in range(100)))
         assert any(row.values.get("generated_tokens") == 42.0 for row in state.rows)
         wait_for("another scraper", lambda: values(scrape(port)[1])["rlbus_engine_generated_tokens_total"] == 42.0)
@@ -176,6 +176,6 @@ def test_an_exporter_that_cannot_serve_says_why_in_one_line(tmp_path: Path, key:
         with a_run(tmp_path, key.format(port=port)) as run, process(run, "exporter") as exporter:
             errors = exporter.communicate(timeout=CALL_S)[1].decode()
     assert exporter.returncode
-    last = errors.splitlines()[-1]  # The log, which a service started by hand prints, comes first.
+    last = errors.splitlines()[-1]  # A service that is started by hand prints its log first.
     assert last.startswith("exporter/0: monitor.prometheus.")
     assert line.format(port=port) in last

@@ -28,7 +28,7 @@ LIMIT_S = 600.0
 
 @pytest.fixture
 def tools() -> tuple[str, str]:
-    """Return the commands `prometheus` and `promtool` (Debian's package prometheus)."""
+    """Return the commands `prometheus` and `promtool` (Debian package prometheus)."""
     found = shutil.which("prometheus"), shutil.which("promtool")
     if found[0] is None or found[1] is None:
         pytest.skip("prometheus and promtool are not installed")
@@ -37,7 +37,7 @@ def tools() -> tuple[str, str]:
 
 @contextlib.contextmanager
 def prometheus(binary: str, target: int, folder: Path) -> Iterator[int]:
-    """Run a Prometheus that scrapes a port of this machine. Yield its own port."""
+    """Run a Prometheus server that scrapes a port on this machine. Yield the server's own port."""
     port = free_port()
     config = folder / "prometheus.yml"
     config.write_text(
@@ -56,7 +56,7 @@ def prometheus(binary: str, target: int, folder: Path) -> Iterator[int]:
 
 
 def query(port: int, expression: str) -> list[Any]:
-    """Return the series of an instant query, or none while Prometheus starts."""
+    """Return the series of an instant query, or none while Prometheus is starting."""
     text = urllib.parse.urlencode({"query": expression})
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{text}", timeout=30) as answer:

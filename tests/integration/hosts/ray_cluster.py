@@ -23,7 +23,7 @@ from tests.integration.tiny.harness import QUICKSTART, ROOT, free_ports, wait_fo
 
 STORE_BYTES = 80 << 20
 NOTICED = {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "2"}
-"""Ray's settings with which it notices a dead node within two seconds."""
+"""Ray settings with which Ray notices a dead node within two seconds."""
 LIMIT_S = 120.0
 
 
@@ -49,7 +49,7 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(*labels: str) -> Iterator[RayCluster]:
-    """Start a head and a node for each label. Ray's own files are in a folder of their own, with a short path."""
+    """Start a head and a node for each label. Ray's files are in a separate folder with a short path."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -57,7 +57,7 @@ def ray_cluster(*labels: str) -> Iterator[RayCluster]:
     before = dict(os.environ)
     settings = {f"health_check_{name}": value for name, value in NOTICED.items()} | {"worker_niceness": "0"}
     os.environ.update({f"RAY_{name}": value for name, value in settings.items()})
-    # Ray writes the cluster's address into `ray` of its default folder, and expects both to exist.
+    # Ray writes the cluster's address into `ray` in its default folder, and expects both to exist.
     os.environ["RAY_TMPDIR"] = folder
     os.mkdir(os.path.join(folder, "ray"))
     try:
@@ -79,7 +79,7 @@ def ray_cluster(*labels: str) -> Iterator[RayCluster]:
 def run_on(
     cluster: RayCluster, path: Path, *settings: str, dry_run: bool = False, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start the quickstart in `path` on the cluster. Whatever is left of it is killed at the end of the test."""
+    """Start the quickstart in `path` on the cluster. Any process that is left is killed at the end of the test."""
     ports = [f"{key}={port}" for key, port in free_ports().items()]
     given = [*ports, "services.batch-store.memory=256MiB", "run.spares=false", "data.eval={}", *settings]
     process = subprocess.Popen(
@@ -120,7 +120,7 @@ class Told:
             self.lines.append(line.rstrip())
 
     def wait_for(self, pattern: str, after: int = 0, limit_s: float = 2 * LIMIT_S) -> int:
-        """Wait for a line that contains the pattern, from line `after`, and return the number of the next line."""
+        """Wait for a line, from line `after` on, that contains the pattern. Return the number of the next line."""
 
         def found() -> int:
             for number, line in enumerate(self.lines[after:], after):
@@ -147,7 +147,7 @@ def processes_of(path: Path) -> list[psutil.Process]:
 
 
 def volatile_folders(path: Path) -> list[Path]:
-    """Return the folders for sockets and shared memory of the run on all of its hosts."""
+    """Return the run's folders for sockets and shared memory on all of its hosts."""
     found = []
     for file in (path / "run.json", *path.glob("hosts/*/run.json")):
         data = json.loads(file.read_text())
@@ -156,6 +156,6 @@ def volatile_folders(path: Path) -> list[Path]:
 
 
 def assert_nothing_left(path: Path, folders: list[Path]) -> None:
-    """Check that no process of the run is left, and none of `folders`, within a moment."""
+    """Check that, within a moment, no process of the run and none of `folders` is left."""
     wait_for("no process left", lambda: not processes_of(path), 40)
     wait_for("no sockets and shared memory left", lambda: not any(folder.exists() for folder in folders), 20)

@@ -1,6 +1,6 @@
 """A process on another host in the security tests: `python -m tests.integration.hosts.remote_peer WHAT ...`.
 
-Prints one JSON object. It must never see the home host's sockets.
+Prints one JSON object. The process must never see the home host's sockets.
 """
 
 from __future__ import annotations

@@ -40,13 +40,13 @@ PartitionName=all Nodes=ALL Default=YES
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """The cluster, and the host on which jobs are submitted, which is also its first node."""
+    """The cluster and the host on which jobs are submitted. That host is also the first node."""
 
     home: Host
     configuration: Path
 
     def command(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of Slurm."""
+        """Run a Slurm command."""
         words = [f"{name}={value}" for name, value in environment.items()]
         return subprocess.run(
             self.home.command("env", f"SLURM_CONF={self.configuration}", *words, *arguments),
@@ -66,14 +66,14 @@ class SlurmCluster:
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
-        """Return the state of a job, as PENDING, RUNNING, COMPLETED or FAILED."""
+        """Return the state of a job, such as PENDING, RUNNING, COMPLETED or FAILED."""
         done = self.command("scontrol", "--oneliner", "show", "job", job)
         return dict(word.partition("=")[::2] for word in done.stdout.split() if "=" in word)["JobState"]
 
 
 @contextlib.contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Start a cluster with its files in `folder`. Everything that its jobs started has ended afterwards."""
+    """Start a cluster with its files in `folder`. At the end, all processes that its jobs have started are gone."""
     for tool in ("slurmctld", "slurmd", "sbatch"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed (apt packages slurmctld, slurmd and slurm-client)")
@@ -85,7 +85,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
         ]
         text = _CONFIGURATION.format(home=NAMES[0], address=hosts[0].address, folder=folder, nodes="\n".join(nodes))
         configuration.write_text(text)
-        (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}\n")  # none is used
+        (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}\n")  # no cgroup is used
         made = SlurmCluster(hosts[0], configuration)
         for name, host in zip(NAMES, hosts, strict=True):
             stack.enter_context(_node(name, host, configuration, controls=name == NAMES[0]))
@@ -95,10 +95,10 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 @contextlib.contextmanager
 def _node(name: str, host: Host, configuration: Path, *, controls: bool) -> Iterator[None]:
-    """Run the daemons of one node. Its first process takes all others with it when it ends."""
+    """Run the daemons of one node. When the node's first process ends, all its other processes end, too."""
     script = f"hostname {name}; mount -t tmpfs none /dev/shm; "
     script += f"slurmctld -D -f {configuration} & " if controls else ""
-    script += f"slurmd -D -N {name} -f {configuration} & wait"  # the shell is process 1, which reaps
+    script += f"slurmd -D -N {name} -f {configuration} & wait"  # the shell is process 1 and reaps orphans
     log = configuration.parent / f"{name}.log"
     with log.open("wb") as output:
         child = subprocess.Popen(

@@ -77,7 +77,7 @@ def test_a_host_has_the_files_of_home_and_its_topology_names_them(home: tuple[Ru
     named = yaml.safe_load(taken.topology)
     assert named["policy"]["model"] == str(folder / "0" / "model")
     assert named["data"]["train"]["source"] == f"jsonl:{folder / '1' / 'rows.jsonl'}"
-    # a file that was damaged, one that is not complete and one that is too long are mended
+    # a damaged file, an incomplete file and a file that is too long are repaired
     damaged = folder / "0" / "model" / "tokenizer.json"
     damaged.write_bytes(damaged.read_bytes()[:3_000_000] + bytes(2_500_000))
     (folder / "0" / "model" / "config.json").write_bytes(b"{")

@@ -1,4 +1,4 @@
-"""An agent that is started together with the run: it waits for the access file that the launcher writes."""
+"""An agent that is started together with the run waits for the access file that the launcher writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def host(*arguments: str) -> subprocess.Popen[str]:
 
 
 def ports() -> list[str]:
-    """Return the settings for ports that no other run has."""
+    """Return settings with ports that no other run uses."""
     return [f"{key}={port}" for key, port in free_ports().items()]
 
 

@@ -1,5 +1,6 @@
-"""An agent on another network: it runs its part of a run that it reaches over TCP only, over lines that lose and delay
-packets, and after partitions and the loss of its host."""
+"""An agent on another network runs its part of a run that it reaches only over TCP: over lines that lose and delay
+packets, after partitions, and after the loss of its host.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 LIMIT_S = 240.0
 HEARS_NOTHING = ("INPUT", "!", "-i", "lo", "-j", "DROP")
 LOSES = ("INPUT", "!", "-i", "lo", "-m", "statistic", "--mode", "random", "--probability", "0.1", "-j", "DROP")
-"""One packet of ten that come in over the link is lost."""
+"""Firewall rule that drops one in ten of the packets that arrive over the link."""
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def on(host: Host, module: str, *arguments: str) -> Iterator[subprocess.Popen[st
 
 
 def firewall(host: Host, action: str, rule: tuple[str, ...]) -> None:
-    """Add (-I) or remove (-D) a rule for what comes in."""
+    """Add (-I) or remove (-D) a rule for incoming packets."""
     subprocess.run(host.command("iptables", action, *rule), check=True, capture_output=True, timeout=10)
 
 
@@ -89,7 +90,7 @@ class Run:
         wait_for("two more steps", lambda: self.told.step() >= step + 2, LIMIT_S)
 
     def ends(self, agent: subprocess.Popen[str]) -> None:
-        """Stop the run and check what it leaves."""
+        """Stop the run and check what it leaves behind."""
         folders = volatile_folders(self.path) + volatile_folders(self.away_path)
         assert ctl(self.path, "stop").returncode == 0
         self.launcher.wait(LIMIT_S)
@@ -160,7 +161,7 @@ def test_a_host_that_lost_its_power_is_lost_and_returns_with_a_new_agent(tmp_pat
         with run.agent():
             run.told.wait_for("host b has joined")
             run.goes_on()
-            firewall(run.away, "-I", HEARS_NOTHING)  # and home hears nothing of the deaths, as without power
+            firewall(run.away, "-I", HEARS_NOTHING)  # home does not learn of the deaths, as in a power cut
             firewall(run.home, "-I", HEARS_NOTHING)
             for process in processes_of(run.away_path):
                 with contextlib.suppress(ProcessLookupError):

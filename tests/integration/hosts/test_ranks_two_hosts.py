@@ -1,4 +1,4 @@
-"""Ranks of one model, and engines to which weights are sent, on two hosts that reach each other over TCP only."""
+"""Ranks of one model, and engines to which weights are sent, on two hosts that reach each other only over TCP."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def shm(self) -> Path:
-        """The memory of home's stores, which only home sees, as seen from here."""
+        """Path by which this process reaches the shared memory of home's stores, which is mounted only at home."""
         return Path(f"/proc/{self.launcher.pid}/root{RunDir.open(self.path).shm}")
 
     def done(self) -> None:

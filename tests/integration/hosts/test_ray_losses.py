@@ -48,7 +48,7 @@ def goes_on(told: Told) -> None:
 
 
 def ends(launcher: subprocess.Popen[str], path: Path) -> None:
-    """Stop the run and check what it leaves."""
+    """Stop the run and check what it leaves behind."""
     folders = volatile_folders(path)
     assert ctl(path, "stop").returncode == 0
     launcher.wait(LIMIT_S)
@@ -88,7 +88,7 @@ def test_a_killed_actor_or_agent_is_replaced_and_the_run_goes_on(tmp_path: Path)
         told.wait_for("host b has joined", lost)
         goes_on(told)
         os.kill(agent_of(path, "c").pid, signal.SIGKILL)
-        lost = told.wait_for("host c is lost: its agent ended", lost)  # as the actor says: it was killed
+        lost = told.wait_for("host c is lost: its agent ended", lost)  # the actor reports that it was killed
         told.wait_for("host c has joined", lost)
         goes_on(told)
         ends(launcher, path)

@@ -1,4 +1,4 @@
-"""What a launcher reports about a real Ray cluster before anything starts: one line for each problem."""
+"""The problems of a real Ray cluster that a launcher reports before anything starts, one line for each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def refused(cluster: RayCluster, path: Path, *settings: str, **environment: str) -> list[str]:
-    """Start a run that must not begin, and return the lines that are no warnings."""
+    """Start a run that must not begin, and return the lines that are not warnings."""
     with run_on(cluster, path, *settings, **environment) as launcher:
         output, _ = launcher.communicate(timeout=LIMIT_S)
     assert launcher.returncode == 2, output
@@ -76,9 +76,9 @@ def test_a_port_of_home_that_is_in_use_is_named(cluster: RayCluster, tmp_path: P
 
 @contextlib.contextmanager
 def another_node(cluster: RayCluster, label: str, folder: Path) -> Iterator[None]:
-    """Start a node as a user would, whose host has another rlbus, another torch, no model, and a clock that is late.
+    """Start a node as a user would, on a host with another rlbus, another torch, no model, and a clock that is slow.
 
-    It has its own view of the file system, and Python's start-up hook sets its clock.
+    The node has its own view of the file system, and Python's start-up hook sets its clock.
     """
     if shutil.which("unshare") is None or os.geteuid() != 0:
         pytest.skip("a node with other files needs root and `unshare` (apt package util-linux)")

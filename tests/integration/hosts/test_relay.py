@@ -1,4 +1,4 @@
-"""Weights pass from host to host: real stores in network namespaces, on lines of a limited rate."""
+"""Weights pass from host to host: real stores in network namespaces, on lines with a limited rate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.integration.store_scheduler import CANARY
 
 LINE_BYTES_PER_S = 10_000_000
 BYTES = 24 << 20
-"""More than two seconds on a line."""
+"""Size of a version, which takes more than two seconds on a line."""
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ def interruptions(run: RelayRun, host: int) -> list[tuple[str, str]]:
 
 
 async def waited_for(run: RelayRun, host: int) -> list[str]:
-    """Return the processes for whose part of the version a store says that it waits."""
+    """Return the processes that a store is waiting for, by its own account, to send it the version."""
     async with run.client(host) as client:
         waits = await client.call(GetWaits(), Waits, deadline_s=WITHIN_S)
     return [row.of for row in waits.waits if row.what.startswith(VERSION.task_id)]
 
 
 async def half_way(run: RelayRun, host: int) -> None:
-    """Wait until a host has a part of the version."""
+    """Wait until a host has part of the version."""
     async with asyncio.timeout(WITHIN_S):
         while not 0 < (await run.held(host)).held_bytes < BYTES:
             await asyncio.sleep(0.05)
@@ -143,7 +143,7 @@ def test_a_host_behind_a_partition_is_refused_the_version_and_gets_the_next_one(
             await run.clear(host, VERSION)
         await run.put(second, later)
         async with asyncio.timeout(WITHIN_S):
-            while not interruptions(run, 2):  # shorter partitions only delay what is on its way
+            while not interruptions(run, 2):  # shorter partitions only delay data in transit
                 await asyncio.sleep(0.1)
         run.hosts[2].set_line("up")
         with pytest.raises(RpcError) as refused:

@@ -20,7 +20,7 @@ SETS = ("services.batch-store.memory=256MiB", "run.spares=false", "data.eval={}"
 
 
 class Job:
-    """A job of a script of ours, whose run is in `path`."""
+    """A job that runs one of our scripts. Its run is in `path`."""
 
     def __init__(self, slurm: SlurmCluster, script: str, path: Path, *sets: str) -> None:
         self.output = path.with_name(f"{path.name}-{script}.out")
@@ -41,7 +41,7 @@ class Job:
         wait_for(what, found, LIMIT_S)
 
     def end(self) -> str:
-        """Wait for the end of the job, and return its state."""
+        """Wait for the job to end, and return its state."""
         states = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
         wait_for("the end of the job", lambda: self._slurm.state(self.number) in states, LIMIT_S)
         return self._slurm.state(self.number)
@@ -57,7 +57,7 @@ def test_a_job_without_ray_saves_before_its_time_limit_and_another_one_continues
         first = Job(slurm, "slurm-srun.sbatch", path, "run.steps=100000")
         first.wait_until("the other node", "host host-0 has joined")
         first.wait_until("training", r"step \d+/")
-        # what --signal=B:TERM does at the end of the time
+        # what --signal=B:TERM does at the end of the job's time
         assert slurm.command("scancel", "--batch", "--signal=TERM", first.number).returncode == 0
         assert first.end() == "FAILED"
         last = steps(path)[-1]

@@ -68,7 +68,7 @@ def test_chunks_are_sealed_unless_the_topology_says_otherwise(store: TcpStorePro
     async def body(peer: Peer) -> None:
         tasks = block(0, 3, 50_000)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
-        data = remote(peer, plain=True)  # accepts both
+        data = remote(peer, plain=True)  # accepts encrypted and plain streams
         assert_same(await fetch(data, tasks), tasks)
         data.close()
 

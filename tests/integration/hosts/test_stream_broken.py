@@ -45,7 +45,7 @@ def test_cut_connection_goes_on_where_it_was(store: TcpStoreProcess) -> None:
             line.cut()
             assert_same(await coming, tasks)
             assert line.connections >= 3
-            assert data.streams.counts.received_bytes < nbytes + (1 << 20)  # nothing received was sent again
+            assert data.streams.counts.received_bytes < nbytes + (1 << 20)  # no received data was sent again
             data.close()
 
     line = slowed(store, 20e6)
@@ -194,7 +194,7 @@ def test_store_whose_sending_thread_dies_ends_with_a_message_and_readers_use_its
 
 
 class Mischief:
-    """Damages a store's messages for `Meddler`: each kind of damage once, on a connection of its own."""
+    """Damages a store's messages for `Meddler`: each kind of damage once, on a separate connection."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -202,7 +202,7 @@ class Mischief:
         self.former: dict[threading.Thread, Message] = {}
         """The previous message of each connection."""
         self.spent: set[threading.Thread] = set()
-        """Connections that were damaged, by their threads."""
+        """Damaged connections by thread."""
 
     def __call__(self, message: Message) -> list[Message]:
         head, payload = message

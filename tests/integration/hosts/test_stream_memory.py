@@ -18,12 +18,14 @@ from tests.integration.stream_line import TcpStoreProcess, remote
 
 MEMORY = 64 << 20
 CALL_S = 3.0
-"""Replies are kept for retries until 5 s after their deadline: with a longer one, none would expire during the run."""
+"""Deadline of a request in seconds. Replies are kept for retries until 5 s after it, so with a longer one none would
+expire during the run.
+"""
 TASKS = 8
 FETCHES = 2
-"""Fetches of each task."""
+"""Number of fetches of each task."""
 WARM_STEPS = 40
-"""Steps in which streams, copies and kept replies still allocate memory for the first time."""
+"""Number of steps in which streams, copies and kept replies still allocate memory for the first time."""
 GROWTH_BYTES = {"reader": 24 << 20, "store": 8 << 20}
 """Maximum growth after the warm-up. Each step moves 8 MB and adds 8 tombstones to the store, up to 65536."""
 

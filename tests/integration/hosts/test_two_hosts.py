@@ -25,8 +25,8 @@ MEMORY = 128 << 20
 PORT = 17_301
 LINE_BYTES_PER_S = 10_000_000
 QUEUE_BYTES = 100_000
-"""Bytes that the link sends in 10 ms. With longer queues, TCP would take longer than the test to share the link
-fairly.
+"""Number of bytes that the link sends in 10 ms. With longer queues, TCP would take longer than the test to share the
+link fairly.
 """
 KEYS = ["tokens", "logprobs"]
 

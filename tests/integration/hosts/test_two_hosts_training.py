@@ -64,7 +64,8 @@ async def train(
 ) -> list[dict[str, float]]:
     """Train the worker of `place` on batches in the store of `home` until `enough`; return the rows.
 
-    No scheduler knows these tasks, so it clears those of one pass at the next inventory: each pass has its own `fence`.
+    These tasks are unknown to the scheduler, which clears those of one pass at the next inventory. Each pass therefore
+    has its own `fence`.
     """
     await place.client(trainer.WORKER).call(Ping(), Pong, deadline_s=START_S)
     workers = await place.driver(5)

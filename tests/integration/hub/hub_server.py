@@ -1,7 +1,8 @@
 """A hub on a local port: the paths of the Hugging Face API that downloads use, for repositories in memory.
 
-`requests` lists what was asked. `break_after_bytes` ends the connection inside a file, `hold_after_bytes` keeps it open
-and silent. It is a real HTTP server, and `huggingface_hub` its unmodified client.
+`requests` lists the received requests. `break_after_bytes` closes the connection in the middle of a file, and
+`hold_after_bytes` keeps it open and silent. The hub is a real HTTP server, and `huggingface_hub` is its unmodified
+client.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOKEN = "hf_a_token_of_the_test"
 
 @dataclass
 class Repository:
-    """Files by path at `commit`, the head of `main`. `gated` ones are for `TOKEN` only."""
+    """Files by path at `commit`, the head of `main`. If `gated`, they are served only with `TOKEN`."""
 
     files: dict[str, bytes]
     commit: str = "a" * 40
@@ -42,10 +43,10 @@ class LocalHub:
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path and Range header of every request."""
     break_after_bytes: int | None = None
-    """Bytes of a file after which the connection breaks, `breaks` times."""
+    """Number of bytes of a file after which the connection breaks. This happens `breaks` times."""
     breaks: int = 1_000
     hold_after_bytes: int | None = None
-    """Bytes of a file after which nothing more comes."""
+    """Number of bytes of a file after which nothing more is sent."""
 
     def app(self) -> Starlette:
         revision = "{revision:path}"
@@ -131,7 +132,7 @@ def _refused(status: int, code: str) -> Response:
 
 @contextlib.contextmanager
 def serving(hub: LocalHub) -> Iterator[LocalHub]:
-    """Serve `hub` on a free port of this machine."""
+    """Serve `hub` on a free port on this machine."""
     listener = socket.create_server(("127.0.0.1", 0))
     hub.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(hub.app(), log_level="critical"))

@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
 NEXT = "b" * 40
-# No machine has so much memory, so a start ends once everything is fetched.
+# No machine has this much memory, so a start ends once everything has been fetched.
 NO_RUN = ("--set", "services.batch-store.memory=4000GiB")
 NO_RUN_TEXT = "services.batch-store.memory: "
 POLL_S = 0.05
 WRITTEN_BYTES = 10 << 20
-"""The client writes a file in parts of this size."""
+"""Size of the parts in which the client writes a file."""
 
 
 def sums(first: int, count: int) -> bytes:
@@ -64,7 +64,7 @@ def hub() -> Iterator[LocalHub]:
 
 @dataclasses.dataclass
 class User:
-    """Someone who runs commands with a cache of their own."""
+    """A user who runs commands with a separate cache."""
 
     folder: Path
     hub: LocalHub
@@ -143,7 +143,7 @@ def test_run_fetches_its_files_records_their_commits_and_resumes_with_them(
     assert resolved["policy"]["model"] == f"{user.cache}/models--adders--tiny/snapshots/{'a' * 40}"
     assert resolved["data"]["train"]["source"].endswith("/main/train-*.parquet?prompt=question")
 
-    # The heads move. A new run would take them; this one keeps its commits, and needs no hub for them.
+    # The heads move. A new run would use the new heads. This run keeps its commits, and does not need the hub for them.
     for each in user.hub.repositories.values():
         each.commit = NEXT
     asked = len(user.hub.requests)
@@ -167,14 +167,14 @@ def test_offline_start_names_the_command_that_fetches(user: User) -> None:
         f"{user.topology}: adders/tiny: not complete in the local Hugging Face cache {user.cache} and HF_HUB_OFFLINE "
         "is set; fetch it where there is a network, with: hf download adders/tiny"
     )
-    for _ in range(4):  # The command of each line makes the next start come further.
+    for _ in range(4):  # The command in each line gets the next start further.
         ended = user.launch("--dry-run", HF_HUB_OFFLINE="1")
         if ended.returncode == 0:
             break
         command = shlex.split(one_line(ended).rpartition("with: ")[2])
         subprocess.run(command, env=user.environment(), check=True, capture_output=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    # A hub that is away is no obstacle, either.
+    # An unreachable hub is no obstacle, either.
     ended = user.launch("--dry-run", HF_ENDPOINT="http://127.0.0.1:9")
     assert ended.returncode == 0, ended.stderr
 
@@ -201,7 +201,7 @@ def test_hub_that_cannot_be_reached_is_one_line(user: User) -> None:
 
 
 def got(user: User) -> list[tuple[str, str]]:
-    """Return the name and the range of every file that was asked for, and forget them."""
+    """Return the name and the range of every requested file, and clear the list of requests."""
     files = [
         (Path(path).name, span) for method, path, span in user.hub.requests if method == "GET" and "/resolve/" in path
     ]

@@ -20,7 +20,7 @@ from tests.integration.tiny.harness import ROOT
 BASE = "localhost/base"
 IMAGE = "localhost/rlbus:cpu"
 SUITE = "bookworm"
-"""The release of Debian with the Python of the image."""
+"""Debian release that has the image's Python version."""
 BUILD_S = 1500.0
 _OWN = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _IN_BASE = ('ln -s python3 "$1/usr/bin/python"', 'rm "$1"/usr/lib/python3*/EXTERNALLY-MANAGED')
@@ -28,12 +28,12 @@ _IN_BASE = ('ln -s python3 "$1/usr/bin/python"', 'rm "$1"/usr/lib/python3*/EXTER
 
 @dataclass(frozen=True)
 class Image:
-    """The built image in a storage of its own."""
+    """The built image in its own storage."""
 
     storage: Path
 
     def buildah(self, *words: str) -> list[str]:
-        """Return the command line of a command of buildah."""
+        """Return the command line of a buildah command."""
         root, runroot = str(self.storage / "root"), str(self.storage / "runroot")
         return ["buildah", "--root", root, "--runroot", runroot, "--storage-driver", "vfs", *words]
 
@@ -50,7 +50,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Container:
-    """A container of the image. Its processes have shared memory and process numbers of their own."""
+    """A container of the image. Its processes have their own shared memory and process ids."""
 
     image: Image
     name: str
@@ -59,7 +59,7 @@ class Container:
     shm_size: str
 
     def run(self, *words: str) -> subprocess.Popen[str]:
-        """Start a command. The end of the process that is returned ends all processes of the command."""
+        """Start a command. When the returned process ends, all processes of the command end."""
         volumes = [word for path, folder in self.volumes.items() for word in ("--volume", f"{folder}:{path}")]
         script = f'mount -t tmpfs -o size={self.shm_size} none /dev/shm; exec "$@"'
         inside = self.image.buildah("run", "--isolation", "chroot", *volumes, self.name, "--", *words)
@@ -74,7 +74,7 @@ class Container:
 
 @contextlib.contextmanager
 def built_image(folder: Path) -> Iterator[Image]:
-    """Build the image for CPUs in `folder`, from a base made of packages of Debian. Takes minutes."""
+    """Build the image for CPUs in `folder`, from a base made of Debian packages. This takes minutes."""
     for tool in ("buildah", "mmdebstrap"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed (apt package {tool})")
@@ -111,7 +111,7 @@ def container(image: Image, name: str, volumes: Mapping[str, Path], shm_size: st
 
 
 def _pip_settings(folder: Path) -> list[str]:
-    """Return options with which pip in the build finds packages as pip on this machine does."""
+    """Return options with which pip finds packages in the build as it does on this machine."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings = {}
     for line in listed.stdout.splitlines():
@@ -120,7 +120,7 @@ def _pip_settings(folder: Path) -> list[str]:
     file = folder / "pip.conf"
     file.write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
     words = {word.removeprefix("file://") for value in settings.values() for word in value.split()}
-    # A folder of an index refers to files beside it.
+    # An index folder refers to files beside it.
     paths = {
         path if path.is_file() else path.parent for path in map(Path, words) if path.is_absolute() and path.exists()
     }

@@ -1,4 +1,4 @@
-"""The image for CPUs runs the quickstart, as its own user."""
+"""The CPU image runs the quickstart as its own user."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def row_of(path: Path) -> dict[str, float]:
 
 
 def checkpoint(folder: Path, scale: float) -> Path:
-    """Write a checkpoint of the policy whose final norm, and therefore every logit, is multiplied by `scale`."""
+    """Write a checkpoint of the policy, with its final norm, and therefore every logit, multiplied by `scale`."""
     folder.mkdir(parents=True)
     weights = load_file(POLICY / MODEL)
     weights["model.norm.weight"] = weights["model.norm.weight"] * np.float32(scale)

@@ -36,7 +36,7 @@ SMALL_PACKAGES = {
     *("proto", "services", "shared", "zmq", "msgspec", "msgpack", "msgpack_numpy", "numpy", "ml_dtypes", "xxhash"),
     *("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "ruamel", "yaml"),
     *("structlog", "rich", "pygments", "psutil", "cryptography"),
-    *("attr", "greenlet", "cython_runtime"),  # which structlog and zmq import if they are there
+    *("attr", "greenlet", "cython_runtime"),  # structlog and zmq import these if they are installed
 }
 STATUS_KEYS = {
     *("run", "step", "steps", "version", "services", "tasks", "store"),
@@ -94,7 +94,9 @@ def test_first_services_are_ready_before_the_others_start(live: Launched) -> Non
 
 @pytest.mark.parametrize("service", ["scheduler", "batch_store", "monitor", "recorder"])
 def test_light_service_imports_only_small_packages(service: str) -> None:
-    """So it starts within a second. torch, transformers or a web framework would take several."""
+    """The service therefore starts within a second. Importing torch, transformers or a web framework would take
+    several.
+    """
     tell = f"import sys, services.{service}.server; print(*{{name.partition('.')[0] for name in sys.modules}})"
     told = subprocess.run(
         [sys.executable, "-c", tell],
@@ -135,7 +137,7 @@ def test_stopped_service_is_found_and_replaced(tmp_path: Path, monkeypatch: pyte
 
 
 def hang_line(path: Path, service: str) -> dict[str, str]:
-    """Return the line of the log of `service` about its hang."""
+    """Return the line in the log of `service` about its hang."""
     lines = [json.loads(line) for line in (path / "logs" / f"{service}-0.jsonl").read_text().splitlines()]
     found: dict[str, str] = next(line for line in lines if line["event"] == "hangs, and is killed")
     return found

@@ -38,7 +38,7 @@ def shm(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A temporary directory of this test with a short path: ipc paths end at 107 bytes."""
+    """Yield a temporary directory for this test. Its path is short, because an ipc path has at most 107 bytes."""
     folder = Path(f"/tmp/t{os.getpid()}-{time.monotonic_ns() % 10**6}")
     folder.mkdir()
     yield folder
@@ -176,7 +176,7 @@ def test_the_sweep_leaves_a_start_in_progress_alone(tmp_path: Path, temporary: P
 
 
 def test_nohup_keeps_a_run_alive_when_its_terminal_closes(tmp_path: Path, temporary: Path, shm: Path) -> None:
-    """Both signals are ignored by the parent, as by `nohup` and by a shell for `&`. SIGTERM still stops the run."""
+    """The parent ignores both signals, as `nohup` does, and as a shell does for `&`. SIGTERM still stops the run."""
     path = tmp_path / "run"
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
     try:

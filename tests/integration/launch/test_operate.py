@@ -78,8 +78,9 @@ def doctor(run: Cluster) -> dict[str, Any]:
 
 
 def named(run: Cluster, *words: str, stalls: str = "") -> dict[str, Any]:
-    """Return the finding that contains these words, on which a wait with `stalls` depends. Fail if it does not appear
-    within NAMED_S."""
+    """Return the finding that contains these words and is the cause of a wait whose line contains `stalls`. Fail if it
+    does not appear within NAMED_S.
+    """
     began = time.monotonic()
 
     def found() -> dict[str, Any] | None:
@@ -214,7 +215,7 @@ def test_trace_of_an_unknown_task_gives_one_line_and_exit_status_2(live: Cluster
 
 
 def test_a_task_is_still_traced_after_the_end_of_the_run(live: Cluster) -> None:
-    """This test comes last, because it stops the run."""
+    """This test must be the last one, because it stops the run."""
     assert ctl(live.path, "stop").returncode == 0
     assert live.end() == 1
     trained = [ids for state, ids in live.journaled_steps().values() if state == "TRAINED"]

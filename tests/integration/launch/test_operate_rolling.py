@@ -1,4 +1,4 @@
-"""A real run is scaled, drained and restarted one process after the other while it trains, and loses no lease."""
+"""A real run is scaled, drained and restarted one process at a time while it trains, and loses no lease."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_terminal_elsewhere_shows_the_run_and_has_keys_for_operators_only(away
 
 
 def security(away: Away, service: str) -> dict[str, float]:
-    """Return a service's telemetry of refusals, received by an observer on another machine."""
+    """Return a service's telemetry about refusals, as received by an observer on another machine."""
     with subprocess.Popen(
         [sys.executable, "-m", "launch.monitor", "--access", str(away.folder / "observer"), "--json"],
         cwd=away.folder,
@@ -250,7 +250,7 @@ def test_a_host_joins_with_an_access_file_and_a_service_started_there_by_hand_wo
 
 
 def test_an_operator_on_another_machine_stops_the_run(away: Away) -> None:
-    """This test comes last, because the run is over after it."""
+    """This test must be the last one, because it ends the run."""
     run = away.here.run
     done = away.ctl("operator", "stop")
     assert done.returncode == 0, done.stderr

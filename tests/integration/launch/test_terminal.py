@@ -52,7 +52,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def send_always(played: PlayedRun) -> None:
-    """Send telemetry each second: the time line shows the last seconds only."""
+    """Send telemetry every second, because the time line shows only the last seconds."""
     while True:
         played.emit_all()
         await asyncio.sleep(1.0)
@@ -283,7 +283,7 @@ async def read(process: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def tmux(command: str, columns: int, lines: int) -> Iterator[Callable[..., str]]:
-    """Run a command in a terminal of tmux. Yields a function that gives tmux an order and returns its output."""
+    """Run a command in a tmux terminal. Yield a function that runs a tmux command and returns its output."""
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed (apt package tmux)")
     server = ["tmux", "-L", f"rlbus-{uuid.uuid4().hex[:8]}", "-f", "/dev/null"]

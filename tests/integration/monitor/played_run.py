@@ -1,4 +1,4 @@
-"""A run whose services are played: a real monitor process gets the telemetry that services send, over real sockets."""
+"""A run with simulated services, whose telemetry a real monitor process receives over real sockets."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PlayedRun:
         self._senders: dict[str, TelemetrySender] = {}
 
     def sender(self, name: str) -> TelemetrySender:
-        """Return the telemetry of a service. Call it on a running loop."""
+        """Return the telemetry sender of a service. Must be called while the event loop is running."""
         if name not in self._senders:
             service, _, instance = name.rpartition("/")
             incarnation = new_incarnation()
@@ -83,7 +83,7 @@ class PlayedRun:
                 file.write(json.dumps(metrics_row(self.step)) + "\n")
 
     def emit_all(self) -> None:
-        """Send one round of what services send each second."""
+        """Send one round of the telemetry that services send every second."""
         for number, name in enumerate(SERVICES):
             sender = self.sender(name)
             sender.emit("service", {"state": "READY", "cause": ""})
@@ -112,14 +112,14 @@ class PlayedRun:
         )
 
     async def settle(self) -> Snapshot:
-        """Return the monitor's state once it has taken everything that was sent."""
+        """Return the monitor's state once the monitor has processed everything that was sent."""
         found = Snapshot(sequence=0, rows=[], dropped=0)
         for client in self._clients:
             found = await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)
         return found
 
     async def play(self, seconds: float) -> None:
-        """Go on, one step and one round of telemetry a second."""
+        """Continue the run with one step and one round of telemetry per second."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.write_steps(1)

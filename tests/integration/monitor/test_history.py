@@ -1,4 +1,4 @@
-"""What a late observer gets: curves and spans, also after a rewind. And a client that uses none of this code."""
+"""Curves and spans that a late observer receives, also after a rewind, and a client that uses none of this code."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def monitor(run: RunDir) -> Iterator[Monitor]:
 
 
 class Sender:
-    """A sender of the telemetry of a service."""
+    """Sends the telemetry of a service."""
 
     def __init__(self, run: RunDir, service: str = "rollout") -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -134,7 +134,7 @@ def test_late_subscriber_gets_the_state_then_every_change_in_order(run: RunDir, 
 
 
 BURST = 250
-"""Rows sent before the subscriber of the same event loop reads again, few enough for its bounded queues."""
+"""Number of rows sent before the subscriber on the same event loop reads again. They fit into its bounded queues."""
 
 
 def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: RunDir, monitor: Monitor) -> None:
@@ -148,7 +148,7 @@ def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: 
         streams: list[Stream] = []
         task = asyncio.create_task(pump(run, queue, streams))
         await take(queue, -1)
-        # The snapshot may have come before the subscription is active.
+        # The snapshot may arrive before the subscription is active.
         live = asyncio.create_task(take(queue, -2))
         while not live.done():
             sender.emit(-2)

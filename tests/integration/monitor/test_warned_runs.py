@@ -1,4 +1,6 @@
-"""Small real runs that go wrong are warned of while they run, on the console and in the file, and only for that."""
+"""Small real runs that go wrong cause warnings while they run, on the console and in the file. The warnings are only
+about what went wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's warnings are kept once, whatever happens to the monitor, and are shown by topic, console and status."""
+"""Each warning of a run is kept once, whatever happens to the monitor, and is shown by topic, console and status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SILENT = "kl-blow-up"
 
 @pytest.fixture(scope="module")
 def collapse() -> Recording:
-    """A run of the quickstart with 8 tasks a step, which lost its reward."""
+    """Return a recorded run of the quickstart with 8 tasks per step, which lost its reward."""
     return read(FOLDER / "sick" / "small-batch.jsonl.xz")
 
 

@@ -63,7 +63,7 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
     in_loss = [line["tasks"] for line in skipped if line["step"] == LOSS_STEP]
     first = TASKS * (LOSS_STEP - 1)
     assert sorted(in_loss[0] + in_loss[1]) == sorted(f"train/0/{first + index}" for index in range(TASKS))
-    # A skipped step keeps the weights and optimizer state of the previous step to the bit.
+    # A skipped step keeps the weights and optimizer state of the previous step bit for bit.
     same = [step for step in range(2, STEPS + 1) if weights[step] == weights[step - 1]]
     assert same == [ADVANTAGE_STEP, LOSS_STEP, EMPTY_STEP]
     # The tasks of a skipped step were consumed like any others.

@@ -1,4 +1,4 @@
-"""NCCL between ranks that meet at an address, as those of two hosts do. Needs two GPUs; nothing of it has run yet."""
+"""NCCL between ranks that meet at an address, as those of two hosts do. Needs two GPUs; none of it has been run yet."""
 
 from __future__ import annotations
 

@@ -341,7 +341,7 @@ async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, 
                 done, _ = await asyncio.wait(world.tasks, timeout=0.002, return_when="FIRST_COMPLETED")
                 for task in done:
                     task.result()
-        await asyncio.sleep(chance.uniform(0, 0.05))  # The kill comes at any point of the following steps.
+        await asyncio.sleep(chance.uniform(0, 0.05))  # The kill occurs at any point of the following steps.
         scheduler.kill()
     finally:
         await world.close()
@@ -368,7 +368,7 @@ def test_metrics_are_the_first_rows_of_the_journal_after_any_crash(run: RunDir, 
     assert all(row["loss/policy"] <= driving.commits for row in written[1:])
     lost = Counter((row["lineage"], row["step"]) for row in discarded(run))
     assert set(lost.values()) <= {1}
-    # With few kills, all may come right after a checkpoint and discard nothing.
+    # With few kills, all may occur right after a checkpoint and discard nothing.
     assert len(lost) > ends or ends < 20
     kept = {row["loss/policy"] for row in written[1:]}
     assert not kept & {row["loss/policy"] for row in discarded(run) if row["step"] > 0}

@@ -62,7 +62,7 @@ def test_kills_at_random_times_of_a_large_save_keep_the_previous_checkpoint(tmp_
         newest, interrupted = 1, 0
         for kill in range(KILLS):
             child = save_beside_training(tmp_path, snapshot(newest + 1))
-            time.sleep(chance.uniform(0.0, whole_s))  # The kill comes at a random time.
+            time.sleep(chance.uniform(0.0, whole_s))  # The kill occurs at a random time.
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             found = checkpoint_steps(tmp_path)

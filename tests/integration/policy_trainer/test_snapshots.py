@@ -49,7 +49,7 @@ async def load(workers: WorkerDispatch, step: int, lineage: int = LINEAGE) -> No
 
 
 def file_of(run: RunDir, layout: Layout, rank: int, step: int) -> Path:
-    """Return the file in which a rank that is dead has sealed its snapshot of `step`."""
+    """Return the file in which a dead rank had sealed its snapshot of `step`."""
     for file in (run.shm / "trainer").glob(f"rank-{rank}-*"):
         alone = run.path / "alone"
         alone.mkdir(exist_ok=True)

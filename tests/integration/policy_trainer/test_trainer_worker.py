@@ -411,7 +411,7 @@ def test_concurrent_calls_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -
 
 
 def test_a_version_that_was_collected_is_put_again_before_its_weights_change(run: RunDir) -> None:
-    """The worker retries the publication itself; a retry as a new call would come after the update."""
+    """The worker retries the publication itself; a retry as a new call would run after the update."""
 
     async def scenario() -> None:
         async with bench_of(run) as bench:

@@ -59,7 +59,7 @@ class End:
         self.process.stdin.flush()
 
     def hears(self, key: str) -> dict[str, Any]:
-        """Return the process's next line that has `key`."""
+        """Return the next line from the process that contains `key`."""
         while True:
             answer = self.said.get(timeout=ANSWER_S)
             if key in answer:
@@ -141,10 +141,10 @@ def test_an_engine_that_stops_midway_is_given_up_at_the_deadline_and_can_return(
     stopped.tell(hurt="stop", after=3)
     stopped.tell(step=4)
     stopped.hears("hurt")
-    assert other.receives(4)["digest"] == published  # The trainer still waits for the first engine here.
+    assert other.receives(4)["digest"] == published  # Here the trainer is still waiting for the first engine.
     aborted = ends.trainer.hears("topic")
     assert (aborted["topic"], aborted["engine"]) == ("weights/aborted", 0)
-    for _ in range(2):  # Here the first engine was given up.
+    for _ in range(2):  # Here the trainer has stopped waiting for the first engine.
         assert other.receives(4)["digest"] == published
     stopped.process.send_signal(signal.SIGCONT)
     failed = stopped.hears("communicator")
@@ -164,7 +164,7 @@ def test_an_engine_killed_midway_is_detected_at_once_and_its_next_incarnation_is
     killed.hears("hurt")
     aborted = ends.trainer.hears("topic")
     assert (aborted["topic"], aborted["engine"]) == ("weights/aborted", 1)
-    # The loss was found by the engine's closed sockets, not at the deadline.
+    # The loss was detected by the engine's closed sockets, not at the deadline.
     assert "no end within" not in aborted["why"]
     assert other.receives(5)["digest"] == published
     killed.end()
@@ -204,7 +204,7 @@ def test_a_trainer_killed_midway_leaves_an_engine_with_its_old_version(ends: End
     failed = engine.hears("communicator")
     assert "failed" in failed
     assert failed["communicator"] == 0
-    # The loss was found by the trainer's closed sockets, not at the deadline.
+    # The loss was detected by the trainer's closed sockets, not at the deadline.
     assert "Operation timed out" not in failed["failed"]
     ends.trainer.end()
     ends.trainer.start()

@@ -93,7 +93,7 @@ def test_memory_that_its_reader_never_closes_is_freed_when_it_is_withdrawn(opene
             reader.kill()
     del copy
     give_back()
-    assert torch.cuda.memory_allocated() > before  # torch still waits for the reader
+    assert torch.cuda.memory_allocated() > before  # torch is still waiting for the reader
     withdraw(memory)
     give_back()
     assert torch.cuda.memory_allocated() == before

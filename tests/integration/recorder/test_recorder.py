@@ -39,7 +39,7 @@ from tests.integration.store_scheduler import (
 
 LIMIT_S = 40.0
 SAMPLES = "{per_step: 4}"
-"""Every task is chosen."""
+"""With this setting, every task is chosen."""
 
 
 def made(grant: LeaseGrant) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ async def roll_out(worker: Actor, *, wait_s: float = 2.0, most: int = 2) -> None
 
 
 async def train(bench: Bench, driver: DriverActor, workers: list[Actor], step: int) -> StepBatch:
-    """Train one step as the trainer does: advantages and log-probs of the recorded samples come before the commit."""
+    """Train one step as the trainer does: advantages and log-probs of the recorded samples precede the commit."""
     asked = asyncio.ensure_future(driver.ask(NextBatch(driver=driver.life, step=step), StepBatch))
     while not asked.done():
         for worker in workers:
@@ -118,7 +118,7 @@ async def recorded(run: RunDir) -> AsyncIterator[tuple[Bench, Process, DriverAct
 
 
 def once(records: list[Record]) -> bool:
-    """Return whether each sample of each task is there once."""
+    """Return whether each sample of each task was recorded once."""
     return set(Counter((each.task, each.sample) for each in records).values()) == {1}
 
 
@@ -165,7 +165,7 @@ async def filtered_and_scored(run: RunDir) -> None:
             await roll_out(workers[0], wait_s=0.5)
         while (counts := await workers[0].counts()).get("DROPPED", 0) + counts.get("SCORED", 0):
             assert time.monotonic() < deadline, counts
-            await asyncio.sleep(0.05)  # only paces the questions
+            await asyncio.sleep(0.05)  # only paces the requests
 
 
 def test_filtered_and_evaluated_samples_are_recorded_before_their_collection(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_filtered_and_evaluated_samples_are_recorded_before_their_collection(tmp
 
 
 async def stopped(run: RunDir) -> float:
-    """Return the seconds until a filtered task is collected although the recorder is stopped."""
+    """Return how long it takes, in seconds, until a filtered task is collected while the recorder is stopped."""
     async with recorded(run) as (_, recorder, _, workers):
         workers[0].spread = False
         await roll_out(workers[0], most=1)
@@ -193,10 +193,10 @@ async def stopped(run: RunDir) -> float:
         await roll_out(workers[0], most=1)
         while (await workers[0].counts()).get("COLLECTED", 0) == collected:
             assert time.monotonic() < begun + LIMIT_S
-            await asyncio.sleep(0.05)  # only paces the questions
+            await asyncio.sleep(0.05)  # only paces the requests
         took_s = time.monotonic() - begun
         os.kill(recorder.process.pid, signal.SIGCONT)
-        while len({each.task for each in read(run.path)}) < 2:  # it is waited for again once it has asked
+        while len({each.task for each in read(run.path)}) < 2:  # the scheduler waits for it again once it has asked
             assert time.monotonic() < begun + LIMIT_S
             await roll_out(workers[0], wait_s=0.5, most=1)
             await asyncio.sleep(1.0)  # only paces the tasks

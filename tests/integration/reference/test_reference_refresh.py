@@ -71,8 +71,9 @@ TOGETHER = (
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_refreshes_work_with_determinism_and_colocation(tmp_path: Path) -> None:
-    """The reference leaves the devices between its turns and returns with the weights of its last refresh, also in a
-    run that is killed, which ends with the same bits."""
+    """The reference leaves the devices between its turns and returns with the weights of its last refresh. A run whose
+    reference and trainer are killed ends with the same bits.
+    """
     paths = []
     for name in ("undisturbed", "killed"):
         with parity.start(tmp_path / name, *TOGETHER, small=SMALL) as running:

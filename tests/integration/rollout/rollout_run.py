@@ -62,7 +62,7 @@ services: {{rollout: {{block_tasks: 4}}, batch-store: {{memory: 64MiB}}}}
 
 @dataclass
 class Processes:
-    """Service processes of one run, all of which are ended at the end."""
+    """Service processes of one run, all of which are stopped at the end."""
 
     run: RunDir
     folder: Path

@@ -14,7 +14,7 @@ from tests.integration.whole_cluster import cluster
 STEPS = 20
 STALENESS = 2
 QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
-# A high temperature keeps samples long: a block takes longer than the next version needs to be announced.
+# A high temperature makes samples long, so a block takes longer than the announcement of the next version.
 LONG = [
     f"run.steps={STEPS}",
     "data.eval={}",

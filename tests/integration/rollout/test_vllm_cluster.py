@@ -32,7 +32,7 @@ TASKS = 64
 HURT_AFTER = 5
 LONG_ROW = 500
 EARLY_TOKENS = 2
-"""Number of early tokens of a sum: it has two or three digits and an end token."""
+"""Number of early tokens of a sum, which has two or three digits and an end token."""
 
 
 @dataclass

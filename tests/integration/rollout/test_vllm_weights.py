@@ -1,4 +1,4 @@
-"""Weights that vLLM does not hold bit for bit are found and named: packed, fused or tied, on one and two ranks."""
+"""Weights of which vLLM has no bit-identical copy are found and named: packed, fused or tied, on one and two ranks."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class Scenario:
         self._answer["tokens_per_s"] = tokens / (time.perf_counter() - started)
 
     async def _cut_off(self) -> None:
-        """Give up a block and continue its samples."""
+        """Abandon a block and continue its samples."""
         sampling = SamplingParams(4, 1.0, 16, 0)
         notes = Shown()
         cut = self._engine.generate(self._prompts, sampling, CancelLater(3), notes.watch(every_s=1e9))
@@ -273,7 +273,7 @@ class Scenario:
         answer["midway"] = plain(await task)
         answer["midway_noted"] = notes.taken
         await self._generate("after_midway", SamplingParams(4, 1.0, 16, 0))
-        # The block is given up after steps with other weights that were scored but not yet verified.
+        # The block is abandoned after steps with other weights that were scored but not yet verified.
         notes, cancel = Shown(), AskedLater(3, hold)
         task = await held(cancel, notes, 1e9)
         answer["pause_began"] = engine.swaps

@@ -32,7 +32,7 @@ from shared.weights.table import described
 from tests.integration.rollout.vllm_process import AskedLater, Scenario, failure
 
 LEFT = 3
-"""Number of tensors after which a sender leaves."""
+"""Number of tensors after which a sender leaves the group."""
 
 
 def shared_memory(pid: int) -> list[str]:
@@ -108,7 +108,7 @@ class Ranks(Scenario):
 
 
 def understood() -> dict[str, Any]:
-    """Return the values that vLLM's own engines read from our offers. They refuse unknown fields."""
+    """Return the values that vLLM's own engines read from our offers. These engines refuse unknown fields."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
 
@@ -148,7 +148,7 @@ class Sender:
         self._group: GlooGroup | None = None
 
     async def send(self, engine: VllmEngine, weights: dict[str, Array], leaves_after: int | None = None) -> None:
-        """Send `weights`; leave after `leaves_after` tensors if given."""
+        """Send `weights`, or leave the group after `leaves_after` tensors if that is given."""
         tensors = {name: to_torch(values) for name, values in weights.items()}
         offer = TransferOffer(communicator=1, number=1, deadline_s=20.0, parameters=described(tensors))
         work = asyncio.get_running_loop().run_in_executor(

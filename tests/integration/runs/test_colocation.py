@@ -176,5 +176,5 @@ def test_colocated_run_survives_a_death_in_every_turn_and_a_hang(tmp_path: Path)
     with cluster(COLOCATE, tmp_path / "apart", *CHEAP, "placement.colocate=[]", limit_s=200) as apart:
         assert apart.end() == 0, apart.output()
     assert not any("holder" in line for line in Watched(apart).lines())
-    # Rewards, losses, gradient norms and weights are equal to the bit.
+    # Rewards, losses, gradient norms and weights are bit-identical.
     assert parity.differences(apart.path, run.path) == []

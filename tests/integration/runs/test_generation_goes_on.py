@@ -19,7 +19,7 @@ EVERY = 4
 ROWS, SAMPLES = 256, 2
 BLOCK, GROUP = 4, 8
 LEASES = ROWS * SAMPLES // (BLOCK * GROUP)
-"""Leases of one evaluation."""
+"""Number of leases of one evaluation."""
 LIMIT_S = 240.0
 QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
 OVERRIDES = [

@@ -41,7 +41,7 @@ def test_the_compared_values_differ_from_step_to_step(undisturbed: Path) -> None
 def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
     """The second run has the same seed but other engines, another route of the weights, and kills.
 
-    It is held back until there are spare processes, from which the killed ones start again.
+    It is delayed until there are spare processes, from which the killed processes start again.
     """
     kills = {2: ["rollout", "reference"], 4: ["batch-store", "scheduler"], 5: ["policy-trainer"]}
     kills |= {7: ["policy-trainer-worker", "monitor"]}

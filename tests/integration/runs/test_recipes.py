@@ -1,4 +1,4 @@
-"""The recipes of the documents: each is checked as by `--dry-run`, and runs for two steps with the shipped model."""
+"""The recipes in the documents: each is checked as by `--dry-run`, and runs for two steps with the shipped model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRADE = 7
 
 
 def overrides(recipe: Path, folder: Path) -> list[str]:
-    """Return what the documents tell users to set."""
+    """Return the settings that the recipe tells users to make."""
     if recipe.stem != "gsm8k":
         return []
     rows = [
@@ -50,7 +50,7 @@ def overrides(recipe: Path, folder: Path) -> list[str]:
 
 
 class Judge(BaseHTTPRequestHandler):
-    """A server with the OpenAI chat API that gives every answer the same grade, except for every third."""
+    """A server with the OpenAI chat API that gives every answer the same grade, except for every third answer."""
 
     asked = 0
 

@@ -1,4 +1,4 @@
-"""Samples of real runs: what they say agrees with the metrics, and recording them changes no bit."""
+"""Samples of real runs: their content agrees with the metrics, and recording them changes no bit."""
 
 from __future__ import annotations
 

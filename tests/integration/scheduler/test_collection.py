@@ -55,7 +55,7 @@ async def until_held(actor: Actor, condition: Callable[[set[tuple[str, int]]], b
 
 
 async def until_collected(driver: DriverActor, tasks: int) -> dict[str, int]:
-    """Wait until the scheduler has counted `tasks` as collected; the store clears before the scheduler hears of it."""
+    """Wait until the scheduler has counted `tasks` as collected; the store clears before the scheduler learns of it."""
     async with asyncio.timeout(20):
         while (counts := await driver.counts())["COLLECTED"] != tasks:
             await asyncio.sleep(0.05)

@@ -80,7 +80,7 @@ def test_a_run_continues_from_its_checkpoint_when_the_end_of_its_journal_is_lost
     chance, driving = random.Random(seed), Driving()
 
     async def scene() -> int:
-        """Return the number of cuts."""
+        """Play the whole run and return the number of cuts."""
         world, cuts = World(run), 0
         registration = store("same")
         world.result = Puts(world).result  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def test_a_run_continues_from_its_checkpoint_when_the_end_of_its_journal_is_lost
             world.tasks.append(asyncio.create_task(drive(driving, world)))
             while cuts < CUTS:
                 await until(world, driving, driving.commits + STEPS)
-                await asyncio.sleep(chance.uniform(0, 0.05))  # The kill comes at any point of the following steps.
+                await asyncio.sleep(chance.uniform(0, 0.05))  # The kill occurs at any point of the following steps.
                 scheduler.kill()
                 cuts += cut(run.journal, chance)
                 scheduler.start()

@@ -79,7 +79,7 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(path: Path, *arguments: str, tiny: str = ALL_TINY, spares: bool = False) -> Iterator[Launched]:
-    """Start a launcher of the quickstart in `path`. Whatever it leaves is killed at the end of the test."""
+    """Start a launcher of the quickstart in `path`. Any process left behind is killed at the end of the test."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -138,9 +138,8 @@ def hurry(pids: Iterable[int]) -> None:
 
 
 def status_of(path: Path) -> dict[str, Any]:
-    """Return what `ctl status --json` prints, or {} while the run does not answer.
-
-    Tests poll it: the imports of a process for each question would take longer than most answers.
+    """Return the output of `ctl status --json`, or {} while the run does not answer. Tests poll this function. The
+    imports of a new process for each call would take longer than most answers.
     """
     try:
         return asyncio.run(collect(RunDir.open(path)))
@@ -161,7 +160,7 @@ def ctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def free_ports() -> dict[str, int]:
-    """Return the keys of the topology that name ports, with ports that nobody uses now."""
+    """Return the topology keys that name ports, with ports that are free now."""
     keys = ("scheduler_port", "supervisor_port", "monitor_port")
     with contextlib.ExitStack() as stack:
         held = {key: stack.enter_context(socket.create_server(("127.0.0.1", 0))) for key in keys}

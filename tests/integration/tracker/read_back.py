@@ -1,4 +1,4 @@
-"""Reads what a tracker holds of a run, with the tracker's own library where it has a reader."""
+"""Reads the data that a tracker has about a run, with the tracker's own library if that has a reader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.integration.tracker.tracked import Committed, Tracked
 
 
 class Held:
-    """The rows in the order of the tracker, the configuration, and the texts of all notes and samples."""
+    """The rows in the tracker's order, the configuration, and the text of all notes and samples."""
 
     def __init__(
         self, rows: list[Committed], configuration: str, notes: str, state: str = "", samples: str = ""

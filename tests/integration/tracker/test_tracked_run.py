@@ -1,4 +1,6 @@
-"""A supervised run goes on and ends as it would without trackers, whatever they do, and says what they lack."""
+"""A supervised run continues and ends as it would without trackers, whatever they do, and reports the steps that they
+lack.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.integration.tracker.test_trackers import silent_server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 EXIT_S = 15.0
-"""Seconds in which the other processes end on a busy machine."""
+"""Maximum seconds that the other processes take to end on a busy machine."""
 
 
 def commit(here: Launched, steps: int) -> None:
@@ -65,7 +67,7 @@ def test_hanging_tracker_delays_the_end_of_the_run_no_longer_than_its_limit(tmp_
             _, _, errors = here.end(120)
             assert time.monotonic() - begun < END_S + EXIT_S
             assert "trackio lacks steps 0-2" in errors
-            assert "tensorboard" not in errors  # it had the end of the run, too
+            assert "tensorboard" not in errors  # it received the end of the run, too
             assert ledger.read(here.path, "tensorboard").ended == "stopped"
             assert {"tracker/0", "tracker/1"} < services.keys()
             assert_nothing_left(here.run)

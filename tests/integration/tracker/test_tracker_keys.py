@@ -1,4 +1,4 @@
-"""The keys of the trackers decide where the run goes, and a wrong one is said in one line."""
+"""The trackers' keys decide where a run is recorded, and an error is reported in one line."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_trackio_has_the_run_in_its_project(tmp_path: Path) -> None:
 
 @contextmanager
 def trackio_server(folder: Path) -> Iterator[tuple[str, str]]:
-    """A server of trackio with its database in `folder`: its address and its write token."""
+    """Run a trackio server with its database in `folder`. Yield its address and its write token."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     code = f"import trackio; trackio.show(open_browser=False, block_thread=True, host='127.0.0.1', server_port={port})"
@@ -174,7 +174,7 @@ def test_library_that_is_not_installed_is_named_with_the_command_that_installs_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = load(write(make(tmp_path)), ["monitor.trackio.project=p", "policy.model=./model"])
-    monkeypatch.setitem(sys.modules, "trackio", None)  # as importing it fails where it is not installed
+    monkeypatch.setitem(sys.modules, "trackio", None)  # importing it fails as if it were not installed
     assert [line for line in preflight.check(topology, "t.yaml").errors if "trackio" in line] == [
         "t.yaml: services.monitor.trackio: trackio not installed; run `make setup-trackers`, or remove the key"
     ]

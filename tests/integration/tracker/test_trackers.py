@@ -1,4 +1,4 @@
-"""Each tracker's real library receives every committed row once, whatever is killed, and nobody waits for it."""
+"""Each tracker's real library receives every committed row once, whatever is killed, and no process waits for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.integration.tracker.tracked import Tracked, tracked
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 EXIT_S = 10.0
-"""Seconds for a process to close its sockets and exit on a busy machine."""
+"""Maximum seconds for a process to close its sockets and exit on a busy machine."""
 
 
 def to_tensorboard(folder: Path) -> AbstractContextManager[Tracked]:
@@ -85,7 +85,7 @@ def test_run_with_a_killed_tracker_and_a_rewind_is_reported_once(
 
 
 def kill_at_random(here: Tracked, seed: int, lives: int) -> None:
-    """Commit and take back steps while one life of the tracker after another is killed."""
+    """Commit and take back steps while the tracker is repeatedly killed and restarted."""
     chance, step = random.Random(seed), -1
     for _ in range(lives):
         here.start()

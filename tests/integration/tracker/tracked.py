@@ -1,4 +1,4 @@
-"""A run directory with trackers whose metrics a test writes, and its tracker as a process. Asserts nothing."""
+"""A run directory with trackers, in which a test writes the metrics, and its tracker as a process. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Tracked:
         path.write_bytes(msgspec.json.encode(record) + b"\n")
 
     def start(self) -> None:
-        """Start a life of the tracker, as a service that was started by hand."""
+        """Start the tracker as a service that is started by hand."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "services.tracker", "--run", str(self.run.path)],
             cwd=ROOT,
@@ -83,7 +83,7 @@ class Tracked:
             self.process = None
 
     def stop(self, outcome: str = "done", cause: str = "") -> None:
-        """End the tracker as the end of a run does."""
+        """Stop the tracker as the end of a run does."""
         assert self.process is not None
         self.run.outcome.write_text(json.dumps({"outcome": outcome, "cause": cause}))
         self.process.send_signal(signal.SIGTERM)
@@ -95,11 +95,11 @@ class Tracked:
         return ledger.read(self.run.path, self.name)
 
     def wait_sent(self) -> None:
-        """Wait until all committed rows were handed over."""
+        """Wait until all committed rows have been handed over."""
         wait_for("rows sent", lambda: self.ledger().sent >= len(self.committed), LIMIT_S)
 
     def command(self) -> subprocess.CompletedProcess[str]:
-        """Send the rest with the operator's command."""
+        """Send the remaining rows with the operator's command."""
         command = [sys.executable, "-m", "launch.ctl", "--run", str(self.run.path), "track"]
         environment = {**os.environ, **self.environment}
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests: Debian's, driven by playwright."""
+"""A headless Chromium for tests: Debian's build, driven by playwright."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ expect.set_options(timeout=LIMIT_MS)
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """Yield a browser. Skips the test where there is none."""
+    """Yield a browser. Skips the test if none is installed."""
     path = shutil.which("chromium")
     if path is None:
         pytest.skip("chromium is not installed (apt package chromium)")
@@ -32,8 +32,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def visit(browser: Browser, url: str, *, size: dict[str, int] | None = None, dark: bool = False) -> Iterator[Page]:
-    """Yield a page at `url` in a profile of its own. An error in its scripts, or a breach of its policy, fails the
-    test."""
+    """Yield a page at `url` in a separate profile. A script error or a breach of the page's policy fails the test."""
     context = browser.new_context(
         viewport=size or DESKTOP,
         color_scheme="dark" if dark else "light",

@@ -1,4 +1,4 @@
-"""Run directories that the page is to show: ended runs with metrics, samples and logs, some of them hostile."""
+"""Run directories for the page: ended runs with metrics, samples and logs, some of them hostile."""
 
 from __future__ import annotations
 

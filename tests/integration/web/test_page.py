@@ -1,4 +1,4 @@
-"""The page of ended runs in a real browser: curves, comparison, samples, and texts that try to do harm."""
+"""The page of ended runs in a real browser: curves, comparison, samples, and hostile text."""
 
 from __future__ import annotations
 

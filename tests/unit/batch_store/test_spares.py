@@ -1,4 +1,4 @@
-"""Spares: pages of collected files are lent to the next put of similar size. Spares are counted, can be given up, and
+"""Spares: pages of collected files are lent to the next put of similar size. Spares are counted, can be discarded, and
 cannot be read.
 """
 
@@ -89,7 +89,7 @@ class Store:
         self.ended.settle()
 
     def delete(self, names: list[str]) -> None:
-        """Delete the files of spares that the index gave up."""
+        """Delete the files of spares that the index has discarded."""
         self.ended.free(names)
 
 

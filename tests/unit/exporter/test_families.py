@@ -1,4 +1,4 @@
-"""The monitor's values under Prometheus' names, read back with Prometheus' own parser."""
+"""The monitor's values under Prometheus names, read back with the Prometheus parser."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def row(topic: str, values: dict[str, float | str], service: str = "monitor", in
 
 
 def series(*rows: TopicRow) -> Series:
-    """Return what a scraper reads."""
+    """Return the value of each series that a scraper reads."""
     shown = generate_latest(registry(collect(rows))).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

@@ -1,4 +1,4 @@
-"""Spans reach an OpenTelemetry collector over HTTP, and a collector that is slow, away or unwilling delays nobody."""
+"""Spans reach an OpenTelemetry collector over HTTP, and a slow, unreachable or refusing collector delays no process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Collector:
         self.headers: list[dict[str, str]] = []
         self.connections = 0
         self.answers: list[int] = []
-        """Statuses of the next answers. Afterwards all are 200."""
+        """Status codes of the next answers. All later answers have 200."""
         self.gate = threading.Event()
         self.gate.set()
         self.changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""`--evaluate`: what it leaves out of a topology, which checkpoints it accepts, and its table."""
+"""`--evaluate`: the parts of a topology that it omits, the checkpoints that it accepts, and its table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHTS = {"embed": np.ones((4, 3), np.float32), "layer.0": np.ones((3, 3), np.f
 
 
 def model(folder: Path, **changed: Array | None) -> Path:
-    """Write a model's folder with WEIGHTS, in which `changed` replaces or (None) removes tensors."""
+    """Write a model folder with WEIGHTS. `changed` replaces tensors, or removes them where its value is None."""
     folder.mkdir(parents=True)
     weights = {name: each for name, each in {**WEIGHTS, **changed}.items() if each is not None}
     save_file(weights, folder / MODEL)
@@ -77,7 +77,7 @@ def test_a_metric_that_no_evaluation_gives_is_refused_with_the_nearest_one(tmp_p
 
 
 def test_checkpoints_and_exported_models_of_the_policy_are_accepted(tmp_path: Path) -> None:
-    policy = str(model(tmp_path / "policy", **{"lm_head.weight": WEIGHTS["embed"]}))  # tied, which an export leaves out
+    policy = str(model(tmp_path / "policy", **{"lm_head.weight": WEIGHTS["embed"]}))  # tied, which an export omits
     check_checkpoint(model(tmp_path / "export"), policy)
     check_checkpoint(checkpoint(tmp_path / "checkpoints" / "step-20"), policy)
 

@@ -208,4 +208,4 @@ def test_the_work_for_a_report_and_for_a_lost_host_does_not_depend_on_the_number
         counts.append((reported, lost / hosts))
     (report_few, lose_few), (report_many, lose_many) = counts
     assert report_many < 1.2 * report_few
-    assert lose_many < 1.2 * lose_few  # it looks at each host, and at no process of the others
+    assert lose_many < 1.2 * lose_few  # the book looks at each host, but at no process of other hosts

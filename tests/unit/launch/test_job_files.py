@@ -56,7 +56,7 @@ def call(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def ports() -> list[str]:
-    """Return the options of `launch.cluster` for ports that no other run has."""
+    """Return options of `launch.cluster` with ports that no other run uses."""
     return [f"--set={key}={port}" for key, port in free_ports().items()]
 
 

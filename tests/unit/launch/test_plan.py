@@ -1,4 +1,4 @@
-"""Names of processes: the processes that they select, and the modules that these run."""
+"""Process names: the processes that they select, and the modules that those processes run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ctl plot` draws the curves of runs: which ones, the steps taken back, hostile names, long runs, and its refusals."""
+"""`ctl plot` draws the curves of runs: chosen metrics, steps taken back, hostile names, long runs, and refusals."""
 
 from __future__ import annotations
 

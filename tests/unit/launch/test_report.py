@@ -1,4 +1,4 @@
-"""report.html: what it shows, hostile texts, its size, damaged files, and the time for which the end of a run waits."""
+"""report.html: its content, hostile text, its size, damaged files, and how long the end of a run waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ctl samples`: what is shown, and that hostile text does no harm."""
+"""`ctl samples` shows the samples that are asked for, and hostile text does no harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for the start, use, replacement and giving up of spare processes, tested without a process."""
+"""Rules for starting, using, replacing and abandoning spare processes, tested without a process."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ TASK = "train/0/0"
 
 
 class Recording:
-    """A bench whose journal is written to a file, one second after the other."""
+    """A bench whose journal is written to a file, with one second between events."""
 
     def __init__(self, path: Path) -> None:
         self.bench = Bench()

@@ -23,7 +23,7 @@ STORE, SCHEDULER, DRIVER = ("batch-store", 0), ("scheduler", 0), ("policy-traine
 
 
 def running() -> RunLifecycle:
-    """Return a run whose three processes are READY. The pid of a process is its place, from 1."""
+    """Return a run whose three processes are READY. The pid of a process is its position, counted from 1."""
     made = RunLifecycle([SCHEDULER, STORE, DRIVER], hosts=True)
     pending = made.handle(TimePassed(), 0.0)
     while pending:

@@ -1,6 +1,6 @@
-"""Recordings of real runs for the detectors of warnings: facts, rows of metrics.jsonl, and telemetry, in their order.
+"""Recordings of real runs for the warning detectors: facts, rows of metrics.jsonl, and telemetry, in order.
 
-A recording is made from a finished run and from what the monitor told meanwhile:
+A recording is made from a finished run and from the topics that the monitor sent meanwhile:
 
     python -m launch.cluster T.yaml --set ... --run-dir RUN &
     python -m launch.monitor --run RUN --json > TOPICS
@@ -27,7 +27,7 @@ from shared.warnings import WarningRecord
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "warnings"
 AVAILABLE_BYTES = 16 << 30
-"""Memory that the machine of a recorded run has left."""
+"""Available memory of the machine of a recorded run, in bytes."""
 _KEPT = {
     "cluster/status": ("step",),
     "cluster/services": ("pid", "rss_bytes"),
@@ -35,7 +35,7 @@ _KEPT = {
     "reward": ("samples", "samples_failed", "seconds", "last_failure"),
     "store": ("bytes", "limit_bytes", "spilled_bytes", "busy"),
 }
-"""Values of each topic that detectors use, by the end of their names."""
+"""Values of each topic that detectors use, given by the ends of their names."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def recordings(kind: str) -> list[Recording]:
 
 
 def replay(recording: Recording, watch: Watch | None = None) -> list[WarningRecord]:
-    """Return the warnings that a monitor would have given, which looks at the telemetry once a second."""
+    """Return the warnings that a monitor would have given if it looked at the telemetry once per second."""
     watch = Watch(recording.facts) if watch is None else watch
     warnings: list[WarningRecord] = []
     now = next((event.at for event in recording.events if isinstance(event, TopicRow)), 0.0)

@@ -1,4 +1,4 @@
-"""Each kind of warning is given for its movement alone, with what was seen, and not for that of a healthy run."""
+"""Each kind of warning is given only for its own movement, with the values seen, and not for a healthy run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def after(step: int, begin: int, before: float, then: float) -> float:
 
 
 def evaluated(step: int) -> Values:
-    """Return evaluations of which the best is that of step 20."""
+    """Return evaluations, the best of which is that of step 20."""
     if step % 20:
         return {}
     return {"eval/held/accuracy": after(step, 20, 0.8, 0.5), "eval/held/rows_scored": 256.0, "eval/easy/accuracy": 0.9}
@@ -154,7 +154,7 @@ def test_turns_and_supervised_runs_have_no_warnings_about_waiting_and_sampling()
 def live(
     kind: str, rows: Callable[[Watch, int], None], facts: Facts = FACTS, seconds: int = 300
 ) -> list[WarningRecord]:
-    """Return the warnings of `seconds` of telemetry, for a run whose trainer never waits."""
+    """Return the warnings for `seconds` seconds of telemetry of a run whose trainer never waits."""
     watch = Watch(facts)
     for step in range(1, 31):
         watch.take_row(row(step, **{"time/wait_batch": 0.01}), 0.0)
@@ -209,8 +209,8 @@ def test_memory_that_will_not_last_for_the_run_is_told_and_other_growth_is_not()
     facts = replace(FACTS, steps=100_000)
     [only] = live("memory-trend", grows(1e6, "rollout/0"), facts, seconds)
     assert (only.about, "3.4 GiB an hour" in only.text) == ("rollout/0", True)
-    assert live("memory-trend", grows(1e6, "rollout/0"), replace(FACTS, steps=200), seconds) == []  # ends before
-    assert live("memory-trend", grows(1e6, "rollout/7"), facts, seconds) == []  # is on another machine
+    assert live("memory-trend", grows(1e6, "rollout/0"), replace(FACTS, steps=200), seconds) == []  # it ends before
+    assert live("memory-trend", grows(1e6, "rollout/7"), facts, seconds) == []  # the process is on another machine
 
 
 def test_rewards_that_take_as_long_as_sampling_are_told() -> None:

@@ -1,4 +1,4 @@
-"""Recorded runs that went wrong cause the warnings that fit; recorded runs that learned cause none."""
+"""Recorded runs that went wrong cause the matching warnings. Recorded runs that learned cause none."""
 
 from __future__ import annotations
 

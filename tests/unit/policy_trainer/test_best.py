@@ -45,7 +45,7 @@ class Killed(Exception):
 
 
 class World:
-    """What outlives a driver: its checkpoints on disk, the committed step and the results of evaluations."""
+    """The state that outlives a driver: its checkpoints on disk, the committed step and the results of evaluations."""
 
     def __init__(self, folder: Path, results: dict[int, float], rows: dict[int, float] | None = None) -> None:
         path = edited(make(folder), "  kl:\n    coef: 0.001\n", "")
@@ -68,7 +68,7 @@ class World:
         match request:
             case CommitStep():
                 self.committed = max(self.committed, request.step)
-                # Steps of no length would all be over before the first choice.
+                # If steps took no time, all would be over before the first choice.
                 while any(self.committed >= _end_of(step) for step in self.best.undecided):
                     await asyncio.sleep(0)
             case SaveCheckpoint():

@@ -21,11 +21,11 @@ from tests.unit.policy_trainer.training import accumulate, one_rank
 from tests.unit.tiny_models import make_model, ragged
 
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::masked_select", "aten::equal")
-"""Operations whose result the host needs before it goes on."""
+"""Operations whose result the host needs before it continues."""
 
 
 class Waits(TorchDispatchMode):
-    """Counts operations for whose result the host waits."""
+    """Counts the operations whose result the host waits for."""
 
     def __init__(self) -> None:
         super().__init__()

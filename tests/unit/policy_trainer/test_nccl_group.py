@@ -1,4 +1,4 @@
-"""A communicator is aborted by the thread that polls it, and by no other, with a stand-in for NCCL's library.
+"""Only the thread that polls a communicator aborts it. The tests use a stand-in for NCCL's library.
 
 tests/integration/policy_trainer/test_transfer_gpu.py runs the library itself.
 """
@@ -70,7 +70,7 @@ def test_a_communicator_that_is_given_up_is_aborted_by_its_own_thread(monkeypatc
 
 
 class Noted:
-    """A channel that notes on which thread it is used, and sends until it is given up."""
+    """A channel that records the thread of each use, and sends until `give_up` is called."""
 
     def __init__(self) -> None:
         self.used: list[tuple[str, int]] = []

@@ -1,5 +1,6 @@
-"""The residency of the training state after any sequence of moves. test_residency_memory.py tests the needs of
-calls."""
+"""The residency of the training state after any sequence of moves. test_residency_memory.py tests the parts that each
+call needs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Snapshots of a rank in shared memory: they restore the same bits, are sealed or absent, show damage, and are never
-more than two."""
+"""Snapshots of a rank in shared memory: they restore the same bits, are sealed or absent, and reveal damage. There are
+never more than two.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a channel keeps, and until when, with a stand-in for the GPU's library where that is needed.
+"""The memory and weights that a channel keeps, and for how long. A stand-in replaces the GPU's library where needed.
 
 tests/integration/policy_trainer/test_transfer_gpu.py runs the library itself.
 """
@@ -89,7 +89,7 @@ def test_the_trainers_own_weights_are_sent_while_they_are_the_version(monkeypatc
     assert [len(chunk) for chunk in chunks] == [3, 1]  # 16 + 0 + 16 bytes, and a tensor above the limit
     for sent, own in zip((each for chunk in chunks for each in chunk), mine.values(), strict=True):
         assert torch.equal(sent, own)
-        assert not own.numel() or sent.data_ptr() != own.data_ptr()  # a step may change them in the middle of a chunk
+        assert not own.numel() or sent.data_ptr() != own.data_ptr()  # a step may change `own` within a chunk
 
 
 def test_the_rest_of_a_version_comes_from_the_store_once_the_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:

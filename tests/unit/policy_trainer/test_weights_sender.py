@@ -132,5 +132,5 @@ def test_a_route_that_does_not_reach_another_host_is_refused_there(
 ) -> None:
     trainer = Trainer(tmp_path, route, listen)
     trainer.sender.published(FIRST, {})
-    with pytest.raises(RpcError, match=f"route {route} stays on one host; take the shards"):
+    with pytest.raises(RpcError, match=f"route {route} works only within one host; fetch the shards instead"):
         asyncio.run(trainer.asked(0, within_s=5, host_id="another host"))

@@ -34,7 +34,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:
-    """Return a builder over the shipped tokenizer, with braces in place of two of its signs."""
+    """Return a builder over the shipped tokenizer, with braces in place of two of its characters."""
     folder = tmp_path_factory.mktemp("braces") / "model"
     shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     text = json.loads((folder / "tokenizer.json").read_text())

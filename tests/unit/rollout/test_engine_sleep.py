@@ -113,7 +113,7 @@ def test_a_sync_that_a_sleep_interrupts_sets_the_weights_again_and_verifies_them
             await engine.sleep()
             await engine.wake(ENGINE)
 
-        await sleep()  # The sleep comes before the drill, which reads the base weights from the folder.
+        await sleep()  # The sleep precedes the drill, which reads the base weights from the folder.
         await sync.place(ref, base)
         await sleep()
         await sync.prove()

@@ -1,4 +1,4 @@
-"""Bad reward functions lose only their own samples and leave no process behind."""
+"""A bad reward function causes the loss of only its own samples and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions that ask a judge over HTTP: an unreachable judge is waited for, other failures lose the sample."""
+"""Reward functions that ask a judge over HTTP: they wait for an unreachable judge; other failures lose the sample."""
 
 from __future__ import annotations
 

@@ -242,5 +242,5 @@ def test_a_steady_table_samples_calls_in_order_and_runs_their_padding_rows() -> 
     asyncio.run(made.compute.stop(lambda: None, 5))
     assert ids(first) == ids(alone(made, PROMPTS[:2], chosen))
     assert ids(second) == ids(alone(made, PROMPTS[2:8], chosen))
-    # The second call is sampled in parts of four and two prompts, and the latter is padded.
+    # The second call is sampled in parts of four and two prompts, and the part of two is padded.
     assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size not in (0, before)] == [12, 16, 12]

@@ -1,5 +1,5 @@
 """Newer weights for running samples: each token keeps the version that sampled it, whenever the weights arrive; leases
-of one exact version are left alone; weights that fail verification sample no token.
+of one exact version are not affected; weights that fail verification sample no token.
 """
 
 from __future__ import annotations

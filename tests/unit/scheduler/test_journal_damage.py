@@ -102,7 +102,7 @@ class Recorder:
             self.bench.acknowledge()
 
     def killed(self, folder: Path) -> History:
-        """Return the files that a kill at this moment leaves."""
+        """Return the files that a kill at this moment leaves behind."""
         copy_files(self.history.folder, folder)
         self.journal.close()
         return History(folder, self.history.states, self.history.tables)

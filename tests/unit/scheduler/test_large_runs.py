@@ -1,4 +1,4 @@
-"""A run with many processes: what one request costs does not grow with the number of processes."""
+"""A run with many processes: the cost of one request does not grow with their number."""
 
 from __future__ import annotations
 

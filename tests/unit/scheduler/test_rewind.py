@@ -1,4 +1,4 @@
-"""Rewinds of a run: the tasks of undone steps come before all others, and other decisions are kept."""
+"""Rewinds of a run: the tasks of undone steps precede all others, and other decisions are kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def begun(made: Plan, config: Configure = AT_CHECKPOINT, limit_bytes: int = 1 <<
 
 
 def resumed(bench: Bench, loaded: int = -1, **store: Any) -> None:
-    """Kill everything; the stores come back empty and the driver loads a checkpoint (-1: the newest)."""
+    """Kill everything. The stores restart empty, and the driver loads a checkpoint (-1: the newest)."""
     life = bench.machine.run.registry["batch-store", 0].incarnation + 1
     bench.register("batch-store", 0, life, data_id=f"{life}", **{"limit_bytes": 1 << 30, **store})
     bench.ask(GetRunInfo(driver=1))

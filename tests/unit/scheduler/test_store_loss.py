@@ -1,4 +1,4 @@
-"""A store that comes back without its data: unfinished tasks are sampled again, the run returns to its checkpoint."""
+"""A store restarts without its data: unfinished tasks are sampled again, and the run returns to its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels is used, and that the choice does not change the result."""
+"""The choice among torch's attention kernels, and that it does not change the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.ranks import process_group
 
 
 def inputs(device: str = "cpu", dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
-    """Return queries of 6 heads, keys and values of 2, and the mask of a tree: nobody sees slots 3 to 5 but they."""
+    """Return queries of 6 heads, keys and values of 2, and a tree mask. Slots from 6 on do not see slots 3 to 5."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 6, 16, 32), (3, 2, 16, 32), (3, 2, 16, 32)]
     made = [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]

@@ -1,4 +1,4 @@
-"""A computing process keeps the memory it frees until it is told to return it, whichever thread freed it."""
+"""A computing process keeps freed memory until the process is told to return it, whichever thread freed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The follower of metrics.jsonl sees new rows and rows that were taken back, however they look."""
+"""The follower of metrics.jsonl sees new rows and rows that were taken back, however the file has changed."""
 
 from __future__ import annotations
 

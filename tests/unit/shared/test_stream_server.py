@@ -258,7 +258,7 @@ def test_connections_are_limited_and_silent_ones_end(
     for reader in readers:
         reader.ask(reader.take(source), 0)
         reader.receive()
-    assert ended(connected(readers[0].opened.endpoint))  # Proven readers hold all places.
+    assert ended(connected(readers[0].opened.endpoint))  # Proven readers occupy all places.
     assert server.stats().turned_away == 1
     monkeypatch.setattr(stream_places, "IDLE_S", 0.1)
     assert readers[0].raw() == readers[1].raw() == (b"", b"")

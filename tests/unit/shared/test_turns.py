@@ -90,7 +90,7 @@ def test_a_driver_that_asks_while_the_model_is_loaded_does_not_end_that_turn(mon
         mine = devices.Devices(cast(Any, None), cast(Any, None))
         mine.share(cast(Any, None))
         await mine.acquire_room()
-        assert turns.acquired == PARTS_OF["policy-trainer-worker"]  # all of them exist once the model is loaded
+        assert turns.acquired == PARTS_OF["policy-trainer-worker"]  # all parts exist once the model is loaded
         await mine.drop_gradients()
         assert turns.ended == 0
         mine.loaded(cast(Any, object()))

@@ -14,7 +14,7 @@ from services.tracker.history import History, Row
 
 
 class Run:
-    """The metrics files of a run, written by the scheduler's own code, and what was ever committed."""
+    """The metrics files of a run, written by the scheduler's own code, and every row that was ever committed."""
 
     def __init__(self, folder: Path) -> None:
         self.file = MetricsFile(folder / "metrics.jsonl", lambda _: [], -1, 0)

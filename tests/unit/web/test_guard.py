@@ -1,4 +1,4 @@
-"""Which requests reach the application of the page, without a socket."""
+"""The requests that reach the page's application, tested without a socket."""
 
 from __future__ import annotations
 

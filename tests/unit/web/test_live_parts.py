@@ -1,4 +1,4 @@
-"""The live stream: only the newest version of a part is sent, and a browser that does not read delays nobody."""
+"""The live stream: only the newest version of a part is sent, and a browser that does not read delays no other."""
 
 from __future__ import annotations
 

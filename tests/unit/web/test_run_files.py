@@ -1,4 +1,4 @@
-"""What the page reads from a run directory: growing files, rows that are taken back, and hostile content."""
+"""The data that the page reads from a run directory: growing files, rows that are taken back, and hostile content."""
 
 from __future__ import annotations
 

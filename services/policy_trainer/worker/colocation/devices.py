@@ -1,8 +1,8 @@
 """Residency of this rank's training state on a device that other services may share.
 
-Whole parts are moved, bit for bit, on the compute thread and only between calls. Nothing has to leave devices that
-belong to the trainer alone. On CUDA an offloaded part is in host memory; on a CPU, where that would free nothing, it is
-a file in the run's directory and thus in no process's memory.
+Whole parts are moved, bit for bit, on the compute thread and only between calls. If the devices belong to the trainer
+alone, nothing has to be moved. On CUDA, an offloaded part is in host memory. On a CPU, where that would free nothing,
+it is a file in the run's directory and thus in no process's memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Devices:
         self._turns = take_turns(service, self._leave)
 
     async def acquire_room(self) -> None:
-        """Wait for a turn in which the model may be loaded. Its backend also makes masters and buffers then."""
+        """Wait for a turn in which the model may be loaded. The backend also creates masters and buffers then."""
         await self._turns.acquire(device_parts(PARTS))
 
     def loaded(self, backend: Backend) -> None:
@@ -50,7 +50,7 @@ class Devices:
         self._turns.done()
 
     async def backload(self, parts: frozenset[Part]) -> int:
-        """Bring `parts` to the device, where they stay in use until `after`. Return the bytes moved."""
+        """Move `parts` to the device, where they stay in use until `after` is called. Return the bytes moved."""
         await self._turns.acquire(device_parts(parts))
         missing = self._residency.backload(parts)
         backend, moved = self._backend, 0
@@ -62,7 +62,7 @@ class Devices:
         return moved
 
     async def offload(self, parts: frozenset[Part]) -> int:
-        """Take `parts` off the device and return the bytes freed."""
+        """Move `parts` off the device and return the bytes freed."""
         moving = self._residency.offload(parts)
         backend, freed = self._backend, 0
         if moving and backend is not None:
@@ -93,7 +93,7 @@ class Devices:
             self._turns.done()
 
     async def _leave(self, parts: Parts) -> Parts:
-        """Send `parts` away because another service needs the memory."""
+        """Move `parts` off the device because another service needs the memory, and return `parts`."""
         await self._settled()
         await self.offload(own_parts(parts))
         return parts

@@ -15,7 +15,7 @@ class PartShelves:
     """One shelf for each part of the state of this rank. They belong to the compute thread."""
 
     def __init__(self, folder: Path, tensors: Callable[[Part], list[Tensor]]) -> None:
-        """`tensors` returns the present tensors of a part. Those on a CPU are written to files in `folder`."""
+        """`tensors` returns the current tensors of a part. Those on a CPU are written to files in `folder`."""
         self._tensors = tensors
         self._shelves = {part: Shelf(folder / f"{part}.bin") for part in PARTS}
 
@@ -25,5 +25,5 @@ class PartShelves:
         return sum(self._shelves[part].put(self._tensors(part)) for part in there)
 
     def backload(self, parts: frozenset[Part] = PARTS) -> int:
-        """Bring `parts` back and return the bytes moved. Repeated calls do nothing."""
+        """Move `parts` back to the device and return the bytes moved. Repeated calls do nothing."""
         return sum(self._shelves[part].take() for part in sorted(parts))

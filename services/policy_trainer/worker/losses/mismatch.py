@@ -1,4 +1,4 @@
-"""Corrections of the policy loss for differences between the engine's log-probs and the trainer's, and their measures.
+"""Corrects the policy loss for differences between the engine's and the trainer's log-probs, and measures them.
 
 Corrections compare the trainer's log-probs at the start of the step (`prox`) with the engine's (`rollout`), and do not
 apply to `anchor: rollout`. Both are fixed, so nothing here carries a gradient. No denominator is changed.
@@ -16,7 +16,7 @@ from services.policy_trainer.worker.losses.tokens import MAX_LOG_RATIO, TokenDat
 
 @torch.no_grad()
 def importance_weight(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
-    """Return [M]: min(exp(prox - rollout), C) with C = `tis_cap`, without truncation if C is 0.
+    """Return the weights [M]: min(exp(prox - rollout), C) with C = `tis_cap`, or without truncation if C is 0.
 
     Sources: decoupled PPO (arXiv 2110.00641), the decoupled objective; truncation: Yao et al., "Your efficient RL
     framework secretly brings you off-policy RL training", 2025.
@@ -27,7 +27,7 @@ def importance_weight(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
 
 @torch.no_grad()
 def kept(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
-    """Return bool [M]: whether a token's ratio is within [low, high], so that its policy loss counts.
+    """Return bool [M], True where a token's ratio is within [low, high] and its policy loss therefore counts.
 
     The ratio exp(prox - rollout) depends on `ratio_mask`. token: the token's own ratio (IcePop: "Every Step Evolves",
     arXiv 2510.18855, equations 1 and 2); sequence: the product over its sequence (like TRL's sequence_mask); geometric:

@@ -19,7 +19,7 @@ from shared.user_function import find_function
 def own_policy_loss(options: Loss) -> PolicyLoss | None:
     """Return the function that `options` names by import path, or None for a builtin loss.
 
-    Raises RpcError(bad_request) with one line if it cannot be imported or called as
+    Raises RpcError(bad_request) with a one-line message if it cannot be imported or called as
     `fn(cur, anchor, tokens, **params)`.
     """
     if not is_function(options.name):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Bound of log-ratios before exp. Beyond float32's range an unselected branch would turn a gradient into NaN."""
+"""Bound on log-ratios before exp. Beyond float32's range, an unselected branch would make a gradient NaN."""
 
 
 def _alone(sums: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ class TokenData:
     """Masked-in tokens of one micro-batch, each [M] float32 (`versions` int32). `prox` and `ref` are set if needed.
 
     `sequences` int64 [M] holds the index of each token's sequence, below `sequence_count`. A micro-batch has all tokens
-    of a sequence, except those on other ranks, over which `add_up` sums a tensor (context parallelism).
+    of a sequence. With context parallelism, some are on other ranks, and `add_up` sums a tensor over these ranks.
     """
 
     rollout: Tensor

@@ -1,7 +1,7 @@
 """The megatron backend: Llama, Qwen2 and Qwen3 with tp, pp, cp and dp. It does not normalise gradients.
 
-Transformer Engine is used automatically if it is installed and CUDA is available, and with it sequence parallelism if
-tp > 1. On a CPU the same layers run on gloo through `cpu_shims`.
+Transformer Engine is used automatically if it is installed and CUDA is available, together with sequence parallelism
+if tp > 1. On a CPU the same layers run on gloo through `cpu_shims`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MegatronBackend:
     def __init__(
         self, model_dir: Path, dtype: str, optimizer: Optimizer, options: BackendOptions, place: Place
     ) -> None:
-        """Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the degrees do not divide it."""
+        """Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the layout does not divide it."""
         cpu.set_up(options.threads)
         self.place = place
         self._options, self._optimizer_options = options, optimizer
@@ -86,7 +86,10 @@ class MegatronBackend:
     @in_megatron
     @torch.no_grad()
     def forward(self, sequences: Sequences, temperature: float) -> Array:
-        """Return float32 [T], complete on every rank: rank 0, which publishes, may be in a stage without a head."""
+        """Return the log-probs, float32 [T].
+
+        They are complete on every rank, because rank 0, which publishes, may be in a stage without a head.
+        """
         ids, lengths, mask = sequences.token_ids, sequences.lengths, sequences.loss_mask
         return to_numpy(self._pieces.logprobs(ids, lengths, mask, temperature, self._trained.model))
 
@@ -164,7 +167,7 @@ class MegatronBackend:
 
     @in_megatron
     def state(self) -> TrainingState:
-        """Return copies of the weights and AdamW's state on rank 0."""
+        """Return copies of the weights and the AdamW state on rank 0."""
         return self._trained.state()
 
     @in_megatron
@@ -178,7 +181,7 @@ class MegatronBackend:
 
     @in_megatron
     def own_state(self) -> dict[str, Tensor]:
-        """Return the live weights, masters and AdamW's state of this rank."""
+        """Return the live weights, masters and AdamW state of this rank."""
         return self._trained.own_state()
 
     @in_megatron

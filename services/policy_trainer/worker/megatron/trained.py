@@ -126,7 +126,7 @@ class Trained:
 
     @torch.no_grad()
     def state(self) -> TrainingState:
-        """Return a copy of the state on rank 0 and an empty one elsewhere."""
+        """Return a copy of the state on rank 0 and an empty state elsewhere."""
         weights = {name: each.clone() for name, each in self.weights().items()}
         mains = self._mains()
         optimizer: dict[str, Tensor] = {}
@@ -172,7 +172,7 @@ class Trained:
         return found
 
     def _filled(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Merge the pieces `part` of parameter `name` over data-parallel ranks, some of which may have none."""
+        """Return parameter `name`, merged from the pieces `part` of data-parallel ranks. Some may have no piece."""
         param = self._params[name]
         flat = torch.zeros(param.numel(), dtype=dtype, device=param.device)
         where = self._part(param)
@@ -182,7 +182,7 @@ class Trained:
         return flat.view(param.shape)
 
     def _part(self, param: nn.Parameter) -> slice | None:
-        """Return the range of elements of `param` that this data-parallel rank trains, or None."""
+        """Return the range of elements of `param` that this data-parallel rank trains, or None if it trains none."""
         if param not in self.optimizer.model_param_gbuf_map:
             return None
         found = self.optimizer._get_model_param_range_map(param)["param"]
@@ -234,7 +234,7 @@ class Trained:
     # ---- this rank's part
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the live tensors of this rank by name: weights, separate masters, moments and numbers of updates."""
+        """Return the live tensors of this rank by name: weights, separate masters, moments and update counts."""
         inner: Any = self.optimizer.optimizer
         found = {f"weight/{name}": param.detach() for name, param in self._params.items()}
         mains = self._mains()
@@ -249,7 +249,7 @@ class Trained:
 
     @torch.no_grad()
     def set_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `own_state` returned in the same layout."""
+        """Load the tensors that `own_state` returned in the same layout."""
         self.reset()
         inner: Any = self.optimizer.optimizer
         mains = self._mains()

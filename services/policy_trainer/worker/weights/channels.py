@@ -1,4 +1,4 @@
-"""Channels for each route: how a communicator to one engine is opened, used and closed. The caller decides when.
+"""Channels for each route, which open, use and close a communicator to one engine. The caller decides when.
 
 Except for `give_up`, a channel belongs to one thread. In particular, only that thread destroys the communicator.
 """
@@ -30,21 +30,24 @@ class Channel(Protocol):
         """Return `offer` with the data that the engine needs to join the communicator or to find `weights`."""
 
     def send(self, weights: OutgoingWeights) -> None:
-        """Join all ranks of the engine and send them `weights`. It gives up at the deadline."""
+        """Join all ranks of the engine and send them `weights`. Stop at the deadline."""
 
     def ended(self) -> None:
         """Record that the engine has received everything."""
 
     def give_up(self) -> None:
-        """Have `send` return: at once if the route allows it, and by its deadline at the latest. For any thread."""
+        """Make `send` return at once if the route allows it, otherwise by its deadline. Any thread may call this."""
 
     def close(self) -> None:
         """Destroy the communicator."""
 
 
 def open_channel(route: WeightsRoute, meeting: Meeting, ranks: int, *, device: str, deadline_s: float) -> Channel:
-    """Return a channel that is not joined yet. Gloo meets at `meeting`, `ranks` counts those of the engine and this
-    one, and `device` belongs to this rank. Raises ValueError for route shards, which needs no channel."""
+    """Return a channel that is not joined yet.
+
+    Gloo meets at `meeting`. `ranks` is the number of the engine's ranks plus this one. `device` belongs to this rank.
+    Raises ValueError for route shards, which needs no channel.
+    """
     match route:
         case "gloo":
             return GlooChannel(meeting, ranks, deadline_s)
@@ -130,7 +133,7 @@ class NcclChannel:
 
 
 class MemoryChannel:
-    """CUDA IPC: nothing is sent. A copy stays on the GPU that both processes use until the engine has taken it."""
+    """CUDA IPC sends nothing: a copy stays on the GPU that both processes use until the engine has taken it."""
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -1,5 +1,5 @@
 """The trainer's side of the start-up drill: a copy of the model whose weights carry enough noise to show in the
-log-probs, and the expected answers of engines. The copy is separate from the model in training and is not kept.
+log-probs, and the answers expected from engines. The copy is separate from the model in training and is not kept.
 
 The amount of noise follows from one backward pass over the perturbed copy. To first order, a weight that kept its old
 values changes the sum of c_t * logprob_t by <gradient, noise>, with random signs c_t, and hence a log-prob by
@@ -38,8 +38,10 @@ BACKWARD_LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Drill:
-    """A drill: `factors` of the noise and `digests` (empty unless requested) in the order of the sorted names, and the
-    float32 [T - 1] `logprobs` of the perturbed weights and `true_logprobs` of the model directory's weights."""
+    """A drill. `factors` of the noise and `digests` (empty unless requested) are in the order of the sorted names.
+
+    `logprobs` of the perturbed weights and `true_logprobs` of the model directory's weights are float32 [T - 1].
+    """
 
     factors: list[float]
     logprobs: Array

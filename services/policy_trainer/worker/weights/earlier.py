@@ -40,14 +40,17 @@ class EarlierVersions:
         return self._versions.get(step)
 
     def record(self, step: int, weights: dict[str, Tensor], canary: Canary) -> None:
-        """Store a copy of `weights` as version `step`. Versions from `step` on or out of depth are dropped."""
+        """Store a copy of `weights` as version `step`.
+
+        Drop versions from `step` on and those before `step - depth`.
+        """
         if weights and self._depth:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}
             self._versions = {old: each for old, each in self._versions.items() if step - self._depth <= old < step}
             self._versions[step] = EarlierVersion(copies, canary)
 
     def tensors(self, step: int) -> dict[str, Tensor]:
-        """Return `<version>/<name>` and `<version>/canary` of the versions before `step`, for its checkpoint."""
+        """Return the versions before `step` as tensors `<version>/<name>` and `<version>/canary`, for a checkpoint."""
         found: dict[str, Tensor] = {}
         for old, version in self._versions.items():
             if old < step:
@@ -56,7 +59,7 @@ class EarlierVersions:
         return found
 
     def restore(self, tensors: dict[str, Tensor], canaries: Canaries) -> None:
-        """Replace all versions by those in `tensors`: the inverse of the method `tensors`."""
+        """Replace all versions with those in `tensors`, which the method `tensors` returned."""
         weights: dict[int, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             found = _NAME.fullmatch(key)

@@ -1,10 +1,10 @@
 """The trainer's end (rank 0) of an NCCL communicator with the ranks of one engine, over libnccl's C interface. Every
 wait has a deadline, which NCCL itself lacks.
 
-torch's NCCL groups end their process when a peer is gone, which a trainer must survive, and vLLM must not be imported
+torch's NCCL groups kill their process when a peer is gone, which a trainer must survive, and vLLM must not be imported
 in the training process. Hence this module calls a few functions of
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html directly. The communicator is non-blocking
-(`ncclConfig_t.blocking` 0): calls are polled with `ncclCommGetAsyncError` and given up with `ncclCommAbort`. The other
+(`ncclConfig_t.blocking` 0): calls are polled with `ncclCommGetAsyncError` and abandoned with `ncclCommAbort`. The other
 end is vLLM's PyNcclCommunicator, which begins with an all-reduce of one element.
 """
 
@@ -58,7 +58,7 @@ class _Config(ctypes.Structure):
 def new_unique_id(interface: str) -> bytes:
     """Return the id by which the ranks of a new communicator find each other. Raises TransferLost without NCCL.
 
-    NCCL uses `interface` in this process from its first use on.
+    From its first use on, NCCL uses `interface` in this process.
     """
     os.environ.setdefault(NCCL_INTERFACE, exactly(interface))
     made = _UniqueId()
@@ -68,7 +68,7 @@ def new_unique_id(interface: str) -> bytes:
 
 class NcclGroup:
     """A communicator that the first `broadcast` joins. It belongs to one thread, which alone may abort it, because an
-    abort frees what a polling thread reads."""
+    abort frees memory that a polling thread reads."""
 
     def __init__(
         self, unique_id: bytes, ranks: int, *, device: str, deadline_s: float, given_up: threading.Event | None = None

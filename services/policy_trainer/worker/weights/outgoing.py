@@ -1,7 +1,7 @@
 """A version's tensors on their way to an engine, in chunks of bounded size.
 
-Copies of the trainer's own weights are sent while these are still the version (GPU to GPU), and the version in the
-store from then on. Training waits for the copy of a chunk at most, never for an engine.
+While the trainer's own weights are still this version, copies of them are sent from GPU to GPU. After that, the weights
+in the store are sent. Training waits at most for the copy of one chunk, never for an engine.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from proto.messages import TransferParameter
 from shared.weights import table
 
 CHUNK_BYTES = 256 * 1024**2
-"""Maximum bytes of a chunk, unless it is one tensor: the memory that a transfer takes beside the weights."""
+"""Maximum bytes of a chunk, unless it is one tensor. A transfer takes the memory of one chunk beside the weights."""
 Version = tuple[int, int]
 """Lineage and step."""
 
 
 class LiveWeights:
-    """The last published version on the device where it is trained, until its weights change. For any thread."""
+    """The last published version on the device where it is trained, until its weights change. Any thread may use it."""
 
     def __init__(self, kind: str = "cuda") -> None:
-        """Weights on devices of another `kind` are not copied from there: on a CPU the store's are as near."""
+        """Weights on devices of another `kind` are not copied from there: on a CPU, the store is just as near."""
         self._kind = kind
         self._lock = threading.Lock()
         self._version: Version | None = None
         self._weights: Mapping[str, Tensor] = {}
 
     def show(self, version: Version, weights: Mapping[str, Tensor]) -> None:
-        """Let transfers copy `weights`, if all of them are on such a device."""
+        """Let transfers copy `weights`, if all of them are on devices of this kind."""
         here = bool(weights) and all(each.device.type == self._kind for each in weights.values())
         with self._lock:
             self._version, self._weights = (version, weights) if here else (None, {})
 
     def withdraw(self) -> None:
-        """Return once no copy is being made, so that the weights may change."""
+        """Stop new copies, and return once none is being made, so that the weights may change."""
         with self._lock:
             self._version, self._weights = None, {}
 
     def parameters(self, version: Version) -> list[TransferParameter] | None:
-        """Return the table of `version`, or None if it is not here."""
+        """Return the parameter table of `version`, or None if `version` is not here."""
         with self._lock:
             return table.described(self._weights) if version == self._version else None
 
@@ -67,7 +67,7 @@ class OutgoingWeights:
 
     parameters: list[TransferParameter]
     stored: Callable[[], Mapping[str, Tensor]]
-    """Returns the tensors in host memory. It may wait, and is called once, if the trainer's weights do not serve."""
+    """Returns the tensors in host memory. It may block. It is called at most once, if live weights cannot be used."""
     live: LiveWeights = field(default_factory=LiveWeights)
     version: Version = (-1, -1)
 

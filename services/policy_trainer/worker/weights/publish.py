@@ -33,7 +33,7 @@ largest difference, over 20 canaries of the quickstart's model, between the trai
 prefill and token-by-token decode."""
 FLOOR = {"bfloat16": 0.02, "float16": 0.003}
 """Minimum tolerance, for the median difference, that an engine calibrates for 16-bit weights: eight and three times the
-median between the same passes of that model. Larger models differ more, so engines calibrate."""
+median difference between the same passes of that model. Larger models differ more, so engines calibrate."""
 MEDIAN = 0.5
 SIGNAL = 2.0
 """Minimum number of tolerances by which the drill moves the median log-prob. It bounds the calibrated tolerance."""
@@ -81,7 +81,7 @@ class Canaries:
         return self._canary(self._text, logprobs, [])
 
     def digests(self, weights: dict[str, Tensor]) -> list[int]:
-        """Return the digests of a version in the order of the sorted names; none if engines use the arrays themselves.
+        """Return the digests of a version in the order of the sorted names, or [] if engines use the arrays themselves.
 
         This may run on any thread. It reads all weights on the device where they are.
         """

@@ -1,8 +1,9 @@
 """Sends policy versions to engines over collectives from the rank that puts them. Each engine has its own communicator
 and thread, so neither training nor other engines wait for it.
 
-The version that a GPU is training from is sent from there. Otherwise versions are read from the store: the bytes are
-the same as on the other route, and every version that the store still has can be sent, however far training went on.
+The version from which a GPU is training is sent from that GPU. All other versions are read from the store. The bytes
+are the same as on the other route, and every version that the store still has can be sent, however far training has
+advanced.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class WeightsSender:
         listen: Callable[[], str] = str,
     ) -> None:
         """`device` is the one on which this rank computes. `perturbed(ref)` computes the weights of the start-up drill.
-        `emit(topic, values)` sends telemetry. `listen()` is where this process answers other hosts, or empty."""
+        `emit(topic, values)` sends telemetry. `listen()` returns the address at which this process answers other hosts,
+        or an empty string."""
         self._run = run
         self._data = data
         self._route: WeightsRoute = route
@@ -101,7 +103,7 @@ class WeightsSender:
         self._log = structlog.get_logger("transfer")
 
     def published(self, ref: WeightsRef, weights: Mapping[str, Tensor]) -> None:
-        """Remember a version for which engines will ask. Its `weights` are live until `changing`."""
+        """Remember a version for which engines will ask. Its `weights` are live until `changing` is called."""
         from services.policy_trainer.worker.weights.outgoing import LiveWeights
 
         self._live = self._live or LiveWeights()
@@ -113,15 +115,15 @@ class WeightsSender:
             self._drill = None  # it is computed again for engines that start later
 
     def changing(self) -> None:
-        """Stop reading the live weights. It waits for copies of chunks on the GPU, which take milliseconds."""
+        """Stop reading the live weights. This waits for copies of chunks on the GPU, which take milliseconds."""
         if self._live is not None:
             self._live.withdraw()
 
     async def ask(self, request: messages.AskTransfer, _: Call) -> messages.TransferOffer:
-        """Begin to send the requested version. Raises RpcError: missing, conflict."""
+        """Begin to send the requested version and return the offer. Raises RpcError: missing, conflict."""
         here = request.host_id == self._run.host_id
         if not here and (self._route == "ipc" or not self._listen()):
-            raise RpcError(ErrorCode.MISSING, f"route {self._route} stays on one host; take the shards")
+            raise RpcError(ErrorCode.MISSING, f"route {self._route} works only within one host; fetch the shards instead")
         weights = await self._outgoing(request)
         life = TransferAsked(request.instance, request.incarnation, request.communicator)
         grant = self._handle(life)
@@ -168,7 +170,7 @@ class WeightsSender:
             self._drop(communicator)
 
     def _meeting(self, communicator: int, *, here: bool) -> Meeting:
-        """Return where the engine, which is `here` or on another host, meets this rank."""
+        """Return the meeting of this rank and the engine, which is on this host if `here` is true."""
         if here:
             return Meeting(LOOPBACK, file=self._run.sockets / f"meet-{communicator:x}")
         listen = self._listen()
@@ -202,7 +204,7 @@ class WeightsSender:
     def _on_loop(
         self, reading: Coroutine[Any, Any, dict[str, Tensor]], loop: asyncio.AbstractEventLoop
     ) -> dict[str, Tensor]:
-        """Wait on the thread of a transfer for `reading`."""
+        """Return the result of `reading`, which runs on `loop`. Call this from the thread of a transfer."""
         return asyncio.run_coroutine_threadsafe(reading, loop).result(self._deadline_s)
 
     async def _stored(self, ref: WeightsRef) -> dict[str, Tensor]:
@@ -214,7 +216,7 @@ class WeightsSender:
     # ---- decisions
 
     def _handle(self, event: Event) -> GrantTransfer | None:
-        """Apply the effects of `event` except for the sending. Raises RpcError(conflict)."""
+        """Apply the effects of `event`, but send nothing. Return the grant, if any. Raises RpcError(conflict)."""
         granted: GrantTransfer | None = None
         loop = asyncio.get_running_loop()
         for effect in self._transfers.handle(event, loop.time()):

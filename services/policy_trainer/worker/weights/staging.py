@@ -1,4 +1,4 @@
-"""The weights of a version in host memory, from which they are put into a store."""
+"""Holds the weights of a version in host memory, from which they are put into a store."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from shared.tensors_torch import to_numpy
 
 
 class Staging:
-    """Copies weights of a GPU into page-locked memory, which it keeps from version to version.
+    """Copies weights from a GPU into page-locked memory, which it keeps from version to version.
 
-    It may be used on any thread, by one call at a time. The arrays of a version are valid until the next call.
+    Any thread may use it, with one call at a time. The arrays of a version are valid until the next call.
     """
 
     def __init__(self) -> None:
         self._locked: LockedMemory | None = None
 
     def arrays(self, weights: dict[str, Tensor]) -> dict[str, Array]:
-        """Return the weights by name, with the same bits. Arrays of tensors in host memory share it."""
+        """Return the weights by name, with the same bits. Arrays of tensors in host memory share that memory."""
         on_device = {name: tensor for name, tensor in weights.items() if tensor.device.type != "cpu"}
         if not on_device:
             return {name: to_numpy(tensor) for name, tensor in weights.items()}

@@ -2,8 +2,8 @@
 
 A failing engine does not affect the transfers of others. An engine has one communicator, which belongs to one life
 (incarnation) of that engine, carries one transfer at a time, and is closed at the first failure or missed deadline.
-There is deliberately no way to repair one, because it may hold half a transfer. The engine asks again and gets a new
-one. Until a version is verified the engine holds none, so the scheduler gives it nothing to sample.
+There is deliberately no way to repair a communicator, because half a transfer may remain in it. The engine asks again
+and gets a new communicator. It has no version until it has verified one, so the scheduler gives it nothing to sample.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CommunicatorBroke:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """Time has passed."""
+    """A deadline may have passed."""
 
 
 @dataclass(frozen=True, slots=True)

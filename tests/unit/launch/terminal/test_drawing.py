@@ -1,4 +1,4 @@
-"""What the terminal interface draws: curves, bars, lanes, samples, and text that cannot steer the terminal."""
+"""The drawings of the terminal interface: curves, bars, lanes, samples, and text that cannot steer the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process reports about the resources that it uses."""
+"""The resource usage that a process reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hub names in topologies: how they are read, and where the local cache holds them."""
+"""Hub names in topologies: how they are read, and where they are in the local cache."""
 
 from __future__ import annotations
 

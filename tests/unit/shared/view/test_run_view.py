@@ -1,4 +1,4 @@
-"""The model of a live run: rows of the stream in, the picture out."""
+"""The model of a live run: it takes rows of the stream and gives the picture to draw."""
 
 from __future__ import annotations
 
