@@ -123,7 +123,8 @@ class WeightsSender:
         """Begin to send the requested version and return the offer. Raises RpcError: missing, conflict."""
         here = request.host_id == self._run.host_id
         if not here and (self._route == "ipc" or not self._listen()):
-            raise RpcError(ErrorCode.MISSING, f"route {self._route} works only within one host; fetch the shards instead")
+            text = f"route {self._route} works only within one host; fetch the shards instead"
+            raise RpcError(ErrorCode.MISSING, text)
         weights = await self._outgoing(request)
         life = TransferAsked(request.instance, request.incarnation, request.communicator)
         grant = self._handle(life)
