@@ -222,7 +222,7 @@ class LoadTrace:
         found: list[tuple[Part, Tensor]] = []
         names = _Names(model)
         for path, module in model.named_modules():
-            handle = _handle_of(module)
+            handle = handle_of(module)
             if handle is not None:
                 packed = self._packed.get(handle)
                 if packed is None:
@@ -384,7 +384,7 @@ def _reads_back(handle: int, weight: Tensor) -> bool:
     return True
 
 
-def _handle_of(module: nn.Module) -> int | None:
+def handle_of(module: nn.Module) -> int | None:
     """Return the handle that a packing operation returned for the weight of `module`, or None if there is none."""
     product = getattr(module, "cpu_linear", None)
     for cell in getattr(product, "__closure__", None) or ():

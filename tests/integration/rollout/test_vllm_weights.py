@@ -39,7 +39,7 @@ def answer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         timeout=850,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(path.read_text()) | {"ranks": ranks, "every": every}
+    found: dict[str, Any] = json.loads(path.read_text()) | {"dtype": dtype, "ranks": ranks, "every": every}
     return found
 
 
@@ -67,9 +67,11 @@ def test_weights_that_do_not_reach_the_place_of_their_use_are_found(answer: dict
         return  # These defects are visible only in the worker's own process.
     refused = answer["refused"]
     kinds = {each.partition(" ")[0] for each in refused}
-    assert {"handle", "overwritten", "skipped", "crossed"} <= kinds
+    assert answer["packed"] or answer["dtype"] == "float16"
+    assert {"overwritten", "skipped", "crossed", *(["handle"] if answer["packed"] else [])} <= kinds
     assert all(verdict for verdict in refused.values())
-    assert answer["head"] == "lm_head: computes with weights that were packed before this load"
+    stale = "lm_head: computes with weights that were packed before this load"
+    assert answer["head"] == (stale if answer["packed"] else "")
 
 
 def test_packed_weights_read_back_exactly(answer: dict[str, Any]) -> None:

@@ -80,10 +80,13 @@ class Scenario:
         new, refused = self._new, self._answer["refused"]
         model = self._model()
         module = model.get_submodule(STALE)
-        packed = module.cpu_linear
-        await self._engine.set_weights(new)
-        module.cpu_linear = packed
-        refused[f"handle {STALE}"] = await self._judged()
+        # Where a CPU has no packed layout for the dtype, the product reads the weight itself, and cannot be stale.
+        self._answer["packed"] = load_trace.handle_of(module) is not None
+        if self._answer["packed"]:
+            packed = module.cpu_linear
+            await self._engine.set_weights(new)
+            module.cpu_linear = packed
+            refused[f"handle {STALE}"] = await self._judged()
         await self._engine.set_weights(new)
         with torch.inference_mode():
             model.get_parameter("model.norm.weight").mul_(1.5)
