@@ -14,9 +14,9 @@ _COPIED_AT = 96
 """Offset of nBackfill, the number of frames that were copied into the database, in the log's shared memory."""
 
 
-def cut(journal: Path, chance: random.Random, most: float = 1.0) -> bool:
-    """Cut the log of a journal that no process has open. Up to the share `most` of the frames that are not yet copied
-    into the database are removed.
+def cut(journal: Path, chance: random.Random, least: float = 0.0, most: float = 1.0) -> bool:
+    """Cut the log of a journal that no process has open. Between the shares `least` and `most` of the frames that are
+    not yet copied into the database are removed.
 
     Return False, without any change, if all frames are copied.
     """
@@ -32,6 +32,6 @@ def cut(journal: Path, chance: random.Random, most: float = 1.0) -> bool:
     (copied,) = _COPIED.unpack_from(journal.with_name(f"{journal.name}-shm").read_bytes(), _COPIED_AT)
     if frames <= copied:
         return False
-    lost = max(int((frames - copied) * chance.uniform(0, most)), 1)
+    lost = max(int((frames - copied) * chance.uniform(least, most)), 1)
     os.truncate(log, _LOG_HEADER_BYTES + (frames - lost) * frame_bytes + chance.randrange(frame_bytes))
     return True
