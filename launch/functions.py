@@ -66,7 +66,7 @@ def _named_functions(topology: Topology) -> Iterator[Wanted]:
 
 
 def _missing_module(wanted: Wanted) -> str:
-    """Return the error line for a module that cannot be found. Detecting this takes no separate process."""
+    """Return the error line for a module that cannot be found. This check needs no separate process."""
     module, _, function = wanted.path.partition(":")
     top, folder = module.partition(".")[0], Path.cwd()
     if module == "builtin" or (folder / top).is_dir() or (folder / f"{top}.py").is_file() or find_spec(top):

@@ -1,7 +1,7 @@
 """Writes the `report.html` of a run: one page without scripts or links, readable offline. It reads only run files.
 
 The page is written at the end of every run and again by `ctl report`, also while the run is under way. Its size is
-limited, and so is the time for which the end of a run waits for it.
+limited, and so is the time that a finishing run waits for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shared.samples.record import FOLDER, Record, file_of
 
 REPORT = "report.html"
 AT_END_S = 1.0
-"""Maximum seconds for which the end of a run waits for the report."""
+"""Maximum seconds that a finishing run waits for the report."""
 LOG_BYTES = 8 << 20
 """Maximum bytes read from the end of a log."""
 SAMPLES_BYTES = 16 << 20

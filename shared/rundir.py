@@ -187,7 +187,7 @@ class RunDir:
 
     @classmethod
     def rejoin(cls, path: Path, access: Access, *, shm_root: Path = SHM_ROOT) -> RunDir:
-        """Reuse `path`, with which this host joined the run of `access` before, as its directory of that run.
+        """Rejoin the run of `access` with `path`, the directory that this host used when it joined before.
 
         Logs and notes are kept. A path without a run is joined as usual.
 

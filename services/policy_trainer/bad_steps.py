@@ -18,7 +18,7 @@ _SHOWN_TASKS = 64
 
 
 class BadSteps:
-    """The policy of one driver life (`run.on_bad_step`)."""
+    """Applies `run.on_bad_step` to the bad steps of one driver incarnation."""
 
     def __init__(self, policy: Literal["stop", "skip"]) -> None:
         self._policy = policy

@@ -24,7 +24,7 @@ class BlockVersions:
 
     @property
     def first(self) -> int:
-        """The version that the engine held when sampling of the lease began."""
+        """The version that the engine held when sampling for the lease began."""
         return self._steps[self.began]
 
     def replaced(self, step: int, swaps: int) -> None:

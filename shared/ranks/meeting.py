@@ -57,7 +57,7 @@ async def join(group: Group, service: Service, hosts: Collection[str | None]) ->
 
 
 def opened(listen: str) -> Meeting:
-    """Open the port at which rank 0 meets the ranks of other hosts, which it answers at `listen`.
+    """Open a port at `listen` where ranks on other hosts meet rank 0.
 
     Raises RpcError(bad_request) as `announced_address` does.
     """

@@ -247,7 +247,7 @@ class Placement(Section):
         description="hosts by name; those that no service names are spares; default: this machine",
     )
     colocate: Strings = Field(
-        default=(), description="services that take turns on the same GPUs (without any: host memory)"
+        default=(), description="services that take turns on the same GPUs, or in host memory if they have no GPUs"
     )
 
 

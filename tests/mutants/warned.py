@@ -43,7 +43,7 @@ WARNED = [
         WATCH,
         'return "".join(each if each.isprintable() else "?" for each in line)',
         "return line",
-        f"{TOLD}::test_texts_of_users_do_nothing_to_a_terminal",
+        f"{TOLD}::test_user_text_cannot_control_the_terminal",
     ),
     Mutation(
         "a bound has no hysteresis",

@@ -77,7 +77,7 @@ _NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), FinishReas
 
 @dataclass
 class _Rows:
-    """The state of each row of the table. The last three fields hold its tokens so far."""
+    """The state of each row of the table. The last three fields hold each row's tokens so far."""
 
     last_R: Tensor
     """The row's last token."""

@@ -72,7 +72,7 @@ def test_store_killed_during_a_fetch_goes_on_after_its_restart(store: TcpStorePr
     assert store.killed == 1
 
 
-def test_fetch_from_a_store_that_stays_away_ends_at_its_deadline(store: TcpStoreProcess) -> None:
+def test_fetch_from_a_store_that_never_returns_ends_at_its_deadline(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         async with line.open():
             tasks = block(0, 8, 130_000)

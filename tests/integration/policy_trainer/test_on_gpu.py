@@ -90,7 +90,9 @@ def megatron_rank(place: Place, folder: Path) -> None:
         save_file(weights, folder / f"rank-{place.rank}" / f"{moved}.safetensors")
 
 
-def test_megatron_updates_match_the_cpu_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
+def test_megatron_updates_match_the_cpu_and_leaving_the_device_does_not_change_a_bit(
+    model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "model").symlink_to(model)
     run_group("tests.integration.policy_trainer.test_on_gpu:megatron_rank", Layout(1), tmp_path / DEVICE, DEVICE)
     stayed, moved = (load_file(tmp_path / DEVICE / "rank-0" / f"{each}.safetensors") for each in (False, True))
@@ -99,7 +101,7 @@ def test_megatron_updates_match_the_cpu_and_leaving_the_device_changes_no_bit(mo
         torch.testing.assert_close(stayed[name], weight, rtol=CLOSE, atol=CLOSE)
 
 
-def test_updates_match_the_cpu_and_leaving_the_device_changes_no_bit(model: Path, tmp_path: Path) -> None:
+def test_updates_match_the_cpu_and_leaving_the_device_does_not_change_a_bit(model: Path, tmp_path: Path) -> None:
     expected = updated(model, tmp_path / "cpu", "cpu", moved=False)
     stayed, moved = (updated(model, tmp_path / name, DEVICE, moved=name == "moved") for name in ("stayed", "moved"))
     for name, weight in expected.items():

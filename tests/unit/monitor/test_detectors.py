@@ -133,7 +133,7 @@ def test_rewards_that_become_equal_after_success_are_told_as_too_easy_tasks() ->
     assert "too easy" in only.text
 
 
-def test_dropped_old_tasks_are_told_where_tasks_are_taken_by_completion() -> None:
+def test_dropped_stale_tasks_are_reported_if_tasks_are_taken_by_completion() -> None:
     facts = replace(FACTS, by_completion=True, staleness=2)
     [only] = told(lambda step: {"rollout/tasks_checked": 10.0, "rollout/tasks_stale": 3.0}, facts)
     assert (only.kind, "30% of the checked tasks" in only.text) == ("staleness", True)

@@ -159,7 +159,7 @@ def test_a_condition_that_goes_on_over_a_restart_is_not_repeated() -> None:
     assert ticks(again, 62.0, 60) == []
 
 
-def test_texts_of_users_do_nothing_to_a_terminal() -> None:
+def test_user_text_cannot_control_the_terminal() -> None:
     watch = Watch(FACTS)
     watch.take_topic(failing(0.0, failure="\x1b[2J\u202eevil\nline " + "x" * 10_000))
     [told] = watch.tick(1.0, None)

@@ -1,4 +1,4 @@
-"""The host memory that receives tensors of a GPU. Locking itself needs a GPU."""
+"""The host memory that receives tensors from a GPU. Locking itself needs a GPU."""
 
 from __future__ import annotations
 

@@ -568,7 +568,7 @@ def test_hosts_that_cannot_do_their_part_are_refused(folder: Path, overrides: li
     assert any(line in each for each in problems(write(folder), *overrides))
 
 
-def test_a_step_whose_scalars_fit_into_no_message_is_refused(folder: Path) -> None:
+def test_a_step_whose_scalars_exceed_the_message_size_is_refused(folder: Path) -> None:
     def batch(samples: int) -> StepBatch:
         return StepBatch(step=1, batch=BatchMeta(tasks=[]), scalars={"reward": np.zeros(samples, np.float32)})
 
