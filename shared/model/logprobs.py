@@ -90,7 +90,10 @@ def score(
     *,
     entropy: Entropy = "none",
 ) -> Iterator[Scores]:
-    """Yield the scores one micro-batch at a time. The caller must run the backward pass of each before it requests the next."""
+    """Yield the scores one micro-batch at a time.
+
+    The caller must run the backward pass of each before it requests the next.
+    """
     scorer = LogprobScorer(model)
     for batch in scorer.plan(_numpy(token_ids), _numpy(lengths), _numpy(loss_mask), temperature, max_tokens):
         yield scorer.score(batch, temperature, entropy)
