@@ -87,23 +87,29 @@ def assert_it_runs(path: Path, temporary: Path, shm: Path, *arguments: str) -> N
 
 POINTS = [
     "shared.security.keys:create before",
-    "shared.security.keys:create after",
-    "shared.topology.schema:Topology.dump_resolved before",
     "tempfile:mkdtemp after 1",
-    "tempfile:mkdtemp after 2",
     "os:symlink after",
-    "pathlib:Path.replace after 4",  # The first four files are three keys and their list; the fifth is run.json.
     "pathlib:Path.rename before",
     "shared.rundir:RunDir.create after",
-    "shared.rundir:RunDir.hold after",
-    "shared.actor.logging:configure after",
     "launch.supervisor.server:Supervisor.__init__ after",
 ]
+MORE_POINTS = [
+    "shared.security.keys:create after",
+    "shared.topology.schema:Topology.dump_resolved before",
+    "tempfile:mkdtemp after 2",
+    "pathlib:Path.replace after 4",  # The first four files are three keys and their list; the fifth is run.json.
+    "shared.rundir:RunDir.hold after",
+    "shared.actor.logging:configure after",
+]
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 @pytest.mark.parametrize(
     ("point", "number"),
-    list(zip(POINTS, itertools.cycle((signal.SIGINT, signal.SIGHUP, signal.SIGTERM)), strict=False)),
+    [
+        pytest.param(point, number, marks=[pytest.mark.long] if point in MORE_POINTS else [])
+        for point, number in zip(POINTS + MORE_POINTS, itertools.cycle(SIGNALS), strict=False)
+    ],
 )
 def test_a_signal_at_any_point_of_the_start_leaves_a_run_or_nothing(
     tmp_path: Path, temporary: Path, shm: Path, point: str, number: int
@@ -118,7 +124,7 @@ def test_a_signal_at_any_point_of_the_start_leaves_a_run_or_nothing(
     assert_it_runs(path, temporary, shm, *(["--resume"] if path.exists() else []))
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [*POINTS, *(pytest.param(each, marks=pytest.mark.long) for each in MORE_POINTS)])
 def test_folders_of_a_launcher_killed_at_any_point_of_its_start_are_swept_by_the_next_one(
     tmp_path: Path, temporary: Path, shm: Path, point: str
 ) -> None:
