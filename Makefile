@@ -158,7 +158,7 @@ test-gpu: setup-dev setup-vllm ## the tests that need a CUDA device
 
 # ---------------------------------------------------------------------------------------------- measure
 .PHONY: smoke-gpu bench-data bench-train bench-rollout bench-quickstart
-smoke-gpu: setup ## every part that needs a GPU, once: a JSON line for each, within ten minutes
+smoke-gpu: setup-dev ## every part that needs a GPU, once: a JSON line for each, within ten minutes
 	$(PY) -m tests.bench.smoke_gpu
 
 bench-data: setup peers-data ## the data plane against the machine's limits and its peers

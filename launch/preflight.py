@@ -191,11 +191,10 @@ def _check_model_memory(topology: Topology, file: str, findings: Findings) -> No
     try:
         visible = gpus.visible_gpus(topology, names if gpus.wanted(topology) <= len(names) else None)
         needed = model_memory.per_place(topology, visible)
-        elements = sum(map(math.prod, model_files.weight_shapes(topology.policy.model)))
+        elements = model_files.parameter_count(topology.policy.model)
     except (OSError, ValueError):
         return  # Another check reports it, or the model is not here yet.
-    sizes = gpu_bytes() if any(place.gpu for place in needed) else []
-    room = {"": host_bytes()} | {str(index): nbytes for index, nbytes in enumerate(sizes)}
+    room = {"": host_bytes()} | (gpu_bytes() if any(place.gpu for place in needed) else {})
     shares = model_memory.training_parts(topology)
     parts = ", ".join(f"{part} {format_size(math.ceil(elements * share))}" for part, share in shares.items() if share)
     for (host, gpu), wanted in needed.items():
@@ -211,21 +210,27 @@ def _check_model_memory(topology: Topology, file: str, findings: Findings) -> No
 
 
 def host_bytes() -> int:
-    """Return the memory of this machine, or of the control group of this process if that is less."""
+    """Return the memory of this machine, or of its topmost control group (a container) if that is less."""
     total = int(psutil.virtual_memory().total)
     with contextlib.suppress(OSError, ValueError):
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total
 
 
-def gpu_bytes() -> list[int]:
-    """Return the memory of every GPU of this machine, or an empty list if nvidia-smi cannot tell."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+def gpu_bytes() -> dict[str, int]:
+    """Return the memory of every GPU of this machine by its index and by its UUID, or {} if nvidia-smi cannot tell.
+
+    CUDA may number GPUs of different sizes in another order, so their indices are left out.
+    """
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return [int(line) * MIB for line in done.stdout.split()]
+        rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+        sizes = {index: int(mib) * MIB for index, _, mib in rows}
+        by_index = sizes if len(set(sizes.values())) == 1 or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" else {}
+        return {uuid: sizes[index] for index, uuid, _ in rows} | by_index
     except (OSError, subprocess.SubprocessError, ValueError):
-        return []
+        return {}
 
 
 def _refused_snapshots(topology: Topology) -> str:

@@ -72,12 +72,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def group_scores(record: Record) -> dict[str, float]:
-    """Return the mean and the highest reward of the sample's group by name; for an evaluation, avg@k and pass@k."""
+    """Return the mean and the highest reward of the sample's group by name, or {} if the group has one sample.
+
+    They are avg@k and pass@k of an evaluated row, unless samples failed: those count as 0 there.
+    """
     if record.group_mean is None or record.group_best is None or record.samples < 2:
         return {}
-    if record.split == TRAIN:
-        return {"group mean": record.group_mean, "group best": record.group_best}
-    return {f"avg@{record.samples}": record.group_mean, f"pass@{record.samples}": record.group_best}
+    return {"group mean": record.group_mean, "group best": record.group_best}
 
 
 def file_of(split: str, step: int) -> str:

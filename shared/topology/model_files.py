@@ -6,6 +6,7 @@ It imports no model library and reads no weights.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,27 @@ def named_shapes(model: str) -> dict[str, list[int]]:
     for file in _weight_files(Path(model)):
         shapes |= file_shapes(file)
     return shapes
+
+
+def parameter_count(model: str) -> int:
+    """Return the number of parameters that a process with the model holds. Raises like `named_shapes`, and ValueError if
+    the folder has no weights.
+
+    Files that the index does not name are left out, as is the stored copy of an embedding to which the head is tied.
+    """
+    folder = Path(model)
+    files = _weight_files(folder)
+    named = _object(folder / "model.safetensors.index.json").get("weight_map")
+    if isinstance(named, dict):
+        files = [folder / name for name in sorted({str(each) for each in named.values()})]
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        shapes |= file_shapes(file)
+    if read_config(model).get("tie_word_embeddings") is True and any("embed" in name for name in shapes):
+        shapes.pop("lm_head.weight", None)
+    if not shapes:
+        raise ValueError(f"{folder} has no safetensors files")
+    return sum(map(math.prod, shapes.values()))
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shared.topology.capacity import DTYPE_BYTES
-from shared.topology.model_files import weight_shapes
+from shared.topology.model_files import parameter_count
 from shared.topology.schema import Topology
 from shared.topology.services import DEVICE_SERVICE
 
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
 
 def training_parts(topology: Topology) -> dict[Part, float]:
-    """Return the bytes per parameter of the model that each rank of the trainer holds, by part.
+    """Return the bytes per parameter of the model that each rank of the trainer holds at most, by part.
 
     A single rank of backend torch holds everything, with float32 masters beside 16-bit weights. Several ranks hold
     equal pieces in float32 (FSDP2). With megatron, ranks hold the weights and float32 gradients of their tensor- and
@@ -48,6 +48,9 @@ def training_parts(topology: Topology) -> dict[Part, float]:
     trainer, width = topology.services.policy_trainer, DTYPE_BYTES[topology.policy.dtype]
     masters = _FLOAT if width < _FLOAT else 0
     ranks = trainer.world_size
+    if topology.run.evaluate:  # nothing is trained
+        pieces = trainer.parallel.tp * trainer.parallel.pp if trainer.backend == "megatron" else ranks
+        return {Part.WEIGHTS: (width if trainer.backend == "megatron" or ranks == 1 else _FLOAT) / pieces}
     if trainer.backend == "megatron":
         pieces = trainer.parallel.tp * trainer.parallel.pp
         return {
@@ -64,20 +67,21 @@ def training_parts(topology: Topology) -> dict[Part, float]:
 def per_process(topology: Topology) -> dict[Key, int]:
     """Return the bytes of the model in each process that computes with it.
 
-    An embedded engine on a CPU computes with the version in its host's store, and holds none itself. Raises OSError or
-    ValueError if the model cannot be measured.
+    An embedded engine on a CPU computes with the version in its host's store, and holds none itself, except in
+    deterministic mode, in which it copies the version. Raises OSError or ValueError if the model cannot be measured.
     """
-    elements = sum(map(math.prod, weight_shapes(topology.policy.model)))
+    elements = parameter_count(topology.policy.model)
     width = DTYPE_BYTES[topology.policy.dtype]
     rollout, reference = topology.services.rollout, topology.services.reference
-    maps = rollout.engine == "transformers" and rollout.device == "cpu"
-    pieces = {"reference": reference.parallel.model_ranks if reference is not None else 1, "rollout": 1}
+    embedded = rollout.engine == "transformers" and rollout.device == "cpu" and not topology.run.deterministic
+    holds_none = embedded or rollout.engine == "openai"
+    pieces = {"reference": reference.parallel.tp * reference.parallel.pp if reference is not None else 1, "rollout": 1}
     found: dict[Key, int] = {}
     for spec in topology.services_plan():
         if spec.service == DEVICE_SERVICE["policy-trainer"]:
             found[spec.service, spec.instance] = math.ceil(elements * sum(training_parts(topology).values()))
         elif spec.service in pieces:
-            held = 0 if spec.service == "rollout" and maps else width * elements
+            held = 0 if spec.service == "rollout" and holds_none else width * elements
             found[spec.service, spec.instance] = math.ceil(held / pieces[spec.service])
     return found
 
@@ -86,8 +90,14 @@ def per_place(topology: Topology, gpus: Mapping[Key, str]) -> dict[Place, int]:
     """Return the bytes of the model on every host and GPU. `gpus` is CUDA_VISIBLE_DEVICES by process.
 
     Colocated services take turns, so the largest of them counts. On GPUs, the trainer's parts wait in host memory
-    during the turns of the others. Raises like `per_process`.
+    during the turns of the others, except for gradients of backend torch, which last for a step. Raises like
+    `per_process`.
     """
+    parts = training_parts(topology)
+    waiting = sum(parts.values())
+    if topology.services.policy_trainer.backend == "torch":
+        waiting -= parts.get(Part.GRADIENTS, 0)
+    waiting *= parameter_count(topology.policy.model)
     hosts = {(spec.service, spec.instance): spec.host for spec in topology.services_plan()}
     together = {DEVICE_SERVICE[name] for name in topology.placement.colocate}
     apart: dict[Place, int] = {}
@@ -102,5 +112,5 @@ def per_place(topology: Topology, gpus: Mapping[Key, str]) -> dict[Place, int]:
                 apart[place] = apart.get(place, 0) + share
         if names and key[0] in together and key[0] == DEVICE_SERVICE["policy-trainer"]:
             own = Place(hosts[key], "")
-            apart[own] = apart.get(own, 0) + nbytes
+            apart[own] = apart.get(own, 0) + math.ceil(waiting)
     return {place: apart.get(place, 0) + turns.get(place, 0) for place in apart | turns}

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -57,7 +56,7 @@ def versions(device: str) -> Measured:
             found[name] = importlib.metadata.version(name)
     shm = os.statvfs("/dev/shm")
     found |= {"shm_bytes": shm.f_bavail * shm.f_frsize, "memory_bytes": psutil.virtual_memory().total}
-    if device == "cuda":
+    if device.startswith("cuda"):
         free, total = torch.cuda.mem_get_info()
         found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "free_bytes": free}
         found |= {"device_bytes": total, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # type: ignore[no-untyped-call]
@@ -75,7 +74,7 @@ def attention(device: str) -> Measured:
     off. Returns the median time of the first and of the second call with each shape, in ms, the peak bytes, and the
     slowest kernel.
     """
-    on_gpu = device == "cuda"
+    on_gpu = device.startswith("cuda")
     rows, heads, groups, dim, longest = (8, 28, 4, 128, 2048) if on_gpu else (2, 4, 2, 16, 64)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     found: Measured = {}
@@ -132,7 +131,8 @@ def _slowest_kernel(call: Callable[[], None]) -> str:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         call()
         torch.cuda.synchronize()
-    return max(profiler.key_averages(), key=lambda each: each.device_time_total).key[:120]
+    slowest = max(profiler.key_averages(), key=lambda each: each.device_time_total, default=None)
+    return slowest.key[:120] if slowest is not None else ""
 
 
 # ---- memory
@@ -142,9 +142,10 @@ def locked_memory(device: str) -> Measured:
     """Measure how much memory the optimizer's shelf takes for its bytes, and how fast it is filled and emptied."""
     from shared.colocation.locked import LockedMemory
 
-    on_gpu = device == "cuda"
+    on_gpu = device.startswith("cuda")
     # Sizes just above powers of two, which torch's own page-locked memory doubles.
     sizes = [(size << 20) + 4096 for size in ((513, 257, 1025, 129) if on_gpu else (33, 17))]
+    torch.zeros(1, device=device)  # The memory of the device's context does not count.
     before = psutil.Process().memory_info().rss
     memory = LockedMemory(sizes, lock=on_gpu)
     there = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
@@ -206,8 +207,11 @@ def nccl_one_rank(device: str) -> Measured:
     group.abort()
     for _ in range(ABORTS):
         lonely = NcclGroup(new_unique_id(LOOPBACK), 2, device=f"{device}:0", deadline_s=0.2)
-        with contextlib.suppress(TransferLost):
+        try:
             lonely.broadcast([weights[:1]])
+        except TransferLost as lost:
+            assert "not done within" in str(lost), lost
+        else:
             raise AssertionError("a join without a peer succeeded")
     return {"bytes": 4 * GIB, "bytes_per_s": 4 * GIB / seconds, "peak_bytes": peak, "aborted_joins": ABORTS}
 
@@ -242,16 +246,18 @@ def _updates(device: str, dtype: str, *, backend: Any, folder: Path | None) -> M
     from services.policy_trainer.worker.backend import BackendOptions
     from services.policy_trainer.worker.weights.staging import Staging
     from shared.ranks.layout import Layout
+    from shared.ranks.process_group import own_device
     from shared.topology.algorithm import Optimizer
     from tests.bench.train_parts import round_s
 
-    large = device == "cuda" and folder is not None
+    large = device.startswith("cuda") and folder is not None
     sizes = (1536, 8960, 28, 12, 2, 151_936) if large else (64, 192, 2, 4, 2, 512)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     config = Qwen2Config(**dict(zip((*names, "vocab_size"), sizes, strict=True)), tie_word_embeddings=True)
     with tempfile.TemporaryDirectory(prefix="smoke-gpu-") as scratch:
         model = Path(scratch) / "model"
         AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(model)
+        device = own_device(device, 0)
         options = BackendOptions(max_tokens=8192, threads=1, device=device, scratch=Path(scratch) / "offloaded")
         made = backend(model, dtype, Optimizer(lr=1e-5), options, Layout(1).place(0))
         steps_s, waits = [], 0
@@ -261,14 +267,14 @@ def _updates(device: str, dtype: str, *, backend: Any, folder: Path | None) -> M
                 gradient_s = round_s(made, lengths, config.vocab_size, device, keep=True)
             waits = len(counted)
             steps_s.append(gradient_s + _timed_ms(lambda step=step: made.step(step), device) / 1e3)
-        found: Measured = {"parameters": sum(each.numel() for each in made.state().weights.values())}
+        found: Measured = {"parameters": made.parameters}
         found |= {"steps_s": [round(each, 3) for each in steps_s], "waits": waits}
         staging = Staging()
-        weights = made.state().weights
+        weights = made.weights()
         for attempt in ("first", "again"):
             seconds, gap_s = asyncio.run(_beside_a_loop(lambda: staging.arrays(weights)))
             found |= {f"publish_{attempt}_s": round(seconds, 3), f"gap_{attempt}_ms": round(gap_s * 1e3, 1)}
-        if device == "cuda":
+        if device.startswith("cuda"):
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
         return found
 
@@ -278,13 +284,13 @@ def _counted_waits(device: str) -> Iterator[list[Any]]:
     """Collect the places where the host waits for the device. A CPU has none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if device == "cuda":
+        if device.startswith("cuda"):
             torch.cuda.set_sync_debug_mode("warn")
         found: list[Any] = []
         try:
             yield found
         finally:
-            if device == "cuda":
+            if device.startswith("cuda"):
                 torch.cuda.set_sync_debug_mode("default")
             found += [each for each in caught if "synchroniz" in str(each.message)]
 
@@ -305,9 +311,11 @@ async def _beside_a_loop(work: Callable[[], object]) -> tuple[float, float]:
 
 def utilisation(device: str) -> Measured:
     """Return MFU over rounds with new lengths, and tokens/s of a plain transformers loop over the same lengths."""
+    from shared.ranks.process_group import own_device
     from tests.bench.train_parts import plain_tokens_per_s
     from tests.bench.train_parts import utilisation as measure
 
+    own_device(device, 0)
     found = measure(device)
     plain = plain_tokens_per_s(device, [each["lengths"] for each in found["rounds"]])
     return {name: found[name] for name in ("mfu", "flops_per_s", "tokens_per_s")} | {"plain_tokens_per_s": plain}
@@ -333,10 +341,14 @@ def colocated_run(device: str) -> Measured:
             metrics = path / "metrics.jsonl"
             while run.poll() is None and not (metrics.exists() and '"step": 1' in metrics.read_text()):
                 time.sleep(0.2)
-            for process in psutil.Process(run.pid).children() if run.poll() is None else []:
-                if "services.rollout" in process.cmdline():
-                    os.kill(process.pid, signal.SIGKILL)
+            killed = 0
+            with contextlib.suppress(psutil.Error):
+                for process in psutil.Process(run.pid).children():
+                    if "services.rollout" in process.cmdline():
+                        process.kill()
+                        killed += 1
             output = run.communicate()[0]
+        assert killed == 1, "the run ended before a process could be killed"
         assert run.returncode == 0, output.strip().splitlines()[-1]
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         assert rows[-1]["step"] == STEPS
@@ -345,20 +357,20 @@ def colocated_run(device: str) -> Measured:
 
 def gpu_tests(device: str) -> Measured:
     """Run the tests that are marked `gpu`."""
-    require("pytest", "hypothesis", "msgspec")
+    require("pytest", "hypothesis", "msgspec", "pytest_timeout")
     command = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     last = done.stdout.strip().splitlines()[-1]
-    assert done.returncode == 0, "; ".join(line for line in done.stdout.splitlines() if line.startswith("FAILED"))
+    assert done.returncode == 0, "; ".join(done.stdout.strip().splitlines()[-10:])
     return {"told": last}
 
 
 def _timed_ms(call: Callable[[], object], device: str) -> float:
-    if device == "cuda":
+    if device.startswith("cuda"):
         torch.cuda.synchronize()
     began = time.perf_counter()
     call()
-    if device == "cuda":
+    if device.startswith("cuda"):
         torch.cuda.synchronize()
     return (time.perf_counter() - began) * 1e3
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 from shared.samples.reader import read, splits, steps
 from shared.samples.record import Record, SampleState
 from tests.integration import parity_run as parity
-from tests.integration.tiny.harness import QUICKSTART, ROOT, ctl
+from tests.integration.tiny.harness import QUICKSTART, ROOT, ctl, processes_of
 from tests.integration.whole_cluster import cluster
 from tests.telemetry_values import undocumented
 
@@ -55,7 +56,7 @@ def mismatch(records: list[Record]) -> float:
 @pytest.mark.timeout(300)
 def test_a_run_records_what_it_trained_and_evaluated(tmp_path: Path) -> None:
     with cluster(QUICKSTART, tmp_path, *SMALL, limit_s=280) as run:
-        run.wait_for("a row", lambda: (run.path / "metrics.jsonl").exists())
+        run.wait_for("the monitor", lambda: run.pid("monitor"))
         monitor = [sys.executable, "-m", "launch.monitor", "--run", str(run.path), "--json"]
         with subprocess.Popen(monitor, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watching:
             sent, _ = watching.communicate(timeout=280)
@@ -123,11 +124,13 @@ def test_recording_samples_changes_no_bit_and_a_killed_run_records_each_sample_o
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_samples_of_steps_that_a_resume_takes_back_leave_with_their_metrics(tmp_path: Path) -> None:
-    small = (*SMALL, "run.steps=6", "checkpoint.every=2", "checkpoint.memory_every=null")
+    small = (*SMALL, "run.steps=6", "checkpoint.every=100", "checkpoint.memory_every=null")
     with cluster(QUICKSTART, tmp_path, *small, limit_s=280) as run:
         run.wait_for("samples of step 3", lambda: 3 in steps(run.path))
         run.process.send_signal(signal.SIGKILL)
         run.process.wait()
+        while processes_of(run.path):  # The recorder writes what it has while its service drains.
+            time.sleep(0.05)
     before = {step: read(run.path, step=step) for step in steps(run.path)}
     with cluster(QUICKSTART, tmp_path, *small, limit_s=280, resume=True) as run:
         back = run.wait_for("the step to which it returns", lambda: re.search(r"back to step (\d+)", run.output()))

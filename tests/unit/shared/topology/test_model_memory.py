@@ -16,6 +16,7 @@ from services.policy_trainer.worker.backend_torch import TorchBackend
 from shared.ranks.layout import Layout
 from shared.topology import Topology, load
 from shared.topology.algorithm import Optimizer
+from shared.topology.model_files import parameter_count
 from shared.topology.model_memory import Part, Place, per_place, per_process, training_parts
 from tests.unit.policy_trainer.test_host_waits import gradient
 from tests.unit.tiny_models import make_model
@@ -23,6 +24,19 @@ from tests.unit.tiny_models import make_model
 TOPOLOGIES = Path(__file__).resolve().parents[4] / "launch" / "topologies"
 GIB = 1 << 30
 HOME = Place(None, "")
+
+
+def write_header(file: Path, shapes: dict[str, list[int]]) -> None:
+    """Write a safetensors file of bfloat16 tensors, which takes no room on the disk."""
+    offset, header = 0, {}
+    for name, shape in shapes.items():
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + offset)
 
 
 def qwen2(folder: Path, hidden: int, inner: int, layers: int, groups: int, *, tied: bool = True) -> Path:
@@ -38,16 +52,8 @@ def qwen2(folder: Path, hidden: int, inner: int, layers: int, groups: int, *, ti
         shapes |= {f"{name}.self_attn.{each}_proj.weight": [groups * head, hidden] for each in ("k", "v")}
         shapes |= {f"{name}.self_attn.q_proj.bias": [hidden]}
         shapes |= {f"{name}.self_attn.{each}_proj.bias": [groups * head] for each in ("k", "v")}
-    offset, header = 0, {}
-    for name, shape in shapes.items():
-        size = 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
     folder.mkdir(parents=True)
-    text = json.dumps(header).encode()
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + offset)
+    write_header(folder / "model.safetensors", shapes)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": vocabulary}))
     (folder / "tokenizer.json").write_text("{}")
     return folder
@@ -83,13 +89,13 @@ def test_the_parts_of_one_rank_are_those_that_the_backend_holds(tmp_path: Path) 
         options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded")
         backend = TorchBackend(model, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
         gradient(backend)
+        gradients = sum(each.grad.nbytes for each in backend._trained.masters.values() if each.grad is not None)
         backend.step(1)
         held = sum(each.nbytes for each in backend.model.parameters())
         held += sum(each.nbytes for each in backend._trained.own_masters())
         held += sum(
             each.nbytes for state in backend._optimizer.state.values() for each in state.values() if each.numel() > 1
         )
-        gradients = 4 * backend.parameters
         parts = training_parts(load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}"]))
         assert held + gradients == pytest.approx(backend.parameters * sum(parts.values()))
 
@@ -115,7 +121,37 @@ def test_services_that_take_turns_need_the_largest_part_and_the_trainer_waits_in
     parts = training_parts(given)
     assert parts[Part.MASTERS] == 4
     trainer = per_process(given)["policy-trainer-worker", 0]
-    assert per_place(given, visible_gpus(given)) == {Place(None, "0"): trainer, HOME: trainer}
+    parameters = trainer / sum(parts.values())
+    assert per_place(given, visible_gpus(given)) == {
+        Place(None, "0"): trainer,
+        HOME: parameters * (sum(parts.values()) - parts[Part.GRADIENTS]),
+    }
+
+
+def test_an_evaluation_holds_weights_alone(half_b: Path) -> None:
+    given = topology(
+        half_b, "policy.dtype=bfloat16", "run.evaluate=true", "algorithm.kl=null", "services.reference=null"
+    )
+    assert per_place(given, {})[HOME] / GIB == pytest.approx(0.92, abs=0.01)
+
+
+def test_parameters_are_those_of_the_indexed_files_without_a_stored_copy_of_a_tied_head(tmp_path: Path) -> None:
+    embedding, head = {"model.embed_tokens.weight": [100, 8]}, {"lm_head.weight": [100, 8]}
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    write_header(tmp_path / "part.safetensors", embedding | head)
+    write_header(tmp_path / "consolidated.safetensors", {"tok_embeddings.weight": [100, 8]})
+    assert parameter_count(str(tmp_path)) == 2400
+    names = dict.fromkeys(embedding | head, "part.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert parameter_count(str(tmp_path)) == 1600
+    config.write_text('{"tie_word_embeddings": true}')
+    assert parameter_count(str(tmp_path)) == 800
+
+
+def test_a_model_without_weights_cannot_be_measured(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no safetensors files"):
+        parameter_count(str(tmp_path))
 
 
 def test_a_model_that_cannot_fit_is_refused_with_the_number(
@@ -135,7 +171,7 @@ def test_a_model_that_cannot_fit_is_refused_with_the_number(
 
 
 def test_a_gpu_that_is_too_small_is_named(one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "gpu_bytes", lambda: [80 * GIB, 16 * GIB])
+    monkeypatch.setattr(preflight, "gpu_bytes", lambda: {"0": 80 * GIB, "1": 16 * GIB})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     gpus = ["services.policy-trainer.gpus=1", "services.rollout.gpus=1"]
     more = ("policy.dtype=bfloat16", "algorithm.kl=null", "services.reference=null", *gpus)
