@@ -207,12 +207,12 @@ def nccl_one_rank(device: str) -> Measured:
     group.abort()
     for _ in range(ABORTS):
         lonely = NcclGroup(new_unique_id(LOOPBACK), 2, device=f"{device}:0", deadline_s=0.2)
+        outcome = "joined"
         try:
             lonely.broadcast([weights[:1]])
         except TransferLost as lost:
-            assert "not done within" in str(lost), lost
-        else:
-            raise AssertionError("a join without a peer succeeded")
+            outcome = str(lost)
+        assert "not done within" in outcome, outcome
     return {"bytes": 4 * GIB, "bytes_per_s": 4 * GIB / seconds, "peak_bytes": peak, "aborted_joins": ABORTS}
 
 
