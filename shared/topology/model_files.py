@@ -50,7 +50,8 @@ def named_shapes(model: str) -> dict[str, list[int]]:
 def parameter_count(model: str) -> int:
     """Return the number of parameters that a process with the model holds.
 
-    Raises like `named_shapes`, and ValueError if the folder has no weights. Files that the index does not name are left out, as is the stored copy of an embedding to which the head is tied.
+    Files that the index does not name are left out, as is the stored copy of an embedding to which the head is tied.
+    Raises like `named_shapes`, and ValueError if the folder has no weights.
     """
     folder = Path(model)
     files = _weight_files(folder)
