@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,9 @@ def status_of(path: Path) -> dict[str, Any]:
     imports of a new process for each call would take longer than most answers.
     """
     try:
-        return asyncio.run(collect(RunDir.open(path)))
+        run = RunDir.open(path)
+        with ThreadPoolExecutor(1) as other:  # The caller's thread may run an event loop, such as playwright's.
+            return other.submit(lambda: asyncio.run(collect(run))).result()
     except (RpcError, OSError, ValueError):
         return {}
 
