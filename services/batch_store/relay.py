@@ -32,8 +32,8 @@ AT_ONCE_CHUNKS = 32
 """Number of digests computed at a time. They are kept even if the request ends before its page is complete."""
 CALL_S, OPEN_S = 5.0, 5.0
 TRIES = 2
-"""Number of attempts without a verified chunk after which a store is skipped. A store that was itself waiting for its
-predecessor can continue after one such attempt."""
+"""Number of attempts after which a store is skipped. An attempt that brings a verified chunk is counted as the first
+again. A store that was itself waiting for its predecessor can continue after one attempt without any."""
 STALL_S = 60.0
 """Seconds without a verified chunk from any store after which a version is given up."""
 PAUSE_S = 0.2

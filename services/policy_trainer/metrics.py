@@ -23,9 +23,9 @@ SUMS = (
     *("weighed", "weight", "weight_squared", "weight_max", "rollout_k1", "rollout_k3"),
 )
 """A worker's sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
-whether a ratio mask excluded the token, |anchor - rollout| log-prob (and its maximum), and the version that sampled the
-token. The mismatch is also kept separately for tokens sampled by the trained version and by earlier versions. The last
-row belongs to importance weights (`worker.losses.mismatch.importance_sums`)."""
+whether a ratio mask excluded the token, the log-prob mismatch with the rollout (and its maximum, see `worker.loss`),
+and the version that sampled the token. The mismatch is also kept separately for tokens sampled by the trained version
+and by earlier versions. The last row belongs to importance weights (`worker.losses.mismatch.importance_sums`)."""
 FAILED = frozenset(DropReason) - {DropReason.FILTERED, DropReason.STALE}
 """Drop reasons that indicate a fixable problem."""
 _NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length", "truncated")})
