@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 import structlog
-import yaml
 import zmq
 
 from proto.ids import make_task_id, new_incarnation
@@ -29,7 +28,7 @@ from shared.rpc.directory import Directory
 from shared.rpc.errors import AWAY, RpcError
 from shared.rundir import parse_service_name
 from shared.security.access import Access
-from shared.topology import TRAINER_STORE, distribution
+from shared.topology import TRAINER_STORE, distribution, document
 from shared.topology.distribution import DistributedFile
 from shared.topology.fields import format_size
 
@@ -45,7 +44,7 @@ async def take(access: Access, folder: Path, host: str, is_over: Callable[[], bo
 
     Raises RpcError: bad_request if the disk has no room for the files, draining once `is_over` returns True.
     """
-    data = yaml.safe_load(access.topology)
+    data = document.plain(access.topology)
     taking = asyncio.ensure_future(_take(access, data, folder, host))
     while not taking.done():
         await asyncio.wait({taking}, timeout=LOOK_S)
@@ -54,7 +53,7 @@ async def take(access: Access, folder: Path, host: str, is_over: Callable[[], bo
             await asyncio.gather(taking, return_exceptions=True)
             raise RpcError(ErrorCode.DRAINING, f"host {host}: ended before it had received the files of the run")
     taking.result()
-    text = yaml.safe_dump(distribution.relocated(data, folder), sort_keys=False, allow_unicode=True)
+    text = document.dump(distribution.relocated(data, folder))
     return dataclasses.replace(access, topology=text)
 
 

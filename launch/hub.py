@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import NoReturn
 
-import yaml
-
 from shared.data.source import nearest
 from shared.os_limits import DISK_FULL_ERRNOS
-from shared.topology import hub
+from shared.topology import document, hub
 from shared.topology.fields import format_size
 from shared.topology.hub import HubName
 from shared.topology.load import value_at
@@ -55,8 +53,8 @@ def pinned(names: Mapping[Path, HubName], topology: FilePath) -> list[str]:
     A name that gives a commit, or a repository other than the run's first one, is left as it is.
     """
     try:
-        recorded = yaml.safe_load(topology.read_text())
-    except (OSError, yaml.YAMLError):
+        recorded = document.plain(topology.read_text())
+    except (OSError, ValueError):
         return []  # Opening the run reports this.
     made = []
     for key, name in names.items():

@@ -17,7 +17,6 @@ from importlib import resources
 from pathlib import Path
 
 import structlog
-import yaml
 
 from launch.curves import History, Row, chosen, read_history
 from launch.drawing import picture, short, visible
@@ -29,6 +28,7 @@ from shared.rundir import RunDir, checkpoint_steps
 from shared.samples.plain import conversation
 from shared.samples.reader import read, splits, steps
 from shared.samples.record import FOLDER, Record, file_of
+from shared.topology import document
 
 REPORT = "report.html"
 AT_END_S = 1.0
@@ -239,12 +239,12 @@ def _lines(path: Path) -> Iterator[Row]:
 def _configuration(path: Path) -> str:
     """Return the topology without secrets, for readers of the report."""
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+        data = document.plain(path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    except yaml.YAMLError as error:
-        return f"{path} is not YAML: {error.problem if isinstance(error, yaml.MarkedYAMLError) else error}"
-    return yaml.safe_dump(without_secrets(document), sort_keys=False, allow_unicode=True, width=120)
+    except ValueError as error:
+        return f"{path} is {error}"
+    return document.dump(without_secrets(data))
 
 
 def _at(line: Row) -> float | None:

@@ -7,12 +7,11 @@ import threading
 from pathlib import Path
 
 import msgspec
-import yaml
 
 from proto.ids import split_task_id
 from proto.messages import ErrorCode, PutTask
 from shared.rpc.errors import RpcError
-from shared.topology import Topology, distribution
+from shared.topology import Topology, distribution, document
 
 
 class WholeSource:
@@ -50,7 +49,7 @@ class DistributedFiles:
                 raise IndexError("policy.distribute is false")
             with self._lock:
                 if not self._list:
-                    found = distribution.files(yaml.safe_load(self._file.read_bytes()))
+                    found = distribution.files(document.plain(self._file.read_text(encoding="utf-8")))
                     self._paths = [path for _, path in found]
                     self._list = msgspec.json.encode([file for file, _ in found])
             if index == 0:

@@ -51,7 +51,7 @@ class RecorderService(Service):
         super().__init__(run, instance, supervisor)
         topology = load(run.topology)
         self._settings = topology.services.monitor.samples
-        self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk)
+        self._data = DataClient(self.client, plain=not topology.transport.encrypt_bulk, cached_rows=0)
         self._files: SampleFiles
         self._taken: list[PutTask] = []
         """Tasks of the last answer that have been processed."""

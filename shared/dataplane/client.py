@@ -112,19 +112,21 @@ class DataClient:
         reach: Reach = Reach.AUTO,
         plain: bool = False,
         inflight_bytes: int = INFLIGHT_BYTES,
+        cached_rows: int | None = None,
     ) -> None:
         """`client_of` returns the bus client of (service, instance), as `Service.client` does.
 
         With `reports`, missing and damaged shards are reported to the scheduler, so that they are made again. The
         other arguments concern stores on other hosts. With `plain`, unencrypted streams are accepted, too.
-        `inflight_bytes` limits the bytes that are requested but not yet received.
+        `inflight_bytes` limits the bytes that are requested but not yet received. `cached_rows` limits the tables of
+        files that are kept for a process that fetches from a file several times; None: `mapping.CACHED_ROWS`.
         """
         raise_descriptor_limit()
         self._client_of = client_of
         self._reports = reports
         self._reach = reach
         self._shares: dict[str, bool] = {}
-        self._cache = TableCache()
+        self._cache = TableCache(cached_rows)
         self._threads = ThreadPoolExecutor(2, "dataplane")
         self._helper = ThreadPoolExecutor(1, "dataplane-helper")
         self._write_mappings = WriteMappingPool()

@@ -80,13 +80,14 @@ class KnownTable(NamedTuple):
 
 
 class TableCache:
-    """Parsed headers of the latest files by path, about 16 MB at most.
+    """Parsed headers of the latest files by path, at most `most_rows` rows of 60 bytes (None: `CACHED_ROWS`, 16 MB).
 
     Files do not change, and their names, which contain a random put id, are not reused: when the pages of a collected
     file are lent to another put, they get another name. Rows verified under a name therefore stay verified.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_rows: int | None = None) -> None:
+        self._most_rows = CACHED_ROWS if most_rows is None else most_rows
         self._lock = threading.Lock()
         self._tables: OrderedDict[str, KnownTable] = OrderedDict()
         self._rows = 0
@@ -105,7 +106,7 @@ class TableCache:
             if path not in self._tables:
                 self._tables[path] = known
                 self._rows += TABLE_ROWS + table.row_count
-            while self._rows > CACHED_ROWS and len(self._tables) > 1:
+            while self._rows > self._most_rows and len(self._tables) > 1:
                 self._rows -= TABLE_ROWS + self._tables.popitem(last=False)[1].table.row_count
         return known
 

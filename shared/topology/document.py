@@ -180,6 +180,17 @@ def read(path: str | os.PathLike[str]) -> Document:
     return document
 
 
+def plain(text: str) -> Any:
+    """Return the data of a resolved topology, such as `dump` writes. Raises ValueError in one line.
+
+    Every reader uses this function: PyYAML reads YAML 1.1, where the key `off` is false.
+    """
+    try:
+        return _yaml().load(text)
+    except YAMLError as error:
+        raise ValueError(f"not YAML: {_reason(error)}") from error
+
+
 def dump(data: dict[str, Any]) -> str:
     """Return `data` as block-style YAML in the given order. `read` returns equal data."""
     stream = StringIO()

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from launch import access as accesses
 from launch.distribution import take
@@ -20,7 +19,7 @@ from shared.rundir import RunDir
 from shared.security import keys
 from shared.security.access import Access
 from shared.security.roles import Role
-from shared.topology import load
+from shared.topology import document, load
 from tests.integration.hosts.ray_cluster import Told
 from tests.integration.hosts.test_host_agent import on
 from tests.integration.netns import two_hosts
@@ -42,7 +41,8 @@ def home(tmp_path: Path) -> Iterator[tuple[RunDir, Access]]:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     text = run.topology.read_text().replace('"builtin:addition"', f'"jsonl:{tmp_path / "rows.jsonl"}"')
     run.topology.write_text(text.replace("dtype: float32", "dtype: float32, distribute: true"))
-    load(run.topology, ["transport.listen=127.0.0.1", "placement.hosts={b: {}}"]).dump_resolved(run.topology)
+    sets = ["transport.listen=127.0.0.1", "placement.hosts={b: {}}", "services.monitor.warnings.off=[kl-blow-up]"]
+    load(run.topology, sets).dump_resolved(run.topology)
     port = free_port()
     processes = [
         Process(run, "services.scheduler", ("--listen", f"tcp://127.0.0.1:{port}")),
@@ -74,7 +74,8 @@ def test_a_host_has_the_files_of_home_and_its_topology_names_them(home: tuple[Ru
     taken = asyncio.run(take(access, folder, "b", lambda: False))
     assert contents(folder / "0" / "model") == contents(tmp_path / "model")
     assert (folder / "1" / "rows.jsonl").read_bytes() == (tmp_path / "rows.jsonl").read_bytes()
-    named = yaml.safe_load(taken.topology)
+    named = document.plain(taken.topology)
+    assert named["services"]["monitor"]["warnings"] == {"off": ["kl-blow-up"]}
     assert named["policy"]["model"] == str(folder / "0" / "model")
     assert named["data"]["train"]["source"] == f"jsonl:{folder / '1' / 'rows.jsonl'}"
     # a damaged file, an incomplete file and a file that is too long are repaired

@@ -16,6 +16,7 @@ from shared.topology import (
     ServiceSpec,
     Topology,
     TopologyError,
+    document,
     load,
     weight_bytes,
     worst_case_bytes,
@@ -153,6 +154,7 @@ def test_resolved_file_reads_back_equal_from_another_folder(
     topology.dump_resolved(resolved)
     assert load(resolved) == topology
     assert resolved.read_text() == topology.to_yaml() == load(resolved).to_yaml()
+    assert document.plain(resolved.read_text()) == topology.document()
     assert topology.services.batch_store.directory == f"{folder}/shm"
     assert os.listdir(resolved.parent) == ["topology.yaml"]
 
