@@ -195,11 +195,12 @@ def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path
 def test_damage_of_log_probs_that_the_worker_has_put_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
     """A bit flips in log-probs that the worker has put for the open step and not read. The driver, which asks for the
     gradient next, is stopped meanwhile. Not every stop comes at that time, so stops continue until the run ends."""
-    damaged = 0
+    damaged = step = 0
     with parity.start(tmp_path) as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))
         while run.process.poll() is None:
-            damaged += damage_proximal(run)
+            if parity.committed(run, step + 1) and damage_proximal(run):  # once in a step
+                damaged, step = damaged + 1, int(run.rows()[-1]["step"])
         assert run.end() == 0, run.output()
     assert damaged > 1
     assert parity.differences(undisturbed, run.path) == []
