@@ -87,7 +87,7 @@ class TableCache:
     """
 
     def __init__(self, most_rows: int | None = None) -> None:
-        self._most_rows = CACHED_ROWS if most_rows is None else most_rows
+        self._most_rows = most_rows
         self._lock = threading.Lock()
         self._tables: OrderedDict[str, KnownTable] = OrderedDict()
         self._rows = 0
@@ -106,7 +106,8 @@ class TableCache:
             if path not in self._tables:
                 self._tables[path] = known
                 self._rows += TABLE_ROWS + table.row_count
-            while self._rows > self._most_rows and len(self._tables) > 1:
+            most = CACHED_ROWS if self._most_rows is None else self._most_rows
+            while self._rows > most and len(self._tables) > 1:
                 self._rows -= TABLE_ROWS + self._tables.popitem(last=False)[1].table.row_count
         return known
 
