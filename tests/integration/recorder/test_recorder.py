@@ -15,7 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from proto.messages import Ack, CommitStep, GetRunInfo, LeaseGrant, NextBatch, Outcome, RunInfo, StepBatch, TaskResult
+from proto.messages import (
+    Ack,
+    CommitStep,
+    GetRunInfo,
+    GetStatus,
+    LeaseGrant,
+    NextBatch,
+    Outcome,
+    RunInfo,
+    Status,
+    StepBatch,
+    TaskResult,
+)
 from shared.dataplane.client import TaskShards
 from shared.rundir import RunDir
 from shared.samples.reader import read, steps
@@ -112,6 +124,12 @@ async def recorded(run: RunDir) -> AsyncIterator[tuple[Bench, Process, DriverAct
             await driver.publish(0)
             rollout = await bench.actor("rollout")
             rollout.spread = True
+            async with asyncio.timeout(LIMIT_S):  # Tasks that end before the recorder asks are given up after a while.
+                while not any(
+                    (row.service, row.state) == ("recorder", "READY")
+                    for row in (await rollout.ask(GetStatus(), Status)).services
+                ):
+                    await asyncio.sleep(0.05)
             yield bench, recorder, driver, [rollout, await bench.actor("reference")]
         finally:
             recorder.kill()
