@@ -45,6 +45,7 @@ from shared.rundir import RunDir, checkpoint_steps, newest_run, service_name, sw
 from shared.security.roles import Role
 from shared.topology import Topology, TopologyError, hub_names, load, model_memory, snapshot_bytes, stop_limit_s
 from shared.topology.fields import format_size
+from shared.topology.model_files import parameter_count
 
 STATUS_DEADLINE_S = 2.0
 POLL_S = 1.0
@@ -260,8 +261,9 @@ def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> N
     hosts = {spec: f"{spec.host or _HERE}  " for spec in plan} if len(topology.store_hosts()) > 1 else {}
     far = max(map(len, hosts.values()), default=0)
     try:
-        model = {key: format_size(nbytes) for key, nbytes in model_memory.per_process(topology).items()}
-        total = model_memory.per_place(topology, gpus).get(model_memory.Place(topology.home, ""), 0)
+        elements = parameter_count(topology.policy.model)
+        model = {key: format_size(nbytes) for key, nbytes in model_memory.per_process(topology, elements).items()}
+        total = model_memory.per_place(topology, elements, gpus).get(model_memory.Place(topology.home, ""), 0)
         print(f"model memory   {format_size(total)} of host memory, without activations and libraries")
     except (OSError, ValueError):
         model = {}  # the model is not here yet

@@ -190,10 +190,10 @@ def _check_model_memory(topology: Topology, file: str, findings: Findings) -> No
     names = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
     try:
         visible = gpus.visible_gpus(topology, names if gpus.wanted(topology) <= len(names) else None)
-        needed = model_memory.per_place(topology, visible)
         elements = model_files.parameter_count(topology.policy.model)
     except (OSError, ValueError):
         return  # Another check reports it, or the model is not here yet.
+    needed = model_memory.per_place(topology, elements, visible)
     room = {"": host_bytes()} | (gpu_bytes() if any(place.gpu for place in needed) else {})
     shares = model_memory.training_parts(topology)
     parts = ", ".join(f"{part} {format_size(math.ceil(elements * share))}" for part, share in shares.items() if share)

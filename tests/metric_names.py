@@ -12,7 +12,12 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 def documented() -> list[re.Pattern[str]]:
     """Return the names in the table. Each is a pattern in which `<…>` matches any text."""
     names = re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text(), re.MULTILINE)
-    return [re.compile(".+".join(map(re.escape, re.split(r"<\w+>", name)))) for name in names]
+    return [pattern_of(name) for name in names]
+
+
+def pattern_of(name: str) -> re.Pattern[str]:
+    """Return the pattern of a documented name, in which `<…>` stands for any text."""
+    return re.compile(".+".join(map(re.escape, re.split(r"<\w+>", name))))
 
 
 def undocumented(names: Iterable[str]) -> set[str]:

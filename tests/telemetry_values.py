@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.metric_names import pattern_of
 from tests.metric_names import undocumented as undocumented_metrics
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "telemetry.md"
@@ -29,8 +30,7 @@ def undocumented(sent: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
 
 
 def _patterns(cell: str) -> list[re.Pattern[str]]:
-    names = re.findall("`([^`]+)`", cell)
-    return [re.compile(".+".join(map(re.escape, re.split(r"<\w+>", name)))) for name in names]
+    return [pattern_of(name) for name in re.findall("`([^`]+)`", cell)]
 
 
 def _has(patterns: list[re.Pattern[str]], name: str) -> bool:

@@ -54,12 +54,8 @@ def parameter_count(model: str) -> int:
     Raises like `named_shapes`, and ValueError if the folder has no weights.
     """
     folder = Path(model)
-    files = _weight_files(folder)
-    named = _object(folder / "model.safetensors.index.json").get("weight_map")
-    if isinstance(named, dict):
-        files = [folder / name for name in sorted({str(each) for each in named.values()})]
     shapes: dict[str, list[int]] = {}
-    for file in files:
+    for file in _indexed_files(folder) or _weight_files(folder):
         shapes |= file_shapes(file)
     if read_config(model).get("tie_word_embeddings") is True and any("embed" in name for name in shapes):
         shapes.pop("lm_head.weight", None)
@@ -69,12 +65,18 @@ def parameter_count(model: str) -> int:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    named = _object(folder / "model.safetensors.index.json").get("weight_map")
-    if isinstance(named, dict):
-        for name in sorted({str(each) for each in named.values()}):
-            if not (folder / name).is_file():
-                raise ValueError(f"{folder} has no {name}, which its model.safetensors.index.json names")
+    _indexed_files(folder)
     return sorted(folder.glob("*.safetensors"))
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    """Return the files that the folder's index names, or [] without an index. Raises ValueError if one is missing."""
+    named = _object(folder / "model.safetensors.index.json").get("weight_map")
+    names = sorted({str(each) for each in named.values()}) if isinstance(named, dict) else []
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}, which its model.safetensors.index.json names")
+    return [folder / name for name in names]
 
 
 def file_shapes(file: Path) -> dict[str, list[int]]:

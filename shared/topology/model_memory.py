@@ -1,7 +1,7 @@
 """Computes the memory that a topology's model takes on each host and GPU: parameters, gradients and optimizer state.
 
 Everything else (activations, the cache of an engine, the libraries) comes in addition, so a run that this arithmetic
-refuses cannot fit. It is pure: it reads the shapes in the model's files and nothing else.
+refuses cannot fit. It is pure. `elements` is the number of parameters (`model_files.parameter_count`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from shared.topology.capacity import DTYPE_BYTES
-from shared.topology.model_files import parameter_count
 from shared.topology.schema import Topology
 from shared.topology.services import DEVICE_SERVICE
 
@@ -64,13 +63,12 @@ def training_parts(topology: Topology) -> dict[Part, float]:
     return {Part.WEIGHTS: width, Part.MASTERS: masters, Part.GRADIENTS: _FLOAT, Part.OPTIMIZER: _MOMENTS}
 
 
-def per_process(topology: Topology) -> dict[Key, int]:
+def per_process(topology: Topology, elements: int) -> dict[Key, int]:
     """Return the bytes of the model in each process that computes with it.
 
     An embedded engine on a CPU computes with the version in its host's store, and holds none itself, except in
-    deterministic mode, in which it copies the version. Raises OSError or ValueError if the model cannot be measured.
+    deterministic mode, in which it copies the version.
     """
-    elements = parameter_count(topology.policy.model)
     width = DTYPE_BYTES[topology.policy.dtype]
     rollout, reference = topology.services.rollout, topology.services.reference
     embedded = rollout.engine == "transformers" and rollout.device == "cpu" and not topology.run.deterministic
@@ -86,23 +84,19 @@ def per_process(topology: Topology) -> dict[Key, int]:
     return found
 
 
-def per_place(topology: Topology, gpus: Mapping[Key, str]) -> dict[Place, int]:
+def per_place(topology: Topology, elements: int, gpus: Mapping[Key, str]) -> dict[Place, int]:
     """Return the bytes of the model on every host and GPU. `gpus` is CUDA_VISIBLE_DEVICES by process.
 
     Colocated services take turns, so the largest of them counts. On GPUs, the trainer's parts wait in host memory
-    during the turns of the others, except for gradients of backend torch, which last for a step. Raises like
-    `per_process`.
+    during the turns of the others, except for gradients of backend torch, which last for a step.
     """
-    parts = training_parts(topology)
-    waiting = sum(parts.values())
-    if topology.services.policy_trainer.backend == "torch":
-        waiting -= parts.get(Part.GRADIENTS, 0)
-    waiting *= parameter_count(topology.policy.model)
+    lasts_a_step = {Part.GRADIENTS} if topology.services.policy_trainer.backend == "torch" else set()
+    waiting = math.ceil(elements * sum(n for part, n in training_parts(topology).items() if part not in lasts_a_step))
     hosts = {(spec.service, spec.instance): spec.host for spec in topology.services_plan()}
     together = {DEVICE_SERVICE[name] for name in topology.placement.colocate}
     apart: dict[Place, int] = {}
     turns: dict[Place, int] = {}
-    for key, nbytes in per_process(topology).items():
+    for key, nbytes in per_process(topology, elements).items():
         names = [each for each in gpus.get(key, "").split(",") if each]
         for name in names or [""]:
             place, share = Place(hosts[key], name), math.ceil(nbytes / max(len(names), 1))
@@ -112,5 +106,5 @@ def per_place(topology: Topology, gpus: Mapping[Key, str]) -> dict[Place, int]:
                 apart[place] = apart.get(place, 0) + share
         if names and key[0] in together and key[0] == DEVICE_SERVICE["policy-trainer"]:
             own = Place(hosts[key], "")
-            apart[own] = apart.get(own, 0) + math.ceil(waiting)
+            apart[own] = apart.get(own, 0) + waiting
     return {place: apart.get(place, 0) + turns.get(place, 0) for place in apart | turns}

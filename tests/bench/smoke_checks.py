@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -99,7 +100,7 @@ def attention(device: str) -> Measured:
                         assert all(each.grad is not None and bool(each.grad.isfinite().all()) for each in made)
                     name = f"{'mask' if masked else 'chain'}, {'repeated' if repeated else 'shared'} keys"
                     name += f", cuDNN {'first' if cudnn else 'off'}" if on_gpu else ""
-                    found[name] = {"first_ms": _median(first), "again_ms": _median(again)}
+                    found[name] = {"first_ms": round(median(first), 3), "again_ms": round(median(again), 3)}
                     if on_gpu:
                         found[name] |= {"peak_bytes": peak, "kernel": _slowest_kernel(call)}
     return found
@@ -221,7 +222,7 @@ def megatron_one_rank(device: str) -> Measured:
     require("megatron.core" if importlib.util.find_spec("megatron") else "megatron")
     from services.policy_trainer.worker.megatron.backend import MegatronBackend
 
-    return _updates(device, "float32", backend=MegatronBackend, folder=None)
+    return _updates(device, "float32", backend=MegatronBackend, large=False)
 
 
 # ---- training
@@ -235,11 +236,10 @@ def step_and_publish(device: str) -> Measured:
     """
     from services.policy_trainer.worker.backend_torch import TorchBackend
 
-    with tempfile.TemporaryDirectory(prefix="smoke-gpu-") as folder:
-        return _updates(device, "bfloat16", backend=TorchBackend, folder=Path(folder))
+    return _updates(device, "bfloat16", backend=TorchBackend, large=device == "cuda")
 
 
-def _updates(device: str, dtype: str, *, backend: Any, folder: Path | None) -> Measured:
+def _updates(device: str, dtype: str, *, backend: Any, large: bool) -> Measured:
     import numpy as np
     from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -250,7 +250,6 @@ def _updates(device: str, dtype: str, *, backend: Any, folder: Path | None) -> M
     from shared.topology.algorithm import Optimizer
     from tests.bench.train_parts import round_s
 
-    large = device.startswith("cuda") and folder is not None
     sizes = (1536, 8960, 28, 12, 2, 151_936) if large else (64, 192, 2, 4, 2, 512)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     config = Qwen2Config(**dict(zip((*names, "vocab_size"), sizes, strict=True)), tie_word_embeddings=True)
@@ -373,10 +372,6 @@ def _timed_ms(call: Callable[[], object], device: str) -> float:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     return (time.perf_counter() - began) * 1e3
-
-
-def _median(values: list[float]) -> float:
-    return round(sorted(values)[len(values) // 2], 3)
 
 
 CHECKS: dict[str, Callable[[str], Measured]] = {

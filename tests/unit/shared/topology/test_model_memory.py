@@ -64,6 +64,10 @@ def topology(model: Path, *overrides: str, file: str = "quickstart.yaml") -> Top
     return load(TOPOLOGIES / file, given, check_files=False)
 
 
+def elements(given: Topology) -> int:
+    return parameter_count(given.policy.model)
+
+
 @pytest.fixture(scope="module")
 def half_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qwen2(tmp_path_factory.mktemp("memory") / "0.5b", 896, 4864, 24, 2)
@@ -77,8 +81,10 @@ def one_and_a_half_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_in_training_takes_18_bytes_per_parameter_in_bfloat16(half_b: Path, one_and_a_half_b: Path) -> None:
     for model, gib in ((half_b, 8.28), (one_and_a_half_b, 25.87)):
         given = topology(model, "policy.dtype=bfloat16", "algorithm.kl=null", "services.reference=null")
-        assert per_process(given)["policy-trainer-worker", 0] / GIB == pytest.approx(gib, abs=0.02)
-        assert per_place(given, {}) == {HOME: per_process(given)["policy-trainer-worker", 0]}
+        assert per_process(given, elements(given))["policy-trainer-worker", 0] / GIB == pytest.approx(gib, abs=0.02)
+        assert per_place(given, elements(given), {}) == {
+            HOME: per_process(given, elements(given))["policy-trainer-worker", 0]
+        }
 
 
 def test_the_parts_of_one_rank_are_those_that_the_backend_holds(tmp_path: Path) -> None:
@@ -120,9 +126,9 @@ def test_services_that_take_turns_need_the_largest_part_and_the_trainer_waits_in
     given = topology(half_b, "policy.dtype=bfloat16", *gpus, file="colocate.yaml")
     parts = training_parts(given)
     assert parts[Part.MASTERS] == 4
-    trainer = per_process(given)["policy-trainer-worker", 0]
+    trainer = per_process(given, elements(given))["policy-trainer-worker", 0]
     parameters = trainer / sum(parts.values())
-    assert per_place(given, visible_gpus(given)) == {
+    assert per_place(given, elements(given), visible_gpus(given)) == {
         Place(None, "0"): trainer,
         HOME: parameters * (sum(parts.values()) - parts[Part.GRADIENTS]),
     }
@@ -132,7 +138,7 @@ def test_an_evaluation_holds_weights_alone(half_b: Path) -> None:
     given = topology(
         half_b, "policy.dtype=bfloat16", "run.evaluate=true", "algorithm.kl=null", "services.reference=null"
     )
-    assert per_place(given, {})[HOME] / GIB == pytest.approx(0.92, abs=0.01)
+    assert per_place(given, elements(given), {})[HOME] / GIB == pytest.approx(0.92, abs=0.01)
 
 
 def test_parameters_are_those_of_the_indexed_files_without_a_stored_copy_of_a_tied_head(tmp_path: Path) -> None:
