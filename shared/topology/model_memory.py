@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shared.topology.capacity import DTYPE_BYTES
@@ -30,6 +31,12 @@ class Part(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+_LAST_A_STEP: Mapping[str, frozenset[Part]] = MappingProxyType(
+    {"torch": frozenset({Part.GRADIENTS}), "megatron": frozenset()}
+)
+"""The parts that each backend allocates in a step and frees at its end."""
+
+
 class Place(NamedTuple):
     """The memory of a host, or of one of its GPUs."""
 
@@ -42,14 +49,20 @@ def training_parts(topology: Topology) -> dict[Part, float]:
 
     A single rank of backend torch holds everything, with float32 masters beside 16-bit weights. Several ranks hold
     equal pieces in float32 (FSDP2). With megatron, ranks hold the weights and float32 gradients of their tensor- and
-    pipeline-parallel piece, and split masters and optimizer further.
+    pipeline-parallel piece, and split masters and optimizer further. An evaluation has no optimizer state and, with
+    backend torch, no gradients.
     """
+    parts = _parts(topology)
+    if topology.run.evaluate:
+        never = {Part.OPTIMIZER, *_LAST_A_STEP[topology.services.policy_trainer.backend]}
+        parts = {part: nbytes for part, nbytes in parts.items() if part not in never}
+    return parts
+
+
+def _parts(topology: Topology) -> dict[Part, float]:
     trainer, width = topology.services.policy_trainer, DTYPE_BYTES[topology.policy.dtype]
     masters = _FLOAT if width < _FLOAT else 0
     ranks = trainer.world_size
-    if topology.run.evaluate:  # nothing is trained
-        pieces = trainer.parallel.tp * trainer.parallel.pp if trainer.backend == "megatron" else ranks
-        return {Part.WEIGHTS: (width if trainer.backend == "megatron" or ranks == 1 else _FLOAT) / pieces}
     if trainer.backend == "megatron":
         pieces = trainer.parallel.tp * trainer.parallel.pp
         return {
@@ -90,8 +103,8 @@ def per_place(topology: Topology, elements: int, gpus: Mapping[Key, str]) -> dic
     Colocated services take turns, so the largest of them counts. On GPUs, the trainer's parts wait in host memory
     during the turns of the others, except for gradients of backend torch, which last for a step.
     """
-    lasts_a_step = {Part.GRADIENTS} if topology.services.policy_trainer.backend == "torch" else set()
-    waiting = math.ceil(elements * sum(n for part, n in training_parts(topology).items() if part not in lasts_a_step))
+    gone = _LAST_A_STEP[topology.services.policy_trainer.backend]
+    waiting = math.ceil(elements * sum(n for part, n in training_parts(topology).items() if part not in gone))
     hosts = {(spec.service, spec.instance): spec.host for spec in topology.services_plan()}
     together = {DEVICE_SERVICE[name] for name in topology.placement.colocate}
     apart: dict[Place, int] = {}

@@ -94,6 +94,9 @@ def test_the_parts_of_one_rank_are_those_that_the_backend_holds(tmp_path: Path) 
         made.save_pretrained(model)
         options = BackendOptions(max_tokens=64, threads=1, device="cpu", scratch=tmp_path / "offloaded")
         backend = TorchBackend(model, dtype, Optimizer(lr=1e-3), options, Layout(1).place(0))
+        loaded = sum(each.nbytes for each in [*backend.model.parameters(), *backend._trained.own_masters()])
+        scores = load(TOPOLOGIES / "quickstart.yaml", [f"policy.dtype={dtype}", "run.evaluate=true"])
+        assert loaded == backend.parameters * sum(training_parts(scores).values())
         gradient(backend)
         gradients = sum(each.grad.nbytes for each in backend._trained.masters.values() if each.grad is not None)
         backend.step(1)
@@ -134,11 +137,11 @@ def test_services_that_take_turns_need_the_largest_part_and_the_trainer_waits_in
     }
 
 
-def test_an_evaluation_holds_weights_alone(half_b: Path) -> None:
+def test_an_evaluation_holds_weights_and_masters(half_b: Path) -> None:
     given = topology(
         half_b, "policy.dtype=bfloat16", "run.evaluate=true", "algorithm.kl=null", "services.reference=null"
     )
-    assert per_place(given, elements(given), {})[HOME] / GIB == pytest.approx(0.92, abs=0.01)
+    assert per_place(given, elements(given), {})[HOME] / GIB == pytest.approx(3 * 0.92, abs=0.02)
 
 
 def test_parameters_are_those_of_the_indexed_files_without_a_stored_copy_of_a_tied_head(tmp_path: Path) -> None:
