@@ -38,8 +38,6 @@ MEDIAN = 0.5
 SIGNAL = 2.0
 """Minimum number of tolerances by which the drill moves the median log-prob. It bounds the calibrated tolerance."""
 PUT_S = 300.0
-MAX_FENCES = 16
-"""Maximum number of fences to try: each life of a driver may have put the version and died before announcing it."""
 
 
 class Canaries:
@@ -117,8 +115,9 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
         try:
             (receipt,) = await data.put([TaskShards(task_id, fence, shards)], store=request.store, deadline_s=PUT_S)
         except RpcError as error:
-            # An earlier life put this version without announcing it, so the store has collected it.
-            if error.code != ErrorCode.COLLECTED or fence + 1 >= request.fence + MAX_FENCES:
+            # The store has collected an earlier put of this version: it was not announced, or no task needed it.
+            # Every recovery may add one, so they are not limited. The store refuses before any bytes are written.
+            if error.code != ErrorCode.COLLECTED:
                 raise
             fence += 1
         else:
