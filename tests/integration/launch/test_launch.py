@@ -26,6 +26,7 @@ from tests.integration.tiny.harness import (
     Launched,
     assert_nothing_left,
     ctl,
+    ctl_process,
     environment,
     launched,
     processes_of,
@@ -395,7 +396,7 @@ def test_status_json_has_the_promised_fields_and_types(live: Launched) -> None:
             and answer
         ),
     )
-    done = ctl(live.path, "status", "--json")
+    done = ctl_process(live.path, "status", "--json")
     assert done.returncode == 0, done.stderr
     status = json.loads(done.stdout)
     assert set(status) == set(before) == STATUS_KEYS
@@ -431,7 +432,7 @@ def test_stop_ends_the_run(tmp_path: Path) -> None:
     assert status == 1
     assert "--resume" in output
     assert_nothing_left(run)
-    gone = ctl(here.path, "stop")
+    gone = ctl_process(here.path, "stop")
     assert gone.returncode == 1
     assert len(gone.stderr.splitlines()) == 1
 
@@ -452,7 +453,7 @@ def test_unknown_service_gives_one_line_and_exit_status_2(live: Launched, argume
 
 
 def test_a_missing_run_gives_one_line_and_exit_status_2(tmp_path: Path) -> None:
-    done = ctl(tmp_path, "status")
+    done = ctl_process(tmp_path, "status")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from typer.testing import CliRunner
 
+from launch.ctl import app
 from launch.status import collect
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir
@@ -151,6 +153,16 @@ def status_of(path: Path) -> dict[str, Any]:
 
 
 def ctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `launch.ctl` in this process. The imports of a new one would take longer than most commands."""
+    with ThreadPoolExecutor(1) as other:  # The caller's thread may run an event loop.
+        done = other.submit(CliRunner().invoke, app, ["--run", str(path), *arguments]).result(LIMIT_S)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
+def ctl_process(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `launch.ctl` as a user does."""
     return subprocess.run(
         [sys.executable, "-m", "launch.ctl", "--run", str(path), *arguments],
         capture_output=True,
