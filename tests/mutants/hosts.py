@@ -170,6 +170,6 @@ HOSTS = [
         "                stack.callback(access.unlink, missing_ok=True)\n",
         "",
         "tests/integration/hosts/test_exported_access.py"
-        "::test_an_agent_waits_for_the_access_that_lasts_as_long_as_the_run",
+        "::test_an_agent_waits_for_the_access_file_which_exists_as_long_as_the_run",
     ),
 ]

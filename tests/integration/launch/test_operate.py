@@ -100,7 +100,7 @@ def goes_on(run: Cluster) -> None:
     run.wait_for("nothing wrong", lambda: not doctor(run)["wrong"])
 
 
-def test_nothing_is_wrong_with_a_run_that_trains(live: Cluster) -> None:
+def test_doctor_finds_nothing_wrong_with_a_run_that_trains(live: Cluster) -> None:
     goes_on(live)
     done = ctl(live.path, "doctor")
     assert "nothing is wrong" in done.stdout.splitlines()[0]

@@ -79,7 +79,7 @@ def assert_same_training(one: dict[str, Array], two: dict[str, Array]) -> None:
     assert difference.max() <= 5e-5
 
 
-def test_two_ranks_train_as_one_and_a_killed_rank_changes_no_bit(run: RunDir) -> None:
+def test_two_ranks_train_like_one_and_a_killed_rank_changes_no_bit(run: RunDir) -> None:
     found: dict[str, dict[str, Array]] = {}
 
     async def two(bench: Bench, group: WorkerGroup) -> None:

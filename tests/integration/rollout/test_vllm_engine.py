@@ -106,7 +106,7 @@ def test_every_group_is_whole_and_ends_at_the_first_eos_or_at_the_limit(case: Ca
     assert "stop" in ends
 
 
-def test_a_group_differs_and_the_seed_decides_it(case: Case) -> None:
+def test_samples_of_a_group_differ_and_are_determined_by_the_seed(case: Case) -> None:
     tokens = {
         name: [[each["ids"] for each in group] for group in case.answer[name]]
         for name in ("warm", "warm_again", "other_seed", "after_cancel", "after_pause")

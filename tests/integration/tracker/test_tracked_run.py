@@ -40,7 +40,7 @@ def wait_line(here: Launched, text: str) -> str:
     raise AssertionError(f"the launcher ended without a line with {text!r}")
 
 
-def test_run_says_that_a_tracker_is_not_reachable_and_what_it_lacks(tmp_path: Path) -> None:
+def test_a_run_reports_an_unreachable_tracker_and_the_steps_that_the_tracker_lacks(tmp_path: Path) -> None:
     sets = ("--set", "monitor.trackio={project: p, url: 'http://127.0.0.1:9'}")
     with launched(tmp_path / "run", *sets, tiny=TINY) as here:
         line = wait_line(here, "tracker/0: trackio: ")
@@ -86,7 +86,7 @@ def test_killed_tracker_is_started_again_and_sends_each_step_once(tmp_path: Path
 
 
 @pytest.mark.long
-def test_run_goes_on_without_a_tracker_that_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_continues_without_a_tracker_that_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": "/dev/null"}.items():
         monkeypatch.setenv(name, value)
     with launched(tmp_path / "run", "--set", "monitor.wandb.project=p") as here:

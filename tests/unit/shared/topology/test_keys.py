@@ -180,17 +180,17 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
             "wandb.samples": "test_no_samples_are_sent_if_the_topology_says_so",
             "tensorboard.samples": "test_no_samples_are_sent_if_the_topology_says_so",
             "trackio.samples": "test_no_samples_are_sent_if_the_topology_says_so",
-            "tensorboard.directory": "test_event_files_are_in_the_directory_of_the_topology",
-            "mlflow.uri": "test_mlflow_has_the_run_at_its_address_in_its_experiment",
-            "mlflow.experiment": "test_mlflow_has_the_run_at_its_address_in_its_experiment",
-            "trackio.project": "test_trackio_has_the_run_in_its_project",
-            "trackio.url": "test_trackio_sends_to_the_server_of_the_topology",
+            "tensorboard.directory": "test_event_files_are_in_the_directory_that_the_topology_names",
+            "mlflow.uri": "test_mlflow_has_the_run_at_the_uri_and_in_the_experiment_that_the_topology_names",
+            "mlflow.experiment": "test_mlflow_has_the_run_at_the_uri_and_in_the_experiment_that_the_topology_names",
+            "trackio.project": "test_trackio_has_the_run_in_the_project_that_the_topology_names",
+            "trackio.url": "test_trackio_sends_to_the_server_that_the_topology_names",
         }.items()
     },
     "placement.engine": (
         "launch/cluster.py",
         "topology.placement.engine",
-        "integration/hosts/test_ray_smoke.py::test_a_run_on_two_nodes_is_done_and_leaves_nothing_behind",
+        "integration/hosts/test_ray_smoke.py::test_a_run_on_two_nodes_completes_and_leaves_nothing_behind",
     ),
     "placement.hosts.*.gpus": (
         "launch/placement/book.py",
@@ -300,7 +300,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.reference.backend": (
         "services/reference/service.py",
         "settings.backend",
-        "integration/reference/test_reference_group.py::test_two_ranks_score_as_one_follow_the_policy_and_survive_the_death_of_one",
+        "integration/reference/test_reference_group.py::test_two_ranks_score_like_one_follow_the_policy_and_survive_the_death_of_a_rank",
     ),
     "services.reference.max_tokens_per_micro_batch": (
         "services/reference/service.py",
@@ -351,19 +351,19 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "services/batch_store/server.py",
         "settings.memory",
         "integration/batch_store/test_bounded.py::"
-        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
+        "test_full_memory_spills_its_oldest_files_and_puts_wait_while_the_spill_folder_is_full_too",
     ),
     "services.batch-store.spill": (
         "services/batch_store/server.py",
         "settings.spill",
         "integration/batch_store/test_bounded.py::"
-        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
+        "test_full_memory_spills_its_oldest_files_and_puts_wait_while_the_spill_folder_is_full_too",
     ),
     "services.batch-store.spill_limit": (
         "services/batch_store/server.py",
         "settings.spill_limit",
         "integration/batch_store/test_bounded.py::"
-        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
+        "test_full_memory_spills_its_oldest_files_and_puts_wait_while_the_spill_folder_is_full_too",
     ),
     "services.batch-store.directory": (
         "launch/preflight.py",
@@ -373,7 +373,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.prometheus.listen": (
         EXPORTER,
         "settings.listen",
-        "integration/exporter/test_exporter.py::test_a_scraper_reads_what_the_monitor_has_and_learns_that_it_is_gone",
+        "integration/exporter/test_exporter.py::test_a_scraper_reads_the_monitors_values_and_learns_when_the_monitor_is_gone",
     ),
     "services.monitor.prometheus.token": (
         EXPORTER,
@@ -383,12 +383,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.traces.otlp": (
         EXPORTER,
         "settings.otlp",
-        "integration/exporter/test_exporter.py::test_spans_reach_a_collector_and_the_file_and_survive_its_absence",
+        "integration/exporter/test_exporter.py::test_spans_reach_the_file_and_a_collector_that_is_absent_at_first",
     ),
     "services.monitor.traces.file": (
         EXPORTER,
         "settings.file",
-        "integration/exporter/test_exporter.py::test_spans_reach_a_collector_and_the_file_and_survive_its_absence",
+        "integration/exporter/test_exporter.py::test_spans_reach_the_file_and_a_collector_that_is_absent_at_first",
     ),
     "services.monitor.traces.file_limit": (
         EXPORTER,
