@@ -66,7 +66,8 @@ def main(
     context: typer.Context,
     run: Annotated[Path | None, typer.Option("--run", help="run directory (default: the newest in ./runs)")] = None,
     access: Annotated[
-        Path | None, typer.Option("--access", metavar="FILE", help="a run on another machine (see export-access)")
+        Path | None,
+        typer.Option("--access", metavar="FILE", help="access file of a run on another machine (see export-access)"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
@@ -260,14 +261,18 @@ def samples(
         int | None, typer.Option("--step", help="training step or evaluated version (default: newest)")
     ] = None,
     task: Annotated[str | None, typer.Option("--task", metavar="TASK_ID", help="all samples of one task")] = None,
-    worst: Annotated[int | None, typer.Option("--worst", min=1, metavar="N", help="N samples of least reward")] = None,
-    best: Annotated[int | None, typer.Option("--best", min=1, metavar="N", help="N samples of highest reward")] = None,
+    worst: Annotated[
+        int | None, typer.Option("--worst", min=1, metavar="N", help="N samples with the lowest reward")
+    ] = None,
+    best: Annotated[
+        int | None, typer.Option("--best", min=1, metavar="N", help="N samples with the highest reward")
+    ] = None,
     longest: Annotated[int | None, typer.Option("--longest", min=1, metavar="N", help="N longest samples")] = None,
     split: Annotated[
         str | None, typer.Option("--split", help="train, or eval/<set> (default: that of the task, or train)")
     ] = None,
     color: Annotated[Color, typer.Option("--color", help="colour of the tokens")] = Color.LOGPROB,
-    full: Annotated[bool, typer.Option("--full", help="show long texts as a whole")] = False,
+    full: Annotated[bool, typer.Option("--full", help="show long texts in full")] = False,
     as_json: Json = False,
 ) -> None:
     """Show recorded samples, even after the end of the run."""

@@ -351,7 +351,7 @@ class Mailbox:
 
     def _expire(self, call: Call) -> None:
         """Forget a deferred answer that no caller is waiting for, so that calls do not accumulate."""
-        call.fail(RpcError(ErrorCode.DEADLINE, f"{self._name}: the deferred answer did not come in time"))
+        call.fail(RpcError(ErrorCode.DEADLINE, f"{self._name}: the deferred answer did not arrive in time"))
 
     def _fail(self, call: Call, body: Message, error: Exception) -> None:
         if isinstance(error, RpcError):

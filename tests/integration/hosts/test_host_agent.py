@@ -128,7 +128,7 @@ def test_a_host_loses_leases_in_a_partition_and_joins_again_when_the_partition_h
         before = volatile_folders(run.away_path)
         for side in deaf:
             firewall(getattr(run, side), "-I", HEARS_NOTHING)
-        lost = run.told.wait_for("host b is lost: its agent is silent")
+        lost = run.told.wait_for("host b is lost: its agent has been silent")
         for side in deaf:
             firewall(getattr(run, side), "-D", HEARS_NOTHING)
         run.told.wait_for("host b has joined", lost)
@@ -169,7 +169,7 @@ def test_a_host_without_power_counts_as_lost_and_joins_again_with_a_new_agent(tm
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
         before = volatile_folders(run.away_path)
-        lost = run.told.wait_for("host b is lost: its agent is silent")
+        lost = run.told.wait_for("host b is lost: its agent has been silent")
         firewall(run.away, "-D", HEARS_NOTHING)
         firewall(run.home, "-D", HEARS_NOTHING)
         with run.agent() as agent:

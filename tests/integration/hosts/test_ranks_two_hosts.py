@@ -169,7 +169,7 @@ def test_ranks_that_a_partition_separates_form_a_new_group_when_it_heals(on_one_
     with started(tmp_path / "run", "b", *RANKS, "services.policy-trainer.host=[a, b]") as run:
         run.wait_for_step(4)
         firewall(run.away, "-I", HEARS_NOTHING)
-        lost = run.told.wait_for("host b is lost: its agent is silent")
+        lost = run.told.wait_for("host b is lost: its agent has been silent")
         firewall(run.away, "-D", HEARS_NOTHING)
         run.told.wait_for("host b has joined", lost)
         run.done()

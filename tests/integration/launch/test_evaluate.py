@@ -52,7 +52,7 @@ def checkpoint(folder: Path, scale: float) -> Path:
 def test_bad_command_lines_are_refused_in_one_line(tmp_path: Path) -> None:
     step = checkpoint(tmp_path / "checkpoints" / "step-20", 1.0)
     refused = {
-        ("--resume",): "--evaluate: begins a run of its own",
+        ("--resume",): "--evaluate: starts a new run",
         ("--set", "data.eval={}"): "data.eval: --evaluate has no evaluation set to score; add one",
         ("--checkpoint", str(step.with_name("step-30"))): "step-30: no such folder; there are step-20",
     }

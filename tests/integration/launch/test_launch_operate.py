@@ -84,7 +84,7 @@ def test_scale_starts_or_drains_instances_and_records_their_number_in_the_topolo
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["scale", "monitor", "2"], "monitor cannot be scaled: of this run only rollout, reference can"),
+        (["scale", "monitor", "2"], "monitor cannot be scaled: in this run only rollout, reference can"),
         (["scale", "rollout", "0"], "scale rollout to 0 refused: use 1 or more"),
         (["scale", "rollout", "100000"], "CPU threads on"),
         (["scale", "rollout/0", "2"], "give the name of a service"),

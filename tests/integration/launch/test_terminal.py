@@ -322,9 +322,9 @@ def test_a_real_terminal_shows_the_run_and_is_left_as_it_was(tmp_path: Path, col
             has("step 30", "rollout 2×READY", "reward", "┤")
             assert max(len(line) for line in shown().splitlines()) <= columns
             call("send-keys", "5", "-", "-", "-", "-")
-            has("who waited for whom", "reference/0 waited")
+            has("which process waited for which", "reference/0 waited")
             call("resize-window", "-x", "120", "-y", "40")
-            has("who waited for whom")
+            has("which process waited for which")
             call("send-keys", "?")
             has("go to a view")
             call("send-keys", "Escape")

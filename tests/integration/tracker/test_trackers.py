@@ -161,7 +161,7 @@ def test_stopped_tracker_process_is_killed_and_loses_nothing(tmp_path: Path) -> 
         here.commit(2, 3)
         here.kill()
         done = here.command()
-        assert (done.returncode, done.stdout) == (0, "tensorboard: has every step, and how the run ended\n")
+        assert (done.returncode, done.stdout) == (0, "tensorboard: has every step and the end of the run\n")
         assert read_back.tensorboard(here).rows == here.committed
 
 

@@ -56,7 +56,7 @@ def test_code_in_the_second_half_of_its_time_is_wrong_by_itself() -> None:
 
 def test_process_that_does_not_answer_is_wrong_and_a_stopped_one_is_named_once() -> None:
     silent = examined(scheduler=answer(step("rollout/0")), rollout=None)
-    assert [each.text.partition(" in ")[0] for each in wrong(silent)] == ["rollout/0 does not answer its mailbox"]
+    assert [each.text.partition(" within ")[0] for each in wrong(silent)] == ["rollout/0 does not answer its mailbox"]
     stopped = WaitRow(WaitKind.STOPPED, "rollout/0 (process 7) is stopped by a signal", 0.0, 0.0, "rollout/0")
     both = examined(scheduler=answer(step("rollout/0")), rollout=None, supervisor=answer(stopped))
     both.silent_s["rollout/0"] = 4.0

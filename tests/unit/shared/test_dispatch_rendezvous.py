@@ -81,7 +81,7 @@ def test_a_missing_rank_ends_the_group_by_name() -> None:
     ranks.rendezvous.expire(14.9)
     assert ranks.answers[0, "Forward 7/3"] == []
     ranks.rendezvous.expire(15.0)
-    wanted = "Forward 7/3: policy-trainer-worker/1, policy-trainer-worker/2 did not come within 5 s"
+    wanted = "Forward 7/3: policy-trainer-worker/1, policy-trainer-worker/2 did not join within 5 s"
     assert wanted in str(ranks.answers[0, "Forward 7/3"][0])
     assert wanted in str(ranks.answers[1, END][0])
     assert ranks.rendezvous.next_deadline() is None

@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
             "  top_p: 0.9",
             "t.yaml:11: sampling.top_p: not a key, changes the distribution that the log-probs of "
             "training samples "
-            "claim; remove it",
+            "describe; remove it",
         ),
         (
             "  group_size: 4\n",
@@ -112,7 +112,7 @@ def folder(tmp_path: Path) -> Path:
         (
             "  kl:\n    coef: 0.001",
             "  kl: 3",
-            "t.yaml:17: algorithm.kl: 3 is not a mapping (KL to the reference; left out: none)",
+            "t.yaml:17: algorithm.kl: 3 is not a mapping (KL to the reference; default: none)",
         ),
         (
             "memory: 1MiB",
