@@ -174,7 +174,7 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Report what is wrong, and who waits for whom, since when and until when. Exit status 0 if nothing is wrong."""
+    """Report problems, and which process waits for which, since when and until when. Exit status 0 without problems."""
     from launch.doctor import as_document, as_lines, diagnose, examine
 
     run, before = context.obj
@@ -195,7 +195,7 @@ def trace(
     task_id: Annotated[str, typer.Argument(metavar="TASK_ID", help="task id, such as train/0/17 (split, epoch, row)")],
     as_json: Json = False,
 ) -> None:
-    """Show the story of one task across processes, even after its collection or the end of the run."""
+    """Show the history of one task across processes, even after its collection or the end of the run."""
     from launch.story import as_lines, as_rows, from_message, story
 
     run, before = context.obj
@@ -299,7 +299,7 @@ def export_access(
     role: Annotated[str, typer.Option("--role", help="observer, operator or service")],
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="file to write; it holds the role's secret key")],
 ) -> None:
-    """Write an access file with which another machine can watch the run, steer it or take part in it."""
+    """Write an access file with which another machine can watch the run, control it or take part in it."""
     from launch.access import export, role_of
 
     run, _ = context.obj

@@ -249,7 +249,7 @@ class Mailbox:
             try:
                 frames = self._encode(call, body)
             except WireError as error:
-                self._log.error("reply cannot travel", reply=type(body).__name__, error=str(error))
+                self._log.error("reply cannot be sent", reply=type(body).__name__, error=str(error))
                 frames = self._encode(call, RpcError(ErrorCode.INTERNAL, f"{self._name}: {error}").to_message())
         call.answered = True
         if call.expiry is not None:

@@ -363,7 +363,7 @@ def test_mapping_keeps_its_lock_when_the_reader_closes_every_descriptor(store: S
     asyncio.run(main())
 
 
-def test_a_cancelled_put_returns_its_room(store: StoreProcess) -> None:
+def test_a_cancelled_put_frees_its_room(store: StoreProcess) -> None:
     tasks = block(0, 1, size=300_000)
 
     async def main() -> None:

@@ -165,7 +165,9 @@ def test_a_spare_host_takes_the_rank_of_a_lost_one_and_the_run_returns_to_its_ch
     assert parity.differences(on_one_host, run.path) == []
 
 
-def test_ranks_that_a_partition_separates_form_a_new_group_when_it_heals(on_one_host: Path, tmp_path: Path) -> None:
+def test_ranks_separated_by_a_partition_form_a_new_group_when_the_partition_heals(
+    on_one_host: Path, tmp_path: Path
+) -> None:
     with started(tmp_path / "run", "b", *RANKS, "services.policy-trainer.host=[a, b]") as run:
         run.wait_for_step(4)
         firewall(run.away, "-I", HEARS_NOTHING)

@@ -150,7 +150,7 @@ def test_a_large_request_uses_many_streams_and_a_large_task_only_one(
     with_peer(store, body)
 
 
-def test_missing_and_collected_shards_are_named(store: TcpStoreProcess) -> None:
+def test_errors_name_missing_shards_and_collected_tasks(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 4)
         await peer.data.put(tasks[:3], store=STORE, deadline_s=10)

@@ -362,7 +362,7 @@ def test_every_topology_error_gives_one_line_and_exit_status_2(tmp_path: Path) -
     assert "run.stepz" in done.stderr
 
 
-def test_store_larger_than_shared_memory_is_refused_with_the_number(tmp_path: Path) -> None:
+def test_a_store_larger_than_shared_memory_is_refused_and_the_message_names_its_size(tmp_path: Path) -> None:
     done = cluster(str(QUICKSTART), "--dry-run", "--set", "services.batch-store.memory=9000GiB")
     assert done.returncode == 2
     assert "9216000 MiB wanted" in done.stderr

@@ -300,7 +300,7 @@ def tmux(command: str, columns: int, lines: int) -> Iterator[Callable[..., str]]
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), pytest.param(200, 60, marks=pytest.mark.long)])
-def test_a_real_terminal_shows_the_run_and_is_left_as_it_was(tmp_path: Path, columns: int, lines: int) -> None:
+def test_a_real_terminal_shows_the_run_and_is_restored_afterwards(tmp_path: Path, columns: int, lines: int) -> None:
     async def prepare(run: RunDir) -> None:
         played = PlayedRun(run)
         played.write_steps(30)

@@ -434,7 +434,7 @@ def test_a_version_that_was_collected_is_put_again_before_its_weights_change(run
         asyncio.run(scenario())
 
 
-def test_values_that_are_not_finite_are_refused_by_task_and_leave_the_weights(run: RunDir) -> None:
+def test_values_that_are_not_finite_are_refused_with_their_task_and_leave_the_weights_unchanged(run: RunDir) -> None:
     async def scenario() -> None:
         async with bench_of(run) as bench:
             workers = await bench.driver(5)

@@ -140,7 +140,7 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_tracker_whose_server_never_answers_delays_the_end_no_longer_than_its_limit(tmp_path: Path) -> None:
+def test_a_tracker_whose_server_never_answers_delays_the_end_no_longer_than_its_time_limit(tmp_path: Path) -> None:
     with silent_server() as url, tracked(tmp_path, "mlflow", {"uri": url}) as here:
         here.commit(0, 1, 2)
         here.start()

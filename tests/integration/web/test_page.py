@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     return ended_run(tmp_path / "shown")
 
 
-def test_curves_are_drawn_light_and_dark_and_fit_on_a_phone(browser: Browser, run: Path) -> None:
+def test_curves_are_drawn_in_light_and_dark_mode_and_fit_on_a_phone(browser: Browser, run: Path) -> None:
     with page_of(run) as url:
         with visit(browser, url) as page:
             expect(page.locator(".chart canvas").first).to_be_visible()
@@ -130,7 +130,9 @@ def test_a_sample_opens_with_its_tokens_coloured_by_log_prob_and_by_mismatch(bro
         expect(page.locator("#sample")).to_contain_text("difference 0.05")
 
 
-def test_hostile_metric_names_samples_and_log_lines_are_text_and_do_no_harm(browser: Browser, run: Path) -> None:
+def test_hostile_metric_names_samples_and_log_lines_are_shown_as_text_and_do_no_harm(
+    browser: Browser, run: Path
+) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f"{json.dumps({'step': 121, HOSTILE: 1.0, 'reward/mean': 1.0})}\n")
     add_samples(
