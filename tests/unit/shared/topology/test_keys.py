@@ -215,7 +215,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
         "topology.policy.chat_template.add_generation_prompt",
-        "unit/shared/topology/test_keys.py::test_a_prompt_ends_with_the_assistants_opening_only_if_asked_for",
+        "unit/shared/topology/test_keys.py::test_a_prompt_ends_with_the_opening_of_an_answer_only_on_request",
     ),
     "reward.timeout_s": (
         ROLLOUT,
@@ -260,7 +260,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "workflow.timeout_s": (
         ROLLOUT,
         "chosen.timeout_s",
-        "unit/rollout/test_workflow.py::test_a_sample_that_hangs_is_lost_alone",
+        "unit/rollout/test_workflow.py::test_a_sample_that_hangs_is_lost_and_no_other",
     ),
     "workflow.max_tokens": (
         ROLLOUT,
@@ -270,7 +270,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "workflow.memory": (
         ROLLOUT,
         "chosen.memory",
-        "unit/rollout/test_workflow.py::test_a_sample_that_kills_its_process_is_lost_alone",
+        "unit/rollout/test_workflow.py::test_a_sample_that_kills_its_process_is_lost_and_no_other",
     ),
     "workflow.processes": (
         ROLLOUT,
@@ -305,7 +305,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.reference.max_tokens_per_micro_batch": (
         "services/reference/service.py",
         "settings.max_tokens_per_micro_batch",
-        "unit/reference/test_scorer.py::test_small_micro_batches_give_the_same_values_and_more_progress",
+        "unit/reference/test_scorer.py::test_small_micro_batches_give_the_same_values_and_report_progress_more_often",
     ),
     "services.reference.collective_s": (
         "services/reference/service.py",
@@ -408,12 +408,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "checkpoint.keep_every": (
         f"{TRAINER}/worker/calls.py",
         "topology.checkpoint.keep_every",
-        "unit/policy_trainer/test_state.py::test_the_newest_checkpoints_and_the_multiples_are_kept",
+        "unit/policy_trainer/test_state.py::test_the_newest_checkpoints_and_those_of_every_nth_step_are_kept",
     ),
     "checkpoint.keep_best": (
         f"{TRAINER}/service.py",
         "topology.checkpoint.keep_best",
-        "unit/policy_trainer/test_best.py::test_the_best_checkpoint_outlives_the_newest_and_the_first_of_equals_is_exported",
+        "unit/policy_trainer/test_best.py::test_the_best_checkpoint_is_kept_beside_the_newest_and_the_first_of_equals_is_exported",
     ),
     "checkpoint.memory_every": (
         f"{TRAINER}/driver.py",
@@ -428,7 +428,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.warnings.off": (
         "services/monitor/warnings/desk.py",
         "topology.services.monitor.warnings.off",
-        "unit/monitor/test_watch.py::test_a_kind_that_is_off_is_not_given",
+        "unit/monitor/test_watch.py::test_a_kind_that_is_turned_off_is_not_reported",
     ),
     "lease.lease_s": (
         "services/scheduler/server.py",
@@ -443,7 +443,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "optimizer.name": (
         "shared/topology/algorithm.py",
         'name: Literal["adamw"]',
-        "unit/shared/topology/test_keys.py::test_there_is_one_optimizer_to_choose",
+        "unit/shared/topology/test_keys.py::test_only_the_adamw_optimizer_can_be_chosen",
     ),
 }
 
@@ -573,12 +573,12 @@ def test_updates_follow_every_key_of_the_optimizer(tmp_path: Path) -> None:
         assert any(not torch.equal(each, before[key]) for key, each in after.items()), name
 
 
-def test_there_is_one_optimizer_to_choose(folder: Path) -> None:
+def test_only_the_adamw_optimizer_can_be_chosen(folder: Path) -> None:
     with pytest.raises(TopologyError, match=r"optimizer\.name.*adamw"):
         load(folder / "t.yaml", ["optimizer.name=sgd"])
 
 
-def test_a_prompt_ends_with_the_assistants_opening_only_if_asked_for() -> None:
+def test_a_prompt_ends_with_the_opening_of_an_answer_only_on_request() -> None:
     model = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
     row = {"prompt": [{"role": "user", "content": "1+1="}]}
     opened, bare = (PromptBuilder(model, add_generation_prompt=each).token_ids(row) for each in (True, False))
@@ -587,7 +587,7 @@ def test_a_prompt_ends_with_the_assistants_opening_only_if_asked_for() -> None:
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_keys_tested_elsewhere_are_read_at_the_place_named_here_and_have_their_test(key: str) -> None:
+def test_keys_tested_elsewhere_are_read_in_the_listed_file_and_have_the_listed_test(key: str) -> None:
     file, read, test = ELSEWHERE[key]
     assert read in (ROOT / file).read_text()
     where, _, name = test.partition("::")
