@@ -76,12 +76,13 @@ def main(
     resume: Annotated[bool, typer.Option("--resume", help="continue a run from its journal and checkpoints")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="check everything, show the plan, start nothing")] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="return once every service is READY; a supervisor stays")
+        bool, typer.Option("--detach", help="return once every service is READY; a supervisor keeps running")
     ] = False,
     attach: Annotated[
         bool,
         typer.Option(
-            "--attach", help="show the console of a detached run (--run-dir, or the newest); Ctrl-C leaves it alone"
+            "--attach",
+            help="show the console of a detached run (--run-dir, or the newest); Ctrl-C does not stop the run",
         ),
     ] = False,
     evaluate: Annotated[
@@ -96,7 +97,9 @@ def main(
     access: Annotated[
         Path | None,
         typer.Option(
-            "--export-access", metavar="FILE", help="write the access of role service for agents, while the run lasts"
+            "--export-access",
+            metavar="FILE",
+            help="write an access file of role service for agents; it exists while the run lasts",
         ),
     ] = None,
 ) -> None:
@@ -111,7 +114,7 @@ def main(
     if checkpoint is not None and not evaluate:
         _refuse([f"--checkpoint {checkpoint}: has no effect without --evaluate; add it, or set policy.model to train"])
     if evaluate and resume:
-        _refuse(["--evaluate: begins a run of its own, so there is nothing to --resume; leave one of them out"])
+        _refuse(["--evaluate: starts a new run, so there is nothing to --resume; leave one of them out"])
     try:
         _main(
             topology_file,
@@ -253,7 +256,9 @@ def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> N
     print(f"spares         {', '.join(heavy_imports(topology)) or 'none'}")
     if machines:
         print(f"hosts          {', '.join(f'{host}: {machine}' for host, machine in sorted(machines.items()))}")
-    print(f"snapshots      {snapshot_bytes(topology) >> 20} MiB of the trainer's state, there too")
+    print(
+        f"snapshots      {snapshot_bytes(topology) >> 20} MiB of the trainer's state, in the same folder as the store"
+    )
     names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
     gpus = visible_gpus(topology, names if wanted(topology) <= len(names) else None)
     plan = topology.services_plan()

@@ -66,7 +66,8 @@ def main(
     context: typer.Context,
     run: Annotated[Path | None, typer.Option("--run", help="run directory (default: the newest in ./runs)")] = None,
     access: Annotated[
-        Path | None, typer.Option("--access", metavar="FILE", help="a run on another machine (see export-access)")
+        Path | None,
+        typer.Option("--access", metavar="FILE", help="access file of a run on another machine (see export-access)"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
@@ -173,7 +174,7 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Report what is wrong, and who waits for whom, since when and until when. Exit status 0 if nothing is wrong."""
+    """Report problems, and which process waits for which, since when and until when. Exit status 0 without problems."""
     from launch.doctor import as_document, as_lines, diagnose, examine
 
     run, before = context.obj
@@ -194,7 +195,7 @@ def trace(
     task_id: Annotated[str, typer.Argument(metavar="TASK_ID", help="task id, such as train/0/17 (split, epoch, row)")],
     as_json: Json = False,
 ) -> None:
-    """Show the story of one task across processes, even after its collection or the end of the run."""
+    """Show the history of one task across processes, even after its collection or the end of the run."""
     from launch.story import as_lines, as_rows, from_message, story
 
     run, before = context.obj
@@ -260,14 +261,18 @@ def samples(
         int | None, typer.Option("--step", help="training step or evaluated version (default: newest)")
     ] = None,
     task: Annotated[str | None, typer.Option("--task", metavar="TASK_ID", help="all samples of one task")] = None,
-    worst: Annotated[int | None, typer.Option("--worst", min=1, metavar="N", help="N samples of least reward")] = None,
-    best: Annotated[int | None, typer.Option("--best", min=1, metavar="N", help="N samples of highest reward")] = None,
+    worst: Annotated[
+        int | None, typer.Option("--worst", min=1, metavar="N", help="N samples with the lowest reward")
+    ] = None,
+    best: Annotated[
+        int | None, typer.Option("--best", min=1, metavar="N", help="N samples with the highest reward")
+    ] = None,
     longest: Annotated[int | None, typer.Option("--longest", min=1, metavar="N", help="N longest samples")] = None,
     split: Annotated[
         str | None, typer.Option("--split", help="train, or eval/<set> (default: that of the task, or train)")
     ] = None,
     color: Annotated[Color, typer.Option("--color", help="colour of the tokens")] = Color.LOGPROB,
-    full: Annotated[bool, typer.Option("--full", help="show long texts as a whole")] = False,
+    full: Annotated[bool, typer.Option("--full", help="show long texts in full")] = False,
     as_json: Json = False,
 ) -> None:
     """Show recorded samples, even after the end of the run."""
@@ -294,7 +299,7 @@ def export_access(
     role: Annotated[str, typer.Option("--role", help="observer, operator or service")],
     to: Annotated[Path, typer.Option("--to", metavar="FILE", help="file to write; it holds the role's secret key")],
 ) -> None:
-    """Write an access file with which another machine can watch the run, steer it or take part in it."""
+    """Write an access file with which another machine can watch the run, control it or take part in it."""
     from launch.access import export, role_of
 
     run, _ = context.obj

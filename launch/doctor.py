@@ -268,7 +268,7 @@ def _processes(graph: _Graph) -> Iterator[Finding]:
         starts = graph.examined.states.get(name) == ProcessState.STARTING
         if answer is None and name not in explained and not starts:
             row = WaitRow(WaitKind.STOPPED, "", graph.examined.silent_s.get(name, 0.0))
-            yield graph.finding(name, f"{name} does not answer its mailbox in {ANSWER_S:g} s", row)
+            yield graph.finding(name, f"{name} does not answer its mailbox within {ANSWER_S:g} s", row)
 
 
 def _stores(graph: _Graph) -> Iterator[Finding]:

@@ -55,11 +55,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     access: Annotated[
-        str, typer.Option("--access", metavar="FILE", help="access file with the role service; -: standard input")
+        str, typer.Option("--access", metavar="FILE", help="access file with the role service, or - for standard input")
     ] = "",
     wait_s: Annotated[
         float,
-        typer.Option("--wait", metavar="SECONDS", min=0, help="time in which FILE may still be written"),
+        typer.Option("--wait", metavar="SECONDS", min=0, help="maximum time to wait until FILE is written"),
     ] = 0.0,
     name: Annotated[
         str, typer.Option("--name", help="the host's name in placement.hosts (default: its host name)")
@@ -68,11 +68,16 @@ def main(
         Path | None, typer.Option("--run-dir", help="directory of this host (default: runs/<run>/hosts/<name>)")
     ] = None,
     address: Annotated[
-        str, typer.Option("--address", help="address that other hosts reach (default: that of the route to the run)")
+        str,
+        typer.Option(
+            "--address", help="address at which other hosts reach this one (default: that of the route to the run)"
+        ),
     ] = "",
     check: Annotated[
         bool,
-        typer.Option("--check", help="print as JSON what this host has, and lacks for the topology on standard input"),
+        typer.Option(
+            "--check", help="print, as JSON, what this host has, and what it lacks for the topology on standard input"
+        ),
     ] = False,
 ) -> None:
     """Run the part of a run that belongs on this host."""
@@ -178,7 +183,7 @@ def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int
             run.remove_volatile()
         if status is not None:
             return status
-        print(f"host {host}: given up by the run; joins again", file=sys.stderr)
+        print(f"host {host}: the run has given it up; it joins again", file=sys.stderr)
 
 
 class _Ends:

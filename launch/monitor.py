@@ -37,7 +37,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     run: Annotated[Path | None, typer.Option("--run", help="run directory (default: the newest in ./runs)")] = None,
     access: Annotated[
-        Path | None, typer.Option("--access", metavar="FILE", help="a run on another machine (see ctl export-access)")
+        Path | None,
+        typer.Option(
+            "--access", metavar="FILE", help="access file of a run on another machine (see ctl export-access)"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print each row of the stream as one JSON object")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="print lines, as without a terminal")] = False,
@@ -49,7 +52,10 @@ def main(
         bool, typer.Option("--web", help="serve the page of a run, live or ended, for a browser on this machine")
     ] = False,
     listen: Annotated[
-        str, typer.Option("--listen", metavar="ADDRESS:PORT", help="of --web, on the loopback; port 0 picks a free one")
+        str,
+        typer.Option(
+            "--listen", metavar="ADDRESS:PORT", help="loopback address of the page of --web; port 0 picks a free one"
+        ),
     ] = "127.0.0.1:0",
 ) -> None:
     """Show the state of a run and every change to it."""

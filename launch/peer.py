@@ -57,7 +57,7 @@ async def with_client(run: Run, service: str, request: Request, reply: type[R], 
         try:
             return await client.call(request, reply, deadline_s=deadline_s)
         except DeadlineExceeded:
-            raise RpcError(ErrorCode.DEADLINE, f"{where}: {service} does not answer in {deadline_s:g} s") from None
+            raise RpcError(ErrorCode.DEADLINE, f"{where}: {service} does not answer within {deadline_s:g} s") from None
         finally:
             client.close()
     finally:

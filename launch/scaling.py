@@ -70,7 +70,7 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
 def _check(topology: Topology, service: str, instances: int) -> None:
     """Raise RpcError(bad_request) if the service cannot be scaled in this run, or not to this number."""
     if service not in LEASING or (service == "reference" and topology.services.reference is None):
-        text = f"{service} cannot be scaled: of this run only {', '.join(_scalable(topology))} can"
+        text = f"{service} cannot be scaled: in this run only {', '.join(_scalable(topology))} can"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     if topology.run.deterministic:
         raise _refused(service, instances, "run.deterministic fixes the plan; begin another run with that number")

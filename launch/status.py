@@ -192,7 +192,7 @@ def table(answer: dict[str, Any]) -> None:
                 f"{name}  " + "  ".join(f"{reason} {count}" for reason, count in sorted(answer[name].items()))
             )
     if answer["last_drop"]:
-        console.print(f"the last dropped  {answer['last_drop']}", markup=False)
+        console.print(f"the last drop  {answer['last_drop']}", markup=False)
     if answer["spares"]:
         sizes = [
             f"{each['service']} {each['rss_bytes'] / (1 << 20):.0f} MiB{'' if each['warm'] else ' (importing)'}"

@@ -105,7 +105,8 @@ def _beginning(run: RunDir, recorded: Recorded) -> RunState:
         parts = recorded.snapshot()
         return snapshot.load(plan, parts) if parts else RunState(plan)
     except TopologyError as error:
-        text = f"journal {run.journal}: is replayed with the run's topology: {'; '.join(str(error).splitlines())}"
+        causes = "; ".join(str(error).splitlines())
+        text = f"journal {run.journal}: cannot be replayed, because the run's topology is invalid: {causes}"
         raise RpcError(ErrorCode.BAD_REQUEST, text) from None
     except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
         text = f"journal {run.journal}: snapshot cannot be read ({error}); use the release that wrote it"

@@ -189,7 +189,7 @@ class HostBook:
             text = f"host {host.name}: placement.hosts gives it {host.gpus} GPUs, its agent may use {report.gpus}"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         if report.incarnation in host.given_up:
-            raise RpcError(ErrorCode.LOST, f"host {host.name}: counts as lost since it was silent; join again")
+            raise RpcError(ErrorCode.LOST, f"host {host.name}: counts as lost, because it was silent; join again")
         effects: list[Effect] = []
         known = host.report
         if host.state == HostState.JOINED and known is not None and known.incarnation != report.incarnation:
@@ -232,7 +232,11 @@ class HostBook:
             for host in self.hosts.values()
             if host.state == HostState.JOINED and now - host.heard_at > SILENT_S
         ]
-        return [effect for name in silent for effect in self.lose(name, f"its agent is silent for {SILENT_S:g} s", now)]
+        return [
+            effect
+            for name in silent
+            for effect in self.lose(name, f"its agent has been silent for {SILENT_S:g} s", now)
+        ]
 
     # ---- decisions
 

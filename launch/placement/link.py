@@ -63,7 +63,7 @@ class HostLink:
                 elif error.code == ErrorCode.BAD_REQUEST:
                     supervisor.kill(str(error))
                 elif loop.time() - heard_at > ALONE_S:
-                    supervisor.kill(f"the run does not answer for {ALONE_S:g} s: {error}")
+                    supervisor.kill(f"the run has not answered for {ALONE_S:g} s: {error}")
                 continue
             heard_at = loop.time()
             self._obey(supervisor, orders)

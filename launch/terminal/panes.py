@@ -213,7 +213,7 @@ def _waits(lanes: Sequence[Lane], seconds: float) -> list[Text]:
             waited_s = covered_s([*work, *waits]) - lane.working_s
             if waited_s >= MIN_WAIT_S:
                 totals[(lane.name, what, of)] = waited_s
-    lines = [Text("who waited for whom", style="bold")]
+    lines = [Text("which process waited for which", style="bold")]
     for (name, what, of), total_s in sorted(totals.items(), key=lambda item: -item[1]):
         lines.append(Text(f"  {name} waited {total_s:.1f} s of {seconds:g} s for {_of(what, of)}"))
     return lines if totals else []

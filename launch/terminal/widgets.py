@@ -15,13 +15,13 @@ from launch.terminal.visible import visible_text
 
 HELP = """\
 1 … 8, ← →   go to a view               t   light or dark
-?            this page                  q   leave; the run goes on
+?            this page                  q   quit; the run continues
 
 Services     r   restart the process    d   drain a rollout or reference
              (a run on this machine, or an access file of role operator)
-Curves       ↓ ↑   next and previous    z   one picture, or many
+Curves       ↓ ↑   next and previous    z   one chart or all
 Time         - +   longer and shorter window
-Log          /   filter by text         l   least level     (a run on this machine)
+Log          /   filter by text         l   lowest level    (a run on this machine)
 Samples      , .   earlier and later step     o   order     c   colours     e   data set
 
 docs/monitor.md describes what each view shows.  Esc closes this page."""

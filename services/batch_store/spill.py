@@ -43,7 +43,7 @@ def spill_folder(name: str, spill: str, run: RunDir, instance: str) -> Path:
             shutil.rmtree(folder, ignore_errors=True)
     if foreign:
         structlog.get_logger(name).info(
-            "folders spilled by other hosts, or by this one before a reboot, are kept: delete those that no run uses",
+            "spill folders of other hosts, or of this one before a reboot, are kept: delete those that no run uses",
             spill=spill,
             folders=sorted(foreign)[:64],
         )

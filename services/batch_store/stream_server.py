@@ -494,7 +494,7 @@ def _is_available(wanted: _Range) -> bool:
     """Return whether a range can be sent. Raises ConnectionAbortedError if it never will be."""
     available = wanted.stream.source.available_bytes
     if available < 0:
-        raise ConnectionAbortedError("the rest of the stream will not come")
+        raise ConnectionAbortedError("the rest of the stream will not arrive")
     return wanted.offset + wanted.nbytes <= available
 
 

@@ -192,7 +192,7 @@ _STATUS = (
     ("reachable", "scheduler_up", "whether the scheduler answers the monitor, 1 or 0"),
     ("step", "step", "the newest committed training step"),
     ("steps", "planned_steps", "training steps of the run"),
-    ("lineage", "weights_lineage", "lineage of the present weights, which grows with each reload"),
+    ("lineage", "weights_lineage", "lineage of the current weights, which grows with each reload"),
     ("version", "weights_version", "newest published policy version"),
     ("store/bytes", "store_bytes", "bytes held by all stores"),
     ("store/limit_bytes", "store_limit_bytes", "sum of the limits of all stores"),
@@ -217,7 +217,7 @@ def _add_losses(found: Collected, values: Mapping[str, float | str]) -> None:
         kind, _, rest = key.partition("/")
         if isinstance(value, str):
             process, _, trouble = key.rpartition("/")
-            about = "a present trouble of a service, whose text ctl doctor has"
+            about = "a current trouble of a service, whose text ctl doctor shows"
             labels = {"service": process.rpartition("/")[0], "process": process, "kind": trouble}
             found.add(f"{PREFIX}_trouble", about, 1.0, labels)
         elif kind == "dropped":

@@ -167,7 +167,7 @@ class ExporterService(Service):
             self._report()
 
     def _lose_file(self, error: OSError) -> None:
-        self.log.warning("traces/ is not written any further, the run goes on", cause=error.strerror or str(error))
+        self.log.warning("traces/ is no longer written, the run goes on", cause=error.strerror or str(error))
         self._file = None
 
     def _report(self) -> None:

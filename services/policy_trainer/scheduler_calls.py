@@ -90,5 +90,7 @@ class SchedulerCalls:
             except RpcError as error:
                 if error.code not in _AWAY or loop.time() >= give_up:
                     raise
-                self._log.warning("scheduler away, trying again", request=type(request).__name__, error=str(error))
+                self._log.warning(
+                    "scheduler does not answer, trying again", request=type(request).__name__, error=str(error)
+                )
                 await asyncio.sleep(error.retry_after_s or 0.2)  # only paces the retries

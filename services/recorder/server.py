@@ -99,7 +99,7 @@ class RecorderService(Service):
             self.log.info("samples discarded", lineage=rewind.lineage, step=rewind.step, files=moved)
         self._rewinds += len(due.rewinds)
         if due.lost > self._lost:
-            self.log.warning("samples lost: the recorder was too slow or away", tasks=due.lost - self._lost)
+            self.log.warning("samples lost: the recorder was too slow or not running", tasks=due.lost - self._lost)
             self._lost = due.lost
         shards: Shards = {}
         with contextlib.suppress(TimeoutError):

@@ -147,7 +147,7 @@ class WeightsSync:
         """
         coming, self._coming = self._coming, None
         if coming is None:
-            raise RpcError(ErrorCode.INTERNAL, f"{self._who}: no weights were placed that could be proved")
+            raise RpcError(ErrorCode.INTERNAL, f"{self._who}: no weights were loaded that could be verified")
         ref, loaded = coming.ref, await self._drilled_and_set(coming)
         what = f"version {ref.step} of lineage {ref.lineage}"
         verify_s = await self._verify(ref.canary, loaded, what)

@@ -74,7 +74,7 @@ def _lose_store(run: RunState, store: str, why: str) -> None:
     _go_back(run, step, f"{store} lost its data")
     run.versions.forget(store)
     lose_evaluations(run, step)
-    cause = f"{store} {why}: back to step {step}, {replayed} steps and {again} tasks again"
+    cause = f"{store} {why}: back to step {step}, {replayed} steps and {again} tasks are repeated"
     run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
 

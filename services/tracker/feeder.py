@@ -83,7 +83,7 @@ class Feeder:
                 self.refused = self._told(f"{self.name}: {error}")
                 return
             except Exception as error:  # whatever a library raises, the run continues and rows wait
-                self._log.warning("the tracker does not take the run", tracker=self.name, exc_info=error)
+                self._log.warning("the tracker does not accept the run", tracker=self.name, exc_info=error)
                 waiting = f"the steps after {self._ledger.step} wait" if self._ledger.sent else "all steps wait"
                 self.problem = self._told(f"{self.name}: {describe(error)}; {waiting} in metrics.jsonl")
             finally:

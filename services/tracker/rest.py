@@ -38,7 +38,7 @@ def main() -> int:
     feeder.end(end_of(run))
     feeder.run()
     rest = feeder.refused or ledger.unsent(run.path, name)
-    print(rest or f"{name}: has every step, and how the run ended", file=sys.stderr if rest else sys.stdout)
+    print(rest or f"{name}: has every step and the end of the run", file=sys.stderr if rest else sys.stdout)
     return 1 if rest else 0
 
 

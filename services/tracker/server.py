@@ -64,7 +64,7 @@ class TrackerService(Service):
                 self.exit_status = PEER_LOST_STATUS
                 raise RpcError(ErrorCode.DEADLINE, f"{feeder.name}: no answer for {HANG_S:g} s")
         self.exit_status = UNUSABLE_STATUS
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{feeder.refused}; {feeder.name} lacks the steps from here on")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{feeder.refused}; {feeder.name} lacks all further steps")
 
     async def drain(self) -> None:
         if self._feeder is None:

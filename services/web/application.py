@@ -152,7 +152,7 @@ class _Handlers:
 
     async def operate(self, request: Request) -> Response:
         if self._operator is None:
-            raise HTTPException(403, "monitor.web.operator_token is not set: this page changes nothing")
+            raise HTTPException(403, "monitor.web.operator_token is not set, so this page cannot change anything")
         if not self._operator.matches(request.headers.get(OPERATOR_TOKEN, "")):
             raise HTTPException(403, "the operator token is missing or wrong")
         if self._page.calls is None:

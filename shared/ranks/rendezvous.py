@@ -83,7 +83,7 @@ class Rendezvous:
             if now >= current.deadline:
                 missing = sorted(set(range(len(self._names))) - current.waiting.keys())
                 names = ", ".join(self._names[rank] for rank in missing)
-                self.end(f"{name}: {names} did not come within {self._deadline_s:g} s of the first rank")
+                self.end(f"{name}: {names} did not join within {self._deadline_s:g} s of the first rank")
                 return
 
     def end(self, cause: str) -> None:

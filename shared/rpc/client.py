@@ -255,7 +255,7 @@ class Client:
             self._log.warning("bad reply dropped", error=str(error))
             return
         if not decoded.envelope.flags & FLAG_REPLY:
-            self._log.warning("a client got a request, dropped", request=type(decoded.body).__name__)
+            self._log.warning("request to a client dropped", request=type(decoded.body).__name__)
             return
         pending = self._pending.get(decoded.envelope.request_id)
         if pending is None or pending.future.done():

@@ -249,7 +249,7 @@ class Mailbox:
             try:
                 frames = self._encode(call, body)
             except WireError as error:
-                self._log.error("reply cannot travel", reply=type(body).__name__, error=str(error))
+                self._log.error("reply cannot be sent", reply=type(body).__name__, error=str(error))
                 frames = self._encode(call, RpcError(ErrorCode.INTERNAL, f"{self._name}: {error}").to_message())
         call.answered = True
         if call.expiry is not None:
@@ -351,7 +351,7 @@ class Mailbox:
 
     def _expire(self, call: Call) -> None:
         """Forget a deferred answer that no caller is waiting for, so that calls do not accumulate."""
-        call.fail(RpcError(ErrorCode.DEADLINE, f"{self._name}: the deferred answer did not come in time"))
+        call.fail(RpcError(ErrorCode.DEADLINE, f"{self._name}: the deferred answer did not arrive in time"))
 
     def _fail(self, call: Call, body: Message, error: Exception) -> None:
         if isinstance(error, RpcError):

@@ -135,7 +135,7 @@ class Algorithm(Section):
     num_iterations: Count = Field(default=1, description="passes over a step's tasks; the step still makes one version")
     advantage: Advantage = Field(default_factory=Advantage, description="advantage estimator")
     loss: Loss = Field(default_factory=Loss, description="policy loss")
-    kl: KL | None = Field(default=None, description="KL to the reference; left out: none")
+    kl: KL | None = Field(default=None, description="KL to the reference; default: none")
     filter_zero_variance: FilterZeroVariance | None = Field(
         default=None, description="drop tasks whose rewards, as returned by the functions, are all equal; default: keep"
     )

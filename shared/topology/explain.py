@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from shared.topology.problem import Path, dotted, shown
 from shared.topology.schema import Topology
 
-_CHANGES_DISTRIBUTION = "changes the distribution that the log-probs of training samples claim; remove it"
+_CHANGES_DISTRIBUTION = "changes the distribution that the log-probs of training samples describe; remove it"
 _CHANGING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _REFUSED: dict[Path, str] = {("sampling", name): _CHANGES_DISTRIBUTION for name in _CHANGING}
 _KINDS = {

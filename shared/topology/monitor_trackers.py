@@ -26,7 +26,8 @@ class Wandb(Section):
 
 class Tensorboard(Section):
     directory: LocalPath | None = Field(
-        default=None, description="folder for a folder of this run with its event files; default: the run directory"
+        default=None,
+        description="folder in which a folder of this run holds its event files; default: the run directory",
     )
     samples: SampleCount = 8
 

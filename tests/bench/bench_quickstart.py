@@ -47,14 +47,16 @@ def run(work: Work, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The quickstart against TRL's GRPOTrainer, in samples a second.")
-    parser.add_argument("--steps", type=int, default=QUICKSTART.steps, help="of each run, warm-up included")
-    parser.add_argument("--warm-up", type=int, default=QUICKSTART.warm_up, help="first steps, left out")
+    parser = argparse.ArgumentParser(description="The quickstart against TRL's GRPOTrainer, in samples per second.")
+    parser.add_argument("--steps", type=int, default=QUICKSTART.steps, help="steps of each run, warm-up included")
+    parser.add_argument(
+        "--warm-up", type=int, default=QUICKSTART.warm_up, help="number of first steps that are left out"
+    )
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each side")
-    parser.add_argument("--only", choices=("cluster", "trl"), help="one side, no ratio")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="a run that takes longer has failed")
+    parser.add_argument("--only", choices=("cluster", "trl"), help="measure one side only, without a ratio")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="seconds after which a run counts as failed")
     parser.add_argument("--sweep", action="store_true", help="find TRL's fastest settings and record them")
-    parser.add_argument("--start-up", action="store_true", help="only the seconds to the cluster's first row")
+    parser.add_argument("--start-up", action="store_true", help="measure only the seconds to the cluster's first row")
     args = parser.parse_args()
     if not 1 <= args.warm_up < args.steps:
         parser.error(f"--warm-up {args.warm_up} must be at least 1 and below --steps {args.steps}")

@@ -104,17 +104,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Running ahead, weight sync and TRL, in ratios.")
     parser.add_argument("--only", choices=("ahead", "sync", "trl"))
     parser.add_argument(
-        "--steps", type=int, default=SHORT.steps, help="of each run of ahead and of short answers, warm-up included"
+        "--steps",
+        type=int,
+        default=SHORT.steps,
+        help="steps of each run of ahead and of short answers, warm-up included",
     )
     parser.add_argument(
-        "--long-steps", type=int, default=LONG.steps, help="of each run of trl on long answers, warm-up included"
+        "--long-steps", type=int, default=LONG.steps, help="steps of each run of trl on long answers, warm-up included"
     )
-    parser.add_argument("--warm-up", type=int, default=LONG.warm_up, help="first steps, left out")
+    parser.add_argument("--warm-up", type=int, default=LONG.warm_up, help="number of first steps that are left out")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each side of ahead and trl")
     parser.add_argument("--sync-mib", type=int, nargs="+", default=[104, 512, 1024])
-    parser.add_argument("--syncs", type=int, default=8, help="of each size, a copy of as many bytes before each")
-    parser.add_argument("--threads", type=int, default=2, help="of trainer and engine in sync")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="a run that takes longer has failed")
+    parser.add_argument("--syncs", type=int, default=8, help="syncs of each size, each after a copy of as many bytes")
+    parser.add_argument("--threads", type=int, default=2, help="threads of trainer and engine in sync")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="seconds after which a run counts as failed")
     parser.add_argument("--sweep", action="store_true", help="find TRL's fastest settings and record them")
     args = parser.parse_args()
     if (args.sweep or args.only in (None, "trl")) and not PEER_PYTHON.exists():

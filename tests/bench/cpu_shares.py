@@ -79,9 +79,9 @@ def measure(steps: int, warm_up: int, limit_s: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Share of each process in the CPU time of the quickstart.")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm-up", type=int, default=10, help="first steps, left out")
+    parser.add_argument("--warm-up", type=int, default=10, help="number of first steps that are left out")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="a run that takes longer has failed")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="seconds after which a run counts as failed")
     args = parser.parse_args()
     if not 0 < args.warm_up < args.steps:
         parser.error(f"--warm-up {args.warm_up} must be above 0 and below --steps {args.steps}")

@@ -116,9 +116,9 @@ def measure(steps: int, first: int, limit_s: float) -> dict[str, Growth]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Growth of the processes of a run of the quickstart.")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--from", dest="first", type=int, default=100, help="the step that growth counts from")
+    parser.add_argument("--from", dest="first", type=int, default=100, help="step from which growth is measured")
     parser.add_argument("--turns", type=int, default=1, help="runs")
-    parser.add_argument("--limit-s", type=float, default=900.0, help="a run that takes longer has failed")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="seconds after which a run counts as failed")
     args = parser.parse_args()
     if not 0 < args.first <= args.steps - 2 * WINDOW:
         parser.error(f"--from {args.first} must be above 0 and {2 * WINDOW} steps below --steps {args.steps}")

@@ -163,7 +163,7 @@ def _leased_again(path: Path, killed_at: float) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="What Ray adds to a run, and how soon a lost host is replaced.")
     parser.add_argument("--turns", type=int, default=2, help="runs of each engine")
-    parser.add_argument("--losses", type=int, default=2, help="nodes to kill, one in each run")
+    parser.add_argument("--losses", type=int, default=2, help="number of nodes to kill, one in each run")
     args = parser.parse_args()
     print(heading())
     with ray_cluster("b", "c") as cluster:

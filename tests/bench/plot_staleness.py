@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Reward against wall-clock for several bounds of staleness.")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each bound")
-    parser.add_argument("--limit-s", type=float, default=900.0, help="a run that takes longer has failed")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="seconds after which a run counts as failed")
     parser.add_argument("--picture", type=Path, default=PICTURE)
     args = parser.parse_args()
 

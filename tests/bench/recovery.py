@@ -185,9 +185,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="kills of each service")
     parser.add_argument("--only", choices=SERVICES, help="kill one service only")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="a setting of the topology")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the kills and their moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order and the moments of the kills")
     parser.add_argument("--timeline", action="store_true", help="print what the processes log after each kill")
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="a run that takes longer has failed")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds after which a run counts as failed")
     args = parser.parse_args()
     print(heading())
     services = (args.only,) if args.only else SERVICES

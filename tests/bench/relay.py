@@ -66,8 +66,8 @@ async def seconds(folder: Path, shape: str, hosts: int, nbytes: int, rate: int, 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--hosts", type=int, default=5)
-    parser.add_argument("--mb", type=int, default=96, help="size of the version")
-    parser.add_argument("--rate", type=int, default=12, help="MB/s of each line")
+    parser.add_argument("--mb", type=int, default=96, help="size of the version in MB")
+    parser.add_argument("--rate", type=int, default=12, help="rate of each line in MB/s")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     options = parser.parse_args(words)

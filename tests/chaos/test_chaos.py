@@ -91,7 +91,7 @@ def test_steps_that_train_a_task_twice_or_lose_a_commit_are_found(tmp_path: Path
     ]
 
 
-def test_points_of_a_seed_are_the_same_each_time(tmp_path: Path) -> None:
+def test_a_seed_always_draws_the_same_points(tmp_path: Path) -> None:
     one, other = (points.drawn(random.Random(5), tmp_path, 6) for _ in range(2))
     assert one == other
     assert len({(point.module, point.name, point.match) for point in one}) == 6

@@ -45,7 +45,7 @@ def test_relative_links_lead_to_a_file_and_a_heading(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_modules_and_make_targets_that_documents_name_exist(document: Path) -> None:
+def test_modules_and_make_targets_named_in_documents_exist(document: Path) -> None:
     text = document.read_text()
     modules = set(re.findall(r"python -m ((?:proto|shared|services|launch|tests)[\w.]*\w)", text))
     assert not {module for module in modules if importlib.util.find_spec(module) is None}
@@ -54,7 +54,7 @@ def test_modules_and_make_targets_that_documents_name_exist(document: Path) -> N
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_files_that_documents_name_exist(document: Path) -> None:
+def test_files_named_in_documents_exist(document: Path) -> None:
     paths = re.findall(r"`((?:proto|shared|services|launch|tests|docs)/[\w./-]+)`", document.read_text())
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
@@ -74,7 +74,7 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
 
 
-def test_every_topic_of_telemetry_is_documented_and_exists() -> None:
+def test_documented_telemetry_topics_are_exactly_those_that_exist() -> None:
     table = (ROOT / "docs" / "telemetry.md").read_text()
     documented = {each for row in re.findall(r"^\| (`.+?) \|", table, re.M) for each in re.findall("`([^`<]+)`", row)}
     code = "\n".join(path.read_text() for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))

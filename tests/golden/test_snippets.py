@@ -92,7 +92,7 @@ def test_topology_keys_that_documents_name_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_code_of_documents_can_be_parsed(document: Path) -> None:
+def test_code_blocks_in_documents_can_be_parsed(document: Path) -> None:
     for language, text in blocks(document):
         match language:
             case "python":
@@ -116,7 +116,7 @@ def keys_of(data: Any, path: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
-def test_keys_of_topologies_in_documents_exist(document: Path) -> None:
+def test_keys_of_example_topologies_in_documents_exist(document: Path) -> None:
     for language, text in blocks(document):
         data = yaml.safe_load(text) if language == "yaml" and "apiVersion" not in text else None
         if isinstance(data, dict) and set(data) <= SECTIONS:

@@ -110,7 +110,7 @@ def test_lines_are_short() -> None:
     assert [number for number, line in enumerate(lines, 1) if len(line) > LINE_CHARACTERS] == []
 
 
-def test_every_message_has_a_route_or_is_an_answer() -> None:
+def test_every_message_has_a_route_or_is_a_reply() -> None:
     names = {cls.__name__ for cls in all_messages().values()}
     answers = {cls.REPLY.__name__ for cls in all_messages().values() if issubclass(cls, Request)} | {"Error"}
     assert set(ROUTES) == names - answers
@@ -165,7 +165,7 @@ def test_error_codes_and_outcomes_match_the_code() -> None:
     assert re.findall(r"^- `(\d)` \((\w+)\)", section(6), re.M) == [("0", "done"), ("1", "retry"), ("2", "drop")]
 
 
-def test_errors_of_requests_have_known_codes() -> None:
+def test_errors_documented_for_requests_have_known_codes() -> None:
     requests = [cls for cls in all_messages().values() if issubclass(cls, Request)]
     named = {cls.__name__: own for cls in requests if (own := errors_of(cls))}
     assert {"PutBegin", "Locate", "LeaseRequest", "NextBatch", "OptimStep"} <= named.keys()

@@ -59,7 +59,7 @@ def test_an_index_names_every_file_and_the_vectors_cover_every_dtype() -> None:
 
 
 @pytest.mark.parametrize("index", [INDEX, FILES, REFUSED], ids=lambda path: path.name)
-def test_numbers_in_an_index_are_exact_in_every_language(index: Path) -> None:
+def test_numbers_in_an_index_are_small_enough_to_be_exact_in_every_language(index: Path) -> None:
     def check(digits: str) -> int:
         assert abs(int(digits)) <= EXACT
         return int(digits)
@@ -98,7 +98,7 @@ def test_stored_refusals_are_the_generated_messages(refusal: Refusal) -> None:
 
 
 @pytest.mark.parametrize("stored", REFUSALS, ids=lambda each: each["name"])
-def test_mailbox_answers_and_counts_a_refused_message_as_stored(stored: dict[str, Any]) -> None:
+def test_mailbox_replies_to_and_counts_a_refused_message_as_the_vector_states(stored: dict[str, Any]) -> None:
     asyncio.run(_send_refused(stored))
 
 

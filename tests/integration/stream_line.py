@@ -19,7 +19,7 @@ from shared.rundir import RunDir
 from tests.integration.store_process import REPOSITORY, Peer, StoreProcess
 
 IN_CLEAR = "transport: {listen: 127.0.0.1, encrypt_bulk: false}\n"
-"""Lines that end a topology and turn stream encryption off."""
+"""Lines that turn stream encryption off when they are appended to a topology."""
 
 
 def free_port() -> int:

@@ -7,8 +7,8 @@ from tests.mutants.mutation import Mutation
 ENVELOPE = "proto/envelope.py"
 CODEC = "proto/codec.py"
 MAILBOX = "shared/rpc/mailbox.py"
-NEWER = "tests/unit/proto/test_codec.py::test_newer_major_version_is_named_even_with_another_kind_of_checksum"
-HEADER = "tests/unit/proto/test_codec.py::test_header_is_refused"
+NEWER = "tests/unit/proto/test_codec.py::test_newer_major_version_is_reported_even_with_another_kind_of_checksum"
+HEADER = "tests/unit/proto/test_codec.py::test_malformed_header_is_refused"
 RPC = "tests/unit/shared/rpc/test_rpc.py"
 RPC_MISUSE = "tests/unit/shared/rpc/test_rpc_misuse.py"
 SECURITY = "tests/unit/shared/test_security.py"
@@ -54,14 +54,14 @@ BUS = [
         "proto/inline.py",
         "kind not in INLINE_TYPES or value",
         "value",
-        "tests/unit/proto/test_codec.py::test_inline_array_is_refused",
+        "tests/unit/proto/test_codec.py::test_malformed_inline_array_is_refused",
     ),
     Mutation(
         "a control message carries a tensor over 64 KiB",
         "proto/inline.py",
         "or len(data) > MAX_INLINE_BYTES:",
         "or False:",
-        "tests/unit/proto/test_codec.py::test_inline_array_is_refused",
+        "tests/unit/proto/test_codec.py::test_malformed_inline_array_is_refused",
     ),
     Mutation(
         "a retry of an answered request is executed again",
@@ -103,7 +103,7 @@ BUS = [
         "shared/security/roles.py",
         "LEAST_ROLE.get(kind, Role.SERVICE)",
         "LEAST_ROLE.get(kind, Role.OBSERVER)",
-        f"{SECURITY}::test_unlisted_messages_are_for_services_and_rights_grow_with_the_role",
+        f"{SECURITY}::test_unlisted_messages_are_reserved_for_services_and_each_role_includes_the_rights_of_lesser_roles",
     ),
     Mutation(
         "a key of another run is admitted",

@@ -8,7 +8,7 @@ BOOK = "launch/placement/book.py"
 SCHEDULER = "services/scheduler/state.py"
 LARGE = "tests/unit/scheduler/test_large_runs.py"
 STORES = "tests/unit/scheduler/test_stores.py"
-PLACES = "tests/property/test_host_book.py::test_every_process_has_one_place_whatever_happens_to_the_hosts"
+PLACES = "tests/property/test_host_book.py::test_every_process_has_exactly_one_place_whatever_happens_to_the_hosts"
 RETURNS = "tests/unit/launch/test_host_book.py::test_a_host_that_returns_runs_processes_that_found_no_other_place"
 
 HOSTS = [
@@ -17,7 +17,7 @@ HOSTS = [
         "launch/supervisor/server.py",
         "if (key, request.pid) in self._ended_lives:",
         "if child is None or child.pid != request.pid:",
-        "tests/unit/launch/test_supervisor_server.py::test_only_the_death_of_the_supervisors_own_process_is_confirmed",
+        "tests/unit/launch/test_supervisor_server.py::test_supervisor_confirms_the_death_of_only_its_own_processes",
     ),
     Mutation(
         "a process whose end was not observed never counts as ended",
@@ -31,14 +31,14 @@ HOSTS = [
         SCHEDULER,
         "> GONE_S and holder[0] == STORE and service_name(*holder) != TRAINER_STORE",
         "> GONE_S and holder[0] == STORE and holder[1] > 1",
-        f"{STORES}::test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_made_again",
+        f"{STORES}::test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_sampled_again",
     ),
     Mutation(
         "the trainer puts into the store of the first host by name",
         "shared/topology/schema.py",
         "return [self.home, *sorted({*named, *self.placement.hosts} - {self.home})]",
         'return sorted({self.home, *named, *self.placement.hosts}, key=lambda host: host or "")',
-        "tests/unit/shared/topology/test_topology.py::test_the_trainers_host_has_the_store_into_which_the_trainer_puts",
+        "tests/unit/shared/topology/test_topology.py::test_the_host_of_the_trainer_has_the_store_that_the_trainer_uses",
     ),
     Mutation(
         "the leases of a lost host only expire",
@@ -52,7 +52,7 @@ HOSTS = [
         SCHEDULER,
         "if request.incarnation in self._lost_lives:",
         "if request.incarnation in self._lost_lives and request.service != STORE:",
-        f"{STORES}::test_a_store_that_is_heard_from_again_after_its_host_was_lost_is_not_registered_again",
+        f"{STORES}::test_a_store_that_returns_after_its_host_was_lost_is_not_registered_again",
     ),
     Mutation(
         "the processes of a lost host stay there",
@@ -88,14 +88,14 @@ HOSTS = [
         "shared/actor/service.py",
         "registered, every_s = True, answer.heartbeat_s",
         "registered, every_s = True, HEARTBEAT_S",
-        "tests/unit/shared/actor/test_actor.py::test_heartbeats_come_as_often_as_the_scheduler_asks_for",
+        "tests/unit/shared/actor/test_actor.py::test_heartbeats_are_sent_as_often_as_the_scheduler_asks_for",
     ),
     Mutation(
         "one event answers all deferred leases",
         SCHEDULER,
         "for _ in range(min(len(queue), ANSWERED_AT_ONCE)):",
         "for _ in range(len(queue)):",
-        f"{LARGE}::test_a_burst_of_deferred_leases_is_answered_in_parts_so_that_others_are_answered_in_between",
+        f"{LARGE}::test_a_burst_of_deferred_leases_is_answered_in_parts_so_that_other_requests_are_answered_in_between",
     ),
     Mutation(
         "every event looks at the clears of every store",
@@ -112,14 +112,14 @@ HOSTS = [
 """,
         """        queue = self._queues[store]
 """,
-        f"{LARGE}::test_clears_beyond_those_of_one_message_follow_its_acknowledgement",
+        f"{LARGE}::test_clears_that_do_not_fit_into_one_message_are_sent_after_its_acknowledgement",
     ),
     Mutation(
         "the scheduler ends before the processes of other hosts",
         "launch/supervisor/state.py",
         "if self._hosts and DRAIN_ORDER[index] in LAST:",
         "if self._hosts and index > len(DRAIN_ORDER):",
-        "tests/unit/launch/test_supervisor_hosts.py::test_what_other_hosts_talk_to_stays_until_they_have_ended",
+        "tests/unit/launch/test_supervisor_hosts.py::test_processes_that_other_hosts_connect_to_run_until_these_hosts_have_ended",
     ),
     Mutation(
         "a damaged chunk of a version is passed on",
@@ -140,7 +140,7 @@ HOSTS = [
         SCHEDULER,
         "self._now - seen.at < ABSENT_S",
         "self._now - seen.at < GONE_S",
-        f"{STORES}::test_stores_take_weights_from_those_before_them_on_other_hosts_unless_they_are_silent",
+        f"{STORES}::test_stores_copy_weights_from_earlier_stores_on_other_hosts_unless_these_are_silent",
     ),
     Mutation(
         "the log-probs of ranks on other hosts are not counted and stay for good",
@@ -155,14 +155,14 @@ HOSTS = [
         "blocks = [copy * spread + rank * spread // ranks for",
         "blocks = [copy * spread + rank % spread for",
         "tests/unit/shared/topology/test_topology.py::"
-        "test_copies_take_turns_on_hosts_and_ranks_of_one_copy_are_divided_in_blocks",
+        "test_copies_alternate_between_hosts_and_ranks_of_one_copy_are_divided_in_blocks",
     ),
     Mutation(
         "tensor parallel ranks are on two hosts",
         "shared/topology/split_checks.py",
         "if ranks % hosts or each % close:",
         "if ranks % hosts:",
-        "tests/unit/shared/topology/test_refusals.py::test_hosts_that_cannot_do_their_part_are_refused",
+        "tests/unit/shared/topology/test_refusals.py::test_hosts_that_cannot_run_their_services_are_refused",
     ),
     Mutation(
         "the access that agents wait for stays when the run is over",
@@ -170,6 +170,6 @@ HOSTS = [
         "                stack.callback(access.unlink, missing_ok=True)\n",
         "",
         "tests/integration/hosts/test_exported_access.py"
-        "::test_an_agent_waits_for_the_access_that_lasts_as_long_as_the_run",
+        "::test_an_agent_waits_for_the_access_file_which_exists_as_long_as_the_run",
     ),
 ]

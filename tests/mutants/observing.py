@@ -1,4 +1,4 @@
-"""Defects in what observers see: curves, processes, lost updates, text that steers the terminal."""
+"""Defects in what observers see: curves, processes, lost updates, text that controls the terminal."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ OBSERVING = [
         CURVES,
         "                curve.cut(step)\n",
         "                curve.cut(math.inf)\n",
-        f"{VIEW}::test_curves_replace_what_the_run_takes_back",
+        f"{VIEW}::test_curves_replace_the_points_that_the_run_takes_back",
     ),
     Mutation(
         "a silent process counts as well",
         "shared/view/services.py",
         "silent_s > SILENT_S:",
         "silent_s < 0:",
-        f"{VIEW}::test_a_process_that_falls_silent_is_wrong",
+        f"{VIEW}::test_a_process_that_falls_silent_is_shown_as_unhealthy",
     ),
     Mutation(
         "waits hide work",
         "launch/terminal/panes.py",
         "key=lambda each: not each.waits):",
         "key=lambda each: each.waits):",
-        f"{DRAWN}::test_the_lane_of_a_process_shows_work_over_waits",
+        f"{DRAWN}::test_the_lane_of_a_process_draws_work_on_top_of_waits",
     ),
     Mutation(
         "escape codes of a sample reach the terminal",
         "launch/terminal/visible.py",
         "for code in range(0x20) if code != 0x0A}",
         "for code in range(0x1B) if code != 0x0A}",
-        f"{DRAWN}::test_control_characters_become_visible_and_breaks_stay",
+        f"{DRAWN}::test_control_characters_become_visible_and_line_breaks_are_kept",
     ),
 ]

@@ -18,7 +18,7 @@ ROLLOUT = [
         SYNC,
         "        error = await self._prove(ref.drill, ref.drill.tolerance",
         "        self._drilled.add(loaded.entry)\n        error = await self._prove(ref.drill, ref.drill.tolerance",
-        f"{WEIGHTS}::test_an_entry_counts_as_drilled_only_once_the_drills_canary_was_matched",
+        f"{WEIGHTS}::test_an_entry_counts_as_drilled_only_after_the_canary_of_the_drill_matched",
     ),
     Mutation(
         "the start-up drill is left out",
@@ -75,14 +75,14 @@ ROLLOUT = [
         "services/rollout/engines/weights.py",
         "if missing or unexpected:",
         "if False:",
-        f"{WEIGHTS}::test_missing_and_unexpected_parameters_are_named_and_nothing_is_touched",
+        f"{WEIGHTS}::test_missing_and_unexpected_parameters_are_reported_and_no_weight_changes",
     ),
     Mutation(
         "a parameter of another type or shape is set",
         "services/rollout/engines/weights.py",
         "if tensors[name].dtype != dtype or tensors[name].shape != shape:",
         "if False:",
-        f"{WEIGHTS}::test_a_parameter_of_another_shape_is_named",
+        f"{WEIGHTS}::test_a_parameter_of_another_shape_is_reported",
     ),
     Mutation(
         "a token of unverified weights gets a version",

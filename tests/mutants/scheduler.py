@@ -51,7 +51,7 @@ SCHEDULER = [
         COMPLETING,
         "if result.fence < task.fence:",
         "if False:",
-        f"{LEASES}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
+        f"{LEASES}::test_loss_of_a_lease_raises_the_fence_deletes_the_old_result_and_refuses_a_late_one",
     ),
     Mutation(
         "a result under a fence that was never granted is accepted",
@@ -65,7 +65,7 @@ SCHEDULER = [
         COMPLETING,
         " and accepted.content_hash == result.content_hash:",
         ":",
-        f"{LEASES}::test_a_repeated_result_is_a_no_op_and_a_different_one_a_conflict",
+        f"{LEASES}::test_a_repeated_result_is_a_no_op_and_a_different_result_is_a_conflict",
     ),
     Mutation(
         "a group of one survivor is trained on",
@@ -79,7 +79,7 @@ SCHEDULER = [
         "services/scheduler/tasks.py",
         "task.fence = max(task.fence + 1, self.least_fence)",
         "task.fence = max(task.fence, self.least_fence)",
-        f"{LEASES}::test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result",
+        f"{LEASES}::test_loss_of_a_lease_raises_the_fence_deletes_the_old_result_and_refuses_a_late_one",
     ),
     Mutation(
         "a heartbeat without progress renews a lease",
@@ -142,14 +142,14 @@ SCHEDULER = [
         STEPPING,
         "if step <= run.committed_step:",
         "if step < run.committed_step:",
-        f"{STEPS}::test_a_commit_is_carried_out_once",
+        f"{STEPS}::test_a_repeated_commit_is_carried_out_only_once",
     ),
     Mutation(
         "a step that is requested again gets other tasks",
         STEPPING,
         "if step > run.batched_step:\n        if step",
         "if step >= run.batched_step:\n        if step",
-        f"{STEPS}::test_a_repeated_request_for_a_batch_gets_the_same_one_and_a_step_out_of_order_is_a_conflict",
+        f"{STEPS}::test_a_repeated_request_for_a_batch_gets_the_same_batch_and_a_step_out_of_order_is_a_conflict",
     ),
     Mutation(
         "calls of a replaced driver are executed",
@@ -184,7 +184,7 @@ SCHEDULER = [
         COLLECTION,
         "            if not task.clears:\n",
         "            if True:\n",
-        f"{STORES}::test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_only_for_them",
+        f"{STORES}::test_a_clear_is_sent_to_the_stores_that_hold_the_task_and_waits_only_for_them",
     ),
     Mutation(
         "room of one store is counted for another",
@@ -236,7 +236,7 @@ SCHEDULER = [
         "services/scheduler/tasks.py",
         "if state not in TRANSITIONS[before]:",
         "if False:",
-        "tests/unit/scheduler/test_run_state.py::test_a_task_moves_only_along_the_table_of_transitions",
+        "tests/unit/scheduler/test_run_state.py::test_a_task_changes_state_only_as_the_table_of_transitions_allows",
     ),
     Mutation(
         "an inventory does not reveal missing shards",
@@ -285,7 +285,7 @@ SCHEDULER = [
         "services/scheduler/tables.py",
         "_EVENT.pack(seq, kind, at), body)",
         "_EVENT.pack(seq, kind, at))",
-        f"{DAMAGE}::test_one_changed_value_anywhere_is_named",
+        f"{DAMAGE}::test_one_changed_value_anywhere_is_reported",
     ),
     Mutation(
         "the chain of a journal is not compared with its events",
@@ -296,21 +296,21 @@ SCHEDULER = [
                 last = seq
 """,
         "                last = seq\n",
-        f"{DAMAGE}::test_one_changed_value_anywhere_is_named",
+        f"{DAMAGE}::test_one_changed_value_anywhere_is_reported",
     ),
     Mutation(
         "rows of the readable tables are not checked",
         JOURNAL,
         "WHERE sum IS NOT checksum(",
         "WHERE sum IS NULL AND sum IS NOT checksum(",
-        f"{DAMAGE}::test_one_changed_value_anywhere_is_named",
+        f"{DAMAGE}::test_one_changed_value_anywhere_is_reported",
     ),
     Mutation(
         "a missing row of a table is not noticed",
         JOURNAL,
         "if wrong := found ^ set(rows):",
         "if wrong := found - set(rows):",
-        f"{DAMAGE}::test_a_missing_row_is_named",
+        f"{DAMAGE}::test_a_missing_row_is_reported",
     ),
     Mutation(
         "the mark is not compared with the journal",

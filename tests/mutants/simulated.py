@@ -76,6 +76,6 @@ SIMULATED = [
         "current.waiting.setdefault(request.rank, []).append(answer)",
         "current.waiting[request.rank] = [answer]",
         "tests/unit/shared/test_dispatch_rendezvous.py::"
-        "test_a_rank_that_withdraws_from_a_round_is_answered_where_it_waits",
+        "test_a_rank_that_withdraws_from_a_round_gets_the_answer_to_its_pending_request",
     ),
 ]

@@ -136,14 +136,14 @@ STORE = [
         "shared/dataplane/stream_arrival.py",
         "if found != checksums[mine]:",
         "if False:",
-        f"{WIRE}::test_one_wrong_bit_anywhere_is_found",
+        f"{WIRE}::test_one_wrong_bit_anywhere_is_detected",
     ),
     Mutation(
         "a reader accepts a large row with a wrong checksum",
         "shared/dataplane/stream_arrival.py",
         "if self._partial.intdigest() != checksum:",
         "if False:",
-        f"{WIRE}::test_one_wrong_bit_anywhere_is_found",
+        f"{WIRE}::test_one_wrong_bit_anywhere_is_detected",
     ),
     Mutation(
         "a reader accepts shards of tasks that it did not request",

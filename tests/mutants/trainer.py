@@ -26,14 +26,14 @@ TRAINER = [
         "return [self.take(sorted(indices)) for indices in chunks]",
         "return [each.with_scalars({name: values * (count if name == 'weights' else 1) "
         "for name, values in each.scalars.items()}) for each in (self.take(sorted(indices)) for indices in chunks)]",
-        "tests/unit/policy_trainer/test_slicing.py::test_samples_follow_their_tasks",
+        "tests/unit/policy_trainer/test_slicing.py::test_samples_stay_with_their_tasks",
     ),
     Mutation(
         "truncated samples count in the denominator although they are masked",
         "services/policy_trainer/token_weights.py",
         'return np.where(scalars["truncated"] != 0, 0, tokens) if overlong == "mask" else tokens',
         "return tokens",
-        f"{NUMBERS}::test_overlong_masking_comes_before_counting_except_for_the_samples_of_dr_grpo",
+        f"{NUMBERS}::test_overlong_samples_are_masked_before_counting_except_in_the_sample_count_of_dr_grpo",
     ),
     Mutation(
         "log-probs are shifted by one token",
@@ -117,7 +117,7 @@ TRAINER = [
         f"{WORKER}/backend_torch.py",
         "if not math.isfinite(grad_norm):",
         "if False:",
-        f"{STATE}::test_a_non_finite_gradient_leaves_everything_untouched",
+        f"{STATE}::test_a_non_finite_gradient_changes_neither_weights_nor_optimizer_state",
     ),
     Mutation(
         "the gradient of an update is left for the next",
@@ -138,7 +138,7 @@ TRAINER = [
         "services/policy_trainer/batch_checks.py",
         "wrong = ~np.isfinite(values)",
         "wrong = np.isinf(values)",
-        f"{NUMBERS}::test_a_non_finite_number_is_refused_with_its_task",
+        f"{NUMBERS}::test_a_non_finite_number_is_refused_and_its_task_named",
     ),
     Mutation(
         "an update runs while parts of its state are on the host",
@@ -173,14 +173,14 @@ TRAINER = [
         "services/policy_trainer/best.py",
         "rank > self._rank",
         "rank >= self._rank",
-        f"{BEST}::test_the_best_checkpoint_outlives_the_newest_and_the_first_of_equals_is_exported",
+        f"{BEST}::test_the_best_checkpoint_is_kept_beside_the_newest_and_the_first_of_equals_is_exported",
     ),
     Mutation(
         "a checkpoint is not kept while its evaluation is under way",
         "services/policy_trainer/best.py",
         "{*self.undecided, *([] if",
         "{*([] if",
-        f"{BEST}::test_the_best_checkpoint_outlives_the_newest_and_the_first_of_equals_is_exported",
+        f"{BEST}::test_the_best_checkpoint_is_kept_beside_the_newest_and_the_first_of_equals_is_exported",
     ),
     Mutation(
         "the effective sample size is that of the weights before their truncation",
@@ -208,7 +208,7 @@ TRAINER = [
         f"{WORKER}/snapshots.py",
         "        _clear(target)\n",
         "",
-        f"{SNAPSHOTS}::test_an_interrupted_write_leaves_the_other_snapshot",
+        f"{SNAPSHOTS}::test_an_interrupted_write_leaves_the_other_snapshot_intact",
     ),
     Mutation(
         "a damaged snapshot is loaded",
@@ -222,7 +222,7 @@ TRAINER = [
         f"{WORKER}/snapshots.py",
         "                self._newest = file\n            elif",
         "                pass\n            elif",
-        f"{SNAPSHOTS}::test_the_snapshot_that_was_loaded_is_not_the_one_overwritten",
+        f"{SNAPSHOTS}::test_the_snapshot_that_was_loaded_is_not_overwritten",
     ),
     Mutation(
         "a snapshot of a step that was taken back is loaded",
@@ -236,7 +236,7 @@ TRAINER = [
         "services/policy_trainer/resume.py",
         " and each.step <= info.committed_step]\n    if info.reference_step",
         "]\n    if info.reference_step",
-        f"{STATE}::test_without_such_a_snapshot_an_earlier_state_is_loaded_under_a_new_lineage",
+        f"{STATE}::test_without_a_snapshot_of_the_committed_step_an_earlier_state_is_loaded_under_a_new_lineage",
     ),
     Mutation(
         "the driver publishes weights before it commits their step",

@@ -14,7 +14,7 @@ WEB = [
         GUARD,
         "if not self._is_own_name(host):",
         "if False:",
-        f"{GUARDED}::test_other_names_are_refused",
+        f"{GUARDED}::test_names_of_other_hosts_are_refused",
     ),
     Mutation(
         "the page answers requests of other origins",
@@ -28,14 +28,14 @@ WEB = [
         "shared/bearer.py",
         'return kind.lower() == "bearer" and self.matches(given)',
         'return kind.lower() == "bearer"',
-        f"{GUARDED}::test_data_needs_the_token_if_there_is_one",
+        f"{GUARDED}::test_data_needs_the_token_if_one_is_set",
     ),
     Mutation(
         "rows that were replaced by as many others stay in the curves",
         "shared/followed_file.py",
         "return os.pread(descriptor, len(self._newest), self._position - len(self._newest)) != self._newest",
         "return False",
-        f"{HISTORY}::test_a_file_whose_last_read_line_is_gone_is_read_again",
+        f"{HISTORY}::test_a_file_that_no_longer_has_its_last_read_line_is_read_again",
     ),
     Mutation(
         "samples are read outside the samples of the run",
@@ -49,6 +49,6 @@ WEB = [
         "services/web/live_parts.py",
         "async with asyncio.timeout(SEND_S):",
         "async with asyncio.timeout(None):",
-        "tests/unit/web/test_live_parts.py::test_a_browser_that_takes_nothing_is_cut_off",
+        "tests/unit/web/test_live_parts.py::test_a_browser_that_reads_nothing_is_disconnected",
     ),
 ]

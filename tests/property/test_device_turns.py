@@ -256,7 +256,7 @@ class World:
     engines=st.integers(0, 2),
     hurt=st.sampled_from([0.0, 0.02, 0.1]),
 )
-def test_no_forbidden_parts_are_on_the_devices_together_and_all_work_is_done(
+def test_forbidden_parts_never_share_the_devices_and_all_work_is_done(
     seed: int, workers: int, scorers: int, engines: int, hurt: float
 ) -> None:
     world = World(seed, {WORKER: workers, SCORER: scorers, ENGINE: engines})
@@ -272,10 +272,10 @@ def test_no_forbidden_parts_are_on_the_devices_together_and_all_work_is_done(
 
 
 @given(seed=st.integers(0, 2**32))
-def test_a_step_has_the_same_order_for_any_timing(seed: int) -> None:
+def test_a_step_runs_in_the_same_order_with_any_timing(seed: int) -> None:
     """The optimizer leaves, the engine wakes with weights, parameters leave, the key/value memory wakes, the engine
-    sleeps, the reference scores, the trainer returns. The test gives only which process has work, and in what order
-    the work becomes possible."""
+    sleeps, the reference scores, the trainer returns. The test specifies only which process has work and the order
+    in which the work becomes possible."""
     world = World(seed, {WORKER: 1, SCORER: 1, ENGINE: 1})
     for process in world.processes.values():
         process.turns = []
@@ -308,7 +308,7 @@ def test_a_step_has_the_same_order_for_any_timing(seed: int) -> None:
         ]
 
 
-def test_a_hung_process_is_killed_at_once_if_busy_or_when_others_need_the_device_if_idle() -> None:
+def test_a_hung_process_is_killed_at_once_while_busy_and_once_others_need_the_device_while_idle() -> None:
     world = World(0, {WORKER: 1, ENGINE: 1})
     engine, worker = world.processes[(ENGINE, 0)], world.processes[(WORKER, 0)]
     worker.turns, engine.turns = [], [TURNS[ENGINE][0]]
@@ -411,7 +411,7 @@ def test_a_rank_is_admitted_while_another_waits_for_it_in_a_collective() -> None
     assert desk.granted == [ENGINE_0, RANK_0, RANK_1]
 
 
-def test_a_report_of_forbidden_parts_is_refused_and_names_both() -> None:
+def test_a_report_of_forbidden_parts_is_refused_with_an_error_that_names_both() -> None:
     desk = Desk(RANK_0, ENGINE_0)
     desk.report(RANK_0, {OPTIMIZER})
     with pytest.raises(RpcError, match=r"engine\.weights of rollout/0 .* policy\.optimizer of policy-trainer-worker/0"):

@@ -151,7 +151,7 @@ class Run:
 
 @settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 1000), st.sampled_from([0.0, 0.5, 0.95]))
-def test_evaluation_and_training_wait_at_most_for_the_leases_of_a_step_and_old_weights_are_reloaded_at_most_once(
+def test_evaluation_and_training_wait_for_at_most_one_step_of_leases_and_old_weights_reload_at_most_once_a_step(
     engines: int, staleness: int, seed: int, lazy: float
 ) -> None:
     run = Run(engines=engines, staleness=staleness, rows=120, every=1000, seed=seed, lazy=lazy)
@@ -170,7 +170,7 @@ def test_evaluation_and_training_wait_at_most_for_the_leases_of_a_step_and_old_w
     assert snapshot.dump(copy) == snapshot.dump(run.state)
 
 
-def test_an_engine_uses_the_evaluated_version_for_training_as_long_as_a_step_allows_it() -> None:
+def test_an_engine_samples_with_the_evaluated_version_as_long_as_the_step_allows_it() -> None:
     """Version 1 is published when the first step is trained. Version 1 is not needed until version 0 is too old for a
     step."""
     run = Run(engines=1, staleness=1, rows=300, every=1000, seed=0, lazy=1.0)
@@ -186,9 +186,9 @@ def test_an_engine_uses_the_evaluated_version_for_training_as_long_as_a_step_all
     assert engine.loads == [0]
 
 
-def test_evaluations_do_not_accumulate_however_many_versions_are_evaluated() -> None:
-    """Every version is evaluated, on more rows than a step has. Once two versions wait, no sample is made for a
-    third."""
+def test_the_number_of_waiting_evaluations_is_bounded_even_if_every_version_is_evaluated() -> None:
+    """Every version is evaluated, on more rows than a step has. While two versions wait, no training lease is
+    granted."""
     run = Run(engines=2, staleness=1, rows=60, every=1, seed=0, lazy=0.0)
     for _ in range(600):
         before = run.measured()

@@ -31,7 +31,7 @@ def topology(tmp_path_factory: pytest.TempPathFactory) -> Topology:
 
 
 @given(events=st.lists(st.tuples(st.sampled_from(["join", "lose"]), st.sampled_from(sorted(HOSTS))), max_size=25))
-def test_every_process_has_one_place_whatever_happens_to_the_hosts(
+def test_every_process_has_exactly_one_place_whatever_happens_to_the_hosts(
     topology: Topology, events: list[tuple[str, str]]
 ) -> None:
     book = HostBook(topology, {})

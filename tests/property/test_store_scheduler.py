@@ -1,5 +1,5 @@
-"""Store and scheduler together, with any events between them: promises 1 to 4 are invariants, and a plain model is
-compared.
+"""Store and scheduler together, with any events between them: promises 1 to 4 are invariants, and the state is
+compared with a plain model.
 
 Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages that are
 delivered late, twice or not at all. Either side may be killed, even in the middle of a put: the scheduler returns from

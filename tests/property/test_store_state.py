@@ -297,7 +297,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.life += 1
         self.state = StoreState("store", LIMIT, self.life, SPILL)
-        self.given_up(list(self.spares))  # The new life lends no file of the former one that it cannot find.
+        self.given_up(list(self.spares))  # The restarted store lends no file that it cannot find.
         self.lendable.clear()
         self.lent = 0
         self.recovering = True

@@ -1,4 +1,4 @@
-"""Noise around a level never causes a warning about a movement, whatever its scale, sign and order."""
+"""Noise around a level never causes a warning about a change, whatever its scale, sign and order."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ NAMES = [
 
 @settings(max_examples=60)
 @given(st.lists(st.dictionaries(st.sampled_from(NAMES), ODD, min_size=8), min_size=1, max_size=8), st.booleans())
-def test_rows_with_odd_and_missing_values_do_no_harm(pattern: list[dict[str, float | None]], completion: bool) -> None:
+def test_rows_with_odd_and_missing_values_raise_no_error(
+    pattern: list[dict[str, float | None]], completion: bool
+) -> None:
     watch = Watch(Facts(kl_coef=0.001, by_completion=completion))
     for step in range(90):
         row = pattern[step % len(pattern)]
@@ -72,7 +74,9 @@ def test_rows_with_odd_and_missing_values_do_no_harm(pattern: list[dict[str, flo
 
 
 @given(SERIES, st.floats(1e-3, 1e3), st.floats(-100.0, 100.0))
-def test_the_measure_of_noise_scales_and_does_not_shift(values: list[float], scale: float, offset: float) -> None:
+def test_the_noise_scales_with_the_values_and_ignores_an_offset(
+    values: list[float], scale: float, offset: float
+) -> None:
     moved = [offset + scale * value for value in values]
     assert abs(noise(moved) - scale * noise(values)) <= 1e-6 * (scale + abs(offset))
     assert error_of_median(moved, 4) == 1.2533 * noise(moved) / 2
@@ -80,7 +84,7 @@ def test_the_measure_of_noise_scales_and_does_not_shift(values: list[float], sca
 
 @settings(max_examples=15)
 @given(st.integers(0), st.floats(0.0, 1.0))
-def test_memory_that_wavers_does_not_grow(seed: int, size: float) -> None:
+def test_fluctuating_memory_is_not_reported_as_growing(seed: int, size: float) -> None:
     source, trend = random.Random(seed), Trend()
     for minute in range(60):
         level = (1 << 30) * (1.0 + size * source.random())
@@ -91,7 +95,7 @@ def test_memory_that_wavers_does_not_grow(seed: int, size: float) -> None:
 
 @settings(max_examples=15)
 @given(st.floats(1e5, 1e8), st.floats(0.0, 0.2))
-def test_memory_that_grows_steadily_is_found_with_its_rate(per_s: float, wobble: float) -> None:
+def test_memory_that_grows_steadily_is_reported_with_its_rate(per_s: float, wobble: float) -> None:
     trend = Trend()
     trend.add(0.0, 1.0, 1e9)
     for second in range(int(SETTLE_S), int(SETTLE_S) + 40 * 60, 10):
@@ -101,14 +105,14 @@ def test_memory_that_grows_steadily_is_found_with_its_rate(per_s: float, wobble:
     assert abs(growth.bytes_per_s - per_s) < 0.1 * per_s
 
 
-def test_memory_that_fills_a_cache_does_not_grow() -> None:
+def test_memory_that_fills_a_cache_is_not_reported_as_growing() -> None:
     trend = Trend()
     for second in range(0, 3600, 10):
         trend.add(float(second), 1.0, 1e9 * (2.0 - 0.5 ** (second / 600)))
     assert trend.growth() is None
 
 
-def test_a_new_process_starts_its_trend_over() -> None:
+def test_a_new_process_starts_a_new_trend() -> None:
     trend = Trend()
     for second in range(0, 3600, 10):
         trend.add(float(second), 1.0, 1e9 + 1e6 * second)

@@ -55,7 +55,7 @@ def test_header_and_tensors_survive_a_round_trip(
 
 
 @given(array=any_array())
-def test_big_endian_and_strided_sources_travel_as_the_same_values(array: Array) -> None:
+def test_big_endian_and_strided_arrays_keep_their_values_on_the_wire(array: Array) -> None:
     for source in (array[::-1] if array.ndim else array, array.astype(array.dtype.newbyteorder(">"))):
         table, frames = tensors.encode([source], WIDE)
         [got] = tensors.decode(table, [bytes(frame) for frame in frames], WIDE)
@@ -63,7 +63,7 @@ def test_big_endian_and_strided_sources_travel_as_the_same_values(array: Array) 
 
 
 @given(array=any_array())
-def test_inline_array_is_refused_by_name_or_survives_a_round_trip(array: Array) -> None:
+def test_inline_array_survives_a_round_trip_or_is_refused_with_its_type_named(array: Array) -> None:
     if array.dtype.str not in inline.INLINE_TYPES:
         with pytest.raises(WireError, match=str(array.dtype)):
             inline.to_map(array)
@@ -72,7 +72,7 @@ def test_inline_array_is_refused_by_name_or_survives_a_round_trip(array: Array) 
     assert same(inline.from_map(made), array)
 
 
-def test_unknown_fields_and_positions_of_a_newer_minor_are_ignored() -> None:
+def test_unknown_fields_and_positions_of_a_newer_minor_version_are_ignored() -> None:
     head = codec.encode(Ack(), request_id=1, incarnation=2)
     body = b"\x82\xa6future\x93\x01\xa1x\xc0\xa5later\xc3"
     packed = codec.envelope.Envelope(

@@ -77,7 +77,7 @@ def _carried_out(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Mailbox.handle`, whose handlers are observed: no request of a caller may reach one twice."""
+    """Return `Mailbox.handle`, whose handlers are observed: a request of a caller never reaches a handler twice."""
 
     @functools.wraps(real)
     def register(self: Any, request: Any, handler: Any) -> Any:
@@ -96,7 +96,7 @@ def _once(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _failed(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Mailbox._fail` under observation: no handler raises anything but an answer."""
+    """Return `Mailbox._fail` under observation: handlers raise nothing but answers."""
 
     @functools.wraps(real)
     def fail(self: Any, call: Any, body: Any, error: Exception) -> None:

@@ -42,7 +42,7 @@ def test_every_drawn_size_has_a_valid_topology() -> None:
 
 
 @pytest.mark.slow
-def test_a_seed_gives_the_same_history_in_every_process() -> None:
+def test_a_seed_produces_the_same_history_in_every_process() -> None:
     first, second = (simulate("28", "--trace") for _ in range(2))
     assert first == second
     assert "trace " in first[1]

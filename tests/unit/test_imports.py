@@ -278,7 +278,7 @@ def test_probe_detects_an_import_of_torch() -> None:
     assert run_python("-c", PROBE, "torch.version", *HEAVY_MODULES, cwd=ROOT) == "torch"
 
 
-def test_project_comes_before_installed_packages_on_the_path(tmp_path: Path) -> None:
+def test_project_folder_precedes_installed_packages_on_the_path(tmp_path: Path) -> None:
     """proto-plus also installs a top-level `proto`; from any folder, ours is the one that is found."""
     path = run_python("-c", "import sys; print(*sys.path, sep='\\n')", cwd=tmp_path).splitlines()
     assert str(ROOT) in path, "the project is not on the path of a fresh interpreter; run `make setup`"

@@ -45,18 +45,18 @@ def test_every_name_is_documented_and_every_documented_name_exists() -> None:
     assert [each.pattern for each in documented() if not any(map(each.fullmatch, names))] == []
 
 
-def test_every_reason_is_documented() -> None:
+def test_every_reason_of_a_drop_or_loss_is_documented() -> None:
     reasons = DOCUMENT.read_text().split("## Reasons")[1]
     listed = {*DropReason, *LossReason} - {DropReason.WEIGHTS_LOST}  # This reason applies only to evaluations.
     assert {reason for reason in listed if f"`{reason}`" not in reasons} == set()
 
 
-def test_names_that_are_compared_with_other_systems_are_ours() -> None:
+def test_names_in_the_comparison_with_other_systems_are_documented() -> None:
     rows = (DOCUMENT.parent / "metric_names.md").read_text().split("|---|---|---|---|\n")[1].split("\n\n")[0]
     names = [name for row in rows.splitlines() for name in re.findall("`([^`]+)`", row.split(" | ")[0])]
     assert len(names) > 30
     assert undocumented(names) == set()
 
 
-def test_an_undocumented_name_is_found() -> None:
+def test_an_undocumented_metric_name_is_found() -> None:
     assert undocumented({"reward/mean", "reward/median", "reward/part/any thing"}) == {"reward/median"}

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda each: each.name)
-def test_a_mutation_changes_the_code_as_it_is_now(mutation: Mutation) -> None:
+def test_every_mutation_applies_to_the_current_code(mutation: Mutation) -> None:
     text = (ROOT / mutation.file).read_text()
     changed = mutation.apply(text)
     assert changed != text
@@ -23,13 +23,13 @@ def test_a_mutation_changes_the_code_as_it_is_now(mutation: Mutation) -> None:
 
 
 @pytest.mark.parametrize("mutation", [each for each in MUTATIONS if "::" in each.test], ids=lambda each: each.name)
-def test_the_test_of_a_mutation_exists(mutation: Mutation) -> None:
+def test_the_test_of_every_mutation_exists(mutation: Mutation) -> None:
     file, _, name = mutation.test.partition("::")
     name = name.partition("[")[0]
     assert re.search(rf"^(def {name}\(|{name} = )", (ROOT / file).read_text(), re.MULTILINE), mutation.test
 
 
-def test_names_are_unique() -> None:
+def test_names_of_mutations_are_unique() -> None:
     assert [name for name, count in Counter(each.name for each in MUTATIONS).items() if count > 1] == []
 
 

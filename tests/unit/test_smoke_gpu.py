@@ -1,4 +1,4 @@
-"""The checks of `make smoke-gpu` that need no GPU run on the CPU, and the others say what is missing."""
+"""The checks of `make smoke-gpu` that need no GPU run on the CPU, and the other checks report what is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.bench.smoke_gpu import LIMITS_S, ROOT, WITHOUT_GPU, run
 
 
 @pytest.mark.slow
-def test_checks_without_a_gpu_measure_something() -> None:
+def test_checks_that_need_no_gpu_measure_something() -> None:
     command = [sys.executable, "-m", "tests.bench.smoke_gpu", "--device", "cpu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -28,7 +28,7 @@ def test_checks_without_a_gpu_measure_something() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_device_every_check_is_left_out_and_none_passes() -> None:
+def test_every_check_is_skipped_and_none_passes_without_a_device() -> None:
     line = run("nccl_one_rank", "cuda", 60)
     assert (line["ok"], line["left_out"]) == (None, "no CUDA device")
 

@@ -95,7 +95,7 @@ class WarningDesk:
         try:
             self._file.append(record)
         except OSError as error:
-            self._log.error("a warning was not kept", error=str(error))
+            self._log.error("a warning was not saved", error=str(error))
 
 
 def _topic(record: WarningRecord) -> TopicRow:

@@ -277,8 +277,8 @@ def mismatch(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting
     yield Sighting(
         f"engine and trainer disagree by {now:.2g} nats per token on tokens of the same weights ({base:.2g} at the "
         "start)",
-        "use float32 or float16 for policy.dtype or fewer services.rollout.engine_args that approximate, or mask such "
-        "tokens (algorithm.loss.ratio_mask)",
+        "use float32 or float16 for policy.dtype, or remove services.rollout.engine_args that lower the "
+        "precision, or mask such tokens (algorithm.loss.ratio_mask)",
     )
 
 
@@ -293,7 +293,7 @@ def truncation(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighti
     yield Sighting(
         f"{now:.0%} of the samples are cut at the length limit (median of {RECENT} steps; {first:.0%} at the start)",
         f"raise sampling.max_new_tokens (now {facts.max_new_tokens}), or do not train on them (algorithm.overlong: "
-        "mask), or make long samples lose reward (algorithm.overlong_penalty)",
+        "mask), or penalise long samples (algorithm.overlong_penalty)",
     )
 
 
@@ -307,7 +307,7 @@ def length_hacking(history: RowHistory, facts: Facts, held: Held) -> Iterator[Si
     rise = median(rewards[-RECENT:]) - median(rewards[:RECENT])
     paid = history.last("reward/length_correlation", RECENT)
     text = f"samples have grown from {before:.4g} to {now:.4g} tokens within {LENGTH_ROWS} steps"
-    remedy = "make long samples lose reward (algorithm.overlong_penalty)"
+    remedy = "penalise long samples (algorithm.overlong_penalty)"
     if rise <= FLAT_ERRORS[0] * error_of_median(rewards, RECENT) * 2**0.5:
         yield Sighting(
             f"{text} while the reward has not risen ({rise:+.2g})",

@@ -126,12 +126,16 @@ def rollouts_starved(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]
     idle = 1.0 - busy_s / (span_s * facts.instances)
     if idle < IDLE[bool(held)]:
         return
-    fewer = f"lower services.rollout.instances (now {facts.instances})" if facts.instances > 1 else "give them less"
+    fewer = (
+        f"lower services.rollout.instances (now {facts.instances})"
+        if facts.instances > 1
+        else "give rollouts fewer processors"
+    )
     yield Sighting(
         f"rollouts have been idle for {idle:.0%} of the last {span_s:.0f} s, waiting for the trainer, which waits for "
         f"{live.wait_share:.0%} of its time",
-        f"{fewer} and the trainer more processors (services.policy-trainer.threads, workers or gpus); more staleness "
-        "does not help",
+        f"{fewer}, and give the trainer more processors (services.policy-trainer.threads, workers or gpus); more "
+        "staleness does not help",
     )
 
 
@@ -170,9 +174,10 @@ def memory_trend(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
         yield Sighting(
             f"the memory of {name} has grown by {format_size(int(growth.bytes_per_s * 3600))} an hour for "
             f"{growth.span_s / 60:.0f} minutes, to {format_size(int(growth.last_bytes))}; at this rate the "
-            f"{format_size(int(live.available_bytes))} that this machine has left end in {_duration(left_s)}"
-            + (f", and the run in {_duration(run_s)}" if run_s is not None else ""),
-            f"look for what your code keeps, or restart it now and then (ctl restart {name}), which loses nothing",
+            f"{format_size(int(live.available_bytes))} that this machine has left will be used up in "
+            f"{_duration(left_s)}" + (f", and the run ends in {_duration(run_s)}" if run_s is not None else ""),
+            f"look for data that your code keeps, or restart it from time to time (ctl restart {name}), which loses "
+            "nothing",
             about=name,
         )
 

@@ -148,7 +148,7 @@ def transfer_queue(arrays: dict[str, np.ndarray], settings: dict[str, Any], roun
 def main() -> None:
     parser = argparse.ArgumentParser(description="A peer of the data plane, one JSON line.")
     parser.add_argument("system", choices=tuple(SETTINGS))
-    parser.add_argument("--settings", type=json.loads, default={}, help="JSON, beyond the defaults")
+    parser.add_argument("--settings", type=json.loads, default={}, help="settings as JSON that replace defaults")
     parser.add_argument("--tasks", type=int, default=1024)
     parser.add_argument("--keys", type=int, default=9)
     parser.add_argument("--length", type=int, default=8192)

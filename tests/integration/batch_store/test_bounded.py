@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> RunDir:
     return make_run(tmp_path, memory=MEMORY, spill=tmp_path / "spill", spill_limit=SPILL)
 
 
-def test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room(run: RunDir) -> None:
+def test_full_memory_spills_its_oldest_files_and_puts_wait_while_the_spill_folder_is_full_too(run: RunDir) -> None:
     tasks = [shard(i) for i in range(12)]
 
     async def main() -> None:
@@ -87,7 +87,7 @@ def test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_the
     asyncio.run(main())
 
 
-def test_producer_retries_at_the_time_that_the_store_names_and_not_before(run: RunDir) -> None:
+def test_a_producer_retries_at_the_time_that_the_store_names_and_not_before(run: RunDir) -> None:
     """The store is a mailbox whose replies the test chooses."""
     pauses_s = [0.05, 0.6, 0.1, 0.3, 60.0]
     asked: list[float] = []
@@ -179,7 +179,7 @@ def test_a_put_larger_than_the_memory_spills_nothing(run: RunDir) -> None:
     asyncio.run(main())
 
 
-def test_restarted_store_finds_both_places_and_a_damaged_spilled_file_is_not_served(run: RunDir) -> None:
+def test_a_restarted_store_serves_files_in_memory_and_on_disk_except_a_damaged_one(run: RunDir) -> None:
     tasks = [shard(i) for i in range(7)]
 
     async def main() -> None:

@@ -109,7 +109,7 @@ def test_a_store_that_is_asked_to_check_drops_damaged_shards_and_serves_the_rest
     asyncio.run(main())
 
 
-def test_a_damaged_table_is_detected_and_loses_the_whole_file(store: StoreProcess) -> None:
+def test_a_damaged_table_is_detected_and_the_store_drops_the_whole_file(store: StoreProcess) -> None:
     tasks, others = tasks_of(0, 3), tasks_of(3, 2)
 
     async def main() -> None:

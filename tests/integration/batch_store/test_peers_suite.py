@@ -136,7 +136,7 @@ def test_a_reply_counts_the_missing_shards_that_it_does_not_name(store: StorePro
     asyncio.run(main())
 
 
-def test_concurrent_puts_fetches_and_clears_end_in_exact_counts(store: StoreProcess) -> None:
+def test_counts_are_exact_after_concurrent_puts_fetches_and_clears(store: StoreProcess) -> None:
     rounds, width = 30, 6
 
     async def lane(peer: Peer, number: int) -> None:

@@ -175,7 +175,7 @@ def test_a_step_replayed_repeatedly_stores_its_proximal_log_probs_once(tmp_path:
     asyncio.run(main())
 
 
-def test_one_byte_less_is_refused_with_the_sufficient_number(tmp_path: Path) -> None:
+def test_a_memory_limit_one_byte_too_small_is_refused_and_the_message_names_a_sufficient_one(tmp_path: Path) -> None:
     limit = needed_bytes(tmp_path / "check")
     run = make_run(tmp_path, store=f"memory: {limit - 1}", steps=STEPS)
     run.remove_volatile()

@@ -45,7 +45,7 @@ def test_a_directory_can_replace_shared_memory(tmp_path: Path) -> None:
     assert not list((tmp_path / "folder").iterdir())
 
 
-def test_files_spilled_by_a_dead_run_of_this_host_are_deleted_by_the_next_store(tmp_path: Path, run: RunDir) -> None:
+def test_the_next_store_deletes_files_spilled_by_a_dead_run_of_this_host(tmp_path: Path, run: RunDir) -> None:
     spill, here = tmp_path / "spill", folder_id(run.shm.parent)
     owners = {
         "rlbus-dead": here,
@@ -94,7 +94,7 @@ def test_two_hosts_that_share_a_spill_folder_leave_each_others_files_alone(tmp_p
     asyncio.run(main())
 
 
-def test_a_deleted_spilled_file_is_missing_and_the_store_continues(run: RunDir) -> None:
+def test_shards_of_a_deleted_spilled_file_are_missing_and_the_store_continues(run: RunDir) -> None:
     tasks = [shard(i) for i in range(7)]
 
     async def main() -> None:
@@ -128,7 +128,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     yield from small_mount(folder, 8 * MIB)
 
 
-def test_a_full_disk_is_busy_and_the_store_continues_when_there_is_room_again(tmp_path: Path, small_disk: Path) -> None:
+def test_puts_are_refused_as_busy_on_a_full_disk_and_succeed_once_there_is_room_again(
+    tmp_path: Path, small_disk: Path
+) -> None:
     run = make_run(tmp_path, memory=MEMORY, spill=small_disk, spill_limit=6 * MIB)
     junk = small_disk / "junk"
 

@@ -88,7 +88,7 @@ def test_every_dtype_and_shape_comes_back_byte_exact(store: StoreProcess) -> Non
     asyncio.run(main())
 
 
-def test_batch_fetches_keys_of_several_puts_and_missing_ones_are_named(store: StoreProcess) -> None:
+def test_a_batch_fetches_keys_of_several_puts_and_an_error_names_missing_ones(store: StoreProcess) -> None:
     tasks = block(0, 3)
     later = [TaskShards(task.task_id, task.fence, {"c": np.full(4, 9.0)}) for task in tasks[:2]]
 
@@ -162,7 +162,7 @@ def test_writing_to_a_fetched_array_changes_no_other_readers_array(store: StoreP
     asyncio.run(main())
 
 
-def test_collected_task_stays_valid_where_it_is_mapped_and_its_bytes_count_until_then(store: StoreProcess) -> None:
+def test_a_collected_task_stays_valid_and_its_bytes_count_as_long_as_it_is_mapped(store: StoreProcess) -> None:
     tasks = block(0, 4)
 
     async def main() -> None:
@@ -363,7 +363,7 @@ def test_mapping_keeps_its_lock_when_the_reader_closes_every_descriptor(store: S
     asyncio.run(main())
 
 
-def test_a_cancelled_put_returns_its_room(store: StoreProcess) -> None:
+def test_a_cancelled_put_frees_its_room(store: StoreProcess) -> None:
     tasks = block(0, 1, size=300_000)
 
     async def main() -> None:

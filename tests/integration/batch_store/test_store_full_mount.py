@@ -53,7 +53,7 @@ async def busy(peer: Peer) -> int:
     return stats.busy
 
 
-def test_a_store_without_a_free_descriptor_is_busy_until_it_has_one_again(tmp_path: Path) -> None:
+def test_requests_are_refused_as_busy_while_the_store_has_no_free_descriptor(tmp_path: Path) -> None:
     store = StoreProcess(make_run(tmp_path, memory=MEMORY))
     store.start()
     assert store.process is not None
@@ -102,7 +102,7 @@ def test_a_store_without_a_free_descriptor_is_busy_until_it_has_one_again(tmp_pa
         store.run.remove_volatile()
 
 
-def test_a_full_mount_is_named_and_waited_for_and_can_be_cleared(mount: Path, tmp_path: Path) -> None:
+def test_puts_into_a_full_mount_wait_and_then_name_it_and_a_clear_makes_room(mount: Path, tmp_path: Path) -> None:
     first, second, third = (
         [TaskShards(f"t/0/{i}", 1, {"a": np.full(nbytes, i, np.uint8)})]
         for i, nbytes in ((1, 2 << 20), (2, 2 << 20), (3, 3 << 20))

@@ -70,7 +70,7 @@ def test_batch_of_more_files_than_the_usual_descriptor_limit_can_be_mapped_and_c
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_shared_memory_too_small_for_the_limit_is_refused_at_start(tmp_path: Path) -> None:
+def test_a_store_whose_shared_memory_is_smaller_than_its_limit_is_refused_at_start(tmp_path: Path) -> None:
     process = StoreProcess(make_run(tmp_path, memory=1 << 50))
     process.start()
     assert process.process is not None

@@ -47,7 +47,7 @@ def play(folder: Path, *, until: str = "") -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_tutorial_passes_every_check_of_a_start(tmp_path: Path) -> None:
+def test_the_tutorials_project_passes_every_check_of_a_start(tmp_path: Path) -> None:
     *_, plan = play(tmp_path, until="--dry-run")
     assert "rollout/0" in plan
     assert not (tmp_path / "sums" / "runs").exists()
@@ -55,7 +55,7 @@ def test_tutorial_passes_every_check_of_a_start(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_tutorial_runs_from_its_own_folder_to_a_model(tmp_path: Path) -> None:
+def test_the_tutorials_project_trains_a_model_from_its_own_folder(tmp_path: Path) -> None:
     play(tmp_path)
     runs = tmp_path / "sums" / "runs"
     first = [json.loads(line) for line in (runs / "first" / "metrics.jsonl").read_text().splitlines()]

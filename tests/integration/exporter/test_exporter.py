@@ -96,7 +96,7 @@ def tell(run: RunDir, *messages: tuple[str, dict[str, float | str]], service: st
     return asyncio.run(told())
 
 
-def test_a_scraper_reads_what_the_monitor_has_and_learns_that_it_is_gone(tmp_path: Path) -> None:
+def test_a_scraper_reads_the_monitors_values_and_learns_when_the_monitor_is_gone(tmp_path: Path) -> None:
     port = free_port()
     with a_run(tmp_path, f"monitor.prometheus.listen=127.0.0.1:{port}") as run, process(run, "exporter"):
         with process(run, "monitor"):
@@ -133,7 +133,7 @@ def test_a_scraper_without_the_token_is_refused(tmp_path: Path) -> None:
         assert [scrape(port, given)[0] for given in ("", "0123456789abcdeF", token)] == [401, 401, 200]
 
 
-def test_spans_reach_a_collector_and_the_file_and_survive_its_absence(tmp_path: Path) -> None:
+def test_spans_reach_the_file_and_a_collector_that_is_absent_at_first(tmp_path: Path) -> None:
     with collector() as (_, port):
         pass
     span = {"what": "generate", "seconds": 1.5, "tasks": "train/0/3", "lease": 2.0, "stage": "rollout"}

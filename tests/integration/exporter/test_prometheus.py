@@ -87,7 +87,7 @@ def real_run(folder: Path, port: int, otlp: int) -> Iterator[Path]:
         process.wait()
 
 
-def test_a_run_is_scraped_traced_and_reported(tools: tuple[str, str], tmp_path: Path) -> None:
+def test_prometheus_scrapes_a_run_which_is_also_traced_and_reported(tools: tuple[str, str], tmp_path: Path) -> None:
     binary, promtool = tools
     port = free_port()
     with collector() as (kept, otlp), prometheus(binary, port, tmp_path) as server:

@@ -93,7 +93,7 @@ async def knock(endpoint: str, folder: str, role: str, home: str, *, clear_text:
         unlock(socket, Keyring(own.role, own.public, own.secret, known))
     socket.connect(endpoint)
     ping = codec.encode(Ping(), request_id=1, incarnation=new_incarnation(), remaining_s=CALL_S)
-    socket.send_multipart(ping, zmq.DONTWAIT)  # do not block: a refused connection would wait for ever
+    socket.send_multipart(ping, zmq.DONTWAIT)  # do not block: a refused connection would wait forever
     wait_s = CALL_S if own.role == Role.OPERATOR else REFUSED_S
     answered = bool(await asyncio.to_thread(socket.poll, int(wait_s * 1000)))
     context.destroy(0)

@@ -89,14 +89,14 @@ def test_a_host_has_the_files_of_home_and_its_topology_names_them(home: tuple[Ru
     assert (folder / "1" / "rows.jsonl").read_bytes() == (tmp_path / "rows.jsonl").read_bytes()
 
 
-def test_a_host_that_is_to_end_does_not_wait_for_the_files(home: tuple[RunDir, Access], tmp_path: Path) -> None:
+def test_a_host_that_is_told_to_end_does_not_wait_for_the_files(home: tuple[RunDir, Access], tmp_path: Path) -> None:
     _, access = home
     with pytest.raises(RpcError) as ended:
         asyncio.run(take(access, tmp_path / "host", "b", lambda: True))
     assert ended.value.code == ErrorCode.DRAINING
 
 
-def test_files_that_do_not_fit_the_disk_are_refused(
+def test_files_too_large_for_the_disk_are_refused(
     home: tuple[RunDir, Access], tmp_path: Path, small_disk: Path
 ) -> None:
     _, access = home

@@ -31,7 +31,7 @@ def ports() -> list[str]:
     return [f"{key}={port}" for key, port in free_ports().items()]
 
 
-def test_an_agent_waits_for_the_access_that_lasts_as_long_as_the_run(tmp_path: Path) -> None:
+def test_an_agent_waits_for_the_access_file_which_exists_as_long_as_the_run(tmp_path: Path) -> None:
     file, path = tmp_path / "run.access", tmp_path / "run"
     sets = [*ports(), f"transport.listen={ADDRESS}", f"placement.hosts={{{HOST}: {{}}}}"]
     words = [word for each in sets for word in ("--set", each)]
@@ -49,7 +49,7 @@ def test_an_agent_waits_for_the_access_that_lasts_as_long_as_the_run(tmp_path: P
         agent.communicate()
 
 
-def test_an_agent_gives_up_when_no_run_writes_its_access(tmp_path: Path) -> None:
+def test_an_agent_gives_up_when_no_run_writes_its_access_file(tmp_path: Path) -> None:
     file = tmp_path / "run.access"
     agent = host("--access", str(file), "--wait", "0.2")
     _, errors = agent.communicate(timeout=LIMIT_S)
@@ -66,7 +66,7 @@ def test_an_agent_gives_up_when_no_run_writes_its_access(tmp_path: Path) -> None
         (True, "missing", "missing is not a writable folder; name another"),
     ],
 )
-def test_an_access_that_cannot_be_exported_is_refused_before_the_start(
+def test_an_access_file_that_cannot_be_written_is_refused_before_the_start(
     listens: bool, folder: str, why: str, tmp_path: Path
 ) -> None:
     sets = [f"--set={each}" for each in (f"transport.listen={ADDRESS}", *ports())] if listens else []

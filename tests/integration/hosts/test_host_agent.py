@@ -119,14 +119,16 @@ def running(folder: Path, delay_s: float = 0.0) -> Iterator[Run]:
 
 
 @pytest.mark.parametrize("deaf", [("away",), ("home",), ("home", "away")])
-def test_a_partition_costs_leases_and_the_host_joins_again_when_it_heals(deaf: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_host_loses_leases_in_a_partition_and_joins_again_when_the_partition_heals(
+    deaf: tuple[str, ...], tmp_path: Path
+) -> None:
     with running(tmp_path) as run, run.agent() as agent:
         run.told.wait_for("host b has joined")
         run.goes_on()
         before = volatile_folders(run.away_path)
         for side in deaf:
             firewall(getattr(run, side), "-I", HEARS_NOTHING)
-        lost = run.told.wait_for("host b is lost: its agent is silent")
+        lost = run.told.wait_for("host b is lost: its agent has been silent")
         for side in deaf:
             firewall(getattr(run, side), "-D", HEARS_NOTHING)
         run.told.wait_for("host b has joined", lost)
@@ -156,7 +158,7 @@ def test_a_delay_of_a_tenth_of_a_second_loses_no_host(tmp_path: Path) -> None:
         run.ends(agent)
 
 
-def test_a_host_that_lost_its_power_is_lost_and_returns_with_a_new_agent(tmp_path: Path) -> None:
+def test_a_host_without_power_counts_as_lost_and_joins_again_with_a_new_agent(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         with run.agent():
             run.told.wait_for("host b has joined")
@@ -167,7 +169,7 @@ def test_a_host_that_lost_its_power_is_lost_and_returns_with_a_new_agent(tmp_pat
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
         before = volatile_folders(run.away_path)
-        lost = run.told.wait_for("host b is lost: its agent is silent")
+        lost = run.told.wait_for("host b is lost: its agent has been silent")
         firewall(run.away, "-D", HEARS_NOTHING)
         firewall(run.home, "-D", HEARS_NOTHING)
         with run.agent() as agent:

@@ -68,7 +68,7 @@ def puts_at(run: RunDir) -> int:
 
 
 @pytest.mark.long
-def test_a_rollout_of_a_joined_host_feeds_the_run_and_the_run_is_done(tmp_path: Path) -> None:
+def test_a_run_trains_on_tasks_sampled_by_a_joined_host_and_completes(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with two_hosts() as (home, away), contextlib.ExitStack() as stack:
         sets = [f"transport.listen={home.address}", f"run.steps={STEPS}", "services.batch-store.memory=256MiB"]

@@ -137,7 +137,7 @@ def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return run.path
 
 
-def test_ranks_on_two_hosts_give_the_bits_of_one_host_also_when_one_is_killed(
+def test_ranks_on_two_hosts_give_the_same_bits_as_on_one_host_even_after_a_kill(
     on_one_host: Path, tmp_path: Path
 ) -> None:
     with started(tmp_path / "run", "b", *RANKS, "services.policy-trainer.host=[a, b]") as run:
@@ -165,18 +165,22 @@ def test_a_spare_host_takes_the_rank_of_a_lost_one_and_the_run_returns_to_its_ch
     assert parity.differences(on_one_host, run.path) == []
 
 
-def test_ranks_that_a_partition_separates_form_a_new_group_when_it_heals(on_one_host: Path, tmp_path: Path) -> None:
+def test_ranks_separated_by_a_partition_form_a_new_group_when_the_partition_heals(
+    on_one_host: Path, tmp_path: Path
+) -> None:
     with started(tmp_path / "run", "b", *RANKS, "services.policy-trainer.host=[a, b]") as run:
         run.wait_for_step(4)
         firewall(run.away, "-I", HEARS_NOTHING)
-        lost = run.told.wait_for("host b is lost: its agent is silent")
+        lost = run.told.wait_for("host b is lost: its agent has been silent")
         firewall(run.away, "-D", HEARS_NOTHING)
         run.told.wait_for("host b has joined", lost)
         run.done()
     assert parity.differences(on_one_host, run.path) == []
 
 
-def test_weights_sent_by_gloo_to_another_host_give_the_bits_of_one_host(on_one_host: Path, tmp_path: Path) -> None:
+def test_weights_sent_to_another_host_over_gloo_give_the_same_bits_as_on_one_host(
+    on_one_host: Path, tmp_path: Path
+) -> None:
     away = ("services.policy-trainer.host=a", "services.rollout={host: b, weights: gloo, block_tasks: 4}")
     with started(tmp_path / "run", "b", *RANKS, *away) as run:
         run.done()
@@ -186,7 +190,7 @@ def test_weights_sent_by_gloo_to_another_host_give_the_bits_of_one_host(on_one_h
     assert parity.differences(on_one_host, run.path) == []
 
 
-def test_a_trainer_of_megatron_in_two_stages_on_two_hosts_trains_on_after_a_kill(tmp_path: Path) -> None:
+def test_a_two_stage_megatron_trainer_on_two_hosts_continues_after_a_kill(tmp_path: Path) -> None:
     stages = "services.policy-trainer={host: [a, b], backend: megatron, parallel: {pp: 2}}"
     with started(tmp_path / "run", "b", stages, *PLAIN, "run.steps=6", "staleness=0", small=()) as run:
         run.wait_for_step(2)
@@ -196,7 +200,9 @@ def test_a_trainer_of_megatron_in_two_stages_on_two_hosts_trains_on_after_a_kill
     assert max(row["rollout/logprob_mismatch"] for row in run.rows()) <= 1e-4
 
 
-def test_a_reference_in_two_stages_on_two_hosts_scores_as_one_and_survives_the_loss_of_a_host(tmp_path: Path) -> None:
+def test_a_two_stage_reference_on_two_hosts_scores_like_one_rank_and_survives_the_loss_of_a_host(
+    tmp_path: Path,
+) -> None:
     places = (
         "services.policy-trainer.host=a",
         "services.reference={host: [a, b], backend: megatron, parallel: {pp: 2}}",

@@ -55,7 +55,7 @@ def ends(launcher: subprocess.Popen[str], path: Path) -> None:
     assert_nothing_left(path, folders)
 
 
-def test_the_work_of_a_killed_node_moves_and_the_node_may_return(tmp_path: Path) -> None:
+def test_the_work_of_a_killed_node_moves_to_another_and_the_node_may_return(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with three_nodes(path) as (cluster, launcher, told):
         begun = time.monotonic()
@@ -77,7 +77,7 @@ def agent_of(path: Path, host: str) -> psutil.Process:
     return agent
 
 
-def test_a_killed_actor_or_agent_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_killed_actor_or_agent_is_replaced_and_the_run_continues(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with three_nodes(path) as (_, launcher, told):
         agent = agent_of(path, "b")

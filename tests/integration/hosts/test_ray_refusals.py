@@ -59,7 +59,7 @@ def refused(cluster: RayCluster, path: Path, *settings: str, **environment: str)
         ((), "127.0.0.1:9", "placement: no Ray cluster at '127.0.0.1:9' (Connection refused); begin one with `ray "),
     ],
 )
-def test_a_cluster_that_cannot_do_it_is_refused_in_one_line(
+def test_a_cluster_that_cannot_place_the_run_is_refused_in_one_line(
     settings: tuple[str, ...], address: str, line: str, cluster: RayCluster, tmp_path: Path
 ) -> None:
     environment = {"RAY_ADDRESS": address} if address else {}
@@ -67,7 +67,7 @@ def test_a_cluster_that_cannot_do_it_is_refused_in_one_line(
     assert said.startswith(line)
 
 
-def test_a_port_of_home_that_is_in_use_is_named(cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_port_in_use_on_the_home_host_is_named(cluster: RayCluster, tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         [said] = refused(cluster, tmp_path / "run", *PLACES, f"transport.scheduler_port={port}")
@@ -126,7 +126,7 @@ def another_node(cluster: RayCluster, label: str, folder: Path) -> Iterator[None
         node.communicate()
 
 
-def test_a_node_with_another_release_and_without_the_model_is_refused_with_a_line_for_each(
+def test_a_node_with_another_release_and_no_model_is_refused_with_one_line_for_each_problem(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
     with another_node(cluster, "odd", tmp_path):

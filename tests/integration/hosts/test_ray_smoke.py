@@ -17,7 +17,9 @@ PLACES = ("placement={engine: ray, hosts: {b: {}}}", "services.rollout.host=b", 
 
 
 @pytest.mark.timeout(200)
-def test_a_run_on_two_nodes_is_done_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_two_nodes_completes_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shadow = tmp_path / "other packages" / "proto"
     shadow.mkdir(parents=True)
     (shadow / "__init__.py").write_text("raise ImportError('the proto of another package')\n")

@@ -66,7 +66,7 @@ async def half_way(run: RelayRun, host: int) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_hosts_finish_with_the_right_bytes_when_the_host_before_them_is_killed_half_way(run: RelayRun) -> None:
+def test_hosts_receive_the_right_bytes_when_the_host_before_them_is_killed_halfway(run: RelayRun) -> None:
     weights = weights_of(BYTES)
 
     async def main() -> None:
@@ -86,7 +86,7 @@ def test_hosts_finish_with_the_right_bytes_when_the_host_before_them_is_killed_h
     assert {source for source, _ in interruptions(run, 3)} <= {"batch-store/2"}
 
 
-def test_a_host_that_passes_on_a_wrong_bit_is_blamed_and_the_chunk_comes_from_elsewhere(run: RelayRun) -> None:
+def test_a_host_that_relays_a_wrong_bit_is_blamed_and_the_chunk_is_fetched_elsewhere(run: RelayRun) -> None:
     weights = weights_of(BYTES)
 
     async def main() -> None:
@@ -106,7 +106,7 @@ def test_a_host_that_passes_on_a_wrong_bit_is_blamed_and_the_chunk_comes_from_el
 
 
 @pytest.mark.long
-def test_hosts_finish_when_the_host_before_them_stops_and_when_another_joins_half_way(run: RelayRun) -> None:
+def test_hosts_receive_everything_when_the_host_before_them_stops_and_another_joins_halfway(run: RelayRun) -> None:
     weights = weights_of(BYTES)
 
     async def main() -> None:
@@ -155,7 +155,7 @@ def test_a_host_behind_a_partition_is_refused_the_version_and_gets_the_next_one(
     asyncio.run(main())
 
 
-def test_a_relayed_copy_goes_with_its_version_and_a_version_that_is_over_is_refused(run: RelayRun) -> None:
+def test_a_relayed_copy_is_cleared_with_its_version_and_a_cleared_version_is_refused(run: RelayRun) -> None:
     weights = weights_of(BYTES // 8)
 
     async def main() -> None:

@@ -100,7 +100,7 @@ def test_a_service_of_another_host_finds_and_uses_scheduler_store_and_monitor(
     assert "refused" not in log
 
 
-def test_strangers_observers_and_clear_text_are_kept_out_on_the_line(
+def test_a_scheduler_on_tcp_refuses_strangers_observers_and_unencrypted_clients(
     hosts: Sequence[Host], cluster: tuple[RunDir, RunDir, Callable[..., None]], tmp_path: Path
 ) -> None:
     home, away, _ = cluster

@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_every_element_type_and_shape_comes_byte_exact(store: TcpStoreProcess, plain: bool) -> None:
+def test_every_element_type_and_shape_arrives_byte_exact(store: TcpStoreProcess, plain: bool) -> None:
     rng = np.random.default_rng(1)
     shapes = {"scalar": (), "empty": (0, 3), "odd": (7, 3, 5), "long": (70_001,)}
     tasks = [
@@ -84,7 +84,7 @@ def test_chunks_are_sealed_unless_the_topology_says_otherwise(store: TcpStorePro
     assert not unseen
 
 
-def test_store_on_this_host_is_mapped_and_nothing_is_streamed(store: TcpStoreProcess) -> None:
+def test_shards_of_a_store_on_this_host_are_mapped_and_nothing_is_streamed(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 3)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
@@ -95,7 +95,7 @@ def test_store_on_this_host_is_mapped_and_nothing_is_streamed(store: TcpStorePro
     with_peer(store, body)
 
 
-def test_store_whose_token_is_not_seen_here_is_streamed_from_and_takes_no_put(store: TcpStoreProcess) -> None:
+def test_a_store_whose_token_is_not_visible_here_streams_its_shards_and_accepts_no_puts(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 3)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
@@ -127,7 +127,7 @@ def test_a_reader_that_wants_encryption_refuses_an_unencrypted_store(store: TcpS
     with_peer(store, body)
 
 
-def test_large_request_comes_in_many_streams_and_one_large_task_in_one(
+def test_a_large_request_uses_many_streams_and_a_large_task_only_one(
     store: TcpStoreProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "STREAM_BYTES", 8 << 20)
@@ -150,7 +150,7 @@ def test_large_request_comes_in_many_streams_and_one_large_task_in_one(
     with_peer(store, body)
 
 
-def test_missing_and_collected_shards_are_named(store: TcpStoreProcess) -> None:
+def test_errors_name_missing_shards_and_collected_tasks(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 4)
         await peer.data.put(tasks[:3], store=STORE, deadline_s=10)
@@ -215,7 +215,7 @@ def test_memory_of_earlier_streams_is_reused_only_when_no_array_refers_to_it(sto
     with_peer(store, body)
 
 
-def test_cancelled_fetches_do_not_disturb_another_on_their_connection(store: TcpStoreProcess) -> None:
+def test_cancelled_fetches_do_not_disturb_another_fetch_on_the_same_connection(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         line = TcpLine(store.port, 8e6)
         line.port = int(store.advertised.rpartition(":")[2])
@@ -239,7 +239,7 @@ def test_cancelled_fetches_do_not_disturb_another_on_their_connection(store: Tcp
     with_peer(store, body)
 
 
-def test_collected_task_cannot_be_fetched_from_then_on(store: TcpStoreProcess) -> None:
+def test_a_collected_task_can_no_longer_be_fetched(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 4, 10_000)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
@@ -257,7 +257,9 @@ def test_collected_task_cannot_be_fetched_from_then_on(store: TcpStoreProcess) -
     with_peer(store, body)
 
 
-def test_task_collected_while_it_streams_comes_whole_and_its_room_is_free_afterwards(store: TcpStoreProcess) -> None:
+def test_a_task_collected_while_it_is_streamed_arrives_whole_and_its_room_is_free_afterwards(
+    store: TcpStoreProcess,
+) -> None:
     async def body(peer: Peer) -> None:
         async with line.open():
             tasks = block(0, 4, 100_000)

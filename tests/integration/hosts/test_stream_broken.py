@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Iterator[TcpStoreProcess]:
         yield process
 
 
-def test_cut_connection_goes_on_where_it_was(store: TcpStoreProcess) -> None:
+def test_a_fetch_over_a_cut_connection_continues_where_it_stopped(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         async with line.open():
             tasks = block(0, 8, 130_000)
@@ -52,7 +52,7 @@ def test_cut_connection_goes_on_where_it_was(store: TcpStoreProcess) -> None:
     with_peer(store, body)
 
 
-def test_store_killed_during_a_fetch_goes_on_after_its_restart(store: TcpStoreProcess) -> None:
+def test_a_fetch_continues_after_its_store_is_killed_and_restarted(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         async with line.open():
             tasks = block(0, 8, 130_000)
@@ -72,7 +72,7 @@ def test_store_killed_during_a_fetch_goes_on_after_its_restart(store: TcpStorePr
     assert store.killed == 1
 
 
-def test_fetch_from_a_store_that_never_returns_ends_at_its_deadline(store: TcpStoreProcess) -> None:
+def test_a_fetch_from_a_store_that_never_returns_ends_at_its_deadline(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         async with line.open():
             tasks = block(0, 8, 130_000)
@@ -93,7 +93,7 @@ def _note(said: list[float]) -> None:
     said.append(time.monotonic())
 
 
-def test_fetch_that_takes_far_longer_than_its_deadline_goes_on_while_something_comes(store: TcpStoreProcess) -> None:
+def test_a_fetch_that_takes_far_longer_than_its_deadline_continues_while_data_arrives(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         async with line.open():
             many, [large] = block(0, 8, 130_000), block(100, 1, 800_000)  # 16 MB each
@@ -137,7 +137,7 @@ def test_reader_closed_during_a_stream_writes_to_no_reused_descriptor(store: Tcp
     with_peer(store, body)
 
 
-def test_store_that_is_away_holds_up_no_fetch_from_another(
+def test_an_absent_store_delays_no_fetch_from_another_store(
     store: TcpStoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "STREAM_BYTES", 1 << 20)  # more streams than run concurrently
@@ -172,7 +172,7 @@ def test_store_that_is_away_holds_up_no_fetch_from_another(
         other.run.remove_volatile()
 
 
-def test_store_whose_sending_thread_dies_ends_with_a_message_and_readers_use_its_next_life(
+def test_a_store_whose_sending_thread_dies_ends_with_a_message_and_readers_use_the_restarted_store(
     store: TcpStoreProcess,
 ) -> None:
     async def body(peer: Peer) -> None:
@@ -247,7 +247,7 @@ def test_forged_replayed_and_reordered_ranges_are_refused_and_the_rest_is_fetche
         with_peer(store, body)
 
 
-def test_damage_in_clear_is_found_by_checksum_and_never_given_out(store: TcpStoreProcess) -> None:
+def test_damage_on_an_unencrypted_stream_is_found_by_checksum_and_never_returned(store: TcpStoreProcess) -> None:
     damaged = 0
     always = False
 

@@ -18,8 +18,8 @@ from tests.integration.stream_line import TcpStoreProcess, remote
 
 MEMORY = 64 << 20
 CALL_S = 3.0
-"""Deadline of a request in seconds. Replies are kept for retries until 5 s after it, so with a longer one none would
-expire during the run.
+"""Deadline of a request in seconds. Replies are kept for retries until 5 s after it, so none would expire during the
+run with a longer deadline.
 """
 TASKS = 8
 FETCHES = 2
@@ -44,7 +44,9 @@ async def clear(peer: Peer, tasks: list[TaskShards]) -> None:
     ("steps", "plain"),
     [(100, False), pytest.param(1000, False, marks=pytest.mark.long), pytest.param(1000, True, marks=pytest.mark.long)],
 )
-def test_store_and_reader_of_its_streams_do_not_grow(store: TcpStoreProcess, steps: int, plain: bool) -> None:
+def test_memory_of_a_store_and_of_a_reader_of_its_streams_does_not_grow(
+    store: TcpStoreProcess, steps: int, plain: bool
+) -> None:
     values = np.random.default_rng(1).standard_normal(64 * 1024)
     sizes: list[list[int]] = []
 

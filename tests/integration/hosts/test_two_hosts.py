@@ -141,7 +141,7 @@ def test_shards_cross_a_line_that_loses_two_packets_in_a_hundred(hosts: Hosts, r
     print(f"{nbytes / 1e6 / result['seconds']:.1f} MB/s over a line that loses 2 %")
 
 
-def test_line_that_goes_silent_for_seconds_delays_and_damages_nothing(hosts: Hosts, run: RunDir) -> None:
+def test_a_fetch_completes_undamaged_over_a_line_that_is_silent_for_seconds(hosts: Hosts, run: RunDir) -> None:
     tasks = made_tasks(64, 50_000)
     put(run, tasks)
     hosts.lose_packets(0.02)

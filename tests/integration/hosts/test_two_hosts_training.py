@@ -78,7 +78,7 @@ async def train(
     return sums
 
 
-def test_a_worker_on_another_host_trains_as_one_beside_the_store(
+def test_a_worker_on_another_host_trains_like_a_worker_on_the_stores_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "PROMPT", 250)  # larger shards: 40 kB per step

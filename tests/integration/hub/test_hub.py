@@ -129,7 +129,7 @@ def test_dry_run_says_what_would_be_fetched_and_fetches_nothing(user: User) -> N
 
 
 @pytest.mark.long
-def test_run_fetches_its_files_records_their_commits_and_resumes_with_them(
+def test_a_run_fetches_its_files_records_their_commits_and_resumes_with_them(
     user: User, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -161,7 +161,7 @@ def test_run_fetches_its_files_records_their_commits_and_resumes_with_them(
     assert str(tmp_path / "elsewhere") in there.data.train.source
 
 
-def test_offline_start_names_the_command_that_fetches(user: User) -> None:
+def test_an_offline_start_names_the_command_that_fetches_the_missing_files(user: User) -> None:
     line = one_line(user.launch("--dry-run", HF_HUB_OFFLINE="1"))
     assert line == (
         f"{user.topology}: adders/tiny: not complete in the local Hugging Face cache {user.cache} and HF_HUB_OFFLINE "
@@ -179,7 +179,7 @@ def test_offline_start_names_the_command_that_fetches(user: User) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def test_revision_that_has_moved_is_taken_even_if_its_files_are_there(user: User) -> None:
+def test_the_new_commit_of_a_moved_revision_is_used_even_if_its_files_are_cached_already(user: User) -> None:
     for commit in (None, NEXT):
         for each in user.hub.repositories.values():
             each.commit = commit or each.commit
@@ -194,7 +194,7 @@ def test_revision_that_has_moved_is_taken_even_if_its_files_are_there(user: User
     assert got(user) == []
 
 
-def test_hub_that_cannot_be_reached_is_one_line(user: User) -> None:
+def test_an_unreachable_hub_gives_one_line(user: User) -> None:
     line = one_line(user.launch("--dry-run", HF_ENDPOINT="http://127.0.0.1:9"))
     assert "http://127.0.0.1:9 cannot be reached (" in line
     assert line.endswith("with: hf download adders/tiny")
@@ -209,14 +209,14 @@ def got(user: User) -> list[tuple[str, str]]:
     return files
 
 
-def test_broken_connection_continues_where_it_was(user: User) -> None:
+def test_a_download_over_a_broken_connection_continues_where_it_stopped(user: User) -> None:
     user.hub.break_after_bytes, user.hub.breaks = 3 * WRITTEN_BYTES // 2, 1
     ended = user.launch(*NO_RUN)
     assert NO_RUN_TEXT in ended.stderr, ended.stderr
     assert [span for name, span in got(user) if name == "notes.txt"] == ["", f"bytes={WRITTEN_BYTES}-"]
 
 
-def test_download_that_breaks_off_for_good_keeps_whole_files(user: User) -> None:
+def test_a_download_that_breaks_off_for_good_keeps_complete_files(user: User) -> None:
     user.hub.break_after_bytes = 3 * WRITTEN_BYTES // 2
     line = one_line(user.launch())
     assert "adders/tiny: the download broke off (" in line
@@ -270,12 +270,12 @@ def test_gated_data_set_needs_a_token(user: User) -> None:
         ),
     ],
 )
-def test_name_that_the_hub_does_not_have_is_one_line(user: User, key: str, value: str, text: str) -> None:
+def test_a_name_unknown_to_the_hub_gives_one_line(user: User, key: str, value: str, text: str) -> None:
     line = one_line(user.launch("--dry-run", "--set", f"{key}={value}"))
     assert text.format(url=user.hub.url) in line
 
 
-def test_files_that_do_not_fit_the_disk_are_refused_before_they_are_fetched(user: User) -> None:
+def test_files_too_large_for_the_disk_are_refused_before_they_are_fetched(user: User) -> None:
     mount = user.folder / "small"
     mount.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=9m", "none", str(mount)], capture_output=True).returncode:
@@ -294,7 +294,7 @@ def test_other_topologies_do_not_import_the_client() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_rows_of_several_files_follow_one_another(tmp_path: Path) -> None:
+def test_rows_of_several_files_are_read_one_file_after_another(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"part-{number}.jsonl").write_text(
             "".join(json.dumps({"question": f"{number}{each}", "answer": each}) + "\n" for each in range(number + 1))

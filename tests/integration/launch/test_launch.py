@@ -76,7 +76,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         yield here
 
 
-def test_run_is_done_when_the_driver_is_done_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_is_done_when_the_driver_is_done_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         run = here.run
@@ -162,7 +162,7 @@ def test_service_that_hangs_in_c_writes_the_stacks_of_its_threads_before_it_is_r
     assert "in _until_told_to_hang" in shown
 
 
-def test_log_says_that_a_stopped_service_could_not_write_its_stacks(
+def test_the_log_says_that_a_stopped_service_could_not_write_its_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINY_PING_EVERY_S", "0.2")
@@ -195,7 +195,7 @@ def test_slow_services_and_a_stopped_launcher_cause_no_false_alarm(
     assert {name: row["restarts"] for name, row in after.items()} == dict.fromkeys(rows, 0)
 
 
-def test_limit_of_silence_grows_with_the_gaps_that_a_service_has_shown(
+def test_the_limit_of_silence_grows_with_the_gaps_between_a_services_signs_of_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINY_PING_EVERY_S", "0.1")
@@ -228,7 +228,7 @@ def test_stopped_service_is_found_within_25_seconds(tmp_path: Path) -> None:
         assert 15 < time.monotonic() - begun < 25
 
 
-def test_killed_launcher_leaves_no_process_shared_memory_or_socket(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_process_shared_memory_or_socket_behind(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         run = here.run
@@ -236,7 +236,7 @@ def test_killed_launcher_leaves_no_process_shared_memory_or_socket(tmp_path: Pat
         assert_nothing_left(run)
 
 
-def test_killed_launcher_leaves_not_even_a_stopped_service(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_stopped_service_behind(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         rows = here.wait_ready()
         run = here.run
@@ -245,7 +245,7 @@ def test_killed_launcher_leaves_not_even_a_stopped_service(tmp_path: Path) -> No
         assert_nothing_left(run)
 
 
-def test_launcher_killed_while_services_start_leaves_nothing(tmp_path: Path) -> None:
+def test_a_launcher_killed_while_services_start_leaves_nothing_behind(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         wait_for("a started service", lambda: (here.path / "logs" / "rollout-0.out").exists())
         run = here.run
@@ -253,7 +253,7 @@ def test_launcher_killed_while_services_start_leaves_nothing(tmp_path: Path) -> 
         assert_nothing_left(run)
 
 
-def test_interrupt_drains_and_tells_how_to_resume(tmp_path: Path) -> None:
+def test_an_interrupt_drains_the_run_and_says_how_to_resume_it(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         run = here.run
@@ -363,7 +363,7 @@ def test_every_topology_error_gives_one_line_and_exit_status_2(tmp_path: Path) -
     assert "run.stepz" in done.stderr
 
 
-def test_store_larger_than_shared_memory_is_refused_with_the_number(tmp_path: Path) -> None:
+def test_a_store_larger_than_shared_memory_is_refused_and_the_message_names_its_size(tmp_path: Path) -> None:
     done = cluster(str(QUICKSTART), "--dry-run", "--set", "services.batch-store.memory=9000GiB")
     assert done.returncode == 2
     assert "9216000 MiB wanted" in done.stderr
@@ -502,7 +502,7 @@ def test_killed_real_light_services_and_a_driver_that_exits_early_are_restarted(
     assert_nothing_left(run)
 
 
-def test_killed_launcher_of_real_services_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_launcher_of_real_services_leaves_nothing_behind(tmp_path: Path) -> None:
     with launched(tmp_path / "run", tiny=TINY) as here:
         here.wait_ready()
         run = here.run

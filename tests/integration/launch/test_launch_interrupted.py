@@ -111,7 +111,7 @@ SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
         for point, number in zip(POINTS + MORE_POINTS, itertools.cycle(SIGNALS), strict=False)
     ],
 )
-def test_a_signal_at_any_point_of_the_start_leaves_a_run_or_nothing(
+def test_a_signal_at_any_point_of_the_start_leaves_a_complete_run_or_nothing(
     tmp_path: Path, temporary: Path, shm: Path, point: str, number: int
 ) -> None:
     path = tmp_path / "runs" / "run"

@@ -46,7 +46,7 @@ def plan_of(topology: Path) -> list[str]:
     return [line.split()[0] for line in done.stdout.splitlines() if "services." in line]
 
 
-def test_drained_instance_stays_ended_and_the_others_continue(tmp_path: Path) -> None:
+def test_a_drained_instance_does_not_restart_and_the_others_continue(tmp_path: Path) -> None:
     with launched(tmp_path / "run", "--set", "services.rollout.instances=2") as here:
         before = here.wait_ready(SERVICES + 1)
         assert ctl(here.path, "drain", "rollout/1").returncode == 0
@@ -62,7 +62,7 @@ def test_drained_instance_stays_ended_and_the_others_continue(tmp_path: Path) ->
     assert status == 1, errors
 
 
-def test_scaling_up_starts_instances_scaling_down_drains_the_highest_and_the_topology_keeps_the_number(
+def test_scale_starts_or_drains_instances_and_records_their_number_in_the_topology(
     tmp_path: Path,
 ) -> None:
     with launched(tmp_path / "run") as here:
@@ -84,7 +84,7 @@ def test_scaling_up_starts_instances_scaling_down_drains_the_highest_and_the_top
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["scale", "monitor", "2"], "monitor cannot be scaled: of this run only rollout, reference can"),
+        (["scale", "monitor", "2"], "monitor cannot be scaled: in this run only rollout, reference can"),
         (["scale", "rollout", "0"], "scale rollout to 0 refused: use 1 or more"),
         (["scale", "rollout", "100000"], "CPU threads on"),
         (["scale", "rollout/0", "2"], "give the name of a service"),

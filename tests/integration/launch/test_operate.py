@@ -101,7 +101,7 @@ def goes_on(run: Cluster) -> None:
     run.wait_for("nothing wrong", lambda: not doctor(run)["wrong"])
 
 
-def test_nothing_is_wrong_with_a_run_that_trains(live: Cluster) -> None:
+def test_doctor_finds_nothing_wrong_with_a_run_that_trains(live: Cluster) -> None:
     goes_on(live)
     done = ctl(live.path, "doctor")
     assert "nothing is wrong" in done.stdout.splitlines()[0]
@@ -155,7 +155,7 @@ def test_doctor_names_a_full_store_and_its_producers(live: Cluster) -> None:
     goes_on(live)
 
 
-def test_doctor_names_a_stopped_process_and_trace_tells_the_fate_of_its_tasks(live: Cluster) -> None:
+def test_doctor_names_a_stopped_process_and_trace_shows_what_happened_to_its_tasks(live: Cluster) -> None:
     pid = live.wait_for("a rollout", lambda: live.pid("rollout"))
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -171,7 +171,7 @@ def test_doctor_names_a_stopped_process_and_trace_tells_the_fate_of_its_tasks(li
     assert ("supervisor/0", "process died") in [(each["service"], each["what"]) for each in story]
 
 
-def test_trace_tells_the_story_of_a_task_from_admission_to_collection(live: Cluster) -> None:
+def test_trace_shows_the_history_of_a_task_from_admission_to_collection(live: Cluster) -> None:
     trained = [ids for state, ids in live.journaled_steps().values() if state == "TRAINED"]
     task_id = trained[0][0]
     story = json.loads(ctl(live.path, "trace", task_id, "--json").stdout)["story"]
@@ -189,7 +189,7 @@ def test_trace_tells_the_story_of_a_task_from_admission_to_collection(live: Clus
     assert [each["at"] for each in story] == sorted(each["at"] for each in story)
 
 
-def test_supervisor_tells_the_same_story_to_other_machines(live: Cluster) -> None:
+def test_other_machines_get_the_same_history_from_the_supervisor(live: Cluster) -> None:
     task_id = next(ids for state, ids in live.journaled_steps().values() if state == "TRAINED")[0]
 
     async def told() -> list[str]:

@@ -61,7 +61,7 @@ def holders(run: Cluster) -> set[str]:
     return found
 
 
-def test_second_engine_takes_leases_and_a_drained_one_finishes_them(live: Cluster) -> None:
+def test_a_second_engine_takes_leases_and_a_drained_engine_finishes_its_own(live: Cluster) -> None:
     assert ctl(live.path, "scale", "rollout", "2").returncode == 0
     live.wait_for("rollout/1", lambda: state(live, "rollout/1") == "READY")
     live.wait_for("tasks sampled by it", lambda: "rollout/1" in holders(live))

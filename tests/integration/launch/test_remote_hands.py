@@ -92,7 +92,7 @@ def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
         yield Away(folder, here)
 
 
-def test_a_terminal_elsewhere_shows_the_run_and_has_keys_for_operators_only(away: Away) -> None:
+def test_a_terminal_elsewhere_shows_the_run_and_only_operators_can_use_its_control_keys(away: Away) -> None:
     away.here.run.metrics.write_text("".join(f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in range(1, 8)))
 
     async def attach(role: str) -> tuple[set[str], str]:
@@ -224,7 +224,7 @@ def test_the_stream_continues_after_a_restart_of_the_monitor(away: Away) -> None
             process.kill()
 
 
-def test_access_can_only_be_exported_on_the_machine_of_the_run(away: Away) -> None:
+def test_access_can_only_be_exported_on_the_runs_own_machine(away: Away) -> None:
     done = away.ctl("service", "export-access", "--role", "operator", "--to", str(away.folder / "more"))
     assert done.returncode == 2
     assert "use --run" in done.stderr

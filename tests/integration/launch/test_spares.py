@@ -155,7 +155,7 @@ def test_the_first_spare_starts_some_time_after_all_services_are_ready(tmp_path:
         assert min(psutil.Process(pid).create_time() for pid in warm(here).values()) >= max(services) + 3
 
 
-def test_spares_end_with_the_run_and_with_a_killed_launcher(tmp_path: Path) -> None:
+def test_spares_end_with_the_run_or_with_a_killed_launcher(tmp_path: Path) -> None:
     with launched(tmp_path / "stopped", spares=True) as here:
         here.wait_ready()
         spares = warm(here)

@@ -128,7 +128,7 @@ def _causes(seen: Seen) -> dict[str, list[str]]:
 def test_a_rank_that_misses_the_collective_is_named_by_the_other(seen: Seen) -> None:
     # The stop occurs within a collective or before it, so the other rank fails long before the launcher notices.
     (cause, *_) = _causes(seen)["policy-trainer-worker/0"]
-    missed = ("policy-trainer-worker/1 died or does not answer", "policy-trainer-worker/1 did not come within 5 s")
+    missed = ("policy-trainer-worker/1 died or does not answer", "policy-trainer-worker/1 did not join within 5 s")
     assert any(each in cause for each in missed), cause
 
 

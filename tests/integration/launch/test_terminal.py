@@ -115,7 +115,7 @@ def test_every_view_shows_the_run(tmp_path: Path, size: tuple[int, int]) -> None
         asyncio.run(scenario(run))
 
 
-def test_curves_move_with_the_run_and_lose_what_it_takes_back(tmp_path: Path) -> None:
+def test_curves_follow_the_run_and_lose_the_rows_that_it_takes_back(tmp_path: Path) -> None:
     async def scenario(run: RunDir) -> None:
         played = PlayedRun(run)
         played.write_steps(20)
@@ -167,7 +167,7 @@ def test_the_log_is_filtered_by_text_and_level(tmp_path: Path) -> None:
         asyncio.run(scenario(run))
 
 
-def test_samples_are_ordered_and_their_text_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_samples_are_ordered_and_their_text_cannot_control_the_terminal(tmp_path: Path) -> None:
     hostile = "\x1b]0;owned\x07\x1b[2J[red]not red[/red]\u202e"
 
     async def scenario(run: RunDir) -> None:
@@ -193,7 +193,7 @@ def test_samples_are_ordered_and_their_text_cannot_steer_the_terminal(tmp_path: 
         asyncio.run(scenario(run))
 
 
-def test_a_restart_and_a_drain_need_a_yes_and_a_killed_process_turns_red_and_back(tmp_path: Path) -> None:
+def test_a_restart_and_a_drain_need_confirmation_and_a_killed_process_is_red_until_it_is_back(tmp_path: Path) -> None:
     async def scenario(run: RunDir) -> None:
         app = MonitorApp(Feed(run))
 
@@ -243,7 +243,7 @@ def test_a_restart_and_a_drain_need_a_yes_and_a_killed_process_turns_red_and_bac
         asyncio.run(scenario(here.run))
 
 
-def test_lines_without_a_terminal_have_the_picture_and_every_change(tmp_path: Path) -> None:
+def test_output_without_a_terminal_is_lines_with_the_state_and_every_change(tmp_path: Path) -> None:
     with monitored(tmp_path) as run, subprocess.Popen(
         [sys.executable, "-m", "launch.monitor", "--run", str(run.path)],
         stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
@@ -300,7 +300,7 @@ def tmux(command: str, columns: int, lines: int) -> Iterator[Callable[..., str]]
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), pytest.param(200, 60, marks=pytest.mark.long)])
-def test_a_real_terminal_shows_the_run_and_is_left_as_it_was(tmp_path: Path, columns: int, lines: int) -> None:
+def test_a_real_terminal_shows_the_run_and_is_restored_afterwards(tmp_path: Path, columns: int, lines: int) -> None:
     async def prepare(run: RunDir) -> None:
         played = PlayedRun(run)
         played.write_steps(30)
@@ -322,9 +322,9 @@ def test_a_real_terminal_shows_the_run_and_is_left_as_it_was(tmp_path: Path, col
             has("step 30", "rollout 2×READY", "reward", "┤")
             assert max(len(line) for line in shown().splitlines()) <= columns
             call("send-keys", "5", "-", "-", "-", "-")
-            has("who waited for whom", "reference/0 waited")
+            has("which process waited for which", "reference/0 waited")
             call("resize-window", "-x", "120", "-y", "40")
-            has("who waited for whom")
+            has("which process waited for which")
             call("send-keys", "?")
             has("go to a view")
             call("send-keys", "Escape")

@@ -43,7 +43,7 @@ def test_a_late_observer_gets_curves_and_spans_and_sees_a_rewind(tmp_path: Path)
     assert second.values["reward/mean"][10] == metrics_row(11, offset=0.2)["reward/mean"]
 
 
-def test_a_history_of_a_very_long_run_fits_one_message(tmp_path: Path) -> None:
+def test_the_history_of_a_very_long_run_fits_into_one_message(tmp_path: Path) -> None:
     count, names = 20_000, [f"reward/part/{index}" for index in range(200)]
 
     async def scenario(played: PlayedRun) -> History:

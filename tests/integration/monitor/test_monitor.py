@@ -228,7 +228,7 @@ def test_drops_reported_by_senders_are_counted(run: RunDir, monitor: Monitor) ->
     assert asyncio.run(scenario()) == 7
 
 
-def test_command_filters_by_topic_and_exits_with_0_at_interrupt(run: RunDir, monitor: Monitor) -> None:
+def test_the_command_filters_by_topic_and_exits_with_0_when_interrupted(run: RunDir, monitor: Monitor) -> None:
     async def send() -> None:
         sender = Sender(run)
         sender.emit(1, "wanted/a")
@@ -253,7 +253,7 @@ def test_command_filters_by_topic_and_exits_with_0_at_interrupt(run: RunDir, mon
     assert output == ""
 
 
-def test_command_shows_the_cluster_and_ends_when_the_run_does(tmp_path: Path) -> None:
+def test_the_command_shows_the_cluster_and_ends_when_the_run_ends(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         command = subscriber(here.run, "--topic", "cluster/")
@@ -276,7 +276,7 @@ def test_command_shows_the_cluster_and_ends_when_the_run_does(tmp_path: Path) ->
     assert status["tasks/PENDING"] == 3
 
 
-def test_command_ends_quietly_when_its_reader_closes_the_pipe(run: RunDir, monitor: Monitor) -> None:
+def test_the_command_ends_quietly_when_its_reader_closes_the_pipe(run: RunDir, monitor: Monitor) -> None:
     command = subscriber(run)
     assert command.stdout is not None
     command.stdout.readline()

@@ -48,7 +48,7 @@ def warned(folder: Path, *overrides: str) -> set[str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_reward_that_is_slow_fails_and_tells_nothing_apart_is_warned_of(tmp_path: Path) -> None:
+def test_a_run_warns_about_a_reward_that_is_slow_often_fails_and_never_differs(tmp_path: Path) -> None:
     kinds = warned(tmp_path, "reward.function=my_odd_rewards:always_one", "reward.processes=1")
     assert (
         {"reward-slow", "reward-failing", "reward-flat"}
@@ -64,14 +64,14 @@ def test_a_reward_that_is_slow_fails_and_tells_nothing_apart_is_warned_of(tmp_pa
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_short_answers_and_a_tiny_learning_rate_are_warned_of(tmp_path: Path) -> None:
+def test_a_run_warns_about_a_short_length_limit_and_a_tiny_learning_rate(tmp_path: Path) -> None:
     kinds = warned(tmp_path, "sampling.max_new_tokens=3", "optimizer.lr=1.0e-12", "algorithm.tasks_per_step=16")
     assert {"truncation", "learning-rate"} <= kinds
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_same_run_with_these_kinds_off_is_silent_about_them(tmp_path: Path) -> None:
+def test_the_same_run_does_not_give_warnings_whose_kinds_are_off(tmp_path: Path) -> None:
     off = "monitor.warnings.off=[truncation, learning-rate]"
     kinds = warned(tmp_path, "sampling.max_new_tokens=3", "optimizer.lr=1.0e-12", "run.steps=12", off)
     assert not {"truncation", "learning-rate"} & kinds

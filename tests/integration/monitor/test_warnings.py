@@ -56,7 +56,7 @@ async def topics(run: RunDir) -> list[TopicRow]:
         await sender.close()
 
 
-def test_warnings_survive_kills_and_returns_without_repetition(
+def test_warnings_survive_kills_and_rewinds_and_are_not_repeated(
     run: RunDir, monitor: Monitor, collapse: Recording
 ) -> None:
     rows = [json.dumps(row) for row in collapse.rows]
@@ -106,7 +106,7 @@ def test_the_console_and_the_status_show_each_warning_once(tmp_path: Path, colla
     assert [line for line in output.splitlines() if line.startswith("warning at")] == lines
 
 
-def test_a_monitor_without_room_for_warnings_goes_on(run: RunDir) -> None:
+def test_a_monitor_that_has_no_room_for_warnings_continues(run: RunDir) -> None:
     run.warnings.mkdir()
     monitor = Monitor(run)
     try:

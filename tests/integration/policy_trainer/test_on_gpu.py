@@ -109,7 +109,7 @@ def test_updates_match_the_cpu_and_leaving_the_device_does_not_change_a_bit(mode
         torch.testing.assert_close(stayed[name], weight, rtol=CLOSE, atol=CLOSE)
 
 
-def test_the_reference_scores_as_on_the_cpu_and_leaves_the_device(model: Path, tmp_path: Path) -> None:
+def test_the_references_scores_match_the_cpu_and_it_leaves_the_device(model: Path, tmp_path: Path) -> None:
     ids, lengths, mask = ragged()
     task = {"token_ids": ids, "lengths": lengths, "loss_mask": mask}
 

@@ -157,7 +157,7 @@ def store(data_id: str) -> Register:
     )
 
 
-def test_a_kill_at_any_point_of_a_return_neither_loses_nor_duplicates_a_row(
+def test_a_kill_at_any_point_of_a_rewind_neither_loses_nor_duplicates_a_row(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The return discards the rows of steps 3 to 5."""

@@ -79,7 +79,7 @@ def assert_same_training(one: dict[str, Array], two: dict[str, Array]) -> None:
     assert difference.max() <= 5e-5
 
 
-def test_two_ranks_train_as_one_and_a_killed_rank_changes_no_bit(run: RunDir) -> None:
+def test_two_ranks_train_like_one_and_a_killed_rank_changes_no_bit(run: RunDir) -> None:
     found: dict[str, dict[str, Array]] = {}
 
     async def two(bench: Bench, group: WorkerGroup) -> None:
@@ -158,7 +158,7 @@ def test_a_rank_that_hangs_is_named_and_the_others_restart(run: RunDir) -> None:
         group.stop(1)
         with pytest.raises(RpcError):  # from rank 0, or from its next life if the machine is busy
             await bench.train(workers, 1)
-        assert "policy-trainer-worker/1 did not come within 6 s" in run.log_file("policy-trainer-worker", 0).read_text()
+        assert "policy-trainer-worker/1 did not join within 6 s" in run.log_file("policy-trainer-worker", 0).read_text()
         group.kill(1)
         await recovered(workers, 0)
         assert (await bench.train(workers, 1))["tokens"] > 0

@@ -304,7 +304,7 @@ async def _check_canary(bench: Bench, ref: WeightsRef) -> None:
     assert np.abs(logprobs.numpy()[1:] - ref.canary.logprobs).max() <= ref.canary.tolerance
 
 
-def test_missing_shards_cost_the_step_but_not_the_weights(run: RunDir) -> None:
+def test_missing_shards_fail_the_step_and_leave_the_weights_unchanged(run: RunDir) -> None:
     async def scenario() -> None:
         async with bench_of(run) as bench:
             workers = await bench.driver(5)
@@ -327,7 +327,7 @@ def test_missing_shards_cost_the_step_but_not_the_weights(run: RunDir) -> None:
 
 
 @pytest.mark.long
-def test_the_wait_for_an_absent_store_ends_when_it_returns_a_driver_takes_over_or_time_runs_out(run: RunDir) -> None:
+def test_waiting_for_an_absent_store_ends_at_its_return_at_a_takeover_or_at_the_time_limit(run: RunDir) -> None:
     run.topology.write_text(
         run.topology.read_text().replace(
             "services: {", f"services: {{policy-trainer: {{collective_s: {2 * PATIENCE_S}}}, "
@@ -434,7 +434,7 @@ def test_a_version_that_was_collected_is_put_again_before_its_weights_change(run
         asyncio.run(scenario())
 
 
-def test_values_that_are_not_finite_are_refused_by_task_and_leave_the_weights(run: RunDir) -> None:
+def test_values_that_are_not_finite_are_refused_with_their_task_and_leave_the_weights_unchanged(run: RunDir) -> None:
     async def scenario() -> None:
         async with bench_of(run) as bench:
             workers = await bench.driver(5)

@@ -162,7 +162,7 @@ async def kills(run: RunDir) -> None:
             assert {(each.state, each.step, each.lineage) for each in records} == {(SampleState.TRAINED, step, 0)}
 
 
-def test_each_trained_sample_is_recorded_once_whoever_is_killed(tmp_path: Path) -> None:
+def test_each_trained_sample_is_recorded_once_whichever_process_is_killed(tmp_path: Path) -> None:
     run = make_run(tmp_path, store="memory: 512MiB", steps=4, samples=SAMPLES)
     asyncio.run(kills(run))
     record = read(run.path, step=1)[1]
@@ -221,7 +221,7 @@ async def stopped(run: RunDir) -> float:
         return took_s
 
 
-def test_a_stopped_recorder_delays_collection_for_seconds_and_goes_on_later(tmp_path: Path) -> None:
+def test_a_stopped_recorder_delays_collection_by_seconds_at_most_and_continues_later(tmp_path: Path) -> None:
     run = make_run(tmp_path, store="memory: 512MiB", samples=SAMPLES, filter_zero_variance=True)
     assert asyncio.run(stopped(run)) < 12
     said = [line for line in run.log_file("recorder", 0).read_text().splitlines() if "samples lost" in line]
@@ -242,7 +242,7 @@ async def rewound(run: RunDir) -> None:
         await until("the discard", lambda: steps(run.path) == [])
 
 
-def test_samples_of_steps_that_are_taken_back_leave(tmp_path: Path) -> None:
+def test_samples_of_steps_that_are_taken_back_are_set_aside(tmp_path: Path) -> None:
     run = make_run(tmp_path, store="memory: 512MiB", samples=SAMPLES)
     asyncio.run(rewound(run))
     left = sorted(path.name for path in run.path.glob("samples/discarded/*/train/*.jsonl"))

@@ -76,7 +76,7 @@ def rank_pid(running: Cluster, instance: int) -> int | None:
         pytest.param(("placement.colocate=[policy-trainer, reference]",), id="colocated", marks=pytest.mark.long),
     ],
 )
-def test_two_ranks_score_as_one_follow_the_policy_and_survive_the_death_of_one(
+def test_two_ranks_score_like_one_follow_the_policy_and_survive_the_death_of_a_rank(
     place: tuple[str, ...], tmp_path: Path
 ) -> None:
     with cluster(QUICKSTART, tmp_path, *SMALL, *place, limit_s=260) as running:

@@ -108,7 +108,7 @@ def test_an_agent_may_use_a_blocking_client_on_a_thread() -> None:
         assert each.sample.state["answer"] == each.sample.completion
 
 
-def test_a_url_cannot_be_guessed_and_ends_with_its_sample() -> None:
+def test_the_url_of_a_sample_cannot_be_guessed_and_is_valid_only_while_the_sample_runs() -> None:
     async def scenario() -> None:
         async with rig() as made:
             (group,) = await made.make(f"{AGENTS}:notes_url", tasks=1, samples=2)

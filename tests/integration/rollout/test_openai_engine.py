@@ -205,7 +205,7 @@ def test_logprobs_equal_those_of_transformers(seen: Seen, name: str, step: int, 
     assert seen.case.error(name, step, temperature) < TOLERANCE
 
 
-def test_groups_are_whole_and_the_seed_decides_them(seen: Seen) -> None:
+def test_groups_are_complete_and_determined_by_the_seed(seen: Seen) -> None:
     assert [len(group) for group in seen.answer["warm"]] == [4] * 5
     ids = [[each["ids"] for each in group] for group in seen.answer["warm"]]
     assert ids == [[each["ids"] for each in group] for group in seen.answer["warm_again"]]
@@ -226,7 +226,7 @@ def test_a_stop_text_ends_a_completion_and_its_tokens_are_kept(seen: Seen) -> No
     assert not any("1" in text[:-1] for text in texts)
 
 
-def test_a_block_is_cancelled(seen: Seen) -> None:
+def test_a_block_can_be_cancelled(seen: Seen) -> None:
     assert seen.answer["cancelled"].startswith("GenerationCancelled")
 
 

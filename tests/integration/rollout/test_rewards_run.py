@@ -195,7 +195,7 @@ def judged(sample, *, url):
 
 
 @pytest.mark.timeout(200)
-def test_an_absent_judge_is_waited_for_and_loses_no_task(tmp_path: Path) -> None:
+def test_rewards_wait_for_an_absent_judge_and_no_task_is_lost(tmp_path: Path) -> None:
     (tmp_path / "my_judge.py").write_text(JUDGED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -76,7 +76,7 @@ def test_tasks_are_sampled_and_scored_and_survive_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_dead_store_is_waited_for_longer_than_a_lease_lasts(tmp_path: Path) -> None:
+def test_a_rollout_waits_for_a_dead_store_longer_than_a_lease_lasts(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with cluster(tmp_path, TOPOLOGY + f"lease: {{lease_s: {LEASE_S}}}\n") as (processes, driver):
             info = await driver.begin()

@@ -70,7 +70,7 @@ def test_weights_of_another_version_than_announced_are_refused(case: Case) -> No
     assert "canary mismatch after version 1" in case.answer["stale"]
 
 
-def test_weights_that_do_not_fit_the_model_are_named(case: Case) -> None:
+def test_an_error_names_weights_that_do_not_fit_the_model(case: Case) -> None:
     first = case.answer["names"][0]
     assert case.answer["names"] == list(case.base)
     assert f"missing {first}, unexpected model.other" in case.answer["renamed"]
@@ -106,7 +106,7 @@ def test_every_group_is_whole_and_ends_at_the_first_eos_or_at_the_limit(case: Ca
     assert "stop" in ends
 
 
-def test_a_group_differs_and_the_seed_decides_it(case: Case) -> None:
+def test_samples_of_a_group_differ_and_are_determined_by_the_seed(case: Case) -> None:
     tokens = {
         name: [[each["ids"] for each in group] for group in case.answer[name]]
         for name in ("warm", "warm_again", "other_seed", "after_cancel", "after_pause")
@@ -228,7 +228,7 @@ def test_unknown_and_reserved_arguments_are_refused_in_one_line(case: Case) -> N
     assert not any("\n" in each for each in refused.values())
 
 
-def test_batches_hold_a_lease_and_no_step_is_computed_ahead_of_newer_weights(case: Case) -> None:
+def test_a_batch_has_room_for_the_samples_of_a_lease_and_no_step_is_computed_ahead_of_newer_weights(case: Case) -> None:
     samples, tokens, ahead = case.answer["batches"]
     assert samples >= 256  # a lease has this many samples by default
     assert tokens >= 4096

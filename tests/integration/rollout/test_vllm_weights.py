@@ -62,7 +62,7 @@ def test_every_defect_is_found_and_its_weight_is_named(answer: dict[str, Any]) -
     assert sum(each.startswith("swapped ") for each in refused) >= len(names) - 2
 
 
-def test_weights_that_do_not_reach_the_place_of_their_use_are_found(answer: dict[str, Any]) -> None:
+def test_weights_that_do_not_reach_the_tensors_used_for_computing_are_found(answer: dict[str, Any]) -> None:
     if answer["ranks"] > 1:
         return  # These defects are visible only in the worker's own process.
     refused = answer["refused"]

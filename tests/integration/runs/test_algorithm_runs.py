@@ -74,7 +74,7 @@ def test_supervised_fine_tuning_learns_from_the_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(260)
-def test_filter_reward_kl_masks_entropy_and_user_functions_act_in_one_run(tmp_path: Path) -> None:
+def test_filter_reward_kl_masks_entropy_and_user_functions_take_effect_in_one_run(tmp_path: Path) -> None:
     (tmp_path / "my_algorithm.py").write_text(OWN)
     rows = run(
         "quickstart.yaml",

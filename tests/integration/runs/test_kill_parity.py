@@ -140,7 +140,7 @@ def test_the_lost_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path:
     assert parity.differences(undisturbed, run.path) == []
 
 
-def test_shards_damaged_in_any_state_are_made_again_and_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+def test_shards_damaged_in_any_state_are_recreated_and_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
     """A bit flips in a shard that the worker reads next, in one that a restarted store drops, and in one of a trained
     task that a replay needs."""
     with parity.start(tmp_path, "checkpoint.memory_every=null") as run:
@@ -255,7 +255,7 @@ def test_damage_in_a_run_that_is_not_deterministic_ends_with_each_task_trained_o
 @pytest.mark.parametrize(
     "override", ["staleness=0", "services.policy-trainer.workers=2"], ids=["staleness 0", "two workers"]
 )
-def test_kills_change_no_bit_of_other_runs_either(tmp_path: Path, override: str) -> None:
+def test_kills_change_no_bit_of_runs_with_other_settings(tmp_path: Path, override: str) -> None:
     paths = []
     for name in ("undisturbed", "killed"):
         with parity.start(tmp_path / name, override) as run:

@@ -122,7 +122,7 @@ def test_recipe_trains_two_steps(recipe: Path, tmp_path: Path) -> None:
         assert 0 < rows[1]["reward/mean"] < GRADE / 10
 
 
-def test_number_after_the_marks_is_the_answer_of_gsm8k() -> None:
+def test_the_answer_of_a_gsm8k_row_is_the_number_after_the_marks() -> None:
     from launch.topologies.recipes.gsm8k import score
     from shared.sample import Sample
 

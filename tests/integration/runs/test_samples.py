@@ -123,7 +123,7 @@ def test_recording_samples_changes_no_bit_and_a_killed_run_records_each_sample_o
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_samples_of_steps_that_a_resume_takes_back_leave_with_their_metrics(tmp_path: Path) -> None:
+def test_a_resume_sets_aside_the_samples_and_metrics_of_the_steps_that_it_takes_back(tmp_path: Path) -> None:
     small = (*SMALL, "run.steps=6", "checkpoint.every=100", "checkpoint.memory_every=null")
     with cluster(QUICKSTART, tmp_path, *small, limit_s=280) as run:
         run.wait_for("samples of step 3", lambda: 3 in steps(run.path))

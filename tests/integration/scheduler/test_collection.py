@@ -192,7 +192,7 @@ def test_a_clear_is_repeated_until_a_dead_store_is_back_and_has_cleared(tmp_path
     asyncio.run(main())
 
 
-def test_a_killed_workers_shards_are_collected_and_its_late_puts_are_refused(tmp_path: Path) -> None:
+def test_shards_of_a_killed_worker_are_collected_and_its_late_puts_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, store=STORE_ROOM)
 
     async def main() -> None:

@@ -27,8 +27,8 @@ from tests.integration.store_scheduler import GROUP, STORE, TASKS_PER_STEP, Acto
 
 STEPS = 1000
 CALL_S = 1.0
-"""Deadline of a request in seconds. Replies are kept for retries until 5 s after it, so with a longer one none would
-expire during the run."""
+"""Deadline of a request in seconds. Replies are kept for retries until 5 s after it, so none would expire during the
+run with a longer deadline."""
 MEASURE_FROM = 600
 """Step by which allocators and caches have reached their final size."""
 GROWTH_BYTES = 2 << 20

@@ -164,7 +164,7 @@ def test_scheduler_that_fails_while_a_store_hangs_ends(tmp_path: Path) -> None:
         run.remove_volatile()
 
 
-def test_a_journal_that_may_not_grow_gives_one_line_and_loses_no_lease(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_grow_gives_one_line_and_loses_no_lease(tmp_path: Path) -> None:
     run = make_run(tmp_path, tmp_path)
     process = start(run)
 

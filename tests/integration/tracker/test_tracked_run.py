@@ -40,7 +40,7 @@ def wait_line(here: Launched, text: str) -> str:
     raise AssertionError(f"the launcher ended without a line with {text!r}")
 
 
-def test_run_says_that_a_tracker_is_not_reachable_and_what_it_lacks(tmp_path: Path) -> None:
+def test_a_run_reports_an_unreachable_tracker_and_the_steps_that_the_tracker_lacks(tmp_path: Path) -> None:
     sets = ("--set", "monitor.trackio={project: p, url: 'http://127.0.0.1:9'}")
     with launched(tmp_path / "run", *sets, tiny=TINY) as here:
         line = wait_line(here, "tracker/0: trackio: ")
@@ -55,7 +55,7 @@ def test_run_says_that_a_tracker_is_not_reachable_and_what_it_lacks(tmp_path: Pa
         assert told.endswith(f"; python -m launch.ctl --run {here.path} track trackio sends the rest")
 
 
-def test_hanging_tracker_delays_the_end_of_the_run_no_longer_than_its_limit(tmp_path: Path) -> None:
+def test_a_hanging_tracker_delays_the_end_of_the_run_no_longer_than_its_time_limit(tmp_path: Path) -> None:
     with silent_server() as url:
         sets = ("--set", f"monitor.trackio={{project: p, url: '{url}'}}", "--set", "monitor.tensorboard={}")
         with launched(tmp_path / "run", *sets) as here:
@@ -73,7 +73,7 @@ def test_hanging_tracker_delays_the_end_of_the_run_no_longer_than_its_limit(tmp_
             assert_nothing_left(here.run)
 
 
-def test_killed_tracker_is_started_again_and_sends_each_step_once(tmp_path: Path) -> None:
+def test_a_killed_tracker_is_restarted_and_sends_each_step_once(tmp_path: Path) -> None:
     with launched(tmp_path / "run", "--set", "monitor.tensorboard={}") as here:
         pid = here.wait_ready(SERVICES + 1)["tracker/0"]["pid"]
         commit(here, 3)
@@ -86,7 +86,7 @@ def test_killed_tracker_is_started_again_and_sends_each_step_once(tmp_path: Path
 
 
 @pytest.mark.long
-def test_run_goes_on_without_a_tracker_that_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_continues_without_a_tracker_that_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": "/dev/null"}.items():
         monkeypatch.setenv(name, value)
     with launched(tmp_path / "run", "--set", "monitor.wandb.project=p") as here:

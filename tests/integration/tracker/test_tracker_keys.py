@@ -59,7 +59,7 @@ def test_wandb_online_asks_the_server_and_offline_does_not(tmp_path: Path) -> No
             server.accept()[0].close()
 
 
-def test_event_files_are_in_the_directory_of_the_topology(tmp_path: Path) -> None:
+def test_event_files_are_in_the_directory_that_the_topology_names(tmp_path: Path) -> None:
     with tracked(tmp_path, "tensorboard", {"directory": str(tmp_path / "boards")}) as here:
         here.commit(0)
         assert here.command().returncode == 0
@@ -89,7 +89,7 @@ def test_no_samples_are_sent_if_the_topology_says_so(
 
 
 @pytest.mark.long
-def test_mlflow_has_the_run_at_its_address_in_its_experiment(tmp_path: Path) -> None:
+def test_mlflow_has_the_run_at_the_uri_and_in_the_experiment_that_the_topology_names(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/other.db"
@@ -104,7 +104,7 @@ def test_mlflow_has_the_run_at_its_address_in_its_experiment(tmp_path: Path) -> 
         assert (run.info.run_name, run.info.status) == ("a-run", "KILLED")
 
 
-def test_trackio_has_the_run_in_its_project(tmp_path: Path) -> None:
+def test_trackio_has_the_run_in_the_project_that_the_topology_names(tmp_path: Path) -> None:
     with tracked(tmp_path, "trackio", {"project": "a-project"}, TRACKIO_DIR=str(tmp_path / "trackio")) as here:
         here.commit(0)
         assert here.command().returncode == 0
@@ -140,7 +140,7 @@ def trackio_server(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.long
-def test_trackio_sends_to_the_server_of_the_topology(tmp_path: Path) -> None:
+def test_trackio_sends_to_the_server_that_the_topology_names(tmp_path: Path) -> None:
     with (
         trackio_server(tmp_path / "trackio") as (url, token),
         tracked(tmp_path, "trackio", {"project": "p", "url": url}, TRACKIO_DIR=str(tmp_path / "trackio")) as here,
@@ -170,7 +170,7 @@ def test_wandb_without_a_key_is_refused_in_one_line(tmp_path: Path) -> None:
         assert "WANDB_API_KEY" in done.stderr
 
 
-def test_library_that_is_not_installed_is_named_with_the_command_that_installs_it(
+def test_an_error_names_a_missing_library_and_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = load(write(make(tmp_path)), ["monitor.trackio.project=p", "policy.model=./model"])

@@ -54,7 +54,7 @@ Maker = Callable[[Path], AbstractContextManager[Tracked]]
 
 
 @EVERY
-def test_run_with_a_killed_tracker_and_a_rewind_is_reported_once(
+def test_each_row_is_reported_once_despite_kills_of_the_tracker_and_a_rewind(
     tmp_path: Path, tracker: Maker, read: Callable[[Tracked], Held]
 ) -> None:
     with tracker(tmp_path) as here:
@@ -140,7 +140,7 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_tracker_whose_server_never_answers_delays_the_end_no_longer_than_its_limit(tmp_path: Path) -> None:
+def test_a_tracker_whose_server_never_answers_delays_the_end_no_longer_than_its_time_limit(tmp_path: Path) -> None:
     with silent_server() as url, tracked(tmp_path, "mlflow", {"uri": url}) as here:
         here.commit(0, 1, 2)
         here.start()
@@ -161,11 +161,11 @@ def test_stopped_tracker_process_is_killed_and_loses_nothing(tmp_path: Path) -> 
         here.commit(2, 3)
         here.kill()
         done = here.command()
-        assert (done.returncode, done.stdout) == (0, "tensorboard: has every step, and how the run ended\n")
+        assert (done.returncode, done.stdout) == (0, "tensorboard: has every step and the end of the run\n")
         assert read_back.tensorboard(here).rows == here.committed
 
 
-def test_command_says_what_is_missing_when_the_server_is_not_reachable(tmp_path: Path) -> None:
+def test_the_command_says_which_steps_are_missing_when_the_server_is_unreachable(tmp_path: Path) -> None:
     with tracked(tmp_path, "trackio", {"project": "p", "url": "http://127.0.0.1:9"}) as here:
         here.commit(0, 1, 2)
         done = here.command()

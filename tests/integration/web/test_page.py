@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     return ended_run(tmp_path / "shown")
 
 
-def test_curves_are_drawn_light_and_dark_and_fit_on_a_phone(browser: Browser, run: Path) -> None:
+def test_curves_are_drawn_in_light_and_dark_mode_and_fit_on_a_phone(browser: Browser, run: Path) -> None:
     with page_of(run) as url:
         with visit(browser, url) as page:
             expect(page.locator(".chart canvas").first).to_be_visible()
@@ -47,7 +47,7 @@ def test_curves_are_drawn_light_and_dark_and_fit_on_a_phone(browser: Browser, ru
             assert page.evaluate("getComputedStyle(document.body).backgroundColor") == light
 
 
-def test_new_rows_and_rows_that_are_taken_back_change_the_curves(browser: Browser, run: Path) -> None:
+def test_curves_change_when_rows_are_added_or_taken_back(browser: Browser, run: Path) -> None:
     with page_of(run) as url, visit(browser, url) as page:
         last = page.locator(".chart").first.locator(".u-legend")
         expect(page.locator("#progress")).to_contain_text("step 120")
@@ -61,7 +61,7 @@ def test_new_rows_and_rows_that_are_taken_back_change_the_curves(browser: Browse
         expect(page.locator("#progress")).to_contain_text("reward 77")
 
 
-def test_a_zoom_of_one_chart_is_the_zoom_of_all(browser: Browser, run: Path) -> None:
+def test_zooming_into_one_chart_zooms_all_charts(browser: Browser, run: Path) -> None:
     ranges = "[...document.querySelectorAll('.uplot')].map((each) => each.dataset.steps)"
     with page_of(run) as url, visit(browser, url) as page:
         expect(page.locator(".chart canvas").nth(2)).to_be_visible()
@@ -94,7 +94,7 @@ def drag(page: Page, box: FloatRect) -> None:
     page.mouse.up()
 
 
-def test_two_runs_are_drawn_over_each_other(browser: Browser, run: Path) -> None:
+def test_two_runs_are_drawn_in_the_same_charts(browser: Browser, run: Path) -> None:
     ended_run(run.parent / HOSTILE.replace("/", "_").replace("\x00", ""), steps=80, offset=0.3)
     ended_run(run.parent / "other", steps=80, offset=0.3)
     with page_of(run) as url, visit(browser, url) as page:
@@ -130,7 +130,9 @@ def test_a_sample_opens_with_its_tokens_coloured_by_log_prob_and_by_mismatch(bro
         expect(page.locator("#sample")).to_contain_text("difference 0.05")
 
 
-def test_hostile_metric_names_samples_and_log_lines_are_text_and_do_no_harm(browser: Browser, run: Path) -> None:
+def test_hostile_metric_names_samples_and_log_lines_are_shown_as_text_and_do_no_harm(
+    browser: Browser, run: Path
+) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f"{json.dumps({'step': 121, HOSTILE: 1.0, 'reward/mean': 1.0})}\n")
     add_samples(

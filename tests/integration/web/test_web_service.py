@@ -161,7 +161,7 @@ def test_an_operator_restarts_a_service_from_the_page(browser: Browser, shown: S
         wait_for("another life", lambda: shown.pid("rollout/0") not in (0, before))
 
 
-def test_requests_of_other_sites_and_without_tokens_are_refused(shown: Shown) -> None:
+def test_requests_from_other_sites_or_without_a_token_are_refused(shown: Shown) -> None:
     order, operator = b'{"action": "drain", "name": "rollout/0"}', {**BEARER, "X-Operator-Token": OPERATOR}
     assert shown.ask("GET", "/api/metrics", {})[0] == 401
     assert shown.ask("GET", "/api/metrics", {"Authorization": f"Bearer {TOKEN[:-1]}"})[0] == 401
@@ -183,7 +183,7 @@ def test_requests_of_other_sites_and_without_tokens_are_refused(shown: Shown) ->
     assert shown.pid("rollout/0")
 
 
-def test_browsers_beyond_the_limit_are_refused_and_those_that_do_not_read_delay_nobody(shown: Shown) -> None:
+def test_browsers_beyond_the_limit_are_refused_and_browsers_that_do_not_read_delay_no_other(shown: Shown) -> None:
     head = f"GET /api/stream HTTP/1.1\r\nHost: {shown.address}\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
     host, port = shown.address.split(":")
     with contextlib.ExitStack() as stack:
@@ -207,7 +207,7 @@ def test_browsers_beyond_the_limit_are_refused_and_those_that_do_not_read_delay_
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_curves_move_while_a_run_trains(browser: Browser, tmp_path: Path) -> None:
+def test_curves_grow_while_a_run_trains(browser: Browser, tmp_path: Path) -> None:
     address, arguments = page_settings(tmp_path)
     small = (
         "run.steps=12",

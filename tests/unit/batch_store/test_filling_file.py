@@ -1,4 +1,4 @@
-"""A file that is filled with a stream: what it verifies, what it lets others read, and how it continues."""
+"""A file that is filled from a stream: verification, the parts that can be read, and continuation after a break."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_damaged_chunk_stays_unavailable_and_is_received_again(file: FillingFi
     assert bytes(file.pieces(0, len(stream))[0]) == stream
 
 
-def test_readers_of_a_file_that_was_given_up_are_told_so(file: FillingFile, stream: bytes, progress: list[int]) -> None:
+def test_readers_of_an_abandoned_file_are_notified(file: FillingFile, stream: bytes, progress: list[int]) -> None:
     receive(file, stream[:CHUNK_BYTES])
     file.check(file.received)
     file.close(complete=False)

@@ -101,7 +101,7 @@ def test_a_producer_counts_as_alive_while_no_descriptor_is_free_to_check_it(tmp_
     files.close()
 
 
-def test_mapped_zombies_use_only_their_share_of_descriptors_and_delay_no_other_file(
+def test_mapped_zombies_use_only_their_share_of_descriptors_and_do_not_delay_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retirement, "ZOMBIE_SHARE", raise_descriptor_limit() // 3)  # The share is three descriptors.
@@ -135,7 +135,7 @@ def test_mapped_zombies_use_only_their_share_of_descriptors_and_delay_no_other_f
     files.close()
 
 
-def test_streams_map_a_share_of_the_descriptors(tmp_path: Path) -> None:
+def test_mappings_of_streams_use_only_their_share_of_descriptors(tmp_path: Path) -> None:
     index, cache = StoreState("store", 1 << 24, 1), MappingCache()
     files = StoreFiles("store", tmp_path / "store")
     put_ids = [put(index, files, f"train/0/{i}") for i in range(9)]
@@ -160,7 +160,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_file_that_cannot_be_renamed_stays_due_and_delays_no_other(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_renamed_stays_due_and_does_not_delay_others(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -180,7 +180,9 @@ def test_a_file_that_cannot_be_renamed_stays_due_and_delays_no_other(tmp_path: P
     files.close()
 
 
-def test_a_zombie_that_cannot_be_deleted_counts_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zombie_that_cannot_be_deleted_counts_until_its_deletion_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -209,7 +211,7 @@ def test_a_file_deleted_by_another_process_is_released(tmp_path: Path) -> None:
     files.close()
 
 
-def test_a_spare_that_cannot_become_the_file_of_a_put_is_deleted_with_its_bytes(tmp_path: Path) -> None:
+def test_a_spare_that_cannot_become_the_file_of_a_put_is_deleted_and_its_bytes_are_freed(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 24, 1)
     files = StoreFiles("store", tmp_path / "store")
     ended = Retirement("store", index.room, files, lambda: 0.0)
@@ -231,7 +233,7 @@ def test_a_spare_that_cannot_become_the_file_of_a_put_is_deleted_with_its_bytes(
     files.close()
 
 
-def test_a_copy_on_disk_that_cannot_be_renamed_takes_no_room_and_is_retried(tmp_path: Path) -> None:
+def test_a_copy_on_disk_that_cannot_be_renamed_uses_no_room_and_is_tried_again(tmp_path: Path) -> None:
     index = StoreState("store", 1 << 20, 1, 1 << 20)
     files = StoreFiles("store", tmp_path / "store", tmp_path / "disk")
     ended = Retirement("store", index.room, files, lambda: 0.0)

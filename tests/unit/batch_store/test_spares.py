@@ -93,7 +93,7 @@ class Store:
         self.ended.free(names)
 
 
-def test_collected_weights_lend_their_pages_to_the_next_version(tmp_path: Path) -> None:
+def test_pages_of_collected_weights_are_lent_to_the_next_version(tmp_path: Path) -> None:
     store = Store(tmp_path / "s")
     path = store.put("weights/0/0", VALUES)
     inode = os.stat(path).st_ino
@@ -109,7 +109,7 @@ def test_collected_weights_lend_their_pages_to_the_next_version(tmp_path: Path) 
     assert np.array_equal(found["w"], VALUES * 2)
 
 
-def test_weights_that_a_reader_maps_are_not_lent(tmp_path: Path) -> None:
+def test_pages_of_weights_that_a_reader_maps_are_not_lent(tmp_path: Path) -> None:
     store = Store(tmp_path / "s")
     path = store.put("weights/0/0", VALUES)
     reader = BlockMapping(path, TableCache()).arrays([0], None)[0]
@@ -134,7 +134,7 @@ def test_a_lent_file_is_not_a_block_file_until_it_is_written(tmp_path: Path) -> 
         parse(data, len(data))
 
 
-def test_only_as_many_spares_as_needed_are_given_up_the_longest_idle_first(tmp_path: Path) -> None:
+def test_only_as_many_spares_as_needed_are_deleted_starting_with_the_longest_idle(tmp_path: Path) -> None:
     nbytes = held_bytes(BlockLayout([("train/0/0", 1, {"w": VALUES})]).file_bytes)
     store = Store(tmp_path / "s", limit=6 * nbytes)
     for number in range(3):
@@ -206,7 +206,7 @@ def test_a_spare_is_resized_to_the_put_that_takes_it(tmp_path: Path) -> None:
     assert len(inodes) == 1
 
 
-def test_a_put_takes_the_spare_nearest_in_size_and_none_of_a_very_different_size() -> None:
+def test_a_put_takes_the_spare_nearest_in_size_but_never_one_of_a_very_different_size() -> None:
     spares = Spares(1 << 40)
     for name, nbytes in (("a", 100), ("b", 130), ("c", 130), ("d", 400)):
         spares.add(name, nbytes, 0.0)
@@ -232,7 +232,7 @@ def test_idle_and_surplus_spares_are_deleted(tmp_path: Path) -> None:
     assert not list((tmp_path / "s").glob("*.dead"))
 
 
-def test_a_file_is_written_through_its_mapping_once_its_pages_are_there(memory: Path) -> None:
+def test_a_file_is_written_through_its_mapping_once_its_pages_are_allocated(memory: Path) -> None:
     layout = BlockLayout([("weights/0/0", 1, {"w": VALUES, "empty": VALUES[:0], "b": VALUES[:7]})])
     path = memory / "block"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
@@ -333,7 +333,9 @@ def address(array: np.ndarray) -> int:  # type: ignore[type-arg]
     return int(array.ctypes.data)
 
 
-def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: Path, kept: ReadMappingPool) -> None:
+def test_a_mapping_kept_by_a_reader_shows_the_next_version_in_the_same_pages(
+    tmp_path: Path, kept: ReadMappingPool
+) -> None:
     store = Store(tmp_path / "s")
     places = set()
     for step in range(4):
@@ -349,7 +351,7 @@ def test_a_reader_s_mapping_shows_the_next_version_of_the_same_pages(tmp_path: P
     assert len(places) == 1
 
 
-def test_writes_of_a_reader_reach_neither_later_versions_nor_other_arrays(
+def test_writes_by_a_reader_reach_neither_later_versions_nor_other_arrays(
     tmp_path: Path, kept: ReadMappingPool
 ) -> None:
     store = Store(tmp_path / "s")
@@ -364,7 +366,9 @@ def test_writes_of_a_reader_reach_neither_later_versions_nor_other_arrays(
     assert np.array_equal(read(again, kept), VALUES * 2)
 
 
-def test_a_reader_s_kept_mapping_holds_neither_a_lock_nor_deleted_pages(tmp_path: Path, kept: ReadMappingPool) -> None:
+def test_a_mapping_kept_by_a_reader_holds_neither_a_lock_nor_deleted_pages(
+    tmp_path: Path, kept: ReadMappingPool
+) -> None:
     store = Store(tmp_path / "s")
     path = store.put("weights/0/0", VALUES)
     watch = os.open(path, os.O_RDONLY)

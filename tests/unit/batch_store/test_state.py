@@ -29,7 +29,7 @@ def sealed(state: StoreState, put_id: str, task_ids: list[str], fence: int = 1) 
     state.seal(put_id, table)
 
 
-def test_tombstones_are_bounded_and_those_that_files_need_are_kept() -> None:
+def test_number_of_tombstones_is_bounded_and_those_that_files_need_are_kept() -> None:
     state = StoreState("store", 1 << 30, 1)
     sealed(state, "0" * 32, ["t/0/0", "t/0/1"])
     state.clear([PutTask("t/0/0", 1)])
@@ -76,7 +76,7 @@ def test_inventory_pages_contain_every_task_once() -> None:
     assert pages == 3
 
 
-def test_put_of_tasks_other_than_the_granted_ones_is_refused() -> None:
+def test_put_of_a_task_that_was_not_granted_is_refused() -> None:
     state = StoreState("store", 1 << 30, 1)
     layout = BlockLayout([("t/0/1", 1, {"a": np.zeros(1)})])
     state.begin("0" * 32, layout.file_bytes, [PutTask("t/0/2", 1)], 0.0)
@@ -248,7 +248,7 @@ def test_invalid_line_in_the_list_of_tombstones_is_skipped(tmp_path: Path) -> No
     files.close()
 
 
-def test_unreadable_file_is_left_alone_and_the_others_are_found(
+def test_unreadable_file_is_left_alone_and_all_other_files_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = StoreFiles("store", tmp_path / "store")
@@ -277,7 +277,7 @@ def test_unreadable_file_is_left_alone_and_the_others_are_found(
     files.close()
 
 
-def test_list_that_cannot_be_rewritten_for_lack_of_room_leaves_nothing_behind(
+def test_list_that_cannot_be_rewritten_for_lack_of_room_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = StoreFiles("store", tmp_path / "store")

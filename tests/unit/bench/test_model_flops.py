@@ -1,4 +1,4 @@
-"""The FLOP formula behind MFU agrees with torch's counter, and a measurement meets new lengths in every round."""
+"""The FLOP formula behind MFU agrees with torch's counter, and a measurement uses new lengths in every round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_formula_counts_every_matrix_product(tied: bool) -> None:
     assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_causal_attention_counts_only_the_pairs_that_the_mask_leaves() -> None:
+def test_causal_attention_counts_only_the_pairs_that_the_mask_allows() -> None:
     model = make_model("qwen3", head_dim=16)
     lengths = [7, 24]
     whole, causal = (training_flops(model, model.config, lengths, how) for how in ("whole", "causal"))

@@ -17,7 +17,7 @@ from tests.bench.turns import by_turns, ratios, spread
 MIB = 1 << 20
 
 
-def test_every_second_turn_is_in_the_reverse_order() -> None:
+def test_every_second_turn_runs_in_reverse_order() -> None:
     called: list[str] = []
 
     def side(name: str) -> str:
@@ -29,7 +29,7 @@ def test_every_second_turn_is_in_the_reverse_order() -> None:
     assert results == {"a": ["a1", "a6", "a7"], "b": ["b2", "b5", "b8"], "c": ["c3", "c4", "c9"]}
 
 
-def test_a_figure_is_a_median_with_its_range_and_a_ratio_is_taken_within_a_turn() -> None:
+def test_a_figure_shows_the_median_and_the_range_and_ratios_compare_values_of_the_same_turn() -> None:
     assert spread([30, 10, 20]).text(".0f") == "20 [10, 30]"
     assert spread([1.5]).text(".1f") == "1.5"
     assert ratios([10, 20, 40], [10, 10, 10]).values == (1, 2, 4)
@@ -42,7 +42,7 @@ def rate_of(settings: Settings) -> float:
     return 100.0 + 50 * (settings.micro_batch == 256) + 30 * (settings.generation_batch == 1024)
 
 
-def test_a_sweep_tries_every_setting_and_the_fastest_per_staleness_is_used(
+def test_a_sweep_tries_every_setting_and_uses_the_fastest_for_each_staleness(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = list(grid(QUICKSTART, cores=2))
@@ -68,7 +68,7 @@ def looks(*, late: int, replaced: bool = False) -> list[tuple[int, dict[int, int
     return found
 
 
-def test_growth_is_reported_per_process_and_no_process_may_be_replaced() -> None:
+def test_growth_is_reported_per_process_and_a_replaced_process_is_an_error() -> None:
     watch = Watch()
     watch.names = {1: "launch.cluster", 2: "services.rollout/0", 3: "services.rollout/0"}
     watch.looks = looks(late=103 * MIB)

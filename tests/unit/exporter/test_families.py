@@ -43,7 +43,7 @@ def series(*rows: TopicRow) -> Series:
     }
 
 
-def test_names_of_the_documents_are_those_of_the_exporter() -> None:
+def test_documented_names_are_exactly_those_that_the_exporter_uses() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == text(), "run python -m tests.golden.metric_help"
 
 
@@ -108,7 +108,7 @@ def test_the_live_status_is_exported() -> None:
     assert not any("anything" in name for name, _ in found)
 
 
-def test_hostile_names_are_label_values_and_their_number_is_limited() -> None:
+def test_hostile_names_become_label_values_and_their_number_is_limited() -> None:
     hostile = 'reward/part/"}\n# HELP rlbus_x\nrlbus_x 1 \u202e\\'
     values: dict[str, float | str] = {hostile: 1.0} | {f"reward/part/{n}" * 30: 1.0 for n in range(10_000)}
     collected = collect([row("cluster/metrics", values)])
@@ -120,7 +120,7 @@ def test_hostile_names_are_label_values_and_their_number_is_limited() -> None:
     assert found[0].samples[0].labels == {"name": hostile.removeprefix("reward/part/")}
 
 
-def test_the_openmetrics_form_is_valid_too() -> None:
+def test_the_openmetrics_output_is_also_valid() -> None:
     rows = [
         row("cluster/metrics", dict.fromkeys(everything(), 1.0)),
         row("engine", {"generated_tokens": 1.0}, "rollout"),
@@ -129,7 +129,7 @@ def test_the_openmetrics_form_is_valid_too() -> None:
     assert len(list(parse_openmetrics(shown))) > 40
 
 
-def test_no_two_families_of_live_values_and_rows_have_one_name() -> None:
+def test_live_values_and_rows_never_share_a_family_name() -> None:
     live = collect(
         [
             row(

@@ -132,7 +132,7 @@ def test_a_span_arrives_with_its_ids_times_attributes_and_link() -> None:
     assert [(link.trace_id, link.span_id) for link in span.links] == [(step, span_id(step, "step"))]
 
 
-def test_many_spans_go_in_batches_over_one_connection() -> None:
+def test_many_spans_are_sent_in_batches_over_one_connection() -> None:
     with collector() as (kept, port):
         mine = sender(port, "/custom/path")
         mine.put(some(2000))
@@ -146,7 +146,7 @@ def test_many_spans_go_in_batches_over_one_connection() -> None:
     assert mine.dropped == 0
 
 
-def test_spans_wait_for_a_collector_that_is_away_and_then_arrive() -> None:
+def test_spans_are_kept_while_the_collector_is_unreachable_and_sent_later() -> None:
     with collector() as (_, port):
         pass
     mine = sender(port)
@@ -161,7 +161,7 @@ def test_spans_wait_for_a_collector_that_is_away_and_then_arrive() -> None:
     assert (mine.sent, mine.dropped, mine.trouble) == (3, 0, "")
 
 
-def test_an_overloaded_collector_is_asked_again_and_one_that_refuses_is_not() -> None:
+def test_a_batch_is_sent_again_after_an_overload_but_not_after_a_refusal() -> None:
     with collector() as (kept, port):
         kept.answers = [503, 429, 200, 404]
         mine = sender(port)
@@ -178,7 +178,7 @@ def test_an_overloaded_collector_is_asked_again_and_one_that_refuses_is_not() ->
     assert (mine.sent, mine.dropped) == (3, 5)
 
 
-def test_a_collector_that_hangs_delays_neither_the_sender_of_spans_nor_the_end() -> None:
+def test_a_collector_that_hangs_delays_neither_the_callers_nor_the_shutdown() -> None:
     with collector() as (kept, port):
         kept.gate.clear()
         mine = sender(port)
@@ -192,7 +192,7 @@ def test_a_collector_that_hangs_delays_neither_the_sender_of_spans_nor_the_end()
         assert ended - began < 30
 
 
-def test_a_header_that_http_does_not_allow_is_told_and_ends_nothing() -> None:
+def test_an_invalid_http_header_is_reported_and_does_not_stop_the_sender() -> None:
     with collector() as (_, port):
         made = sender(port, authorization="Bearer\nx")
         made.put(some(1))
@@ -204,6 +204,6 @@ def test_a_header_that_http_does_not_allow_is_told_and_ends_nothing() -> None:
         made.close(5)
 
 
-def test_headers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20abc, x-scope = me ,bad")
     assert headers_of_environment() == {"authorization": "Bearer abc", "x-scope": "me"}

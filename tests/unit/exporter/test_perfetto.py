@@ -113,7 +113,7 @@ def test_the_file_is_valid_after_every_write_and_keeps_its_limit(tmp_path: Path)
     assert len(names) == 1, "each file names its tracks itself"
 
 
-def test_another_life_keeps_the_file_of_the_one_before(tmp_path: Path) -> None:
+def test_a_restarted_exporter_keeps_the_file_of_the_previous_one(tmp_path: Path) -> None:
     TraceFile(tmp_path, LIMIT).write(placed(work(1, 2)))
     TraceFile(tmp_path, LIMIT).write(placed(work(5, 6)))
     assert [event["ts"] for event in events(tmp_path / EARLIER) if event["ph"] == "X"] == [1_000_000]
@@ -121,7 +121,7 @@ def test_another_life_keeps_the_file_of_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", range(0, 420, 7))
-def test_a_file_that_was_cut_off_anywhere_is_mended(tmp_path: Path, kept: int) -> None:
+def test_a_file_that_was_truncated_anywhere_is_repaired(tmp_path: Path, kept: int) -> None:
     file = TraceFile(tmp_path, LIMIT)
     file.write(placed(work(1, 2), work(3, 4), work(5, 6)))
     data = (tmp_path / FILE).read_bytes()
@@ -130,7 +130,7 @@ def test_a_file_that_was_cut_off_anywhere_is_mended(tmp_path: Path, kept: int) -
     events(tmp_path / EARLIER)
 
 
-def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
+def test_hostile_text_is_escaped_and_shortened(tmp_path: Path) -> None:
     file = TraceFile(tmp_path, LIMIT)
     text = '"},\n{"ph":"X\u202e\x00\ud800'
     file.write(placed(work(1, 2, text, text, facts={text: text * 1000})))

@@ -52,7 +52,7 @@ def test_a_task_has_one_trace_from_its_lease_to_its_collection() -> None:
     assert len({span.id for span in found}) == len(found)
 
 
-def test_the_parts_of_a_task_find_each_other_without_a_common_process() -> None:
+def test_parts_of_a_task_get_the_same_parents_whether_one_process_or_several_trace_them() -> None:
     together = {(span.name, span.id, span.parent) for span in spans(*life())}
     apart = {(span.name, span.id, span.parent) for each in reversed(life()) for span in spans(each)}
     assert together == apart
@@ -63,7 +63,7 @@ def test_a_trained_task_is_linked_to_its_step() -> None:
     assert train.link == trace_id(RUN, "step/4")
 
 
-def test_a_step_has_one_trace_over_processes() -> None:
+def test_a_step_has_one_trace_across_processes() -> None:
     sync = TopicRow(service="rollout", instance=1, topic="weights", at=21.0, values={"seconds": 0.2, "step": 4.0})
     found = spans(
         row("batch", 18.5, 0.5, SPAN, "policy-trainer", step=4.0, of="scheduler/0"),
@@ -85,7 +85,7 @@ def test_two_leases_of_one_task_have_spans_of_their_own() -> None:
     assert len({span.id for span in spans(first, second)}) == 2
 
 
-def test_rows_with_unexpected_values_make_no_span() -> None:
+def test_rows_with_unexpected_values_produce_no_span() -> None:
     for seconds in (float("nan"), float("inf"), -1.0, 1e12):
         assert not spans(row("x", 1.0, seconds, step=1.0))
     for at in (float("nan"), float("inf"), -1.0, 1e300):
@@ -97,7 +97,7 @@ def test_rows_with_unexpected_values_make_no_span() -> None:
     assert len(spans(many)) == MAX_TASKS
 
 
-def test_a_task_that_is_collected_twice_is_not_remembered() -> None:
+def test_a_tracer_does_not_remember_a_collected_task() -> None:
     tracer = Tracer(RUN)
     spans(*life(), tracer=tracer)
     [again] = [span for span in spans(life()[-1], tracer=tracer) if span.name == "task"]
@@ -113,13 +113,13 @@ def test_every_process_traces_the_same_tasks() -> None:
     assert traced(ids, 0.0) == []
 
 
-def test_ids_are_those_of_trace_context_and_stay_the_same_between_releases() -> None:
+def test_trace_and_span_ids_are_the_same_in_every_release() -> None:
     trace = trace_id(RUN, TASK)
     assert trace.hex() == "871fbe122261f806b2fb0ee45a577f6b"
     assert span_id(trace, "task").hex() == "7422a3475d28bc0f"
 
 
-def test_without_traces_no_part_is_sent() -> None:
+def test_parts_of_a_task_are_sent_only_if_its_trace_is_exported() -> None:
     sender = TelemetrySender("rollout", 0, 1)
     sender.part("reward", 1.0, {"tasks": sender.traced(["train/0/1"]), "lease": 1.0})
     sender.part("commit", 1.0, {"step": 1.0})

@@ -1,4 +1,4 @@
-"""The doctor's diagnosis of given answers: causes, waits that are not wrong by themselves, and the stalls that depend
+"""The doctor's diagnosis of given answers: causes, waits that are no problems by themselves, and the stalls that depend
 on a cause."""
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def batch(since_s: float = LONG) -> WaitRow:
     return WaitRow(WaitKind.CALL, "NextBatch", since_s, 20.0, "scheduler/0")
 
 
-def test_nothing_is_wrong_with_a_step_whose_tasks_are_being_sampled() -> None:
+def test_no_problem_is_reported_while_the_tasks_of_a_step_are_being_sampled() -> None:
     run = examined(scheduler=answer(step("rollout/0", 60)), driver=answer(batch()), rollout=answer())
     assert wrong(run) == []
     assert any("nothing is wrong" in line for line in as_lines(run, diagnose(run)))
 
 
-def test_code_that_delays_the_step_is_wrong_long_before_its_limit() -> None:
+def test_code_that_delays_the_step_is_reported_long_before_its_limit() -> None:
     code = WaitRow(WaitKind.CODE, "process 7 works on 1 reward calls, at my.py:3", LONG, 600.0)
     held_up = examined(scheduler=answer(step("rollout/0")), driver=answer(batch()), rollout=answer(code))
     [finding] = wrong(held_up)
@@ -49,14 +49,14 @@ def test_code_that_delays_the_step_is_wrong_long_before_its_limit() -> None:
     assert wrong(examined(scheduler=answer(), rollout=answer(code))) == []
 
 
-def test_code_in_the_second_half_of_its_time_is_wrong_by_itself() -> None:
+def test_code_that_has_used_half_of_its_time_is_reported_even_if_nothing_waits_for_it() -> None:
     code = WaitRow(WaitKind.CODE, "process 7 works on 1 reward calls, at my.py:3", LONG, 10.0)
     assert [each.limit_s for each in wrong(examined(rollout=answer(code)))] == [10.0]
 
 
-def test_process_that_does_not_answer_is_wrong_and_a_stopped_one_is_named_once() -> None:
+def test_process_that_does_not_answer_is_reported_and_a_stopped_process_is_reported_only_once() -> None:
     silent = examined(scheduler=answer(step("rollout/0")), rollout=None)
-    assert [each.text.partition(" in ")[0] for each in wrong(silent)] == ["rollout/0 does not answer its mailbox"]
+    assert [each.text.partition(" within ")[0] for each in wrong(silent)] == ["rollout/0 does not answer its mailbox"]
     stopped = WaitRow(WaitKind.STOPPED, "rollout/0 (process 7) is stopped by a signal", 0.0, 0.0, "rollout/0")
     both = examined(scheduler=answer(step("rollout/0")), rollout=None, supervisor=answer(stopped))
     both.silent_s["rollout/0"] = 4.0
@@ -66,7 +66,7 @@ def test_process_that_does_not_answer_is_wrong_and_a_stopped_one_is_named_once()
     assert len(finding.stalls) == 1
 
 
-def test_process_that_starts_is_wrong_only_after_a_while() -> None:
+def test_starting_process_is_reported_only_after_a_while() -> None:
     for since_s, count in ((5.0, 0), (45.0, 1)):
         row = WaitRow(WaitKind.PROCESS, "rollout/0 starts", since_s, 600.0, "rollout/0")
         run = examined(supervisor=answer(row), rollout=None)
@@ -74,7 +74,7 @@ def test_process_that_starts_is_wrong_only_after_a_while() -> None:
         assert len(wrong(run)) == count
 
 
-def test_full_store_is_named_with_its_room_and_its_producers() -> None:
+def test_full_store_is_reported_with_its_room_and_the_producers_that_wait() -> None:
     room = WaitRow(WaitKind.ROOM, "64.0 of 64.0 MiB in use", 0.0)
     refused = WaitRow(WaitKind.REFUSED, "PutBegin: no room", 3.0, 0.0, "batch-store/0")
     [finding] = wrong(examined(store=answer(room), rollout=answer(refused)))
@@ -83,7 +83,7 @@ def test_full_store_is_named_with_its_room_and_its_producers() -> None:
     assert wrong(examined(store=answer(room), rollout=answer())) == []
 
 
-def test_judge_outage_names_the_tasks_that_are_not_leased() -> None:
+def test_judge_outage_is_reported_with_the_tasks_that_are_not_leased() -> None:
     outage = WaitRow(WaitKind.OUTAGE, "the judge of my:fn does not answer", 2.0, 600.0)
     paused = WaitRow(WaitKind.OUTAGE, "nothing is leased", 0.0, 0.0, "rollout/0")
     [finding] = wrong(examined(scheduler=answer(paused), rollout=answer(outage)))
@@ -91,7 +91,7 @@ def test_judge_outage_names_the_tasks_that_are_not_leased() -> None:
     assert finding.stalls == ("scheduler/0: nothing is leased",)
 
 
-def test_computation_is_wrong_only_without_progress() -> None:
+def test_computation_is_reported_only_if_it_makes_no_progress() -> None:
     row = WaitRow(WaitKind.COMPUTE, "computes ForwardBackward", 60.0)
     call = WaitRow(WaitKind.CALL, "ForwardBackward", 60.0, 3600.0, "policy-trainer-worker/0")
     moving = examined(driver=answer(call), worker=answer(row, progress_s=0.5))
@@ -102,7 +102,7 @@ def test_computation_is_wrong_only_without_progress() -> None:
     assert len(finding.stalls) == 1
 
 
-def test_lease_without_progress_and_failing_rewards_are_wrong() -> None:
+def test_lease_without_progress_and_failing_rewards_are_reported() -> None:
     lease = WaitRow(WaitKind.LEASE, "lease 7 (rollout, 4 tasks) makes no progress", LONG, 30.0, "rollout/0")
     assert len(wrong(examined(scheduler=answer(lease), rollout=answer()))) == 1
     run = examined(scheduler=answer(), rollout=answer())
@@ -110,13 +110,13 @@ def test_lease_without_progress_and_failing_rewards_are_wrong() -> None:
     assert [each.text for each in wrong(run)] == ["rollout/0: rewards failing: 8 of 8"]
 
 
-def test_step_that_waits_for_a_service_without_processes_is_wrong() -> None:
+def test_step_that_waits_for_a_service_without_processes_is_reported() -> None:
     row = WaitRow(WaitKind.STEP, "step 4 waits for 8 of 8 tasks that no rollout has leased", LONG, 0.0, "rollout")
     [finding] = wrong(examined(scheduler=answer(row), driver=answer(batch())))
     assert "no rollout runs" in finding.text
 
 
-def test_a_host_without_an_agent_is_wrong_after_a_while() -> None:
+def test_a_host_without_an_agent_is_reported_after_a_while() -> None:
     for since_s, count in ((5.0, 0), (45.0, 1)):
         row = WaitRow(WaitKind.PROCESS, "host b is LOST: no agent reports from it", since_s)
         found = wrong(examined(supervisor=answer(row)))

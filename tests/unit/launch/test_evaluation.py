@@ -43,7 +43,7 @@ def checkpoint(folder: Path, **changed: Array | None) -> Path:
 
 
 @pytest.mark.parametrize("name", ["quickstart.yaml", "colocate.yaml", "sft.yaml"])
-def test_nothing_that_serves_training_alone_is_started(name: str, tmp_path: Path) -> None:
+def test_services_that_only_training_needs_are_not_started(name: str, tmp_path: Path) -> None:
     topology = load(TOPOLOGIES / name)
     evaluates = without_training(topology)
     assert evaluates.run.last_step == 0
@@ -59,7 +59,7 @@ def test_a_run_that_evaluates_needs_an_evaluation_set(tmp_path: Path) -> None:
         load(write(make(tmp_path)), ["run.evaluate=true", "data.eval={}"])
 
 
-def test_a_metric_that_no_evaluation_gives_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+def test_a_metric_that_no_evaluation_produces_is_refused_and_the_nearest_name_suggested(tmp_path: Path) -> None:
     path = write(make(tmp_path))
     several = "data.eval.held={source: builtin:addition, every: 5, temperature: 0.5, samples: 4}"
     for metric in ("accuracy", "avg@4", "pass@4"):
@@ -82,7 +82,7 @@ def test_checkpoints_and_exported_models_of_the_policy_are_accepted(tmp_path: Pa
     check_checkpoint(checkpoint(tmp_path / "checkpoints" / "step-20"), policy)
 
 
-def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_folders_that_are_not_usable_models_are_refused_in_one_line(tmp_path: Path) -> None:
     policy = str(model(tmp_path / "policy"))
     steps = tmp_path / "checkpoints"
     checkpoint(steps / "step-20")
@@ -106,7 +106,7 @@ def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoints_model_outlives_it_and_names_its_data_type(tmp_path: Path) -> None:
+def test_a_model_made_from_a_checkpoint_outlives_it_and_states_its_data_type(tmp_path: Path) -> None:
     topology = with_model(load(write(make(tmp_path))), model(tmp_path / "policy"))
     step = checkpoint(tmp_path / "step-20", embed=np.full((4, 3), 7, np.float32))
     bits = (step / MODEL).read_bytes()

@@ -70,7 +70,7 @@ def test_a_run_on_the_cpu_sees_no_gpu_whatever_the_machine_has(folder: Path) -> 
     assert wanted(made) == 0
 
 
-def test_ranks_on_two_hosts_see_the_gpus_of_each(folder: Path) -> None:
+def test_ranks_on_two_hosts_see_the_gpus_of_their_own_host(folder: Path) -> None:
     places = ["placement.hosts={a: {gpus: 8}, b: {gpus: 8}}", "transport.listen=10.0.0.1"]
     made = topology(folder, *places, "services.policy-trainer.host=[a, b]", "services.reference.host=b", *TP)
     seen = visible_gpus(made, gpu_names("7,6,5,4,3,2"))
@@ -80,7 +80,7 @@ def test_ranks_on_two_hosts_see_the_gpus_of_each(folder: Path) -> None:
     assert wanted(made) == 6
 
 
-def test_the_large_example_is_planned_on_two_hosts_of_eight(folder: Path) -> None:
+def test_the_large_example_is_planned_on_two_hosts_with_eight_gpus_each(folder: Path) -> None:
     text = (REPOSITORY / "launch" / "topologies" / "qwen7b-math.yaml").read_text()
     for old in ("/data/math.jsonl", "/data/math500.jsonl", "/data/aime24.jsonl"):
         text = text.replace(old, str(folder / "rows.jsonl"))
@@ -103,7 +103,7 @@ def test_the_large_example_is_planned_on_two_hosts_of_eight(folder: Path) -> Non
     rollout=st.tuples(st.integers(0, 3), st.integers(1, 3)),
     colocate=st.sets(st.sampled_from(["policy-trainer", "reference", "rollout"])),
 )
-def test_no_gpu_belongs_to_two_processes_that_do_not_take_turns(
+def test_only_processes_that_take_turns_share_a_gpu(
     folder: Path, trainer: int, reference: int, rollout: tuple[int, int], colocate: set[str]
 ) -> None:
     gpus, instances = rollout
@@ -142,7 +142,7 @@ def _placed(folder: Path, trainer: int, reference: int, rollout: tuple[int, int]
     ("visible", "names"),
     [("", []), ("-1", []), ("1,0", ["1", "0"]), ("0,-1,1", ["0"]), ("GPU-8a, MIG-b", ["GPU-8a", "MIG-b"])],
 )
-def test_gpus_are_those_that_cuda_makes_visible(visible: str, names: list[str], tmp_path: Path) -> None:
+def test_only_gpus_that_cuda_makes_visible_are_used(visible: str, names: list[str], tmp_path: Path) -> None:
     assert gpu_names(visible, tmp_path) == names
 
 
@@ -160,7 +160,7 @@ def test_without_a_selection_all_gpus_of_the_driver_are_visible(tmp_path: Path) 
         ("{gpus: 1, engine: openai, engine_args: {base_url: 'http://h'}}", "has its own GPUs; leave it out"),
     ],
 )
-def test_gpus_that_an_engine_would_leave_idle_are_refused(folder: Path, rollout: str, told: str) -> None:
+def test_more_gpus_than_an_engine_can_use_are_refused(folder: Path, rollout: str, told: str) -> None:
     [line] = problems(folder / "t.yaml", f"services.rollout={rollout}", check_supported=False)
     assert "services.rollout.gpus: " in line
     assert told in line
@@ -196,7 +196,7 @@ def qwen7b(folder: Path) -> Path:
     return folder
 
 
-def test_the_example_of_7b_on_one_machine_lacks_only_the_machine(tmp_path: Path) -> None:
+def test_the_7b_example_for_one_machine_fails_only_checks_of_the_machine(tmp_path: Path) -> None:
     model = qwen7b(tmp_path / "model")
     made = load(TOPOLOGIES / "qwen7b.yaml", [f"policy.model={model}"])
     seen = visible_gpus(made)

@@ -57,7 +57,7 @@ def joined(made: HostBook, *hosts: str, now: float = 0.0) -> dict[str, dict[Key,
     return {host: runs(made.report(report(host), now)[0]) for host in hosts}
 
 
-def test_instances_take_turns_on_the_hosts_of_their_service_and_every_host_has_a_store(folder: Path) -> None:
+def test_instances_alternate_between_the_hosts_of_their_service_and_every_host_has_a_store(folder: Path) -> None:
     made = book(folder)
     assert joined(made, "b", "c", "spare") == {
         "b": {("batch-store", 1): [], ("rollout", 0): [0, 1], ("rollout", 2): [2, 3]},
@@ -68,7 +68,7 @@ def test_instances_take_turns_on_the_hosts_of_their_service_and_every_host_has_a
     assert threads == 3
 
 
-def test_the_ranks_of_a_trainer_on_two_hosts_stay_at_home_or_move_together(folder: Path) -> None:
+def test_ranks_of_a_trainer_outside_the_home_host_move_together(folder: Path) -> None:
     places = (
         "placement.hosts={a: {gpus: 2}, b: {gpus: 2}, c: {gpus: 2}, spare: {gpus: 2}}",
         "services.policy-trainer={host: [a, b], gpus: 4}",
@@ -86,7 +86,7 @@ def test_the_ranks_of_a_trainer_on_two_hosts_stay_at_home_or_move_together(folde
     assert joined(made, "spare")["spare"] == {("batch-store", 3): [], **ranks}
 
 
-def test_processes_of_a_lost_host_move_as_far_as_others_have_gpus(folder: Path) -> None:
+def test_processes_of_a_lost_host_move_to_other_hosts_as_far_as_their_gpus_suffice(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")
     effects = made.lose("b", "power cut", 1.0)
@@ -122,14 +122,14 @@ def test_a_host_that_returns_runs_processes_that_found_no_other_place(folder: Pa
     assert effects == [Told("host b has joined")]
 
 
-def test_a_host_that_comes_late_takes_over_from_a_lost_one(folder: Path) -> None:
+def test_a_host_that_joins_late_takes_over_from_a_lost_host(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c")
     made.lose("b", "gone", 1.0)
     assert runs(made.report(report("spare"), 1)[0]) == {("batch-store", 3): [], ("rollout", 0): [0, 1]}
 
 
-def test_an_agent_that_leaves_before_the_run_ends_takes_its_host_along(folder: Path) -> None:
+def test_a_host_is_lost_when_its_agent_ends_before_the_run(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")
     _, effects = made.report(report("b", ended=True), 1.0)
@@ -138,7 +138,7 @@ def test_an_agent_that_leaves_before_the_run_ends_takes_its_host_along(folder: P
     assert runs(made.report(report("b", life=2), 3.0)[0]) == {("batch-store", 4): [], ("rollout", 2): [2, 3]}
 
 
-def test_a_silent_host_is_lost_after_the_limit(folder: Path) -> None:
+def test_a_silent_host_counts_as_lost_after_the_limit(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c")
     joined(made, "c", now=5.0)
@@ -146,7 +146,7 @@ def test_a_silent_host_is_lost_after_the_limit(folder: Path) -> None:
     assert [each.host for each in made.look(SILENT_S + 1) if isinstance(each, HostLost)] == ["b"]
 
 
-def test_the_ranks_of_a_model_stay_together(folder: Path) -> None:
+def test_the_ranks_of_a_model_are_always_placed_together(folder: Path) -> None:
     ranks = "services.reference={host: [b, c], gpus: 4, backend: megatron, parallel: {tp: 2}}"
     made = book(folder, "services.rollout={host: [spare], instances: 1}", ranks)
     placed = joined(made, "b", "c")
@@ -172,7 +172,9 @@ def test_an_agent_with_fewer_gpus_than_the_topology_gives_it_is_refused(folder: 
 
 
 @pytest.mark.parametrize(("host", "code"), [("nobody", ErrorCode.BAD_REQUEST), ("b", ErrorCode.CONFLICT)])
-def test_an_agent_of_no_host_or_of_one_that_has_an_agent_is_refused(folder: Path, host: str, code: str) -> None:
+def test_an_agent_of_an_unknown_host_or_of_a_host_that_has_an_agent_is_refused(
+    folder: Path, host: str, code: str
+) -> None:
     made = book(folder)
     joined(made, "b")
     with pytest.raises(RpcError) as caught:
@@ -181,7 +183,7 @@ def test_an_agent_of_no_host_or_of_one_that_has_an_agent_is_refused(folder: Path
     assert made.hosts["b"].state == HostState.JOINED
 
 
-def test_a_host_that_cannot_continue_ends_the_run_and_an_ended_host_runs_nothing(folder: Path) -> None:
+def test_a_host_that_cannot_continue_ends_the_run_and_no_process_runs_on_an_ended_host(folder: Path) -> None:
     made = book(folder)
     joined(made, "b")
     assert made.report(report("b", failed="rollout/0: no model"), 1)[1] == [Unable("host b: rollout/0: no model")]

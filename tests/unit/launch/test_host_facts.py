@@ -19,7 +19,7 @@ HOME = HostFacts(
 )
 
 
-def test_equal_hosts_and_another_patch_release_of_python_take_part() -> None:
+def test_equal_hosts_and_hosts_with_another_patch_release_of_python_are_accepted() -> None:
     assert compare(HOME, msgspec.structs.replace(HOME, name="b", python="3.11.9", gpus=8)) == []
 
 
@@ -46,7 +46,9 @@ def test_a_host_that_differs_is_refused_in_one_line(key: str, value: object, lin
         (109.5, "its clock is 4.5 s ahead of this machine's, at most 2; synchronise them (chrony, ntp)"),
     ],
 )
-def test_a_clock_counts_as_wrong_only_beyond_what_the_round_trip_explains(there_at: float, problem: str) -> None:
+def test_a_clock_counts_as_wrong_only_if_the_round_trip_cannot_explain_the_difference(
+    there_at: float, problem: str
+) -> None:
     assert clock_problem(100.0, there_at, 105.0) == problem
 
 
@@ -61,7 +63,7 @@ def test_a_host_checks_itself_for_a_resolved_topology_and_names_missing_resource
     assert not [line for line in there.problems if "elsewhere" in line]
 
 
-def test_a_host_that_takes_the_model_and_the_data_from_home_needs_room_instead_of_them(tmp_path: Path) -> None:
+def test_a_host_that_copies_the_model_and_the_data_from_home_needs_only_room_for_them(tmp_path: Path) -> None:
     hosts = ["placement.hosts={b: {}}", "transport.listen=10.0.0.1", "policy.distribute=true"]
     topology = load(write(make(tmp_path)), hosts)
     there = _checked(topology.to_yaml().replace(str(tmp_path), "/elsewhere"))

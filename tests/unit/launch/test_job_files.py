@@ -68,7 +68,7 @@ def assert_rollouts_on_two_hosts(done: subprocess.CompletedProcess[str]) -> None
 
 
 @pytest.mark.parametrize("name", ["slurm-srun.sbatch", "slurm-ray.sbatch"])
-def test_job_scripts_have_no_finding_of_shellcheck(name: str) -> None:
+def test_shellcheck_finds_nothing_in_job_scripts(name: str) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed (apt package shellcheck)")
     done = call("shellcheck", str(JOBS / name))
@@ -87,7 +87,7 @@ def test_mounts_of_pods_have_volumes_and_shared_memory_is_limited() -> None:
         assert {volume.name for volume in mounts.values()} == volumes.keys(), name
 
 
-def test_the_cluster_of_ray_has_the_version_that_is_locked() -> None:
+def test_the_ray_cluster_has_the_locked_version() -> None:
     locked = re.search(r"^ray==(.*)$", (ROOT / "requirements" / "ray.txt").read_text(), re.MULTILINE)
     assert locked is not None
     assert cluster().spec.ray_version == locked[1]
@@ -111,7 +111,7 @@ def home_and_agent() -> tuple[Container, Container]:
 
 
 @pytest.mark.slow
-def test_the_set_of_jobs_starts_the_run_that_it_describes(tmp_path: Path) -> None:
+def test_the_kubernetes_jobs_start_the_run_that_they_describe(tmp_path: Path) -> None:
     home, _ = home_and_agent()
     assert home.command == ["tini", "--", "bash", "-c"]
     [script] = home.args
@@ -121,14 +121,14 @@ def test_the_set_of_jobs_starts_the_run_that_it_describes(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_composition_starts_the_run_that_it_describes(tmp_path: Path) -> None:
+def test_the_compose_file_starts_the_run_that_it_describes(tmp_path: Path) -> None:
     home = document(ROOT / "docker" / "compose.yaml")["services"]["home"]
     here = ("--set=transport.listen=127.0.0.1", f"--export-access={tmp_path / 'access'}", "--dry-run")
     assert_rollouts_on_two_hosts(call("python", "-m", "launch.cluster", *home["command"], *here, *ports()))
 
 
 @pytest.mark.slow
-def test_agents_look_for_the_access_where_home_writes_it(tmp_path: Path) -> None:
+def test_agents_read_the_access_file_where_home_writes_it(tmp_path: Path) -> None:
     services = document(ROOT / "docker" / "compose.yaml")["services"]
     home, agent = home_and_agent()
     [run] = [each.value for each in home.env if each.name == "RUN"]

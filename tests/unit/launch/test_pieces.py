@@ -35,7 +35,7 @@ def write_row(path: Path, **row: float) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def test_progress_follows_the_rows_as_they_are_written(tmp_path: Path) -> None:
+def test_progress_is_updated_as_rows_are_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path, steps=10)
     assert not metrics.poll(0.0)
@@ -68,7 +68,7 @@ def test_summary_compares_first_and_last_evaluation(tmp_path: Path) -> None:
     assert "0.400 (step 0) -> 0.700 (step 10), +0.300" in line
 
 
-def test_progress_follows_a_run_that_was_rewound(tmp_path: Path) -> None:
+def test_progress_goes_back_when_the_run_is_rewound(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in range(8):
         write_row(path, **{"step": step, "eval/heldout/accuracy": step / 10})
@@ -95,7 +95,7 @@ def test_a_rewound_run_reports_the_lost_steps(step: int, committed: int, text: s
 @pytest.mark.parametrize(
     ("deterministic", "end"), [(False, "trained again"), (True, "trained again, with the same bits")]
 )
-def test_a_return_with_a_cause_of_its_own_names_it(end: str, *, deterministic: bool) -> None:
+def test_a_rewind_with_a_given_cause_names_this_cause(end: str, *, deterministic: bool) -> None:
     text = rewind_text(20, 48, deterministic=deterministic, cause="the end of the journal was lost")
     assert text == f"back to step 20 of 48: the end of the journal was lost; steps 21-48 will be {end}"
 
@@ -121,7 +121,7 @@ def test_durations_are_printed_briefly(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_log_lines_become_readable_with_their_trace() -> None:
+def test_log_lines_are_formatted_for_people_with_their_traceback() -> None:
     line = json.dumps(
         {
             "service": "rollout",
@@ -186,7 +186,7 @@ def test_status_merges_the_views_of_supervisor_and_scheduler() -> None:
     assert rows["monitor"]["heartbeat_age_s"] is None, "the heartbeat of an earlier life says nothing"
 
 
-def test_threads_come_from_the_topology() -> None:
+def test_number_of_threads_comes_from_the_topology() -> None:
     topology = load(QUICKSTART, ["services.rollout.threads=3"])
     assert preflight.threads_of(topology, "rollout") == 3
     assert preflight.threads_of(topology, "scheduler") == 1
@@ -216,7 +216,7 @@ def test_a_closed_output_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -
         screen.progress("step 1 of 3")
 
 
-def test_an_impossible_run_directory_is_a_one_line_error(tmp_path: Path) -> None:
+def test_an_unusable_run_directory_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RpcError, match="--run-dir") as caught:
         lock(tmp_path / "file" / "run")
@@ -242,7 +242,7 @@ def status(*troubles: TroubleRow, dropped: dict[str, int] | None = None, lost: d
     )
 
 
-def test_a_trouble_causes_a_notice_at_its_start_and_end_and_is_on_the_status_line_meanwhile() -> None:
+def test_a_trouble_is_announced_at_its_start_and_end_and_stays_on_the_status_line_in_between() -> None:
     troubles = Troubles()
     assert (troubles.take(status()), troubles.text()) == ([], "")
     failing = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 1 of 4, x: late (at my_rewards.py:12)")

@@ -25,7 +25,7 @@ def test_names_select_processes(name: str, chosen: list[Key]) -> None:
         ("rollout/x", "write"),
     ],
 )
-def test_wrong_names_are_refused_with_the_valid_ones(name: str, said: str) -> None:
+def test_wrong_names_are_refused_and_the_valid_names_listed(name: str, said: str) -> None:
     with pytest.raises(RpcError, match=said):
         select(name, [("rollout", 0), ("monitor", 0)])
 

@@ -60,7 +60,7 @@ def test_higher_values_are_drawn_higher(tmp_path: Path) -> None:
     assert len(set(heights)) == 4
 
 
-def test_steps_taken_back_are_apart_from_the_curve(tmp_path: Path) -> None:
+def test_steps_that_were_taken_back_are_drawn_apart_from_the_curve(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run")
     gone = [{"lineage": 1, "step": 3, "reward/mean": 9.0}, {"lineage": 1, "step": 4, "reward/mean": 9.0}]
     write(run, gone, "metrics.discarded.jsonl")
@@ -71,7 +71,7 @@ def test_steps_taken_back_are_apart_from_the_curve(tmp_path: Path) -> None:
     assert [line.get("class") for line in drawn.iter(f"{SVG}polyline")] == ["back", "kept"]
 
 
-def test_a_row_without_the_metric_and_a_line_being_written_leave_no_point(tmp_path: Path) -> None:
+def test_a_row_without_the_metric_and_an_incomplete_line_give_no_point(tmp_path: Path) -> None:
     run = write(tmp_path / "run", [{"step": 1, "loss/kl": None}, {"step": 2, "loss/kl": 0.5}, {"step": 3}])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss/kl": 0.')
@@ -85,7 +85,7 @@ def test_metrics_are_chosen_by_name_and_by_pattern(tmp_path: Path) -> None:
     assert chosen([history], []) == ["eval/a/accuracy", "eval/b/accuracy"]
 
 
-def test_an_unknown_metric_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+def test_an_unknown_metric_is_refused_and_the_nearest_name_suggested(tmp_path: Path) -> None:
     with pytest.raises(RpcError, match=r"metric 'reward/men': .* did you mean 'reward/mean'\?"):
         chosen([read_history(a_run(tmp_path / "run"))], ["reward/men"])
 
@@ -98,7 +98,7 @@ def test_an_unknown_metric_is_refused_with_the_nearest_name(tmp_path: Path) -> N
         ("x.svg", "nowhere", "has no metrics.jsonl"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(tmp_path: Path, out: str, run: str, line: str) -> None:
+def test_a_wrong_command_line_gives_a_one_line_error(tmp_path: Path, out: str, run: str, line: str) -> None:
     a_run(tmp_path / "run")
     status, text = plot(tmp_path / run, "--out", tmp_path / out)
     assert status == 2
@@ -106,7 +106,7 @@ def test_a_wrong_command_line_is_one_line(tmp_path: Path, out: str, run: str, li
     assert text.count("\n") == 1
 
 
-def test_hostile_names_do_not_leave_their_place(tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     name = 'reward/part/</text><script>alert(1)</script>"\u202e\x1b[31m\x00'
     drawn = picture([read_history(write(tmp_path / "<b>", [{"step": 1, name: 1.0}]))] * 2, [name])
     root = parsed(drawn)
@@ -128,7 +128,7 @@ def test_a_long_run_keeps_its_peaks_and_makes_a_small_picture(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("values", [(0, 0), (1e-13, 2e-13), (-5, 5), (1e299, -1e299), (3, 3), (0.5, 0.5000001)])
-def test_ticks_are_few_and_cover_the_values(values: tuple[float, float]) -> None:
+def test_a_few_ticks_cover_the_values(values: tuple[float, float]) -> None:
     low, high = sorted(values)
     ticks = nice_ticks(low, high)
     assert 2 <= len(ticks) <= 8

@@ -64,7 +64,7 @@ def errors(*overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("key", ["reward.function", "reward.functions[1].function"])
-def test_an_unknown_builtin_is_named_with_the_nearest_match(key: str) -> None:
+def test_an_unknown_builtin_is_reported_with_the_nearest_match(key: str) -> None:
     wrong = "{function: builtin:exact_macth}"
     given = (
         f"reward={wrong}" if key == "reward.function" else f"reward.functions=[{{function: builtin:regex}}, {wrong}]"
@@ -118,7 +118,7 @@ def test_user_functions_are_tried_in_a_separate_process(tmp_path: Path, monkeypa
         ("import os\nos._exit(0)\n", "its module ends the process that imports it"),
     ],
 )
-def test_a_module_that_hangs_or_dies_is_named_and_ended(
+def test_a_module_that_hangs_or_dies_is_ended_and_reported(
     body: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = tmp_path / "pids"
@@ -143,13 +143,13 @@ def test_builtins_without_a_library_need_no_process(monkeypatch: pytest.MonkeyPa
     assert "got an unexpected keyword argument 'tolerence'" in line
 
 
-def test_an_invalid_pattern_is_named() -> None:
+def test_an_invalid_pattern_is_reported() -> None:
     [line] = errors("reward={function: builtin:regex, params: {pattern: '('}}")
     assert line.startswith("reward.function: reward function 'builtin:regex': params {'pattern': '('} cannot work (")
     assert errors("reward={function: builtin:regex, params: {pattern: 'a'}}") == []
 
 
-def test_a_model_without_a_tokenizer_is_named(model: Path) -> None:
+def test_a_model_without_a_tokenizer_is_reported(model: Path) -> None:
     assert errors(f"policy.model={model}") == []
     (model / "tokenizer.json").unlink()
     [line] = errors(f"policy.model={model}")
@@ -157,7 +157,7 @@ def test_a_model_without_a_tokenizer_is_named(model: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_larger_than_the_model_is_named(where: str, model: Path) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model_is_reported(where: str, model: Path) -> None:
     size = json.loads((model / "config.json").read_text())["vocab_size"]
     tokenizer = json.loads((model / where).read_text())
     if where == "tokenizer.json":
@@ -191,7 +191,7 @@ def folder(tmp_path: Path) -> Path:
     return make(tmp_path)
 
 
-def test_incompletely_copied_weights_are_named(folder: Path) -> None:
+def test_incompletely_copied_weights_are_reported(folder: Path) -> None:
     file = folder / "model" / "model.safetensors"
     whole = file.read_bytes()
     for size in (len(whole) - 1, len(whole) // 2, len(whole) + 1):
@@ -200,7 +200,7 @@ def test_incompletely_copied_weights_are_named(folder: Path) -> None:
         assert f"{file} has {size} bytes and its header promises {len(whole)}: it was not copied whole" in line
 
 
-def test_a_missing_file_of_the_index_is_named(folder: Path) -> None:
+def test_a_missing_weights_file_that_the_index_lists_is_reported(folder: Path) -> None:
     index = {"weight_map": {"w": "model.safetensors", "v": "model-00002-of-00002.safetensors"}}
     (folder / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     [line] = problems(write(folder))
@@ -216,7 +216,7 @@ def test_a_missing_file_of_the_index_is_named(folder: Path) -> None:
         ({"model_type": "gpt_neox"}, "the model is a gpt_neox"),
     ],
 )
-def test_models_whose_weights_vllm_does_not_accept_are_refused_with_vllm(
+def test_models_whose_weights_vllm_does_not_accept_are_refused_with_the_vllm_engine(
     config: dict[str, object], why: str, folder: Path
 ) -> None:
     (folder / "model" / "config.json").write_text(json.dumps(config))
@@ -227,7 +227,7 @@ def test_models_whose_weights_vllm_does_not_accept_are_refused_with_vllm(
     assert line.endswith("; use engine transformers")
 
 
-def test_a_dry_run_and_a_start_give_the_same_one_line_error_and_leave_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_dry_run_and_a_start_give_the_same_one_line_error_and_leave_no_files(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").unlink()
     (tmp_path / "my_functions.py").write_text(MODULE)
     given = (f"policy.model={model}", "reward.function=my_functions:plain")
@@ -270,7 +270,7 @@ def test_snapshots_that_do_not_fit_are_turned_off_and_one_line_reports_it() -> N
     assert preflight.check(off, "t.yaml").warnings == []
 
 
-def test_snapshots_that_shared_memory_cannot_hold_beside_the_store_are_off() -> None:
+def test_snapshots_are_turned_off_if_shared_memory_cannot_hold_them_beside_the_store() -> None:
     free = shutil.disk_usage("/dev/shm").free
     tight = load(QUICKSTART, [f"services.batch-store.memory={free - (1 << 20)}"])
     (line,) = [each for each in preflight.check(tight, "t.yaml").warnings if "snapshots" in each]
@@ -278,7 +278,7 @@ def test_snapshots_that_shared_memory_cannot_hold_beside_the_store_are_off() -> 
     assert preflight.with_room(tight).checkpoint.memory_every is None
 
 
-def test_more_processes_on_other_hosts_than_the_scheduler_takes_connections_are_refused() -> None:
+def test_more_remote_processes_than_the_scheduler_can_accept_connections_from_are_refused() -> None:
     places = ("placement.hosts={b: {}}", "services.rollout.host=b", "transport.listen=127.0.0.1")
     places += ("services.batch-store.memory=64GiB",)
     most = most_connections(resource.getrlimit(resource.RLIMIT_NOFILE)[1])

@@ -1,4 +1,4 @@
-"""report.html: its content, hostile text, its size, damaged files, and how long the end of a run waits for it."""
+"""report.html: its content, hostile text, its size, damaged files, and how long a run waits for it at the end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def test_a_page_tells_how_the_run_ended_and_why_its_services_restarted(run: RunDir) -> None:
+def test_the_page_states_how_the_run_ended_and_why_its_services_restarted(run: RunDir) -> None:
     lines(run.path / "warnings.jsonl", [{"at": 1.0, "step": 2, "kind": "kl", "text": "KL rose", "remedy": "lower lr"}])
     write_samples(run, [sample(f"train/0/{number}", number / 10, f"answer {number}") for number in range(10)])
     write_samples(run, [sample("eval/held/3/1", 0.0, "wrong", split="eval/held")], "eval/held")
@@ -126,7 +126,7 @@ def test_the_configuration_is_shown_without_secrets(run: RunDir) -> None:
     assert not [secret for secret in ("sk-secret", "me:pw", "tt'", "token=tt") if secret in text]
 
 
-def test_hostile_texts_stay_texts(run: RunDir) -> None:
+def test_hostile_text_is_escaped(run: RunDir) -> None:
     write_samples(run, [sample(HOSTILE, 1.0, HOSTILE)])
     lines(run.path / "warnings.jsonl", [{"at": HOSTILE, "kind": HOSTILE, "text": HOSTILE, "step": [HOSTILE]}])
     lines(run.log_file("supervisor", 0), [{"event": "process died", "name": HOSTILE, "cause": HOSTILE}])
@@ -155,7 +155,7 @@ def test_the_page_of_a_large_run_is_small(run: RunDir) -> None:
     assert time.process_time() - began < 20
 
 
-def test_missing_and_damaged_files_leave_their_parts_empty(run: RunDir) -> None:
+def test_missing_and_damaged_files_leave_their_parts_of_the_page_empty(run: RunDir) -> None:
     (run.path / "logs" / "supervisor-0.jsonl").write_bytes(b'\xff\n{"event"\n[1]\n')
     (run.path / "warnings.jsonl").write_bytes(b"\x00\n{}\n")
     write_samples(run, [])
@@ -170,7 +170,7 @@ def test_a_run_that_failed_before_its_first_step_has_a_report(run: RunDir) -> No
     assert "polyline" not in shown.tags
 
 
-def test_a_report_that_cannot_be_written_is_told_and_leaves_nothing_behind(run: RunDir) -> None:
+def test_a_failure_to_write_the_report_is_reported_and_leaves_no_file_behind(run: RunDir) -> None:
     (run.path / REPORT).mkdir()
     assert write_in_time(run, 60).startswith("not written (IsADirectoryError: ")
     assert [each.name for each in run.path.iterdir() if "report" in each.name] == [REPORT]
@@ -187,7 +187,7 @@ def test_the_end_of_a_run_does_not_wait_for_a_slow_report(run: RunDir, monkeypat
     gate.set()
 
 
-def test_the_report_is_written_anew(run: RunDir) -> None:
+def test_a_new_report_replaces_the_previous_one(run: RunDir) -> None:
     assert write_in_time(run, 60) == str(run.path / REPORT)
     first = (run.path / REPORT).read_text()
     lines(run.metrics, [{"step": 1, "reward/mean": 9.0}, {"step": 2, "reward/mean": 8.0}])

@@ -1,4 +1,4 @@
-"""`ctl samples` shows the samples that are asked for, and hostile text does no harm."""
+"""`ctl samples` shows the requested samples and escapes hostile text."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def picked(run: Path, order: Order | None = None, count: int = 5, **options: obj
     return [(each.task, each.sample) for each in found]
 
 
-def test_the_newest_step_is_shown_in_the_asked_order(run: Path) -> None:
+def test_the_newest_step_is_shown_in_the_requested_order(run: Path) -> None:
     assert picked(run, count=3) == [("train/0/2", 0), ("train/0/2", 1), ("train/0/9", 0)]
     assert picked(run, Order.BEST, 2) == [("train/0/9", 0), ("train/0/2", 1)]
     assert picked(run, Order.WORST, 2) == [("train/0/2", 0), ("train/0/9", 1)]
@@ -88,7 +88,9 @@ def test_the_newest_step_is_shown_in_the_asked_order(run: Path) -> None:
         ({"split": "../.."}, "no samples yet in ../..; there are train, eval/held"),
     ],
 )
-def test_no_samples_is_one_line_that_says_which_there_are(run: Path, options: dict[str, object], line: str) -> None:
+def test_a_selection_without_samples_is_a_one_line_error_that_lists_the_available_ones(
+    run: Path, options: dict[str, object], line: str
+) -> None:
     with pytest.raises(RpcError) as error:
         picked(run, **options)
     assert str(error.value).endswith(line)
@@ -112,7 +114,7 @@ def test_all_facts_of_a_sample_are_shown(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "answer: 19" in text
 
 
-def test_hostile_text_reaches_no_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_text_is_escaped_before_it_reaches_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = Record(
         task=HOSTILE,
         step=1,
@@ -134,13 +136,13 @@ def test_hostile_text_reaches_no_terminal(run: Path, monkeypatch: pytest.MonkeyP
         assert "[bold]markup[/bold]" in text
 
 
-def test_plain_text_keeps_what_people_write() -> None:
+def test_plain_text_keeps_accents_emoji_and_line_breaks() -> None:
     text = "Zeile\n\tñandú 日本語 🎉 é ∑"
     assert plain(text) == text
     assert shortened("a" * 10, 4) == "aaaa… (6 more characters)"
 
 
-def test_json_is_one_document(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_output_is_one_document(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = RunDir(run, run, run)
     monkeypatch.setattr(ctl, "find", lambda *_: where)
     done = CliRunner().invoke(ctl.app, ["samples", "--best", "1", "--json"])

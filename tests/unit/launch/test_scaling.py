@@ -43,7 +43,7 @@ def test_number_of_rollouts_is_written_into_the_topology_of_the_run(make: Make) 
     assert load(run.topology).services.rollout.instances == 1
 
 
-def test_references_on_cpus_are_scaled_without_a_key(make: Make) -> None:
+def test_references_on_cpus_are_scaled_without_a_change_of_the_topology(make: Make) -> None:
     run = make()
     before = run.topology.read_text()
     assert resize(run, "reference", 2).keys == [("reference", 0), ("reference", 1)]
@@ -87,6 +87,6 @@ def test_too_many_gpus_are_refused_with_both_numbers(make: Make, monkeypatch: py
     assert load(run.topology).services.rollout.instances == 3
 
 
-def test_ranks_of_one_model_are_counted_by_service(make: Make) -> None:
+def test_ranks_of_one_model_are_counted_for_each_service(make: Make) -> None:
     run = make("services.policy-trainer.workers=2")
     assert ranks(load(run.topology)) == {"policy-trainer-worker": 2, "reference": 1}

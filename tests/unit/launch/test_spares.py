@@ -23,7 +23,7 @@ def start(rules: SpareRules, pid: int = 1) -> None:
         rules.warmed(kind)
 
 
-def test_one_spare_of_each_kind_is_due_one_after_the_other_and_only_while_the_run_is_calm(rules: SpareRules) -> None:
+def test_spares_of_each_kind_are_started_one_at_a_time_and_only_while_the_run_is_calm(rules: SpareRules) -> None:
     assert rules.due(calm=False) is None
     assert rules.due(calm=True) == ROLLOUT
     rules.started(ROLLOUT, 7)
@@ -43,14 +43,14 @@ def test_a_spare_is_used_once_and_then_replaced(rules: SpareRules) -> None:
     assert rules.due(calm=True) == ROLLOUT
 
 
-def test_a_start_does_not_wait_for_a_spare_that_still_imports(rules: SpareRules) -> None:
+def test_a_start_does_not_wait_for_a_spare_that_is_still_importing(rules: SpareRules) -> None:
     rules.started(ROLLOUT, 7)
     assert not rules.take(ROLLOUT)
     rules.warmed(ROLLOUT)
     assert rules.take(ROLLOUT)
 
 
-def test_spares_are_complete_when_all_kinds_but_those_given_up_are_warm(rules: SpareRules) -> None:
+def test_spares_are_complete_when_every_kind_is_warm_or_given_up(rules: SpareRules) -> None:
     assert not rules.complete
     rules.started(ROLLOUT, 7)
     rules.warmed(ROLLOUT)

@@ -128,7 +128,7 @@ def test_story_includes_a_refused_completion(recording: Recording) -> None:
     assert facts(story, "rollout completed")["fence"] == 2
 
 
-def test_story_of_a_dropped_task_names_the_reason(recording: Recording) -> None:
+def test_story_of_a_dropped_task_includes_the_reason(recording: Recording) -> None:
     recording.bench.complete(recording.bench.granted(), outcome=Outcome.DROP)
     story = recording.story()
     assert "dropped" in what(story)
@@ -146,7 +146,7 @@ def test_story_after_a_compaction_begins_with_the_state_in_the_snapshot(recordin
     assert what(story)[1:] == ["batched", "trained"]
 
 
-def test_steps_of_a_task_that_was_collected_before_the_compaction_are_remembered(recording: Recording) -> None:
+def test_story_of_a_task_that_was_collected_before_the_compaction_keeps_its_steps(recording: Recording) -> None:
     step(recording, 1)
     recording.bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
     recording.acknowledge_clears()
@@ -158,7 +158,7 @@ def test_steps_of_a_task_that_was_collected_before_the_compaction_are_remembered
         assert recorded.steps_of("rain/0/0") == []
 
 
-def test_reading_leaves_a_live_journal_alone_and_an_invalid_journal_is_named(
+def test_reading_does_not_change_a_live_journal_and_reports_an_invalid_journal(
     recording: Recording, tmp_path: Path
 ) -> None:
     recording.write()

@@ -39,7 +39,7 @@ def told_to_end(effects: list[object]) -> list[object]:
     return [each.key for each in effects if isinstance(each, Terminate)]
 
 
-def test_what_other_hosts_talk_to_stays_until_they_have_ended() -> None:
+def test_processes_that_other_hosts_connect_to_run_until_these_hosts_have_ended() -> None:
     made = running()
     assert told_to_end([*made.handle(StopAsked("test"), 1.0)]) == [DRIVER]
     assert made.handle(Exited(DRIVER, 3, 0), 2.0) == []
@@ -47,7 +47,7 @@ def test_what_other_hosts_talk_to_stays_until_they_have_ended() -> None:
     assert told_to_end([*made.handle(HostsEnded(), 61.0)]) == [STORE]
 
 
-def test_a_kill_waits_for_no_other_host() -> None:
+def test_a_kill_does_not_wait_for_other_hosts() -> None:
     made = running()
     made.handle(KillAsked(), 1.0)
     made.handle(Exited(DRIVER, 3, -9), 2.0)
@@ -56,7 +56,7 @@ def test_a_kill_waits_for_no_other_host() -> None:
     assert isinstance(ended, RunEnded)
 
 
-def test_a_host_whose_processes_cannot_go_on_fails_the_run_with_its_cause() -> None:
+def test_a_host_whose_processes_cannot_continue_fails_the_run_with_the_cause() -> None:
     made = running()
     made.handle(HostUnable("host b: rollout/0: no model"), 1.0)
     made.handle(Exited(DRIVER, 3, 0), 2.0)

@@ -24,7 +24,7 @@ from tests.unit.launch.supervised import (
 )
 
 
-def test_drained_process_finishes_its_leases_and_stays_ended() -> None:
+def test_drained_process_finishes_its_leases_and_is_not_restarted() -> None:
     world = World().run()
     world.feed(e.DrainAsked([ROLLOUT]))
     assert (world.retired, world.terminated) == ([ROLLOUT], [])
@@ -36,7 +36,7 @@ def test_drained_process_finishes_its_leases_and_stays_ended() -> None:
     assert world.state.phase == RunPhase.RUNNING
 
 
-def test_process_killed_while_it_drains_stays_ended() -> None:
+def test_process_killed_while_it_drains_is_not_restarted() -> None:
     world = World().run()
     world.feed(e.DrainAsked([ROLLOUT]))
     world.exit(ROLLOUT, SIGKILL)
@@ -86,7 +86,7 @@ def test_process_requested_while_it_drains_starts_again_without_counting_as_fail
     assert world.died == []
 
 
-def test_new_instance_starts_and_ends_with_the_others() -> None:
+def test_new_instance_is_restarted_after_a_kill_and_ends_with_the_run() -> None:
     world = World().run()
     new = ("rollout", 1)
     world.feed(e.StartAsked([ROLLOUT, new]))
@@ -108,7 +108,7 @@ def test_run_ends_while_a_process_drains() -> None:
     assert [each.outcome for each in world.ended] == [RunOutcome.STOPPED]
 
 
-def test_rolling_restart_stops_each_group_once_the_one_before_is_ready() -> None:
+def test_rolling_restart_stops_each_group_once_the_previous_group_is_ready() -> None:
     world = World().run()
     groups = rolling_order(PLAN, {})
     assert [group[0] for group in groups] == [MONITOR, ROLLOUT, REFERENCE, WORKER, DRIVER, STORE, SCHEDULER]
@@ -123,7 +123,7 @@ def test_rolling_restart_stops_each_group_once_the_one_before_is_ready() -> None
     assert [process.restarts for process in world.state.processes.values()] == [1] * len(PLAN)
 
 
-def test_rolling_restart_waits_while_another_process_is_away() -> None:
+def test_rolling_restart_waits_while_another_process_is_down() -> None:
     world = World().run()
     world.feed(e.RollingRestartAsked([[MONITOR], [ROLLOUT]]))
     world.exit(MONITOR, 0)

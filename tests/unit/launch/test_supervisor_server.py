@@ -65,7 +65,7 @@ def test_a_service_whose_log_file_cannot_be_opened_fails_the_run_with_its_cause(
     assert ended.outcome == RunOutcome.FAILED
 
 
-def test_a_driver_that_ends_on_a_signal_has_not_finished_its_run_even_if_the_scheduler_is_silent(
+def test_a_driver_that_ends_on_a_signal_does_not_finish_the_run_even_if_the_scheduler_is_silent(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "COMPLETE_CALL_S", 0.5)
@@ -90,7 +90,7 @@ def test_a_driver_that_ends_on_a_signal_has_not_finished_its_run_even_if_the_sch
     assert ended.outcome != RunOutcome.DONE
 
 
-def test_only_the_death_of_the_supervisors_own_process_is_confirmed(run: RunDir) -> None:
+def test_supervisor_confirms_the_death_of_only_its_own_processes(run: RunDir) -> None:
     answers: list[object] = []
 
     async def scene(made: Supervisor) -> None:

@@ -104,7 +104,7 @@ def test_run_fails_with_the_cause_of_a_process_that_fails_too_often() -> None:
     assert "canary does not match" in ended.cause
 
 
-def test_failures_far_apart_are_forgotten() -> None:
+def test_failures_far_apart_do_not_add_up() -> None:
     world = World().run()
     for _ in range(3 * s.FAILURE_LIMIT):
         world.exit(ROLLOUT, 1)
@@ -113,7 +113,7 @@ def test_failures_far_apart_are_forgotten() -> None:
     assert world.state.phase == RunPhase.RUNNING
 
 
-def test_many_kills_do_not_fail_the_run_where_failures_would() -> None:
+def test_kills_do_not_fail_the_run_where_as_many_failures_would() -> None:
     world = World().run()
     for _ in range(2 * s.FAILURE_LIMIT):
         world.exit(ROLLOUT, SIGKILL)
@@ -123,7 +123,7 @@ def test_many_kills_do_not_fail_the_run_where_failures_would() -> None:
     assert world.state.processes[ROLLOUT].restarts == 2 * s.FAILURE_LIMIT
 
 
-def test_a_process_that_ends_because_a_peer_died_does_not_count_as_failed() -> None:
+def test_a_process_that_ends_because_another_process_died_does_not_count_as_failed() -> None:
     world = World().run()
     for _ in range(2 * s.FAILURE_LIMIT):
         world.report(WORKER, ProcessState.FAILED, "the group has ended: policy-trainer-worker/1 was restarted")
@@ -207,7 +207,7 @@ def test_other_service_that_exits_on_its_own_is_restarted() -> None:
     assert world.spawned == [STORE]
 
 
-def test_run_drains_in_order_after_the_driver_is_done() -> None:
+def test_services_are_drained_in_order_after_the_driver_is_done() -> None:
     world = World().run()
     world.exit(DRIVER, 0)
     order = []
@@ -223,7 +223,7 @@ def test_run_drains_in_order_after_the_driver_is_done() -> None:
     assert all(process.state == ProcessState.STOPPED for process in world.state.processes.values())
 
 
-def test_process_that_dies_while_draining_stays_down() -> None:
+def test_process_that_dies_while_draining_is_not_restarted() -> None:
     world = World().run()
     world.feed(e.StopAsked("stopped by the operator"))
     world.exit(ROLLOUT, SIGKILL)
@@ -307,7 +307,7 @@ def test_restarted_driver_that_exits_with_success_does_not_end_the_run() -> None
     assert world.state.phase == RunPhase.RUNNING
 
 
-def test_operator_restart_ends_a_backoff() -> None:
+def test_operator_restart_ends_a_backoff_early() -> None:
     world = World().run()
     world.exit(ROLLOUT, 1)
     assert world.spawned == []
@@ -363,7 +363,7 @@ def test_silence_of_an_earlier_incarnation_is_ignored() -> None:
     assert world.killed == []
 
 
-def test_process_is_killed_on_order_of_the_scheduler_and_counts_as_failed() -> None:
+def test_process_killed_by_order_of_the_scheduler_counts_as_failed() -> None:
     world = World().run()
     world.feed(e.KillOrdered(ROLLOUT, world.pids[ROLLOUT], "hung on shared devices"))
     assert world.killed == [ROLLOUT]
@@ -374,14 +374,14 @@ def test_process_is_killed_on_order_of_the_scheduler_and_counts_as_failed() -> N
     assert world.killed == [ROLLOUT]
 
 
-def test_deadlines_are_announced() -> None:
+def test_the_next_deadline_is_that_of_the_backoff() -> None:
     world = World().run()
     assert world.state.next_deadline() is None
     world.exit(ROLLOUT, 1)
     assert world.state.next_deadline() == world.now + s.FIRST_BACKOFF_S
 
 
-def test_the_run_goes_on_without_an_optional_service_that_fails_too_often() -> None:
+def test_the_run_continues_without_an_optional_service_that_fails_too_often() -> None:
     world = World([*PLAN, RECORDER]).run()
     for _ in range(s.FAILURE_LIMIT):
         world.exit(RECORDER, 1)

@@ -1,4 +1,4 @@
-"""Each kind of warning is given only for its own movement, with the values seen, and not for a healthy run."""
+"""Each kind of warning is given only for its own change of a metric, with the observed values, not for healthy runs."""
 
 from __future__ import annotations
 
@@ -63,13 +63,15 @@ CASES: list[tuple[str, Callable[[int], Values], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "change", "text"), CASES)
-def test_a_movement_is_told_by_its_kind_alone(kind: str, change: Callable[[int], Values], text: str) -> None:
+def test_each_change_of_a_metric_is_reported_by_exactly_one_kind_of_warning(
+    kind: str, change: Callable[[int], Values], text: str
+) -> None:
     [only] = told(change)
     assert only.kind == kind
     assert text in only.text
 
 
-def test_every_kind_about_rows_is_tested() -> None:
+def test_every_kind_of_warning_about_rows_is_tested() -> None:
     assert {kind for kind, _, _ in CASES} | {"length-hacking"} == set(OF_ROWS)
 
 
@@ -77,7 +79,7 @@ def test_every_kind_about_rows_is_tested() -> None:
     ("rise", "correlation", "expected"),
     [(0.0, 0.0, "while the reward has not risen"), (0.01, 0.9, "correlate by 0.90"), (0.01, 0.0, "")],
 )
-def test_length_that_grows_is_told_unless_the_reward_rises_by_itself(
+def test_growing_length_is_reported_unless_the_reward_rises_for_another_reason(
     rise: float, correlation: float, expected: str
 ) -> None:
     def grows(step: int) -> Values:
@@ -104,12 +106,12 @@ def test_length_that_grows_is_told_unless_the_reward_rises_by_itself(
         ({}, "no cause is visible in the metrics"),
     ],
 )
-def test_a_flat_reward_is_told_with_its_likely_cause(change: Values, cause: str) -> None:
+def test_a_flat_reward_is_reported_with_its_likely_cause(change: Values, cause: str) -> None:
     found = told(lambda step: {"reward/mean": 0.3 + 0.01 * (step % 2), **change})
     assert [cause in each.text for each in found if each.kind == "reward-flat"] == [True]
 
 
-def test_parts_of_the_reward_that_disagree_are_named() -> None:
+def test_parts_of_the_reward_that_disagree_are_reported_by_name() -> None:
     def parts(step: int) -> Values:
         wave = 0.01 * (step % 2)
         return {
@@ -122,7 +124,7 @@ def test_parts_of_the_reward_that_disagree_are_named() -> None:
     assert "form rises while sense falls" in flat.text
 
 
-def test_rewards_that_become_equal_after_success_are_told_as_too_easy_tasks() -> None:
+def test_rewards_that_become_equal_after_success_are_reported_as_tasks_that_are_too_easy() -> None:
     def solved(step: int) -> Values:
         return {
             "reward/mean": min(0.3 + 0.01 * step, 0.98),
@@ -139,7 +141,7 @@ def test_dropped_stale_tasks_are_reported_if_tasks_are_taken_by_completion() -> 
     assert (only.kind, "30% of the checked tasks" in only.text) == ("staleness", True)
 
 
-def test_turns_and_supervised_runs_have_no_warnings_about_waiting_and_sampling() -> None:
+def test_supervised_runs_that_take_turns_cause_no_warnings_about_waiting_and_sampling() -> None:
     def odd(step: int) -> Values:
         return {
             "time/wait_batch": 0.95,
@@ -166,7 +168,7 @@ def live(
     return found
 
 
-def test_idle_rollouts_are_told_while_the_trainer_works() -> None:
+def test_idle_rollouts_are_reported_while_the_trainer_works() -> None:
     def rows(watch: Watch, second: int) -> None:
         if second % 10 == 0:
             watch.take_topic(telemetry("rollout", float(second), {"generate_s": 1.0}))
@@ -185,7 +187,9 @@ def test_idle_rollouts_are_told_while_the_trainer_works() -> None:
         (0.85, 0.05, 0, ""),
     ],
 )
-def test_a_store_at_its_limit_is_told_with_the_cost(held: float, spilled: float, refused_each: int, text: str) -> None:
+def test_a_store_at_its_limit_is_reported_with_the_cost(
+    held: float, spilled: float, refused_each: int, text: str
+) -> None:
     def rows(watch: Watch, second: int) -> None:
         limit = 1000.0 * 1024
         values = {"bytes": held * limit, "limit_bytes": limit, "spilled_bytes": spilled * held * limit}
@@ -196,7 +200,7 @@ def test_a_store_at_its_limit_is_told_with_the_cost(held: float, spilled: float,
     assert [(each.about, text in each.text) for each in found] == ([("batch-store/0", True)] if text else [])
 
 
-def test_memory_that_will_not_last_for_the_run_is_told_and_other_growth_is_not() -> None:
+def test_memory_growth_is_reported_only_if_memory_will_not_last_for_the_run() -> None:
     def grows(bytes_per_s: float, name: str) -> Callable[[Watch, int], None]:
         def rows(watch: Watch, second: int) -> None:
             if second % 10 == 0:
@@ -213,7 +217,7 @@ def test_memory_that_will_not_last_for_the_run_is_told_and_other_growth_is_not()
     assert live("memory-trend", grows(1e6, "rollout/7"), facts, seconds) == []  # the process is on another machine
 
 
-def test_rewards_that_take_as_long_as_sampling_are_told() -> None:
+def test_rewards_that_take_as_long_as_sampling_are_reported() -> None:
     def rows(reward_s: float) -> Callable[[Watch, int], None]:
         def each(watch: Watch, second: int) -> None:
             watch.take_topic(telemetry("rollout", float(second), {"generate_s": 1.0}))

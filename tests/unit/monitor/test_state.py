@@ -33,14 +33,14 @@ def test_snapshot_holds_the_last_value_of_every_topic_of_every_instance() -> Non
     assert seen == {(0, "a"): 2, (0, "b"): 3, (1, "a"): 4}
 
 
-def test_updates_are_numbered_without_gaps_and_the_snapshot_names_the_last() -> None:
+def test_updates_are_numbered_without_gaps_and_the_snapshot_has_the_number_of_the_last() -> None:
     state = MonitorState()
     updates = [state.take(telemetry("a", value)) for value in range(3)]
     assert [update.sequence for update in updates if update] == [1, 2, 3]
     assert state.snapshot().sequence == 3
 
 
-def test_equal_values_are_not_an_update() -> None:
+def test_equal_values_cause_no_update() -> None:
     state = MonitorState()
     row = TopicRow("monitor", 0, "cluster/status", 1.0, {"step": 1.0})
     assert state.put_changed(row) is not None
@@ -93,7 +93,7 @@ def test_snapshot_can_be_sent_however_large_its_rows_are(wide: int) -> None:
     assert sum(map(len, frames)) > 512 << 10, "and is not empty either"
 
 
-def test_row_too_large_for_subscribers_queues_is_refused_and_the_old_one_stays() -> None:
+def test_row_too_large_for_subscribers_queues_is_refused_and_the_old_row_stays() -> None:
     state = MonitorState()
     assert state.take(telemetry("a", 1)) is not None
     large = {"text": "x" * module.MAX_ROW_BYTES}
@@ -102,7 +102,7 @@ def test_row_too_large_for_subscribers_queues_is_refused_and_the_old_one_stays()
     assert [row.values for row in state.snapshot().rows] == [telemetry("a", 1).values]
 
 
-def test_row_that_shrinks_frees_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_shrinks_frees_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BYTES", module.MAX_ROW_BYTES)
     state = MonitorState()
     large = {"text": "x" * (module.MAX_BYTES - 1000)}

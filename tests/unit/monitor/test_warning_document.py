@@ -18,12 +18,12 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_table_has_every_kind_with_all_its_cells() -> None:
+def test_the_table_has_a_complete_row_for_every_kind_of_warning() -> None:
     assert sorted(row[0].strip("`") for row in rows()) == sorted(WarningKind)
     assert all(len(row) == 4 and all(row) for row in rows())
 
 
-def test_remedies_name_existing_keys() -> None:
+def test_remedies_name_keys_that_exist() -> None:
     known = set(re.findall(r"^\| `([^`]+)` \|", KEYS.read_text(), re.M))
     detectors = DOCUMENT.parents[1] / "services" / "monitor" / "warnings"
     sources = [DOCUMENT, detectors / "learning.py", detectors / "pipeline.py"]

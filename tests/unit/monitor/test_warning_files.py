@@ -12,7 +12,7 @@ from shared.warnings import WarningRecord
 RECORD = WarningRecord(1.5, 12, "truncation", "seen", "do", "heldout")
 
 
-def test_warnings_are_kept_and_a_torn_line_is_removed(tmp_path: Path) -> None:
+def test_warnings_are_kept_and_an_incomplete_line_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "warnings.jsonl"
     file = WarningFile(path)
     file.append(RECORD)
@@ -26,12 +26,12 @@ def test_warnings_are_kept_and_a_torn_line_is_removed(tmp_path: Path) -> None:
     assert set(json.loads(path.read_text().splitlines()[0])) == {"at", "step", "kind", "text", "remedy", "about"}
 
 
-def test_a_record_is_read_from_its_topic_and_other_values_are_not_one() -> None:
+def test_a_warning_is_read_from_its_topic_and_invalid_values_are_ignored() -> None:
     values: dict[str, float | str] = {"at": 1.5, "step": 12.0, "kind": "k", "text": "t", "remedy": "r", "about": ""}
     assert warnings.of_topic(values) == WarningRecord(1.5, 12, "k", "t", "r")
     assert warnings.of_topic({"at": 1.5}) is None
     assert warnings.of_topic({**values, "step": "soon"}) is None
 
 
-def test_a_warning_is_one_line_for_people() -> None:
+def test_a_warning_is_formatted_as_one_readable_line() -> None:
     assert warnings.line_of(RECORD) == "warning at step 12: seen; do (truncation)"

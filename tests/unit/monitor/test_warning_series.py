@@ -21,13 +21,13 @@ def by_name(recording: Recording) -> str:
 
 
 @pytest.mark.parametrize("name", SICK)
-def test_a_run_that_goes_wrong_causes_its_warnings(name: str) -> None:
+def test_a_recorded_run_that_goes_wrong_causes_the_expected_warnings(name: str) -> None:
     told = replay(read(FOLDER / "sick" / f"{name}.jsonl.xz"))
     assert [(each.step, each.kind) for each in told] == SICK[name]
     assert all(any(letter.isdigit() for letter in each.text) and each.remedy for each in told)
 
 
-def test_every_recording_of_a_sick_run_is_tested() -> None:
+def test_every_recording_of_a_run_that_went_wrong_is_tested() -> None:
     assert sorted(each.name for each in recordings("sick")) == sorted(SICK)
 
 
@@ -37,5 +37,5 @@ def test_a_healthy_run_causes_no_warning(recording: Recording) -> None:
     assert replay(recording) == []
 
 
-def test_ten_healthy_runs_are_recorded() -> None:
+def test_there_are_recordings_of_at_least_ten_healthy_runs() -> None:
     assert len(recordings("healthy")) >= 10

@@ -1,4 +1,4 @@
-"""A warning is given once for each episode of its condition, whatever is repeated, restarted or taken back."""
+"""A warning is given once for each episode of its condition, even after repeats, restarts and rewinds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_healthy_run_has_no_warnings() -> None:
     assert taken(Watch(FACTS), map(row, range(1, 300))) == []
 
 
-def test_an_episode_is_told_once_and_again_after_it_was_over() -> None:
+def test_an_episode_is_reported_once_and_again_only_after_it_was_over() -> None:
     watch = Watch(FACTS)
     told = taken(watch, [*cut(1, 60), *map(row, range(61, 61 + ROWS_OVER + 10)), *cut(200, 260)])
     assert [kind for _, kind in told] == ["truncation", "truncation"]
@@ -66,20 +66,20 @@ def test_an_episode_is_told_once_and_again_after_it_was_over() -> None:
     assert told[1][0] > 200
 
 
-def test_a_value_that_wavers_around_its_bound_is_told_once() -> None:
+def test_a_value_that_fluctuates_around_its_bound_is_reported_once() -> None:
     watch = Watch(FACTS)
     rows = [row(step, **{"rollout/truncated_fraction": 0.36 if step // 30 % 2 else 0.24}) for step in range(1, 400)]
     assert [kind for _, kind in taken(watch, rows)] == ["truncation"]
 
 
-def test_an_episode_counts_only_absences_in_a_row() -> None:
+def test_an_episode_ends_only_after_consecutive_rows_without_the_condition() -> None:
     episodes = Episodes(over_after=3)
     sighting = Sighting("seen", "do")
     seen = [episodes.observe("k", [sighting] if present else []) != [] for present in (1, 0, 0, 1, 0, 0, 0, 1)]
     assert seen == [True, False, False, False, False, False, False, True]
 
 
-def test_episodes_about_different_things_are_told_apart() -> None:
+def test_episodes_about_different_services_are_reported_separately() -> None:
     episodes = Episodes(over_after=3)
     assert len(episodes.observe("k", [Sighting("a", "", "store/0")])) == 1
     both = [Sighting("a", "", "store/0"), Sighting("b", "", "store/1")]
@@ -87,14 +87,14 @@ def test_episodes_about_different_things_are_told_apart() -> None:
     assert episodes.held("k") == {"store/0", "store/1"}
 
 
-def test_a_restarted_monitor_does_not_repeat_what_it_told() -> None:
+def test_a_restarted_monitor_does_not_repeat_its_warnings() -> None:
     rows, first = cut(1, 40), Watch(FACTS)
     told = [each for one in rows for each in first.take_row(one, 1.0)]
     assert len(told) == 1
     assert taken(Watch(FACTS, told), rows + cut(41, 60)) == []
 
 
-def test_a_restarted_monitor_tells_what_came_while_it_was_away() -> None:
+def test_a_restarted_monitor_reports_what_happened_while_it_was_away() -> None:
     assert taken(Watch(FACTS, []), cut(1, 40)) == [(10, "truncation")]
 
 
@@ -105,25 +105,25 @@ def test_steps_that_are_trained_again_after_a_return_do_not_repeat_their_warning
     assert taken(watch, [*map(row, range(1, 31)), *cut(31, 50)]) == []
 
 
-def test_a_kind_that_is_off_is_not_given() -> None:
+def test_a_kind_that_is_turned_off_is_not_reported() -> None:
     assert taken(Watch(FACTS, off=["truncation"]), cut(1, 40)) == []
 
 
-def test_a_kind_is_told_a_limited_number_of_times() -> None:
+def test_a_kind_is_reported_a_limited_number_of_times() -> None:
     before = [WarningRecord(0.0, -1000 * n, "truncation", "t", "r") for n in range(MAX_OF_KIND)]
     assert taken(Watch(FACTS, before), cut(1, 40)) == []
     assert taken(Watch(FACTS, before[1:]), cut(1, 40)) == [(10, "truncation")]
 
 
 @pytest.mark.parametrize("name", ["policy/grad_norm", "loss/policy"])
-def test_a_value_that_is_not_finite_is_told(name: str) -> None:
+def test_a_value_that_is_not_finite_is_reported(name: str) -> None:
     watch = Watch(FACTS)
     [told] = [each for one in [*map(row, range(1, 30)), row(30, **{name: None})] for each in watch.take_row(one, 0.0)]
     assert (told.step, told.kind) == (30, "gradient")
     assert name in told.text
 
 
-def test_rows_without_metrics_cause_nothing() -> None:
+def test_rows_without_metrics_cause_no_warnings() -> None:
     assert taken(Watch(FACTS), ({"step": step} for step in range(100))) == []
 
 
@@ -139,7 +139,7 @@ def ticks(watch: Watch, begin: float, seconds: int) -> list[str]:
     return [each.kind for second in range(seconds) for each in watch.tick(begin + second, None)]
 
 
-def test_a_condition_of_the_telemetry_is_told_once_and_again_after_it_was_over() -> None:
+def test_a_condition_of_the_telemetry_is_reported_once_and_again_only_after_it_was_over() -> None:
     watch = Watch(FACTS)
     watch.take_topic(failing(0.0))
     assert ticks(watch, 0.0, 300) == ["reward-failing"]
@@ -149,7 +149,7 @@ def test_a_condition_of_the_telemetry_is_told_once_and_again_after_it_was_over()
     assert ticks(watch, 500.0, 5) == ["reward-failing"]
 
 
-def test_a_condition_that_goes_on_over_a_restart_is_not_repeated() -> None:
+def test_a_condition_that_lasts_through_a_restart_is_not_reported_again() -> None:
     watch = Watch(FACTS)
     watch.take_topic(failing(0.0))
     told = watch.tick(1.0, None)
@@ -159,7 +159,7 @@ def test_a_condition_that_goes_on_over_a_restart_is_not_repeated() -> None:
     assert ticks(again, 62.0, 60) == []
 
 
-def test_user_text_cannot_control_the_terminal() -> None:
+def test_user_text_cannot_send_control_characters_to_the_terminal() -> None:
     watch = Watch(FACTS)
     watch.take_topic(failing(0.0, failure="\x1b[2J\u202eevil\nline " + "x" * 10_000))
     [told] = watch.tick(1.0, None)
@@ -170,7 +170,7 @@ def test_user_text_cannot_control_the_terminal() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "text", -1e308])
 @pytest.mark.parametrize("topic", ["rollout", "reward", "store", "cluster/services", "cluster/status"])
-def test_telemetry_with_odd_values_does_no_harm(topic: str, value: float | str) -> None:
+def test_telemetry_with_odd_values_raises_no_error(topic: str, value: float | str) -> None:
     watch = Watch(FACTS)
     names = (
         "step",

@@ -84,7 +84,7 @@ def test_the_other_advantages_depend_on_the_scale(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_no_samples_have_no_advantages(name: str) -> None:
+def test_a_step_without_samples_gives_no_advantages(name: str) -> None:
     assert estimated(name, np.zeros(0), np.zeros(0, int)).shape == (0,)
 
 

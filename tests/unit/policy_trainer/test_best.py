@@ -147,7 +147,7 @@ def new_world(tmp_path: Path, name: str, *results: object) -> World:
 RESULTS = {1: 0.25, 2: 0.5, 3: 0.5, 4: 0.375, 5: 0.125, 6: 0.25}
 
 
-def test_the_best_checkpoint_outlives_the_newest_and_the_first_of_equals_is_exported(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_the_first_of_equals_is_exported(tmp_path: Path) -> None:
     world = new_world(tmp_path, "w", RESULTS)
     assert world.life()
     assert checkpoint_steps(world.run.checkpoints) == [2, 6]
@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     assert world.exported()[0] == 3.0
 
 
-def test_without_a_result_nothing_is_exported_and_only_the_newest_is_kept(tmp_path: Path) -> None:
+def test_without_a_result_nothing_is_exported_and_only_the_newest_checkpoint_is_kept(tmp_path: Path) -> None:
     world = new_world(tmp_path, "w", {2: math.nan})
     assert world.life()
     assert checkpoint_steps(world.run.checkpoints) == [6]

@@ -75,7 +75,7 @@ def test_a_snapshot_counts_only_if_every_rank_holds_it() -> None:
     assert [each.step for each in asyncio.run(WorkerDispatch(one, Layout(1), DRIVER).take_over()).snapshots] == [4, 5]
 
 
-def test_a_rank_that_ends_while_it_is_taken_over_counts_as_lost() -> None:
+def test_a_rank_that_ends_during_a_takeover_counts_as_lost() -> None:
     ranks = [Rank(), Rank()]
     clients: list[Any] = list(ranks)
     ranks[1].ending = True

@@ -217,7 +217,7 @@ def test_a_stop_while_the_driver_waits_for_a_batch_saves_the_committed_step_at_o
 
 
 @pytest.mark.parametrize("standing", [fresh(), fresh(2, 2, checkpoint=2)], ids=["nothing trained", "saved before"])
-def test_a_stop_with_nothing_to_save_ends_at_once(topology: Topology, standing: ResumePoint) -> None:
+def test_a_stop_with_nothing_to_save_ends_the_driver_at_once(topology: Topology, standing: ResumePoint) -> None:
     stop = Stop()
     stop.ask()
     recorder = Recorder()

@@ -71,7 +71,7 @@ def test_no_operation_of_a_micro_batch_waits_for_the_device(tmp_path: Path, monk
     assert waits.seen == []
 
 
-def test_the_sums_of_micro_batches_are_added_as_one_by_one() -> None:
+def test_adding_the_sums_of_all_micro_batches_at_once_equals_adding_them_one_by_one() -> None:
     rng = np.random.default_rng(0)
     parts = [
         {

@@ -271,7 +271,7 @@ def test_ratio_mask_drops_exactly_the_tokens_outside_its_range(level: str) -> No
     torch.testing.assert_close(found, torch.where(inside, difference.exp(), torch.zeros(M, dtype=torch.float64)))
 
 
-def test_ratio_mask_counts_its_tokens_and_leaves_the_kl_alone() -> None:
+def test_ratio_mask_counts_the_dropped_tokens_and_does_not_change_the_kl() -> None:
     cur, tokens = data()
     nothing = spec("ppo_clip", anchor="proximal", ratio_mask="token", mask_low=0.0, mask_high=1e-9)
     total, sums = token_loss(nothing, cur, tokens, torch.zeros(M))

@@ -49,7 +49,7 @@ def test_weights_of_a_mean_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"])
-def test_overlong_masking_comes_before_counting_except_for_the_samples_of_dr_grpo(aggregation: str) -> None:
+def test_overlong_samples_are_masked_before_counting_except_in_the_sample_count_of_dr_grpo(aggregation: str) -> None:
     scalars = {"loss_tokens": np.array([3, 8, 5], np.int32), "truncated": np.array([0, 1, 0], np.uint8)}
     assert trained_tokens("keep", scalars).tolist() == [3, 8, 5]
     masked = trained_tokens("mask", scalars)
@@ -88,7 +88,9 @@ def step_batch(rewards: list[float]) -> StepBatch:
 
 @pytest.mark.parametrize("check", [check_rewards, check_advantages])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_non_finite_number_is_refused_with_its_task(bad: float, check: Callable[[StepBatch, Array], None]) -> None:
+def test_a_non_finite_number_is_refused_and_its_task_named(
+    bad: float, check: Callable[[StepBatch, Array], None]
+) -> None:
     check(step_batch([1, 0, 1, 0]), np.array([1, 0, 1, 0]))
     with pytest.raises(RpcError, match="train/0/9") as caught:
         check(step_batch([1, 0, 1, 0]), np.array([1, 0, bad, 0]))
@@ -96,7 +98,7 @@ def test_a_non_finite_number_is_refused_with_its_task(bad: float, check: Callabl
     assert "\n" not in str(caught.value)
 
 
-def test_a_step_without_any_remaining_task_is_bad_data_and_still_has_a_row() -> None:
+def test_a_step_whose_tasks_are_all_left_out_counts_as_bad_data_and_still_has_a_row() -> None:
     empty = StepBatch(step=5, batch=BatchMeta(tasks=[]), scalars={}, reward_mean_unfiltered=0.0, dropped=2)
     with pytest.raises(RpcError, match="step 5 refused, weights untouched: all its 2 tasks were dropped") as caught:
         check_tasks(empty)
@@ -163,7 +165,7 @@ def test_row_is_computed_from_sums_over_calls() -> None:
     assert row["throughput/tokens_per_s"] == 8.0
 
 
-def test_a_mismatch_over_no_tokens_is_not_in_the_row() -> None:
+def test_a_mismatch_over_no_tokens_is_left_out_of_the_row() -> None:
     row = StepMetrics(step=5).row(step_batch([1, 0, 0, 0]), step_s=2.0)
     assert not [name for name in row if name.startswith("rollout/logprob_mismatch_") and not name.endswith("_max")]
 

@@ -85,7 +85,7 @@ CALLS: dict[type[WorkerRequest], Callable[[TorchBackend, Path], dict[str, Tensor
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", CALLS, ids=lambda kind: kind.__name__)
-def test_a_call_with_only_its_needs_on_the_device_gives_the_same_bits(
+def test_a_call_gives_the_same_bits_if_only_the_parts_that_it_needs_are_on_the_device(
     kind: type[WorkerRequest], dtype: str, tmp_path: Path
 ) -> None:
     make_model("qwen3").save_pretrained(tmp_path / "model")

@@ -51,7 +51,7 @@ def test_matching_shards_are_accepted() -> None:
         ("sample_index", np.zeros(3, np.int32), r"sample_index has shape \[3\], its lengths say \[2\]"),
     ],
 )
-def test_a_shard_of_another_shape_is_named_with_its_task(key: str, values: Array, says: str) -> None:
+def test_a_shard_of_another_shape_is_reported_with_its_task(key: str, values: Array, says: str) -> None:
     given = tasks()
     given[1][key] = values
     error = refusal(given)
@@ -61,7 +61,7 @@ def test_a_shard_of_another_shape_is_named_with_its_task(key: str, values: Array
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_non_finite_log_probs_are_refused_with_all_their_tasks(value: float) -> None:
+def test_non_finite_log_probs_are_refused_and_all_their_tasks_named(value: float) -> None:
     given = tasks()
     given[0]["rollout_logprobs"][4] = value
     given[2]["ref_logprobs"][0] = value

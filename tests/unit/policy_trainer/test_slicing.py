@@ -46,7 +46,7 @@ def test_ties_go_to_the_lower_task_and_the_lower_rank() -> None:
 
 
 @given(SIZES, st.integers(1, 5))
-def test_samples_follow_their_tasks(sizes: list[int], parts: int) -> None:
+def test_samples_stay_with_their_tasks(sizes: list[int], parts: int) -> None:
     whole = batch(sizes)
     first = np.cumsum([0] + [task.samples for task in whole.tasks])
     for each in whole.chunk(parts):
@@ -61,7 +61,7 @@ def _places(whole: Batch, task: TaskHandle, first: np.ndarray) -> list[int]:
     return list(range(first[index], first[index + 1]))
 
 
-def test_imbalance_is_the_fullest_rank_over_the_mean() -> None:
+def test_imbalance_is_the_load_of_the_fullest_rank_divided_by_the_mean() -> None:
     assert imbalance(batch([30, 10]).chunk(2)) == 1.5
     assert imbalance(batch([]).chunk(3)) == 1.0
 

@@ -50,10 +50,10 @@ def test_training_from_a_snapshot_ends_with_the_same_bits(folder: Path, tmp_path
     assert same_bits(straight.state().optimizer, resumed.state().optimizer)
 
 
-def test_a_snapshot_leaves_memory_that_can_be_freed_and_is_loaded_while_parts_are_away(
+def test_a_snapshot_keeps_no_weights_in_memory_and_loads_while_parts_are_offloaded(
     folder: Path, tmp_path: Path
 ) -> None:
-    """The memory of a tensor that `Tensor.numpy` has shared could not be freed."""
+    """`Tensor.numpy` would share the memory of a tensor, which then could not be freed."""
     made, kept = backend(folder), Snapshots(tmp_path, PLACE)
     train(made, 1)
     kept.take(0, 1, made.own_state())
@@ -65,7 +65,7 @@ def test_a_snapshot_leaves_memory_that_can_be_freed_and_is_loaded_while_parts_ar
     assert same_bits(made.weights(), before)
 
 
-def test_the_two_newest_are_kept_and_found_by_a_later_incarnation(tmp_path: Path) -> None:
+def test_the_two_newest_snapshots_are_kept_and_found_by_a_later_incarnation(tmp_path: Path) -> None:
     made = Snapshots(tmp_path, PLACE)
     assert held(made) == set()
     for step in (1, 2, 3):
@@ -77,7 +77,7 @@ def test_the_two_newest_are_kept_and_found_by_a_later_incarnation(tmp_path: Path
 
 
 @pytest.mark.parametrize("loaded", [1, 2])
-def test_the_snapshot_that_was_loaded_is_not_the_one_overwritten(loaded: int, tmp_path: Path) -> None:
+def test_the_snapshot_that_was_loaded_is_not_overwritten(loaded: int, tmp_path: Path) -> None:
     made = Snapshots(tmp_path, PLACE)
     for step in (1, 2):
         made.take(0, step, state(step))
@@ -88,7 +88,7 @@ def test_the_snapshot_that_was_loaded_is_not_the_one_overwritten(loaded: int, tm
     assert held(later) == {(0, loaded), (0, 5)}
 
 
-def test_loading_anything_else_discards_all_snapshots(tmp_path: Path) -> None:
+def test_loading_any_other_state_discards_all_snapshots(tmp_path: Path) -> None:
     made = Snapshots(tmp_path, PLACE)
     for step in (1, 2):
         made.take(3, step, state(step))
@@ -99,7 +99,7 @@ def test_loading_anything_else_discards_all_snapshots(tmp_path: Path) -> None:
     assert missing.value.code == ErrorCode.MISSING
 
 
-def test_an_interrupted_write_leaves_the_other_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_leaves_the_other_snapshot_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Snapshots(tmp_path, PLACE)
     for step in (1, 2):
         made.take(0, step, state(step))
@@ -139,14 +139,14 @@ def outcome(found: Snapshots) -> str:
     return "whole" if whole else "wrong"
 
 
-def test_ranks_of_another_layout_do_not_see_it(tmp_path: Path) -> None:
+def test_ranks_of_another_layout_do_not_see_a_snapshot(tmp_path: Path) -> None:
     Snapshots(tmp_path, Layout(2).place(1)).take(0, 1, state(1))
     others = [Layout(2).place(0), Layout(1).place(0), Layout(4, tp=2).place(1), Layout(2, tp=2).place(1)]
     assert [held(Snapshots(tmp_path, place)) for place in others] == [set()] * 4
     assert held(Snapshots(tmp_path, Layout(2).place(1))) == {(0, 1)}
 
 
-def test_random_numbers_continue_after_states_are_restored() -> None:
+def test_the_random_number_sequence_continues_after_a_restore() -> None:
     torch.manual_seed(5)
     torch.rand(3)
     kept = random_states()

@@ -33,7 +33,7 @@ def test_weights_in_host_memory_are_not_copied() -> None:
     assert all(arrays[name].ctypes.data == given[name].data_ptr() for name in given)
 
 
-def test_the_event_loop_goes_on_while_weights_are_copied() -> None:
+def test_the_event_loop_continues_while_weights_are_copied() -> None:
     answered = threading.Event()
 
     class Slow:
@@ -56,7 +56,7 @@ def test_the_event_loop_goes_on_while_weights_are_copied() -> None:
 
 
 @pytest.mark.gpu
-def test_versions_of_a_gpu_arrive_bit_for_bit_in_memory_that_is_kept() -> None:
+def test_weights_are_copied_from_a_gpu_bit_for_bit_into_memory_that_is_reused() -> None:
     staging = Staging()
     first = staging.arrays(weights("cuda"))
     second = staging.arrays({name: tensor + 1 for name, tensor in weights("cuda").items()})

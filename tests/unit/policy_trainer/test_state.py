@@ -161,14 +161,14 @@ def test_a_missing_checkpoint_is_reported_as_missing(tmp_path: Path) -> None:
     assert caught.value.code == ErrorCode.MISSING
 
 
-def test_the_newest_checkpoints_and_the_multiples_are_kept(folder: Path, tmp_path: Path) -> None:
+def test_the_newest_checkpoints_and_those_of_every_nth_step_are_kept(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     for step in range(1, 8):
         checkpoint.save(tmp_path, state(made, step), keep_last=2, keep_every=3)
     assert checkpoint_steps(tmp_path) == [3, 6, 7]
 
 
-def test_named_checkpoints_are_kept_in_addition(folder: Path, tmp_path: Path) -> None:
+def test_checkpoints_listed_by_step_are_kept_in_addition(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     found = []
     for step, keep in ((1, ()), (2, (1,)), (3, (1,)), (4, (3,)), (5, (1, 3, 9))):
@@ -177,7 +177,7 @@ def test_named_checkpoints_are_kept_in_addition(folder: Path, tmp_path: Path) ->
     assert found == [[1], [1, 2], [1, 3], [3, 4], [3, 5]]
 
 
-def test_a_checkpoint_made_at_a_stop_replaces_no_other(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_made_at_a_stop_does_not_replace_another(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     found = []
     for step, at_stop in ((2, False), (4, False), (5, True), (6, False), (7, True), (7, True), (8, True), (10, False)):
@@ -190,7 +190,7 @@ def test_a_checkpoint_made_at_a_stop_replaces_no_other(folder: Path, tmp_path: P
     assert checkpoint_steps(tmp_path) == [10, 12]  # A damaged checkpoint is counted like any other.
 
 
-def test_a_checkpoint_removes_those_of_later_steps(folder: Path, tmp_path: Path) -> None:
+def test_a_new_checkpoint_removes_the_checkpoints_of_later_steps(folder: Path, tmp_path: Path) -> None:
     made = backend(folder)
     for step in (1, 2, 4, 6):
         checkpoint.save(tmp_path, state(made, step), keep_last=4)
@@ -208,7 +208,7 @@ def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> N
     assert same_bits(made.weights(), before)
 
 
-def test_a_non_finite_gradient_leaves_everything_untouched(folder: Path) -> None:
+def test_a_non_finite_gradient_changes_neither_weights_nor_optimizer_state(folder: Path) -> None:
     made = backend(folder)
     train(made, 1)
     weights, optimizer = made.state().weights, made.state().optimizer
@@ -235,7 +235,7 @@ def test_small_updates_of_bfloat16_weights_add_up_in_the_masters(folder: Path) -
     assert not before or all(not torch.equal(masters[name], before[name]) for name in masters)
 
 
-def test_an_export_loads_with_equal_logits_and_replaces_an_earlier_one(folder: Path, tmp_path: Path) -> None:
+def test_an_export_gives_equal_logits_and_replaces_an_earlier_export(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     made = backend(folder)
     train(made, 1)
@@ -323,7 +323,7 @@ def collecting_at_commit(announced: Sequence[int]) -> Bench:
     ("announced", "on_disk", "damaged", "back_at"),
     [([1], [1], [], 1), ([1], [1, 2], [], 2), ([1, 2], [1, 2], [2], 1), ([1, 2], [1, 2], [1, 2], 0), ([], [], [], 0)],
 )
-def test_steps_that_cannot_be_replayed_are_retrained_from_the_checkpoint_that_loads(
+def test_steps_that_cannot_be_replayed_are_trained_again_from_the_newest_checkpoint_that_loads(
     announced: list[int], on_disk: list[int], damaged: list[int], back_at: int
 ) -> None:
     bench = collecting_at_commit(announced)
@@ -361,7 +361,7 @@ def test_a_snapshot_of_the_committed_step_continues_its_lineage(collect_at_commi
         ([], [], ["load 1"]),
     ],
 )
-def test_without_such_a_snapshot_an_earlier_state_is_loaded_under_a_new_lineage(
+def test_without_a_snapshot_of_the_committed_step_an_earlier_state_is_loaded_under_a_new_lineage(
     held: list[tuple[int, int]], damaged: list[tuple[int, int]], calls: list[str]
 ) -> None:
     bench, workers = three_steps(collect_at_commit=False), Workers(-1, held=held, damaged=damaged)
@@ -381,7 +381,7 @@ def test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_take
     assert workers.calls == ["load 1"]
 
 
-def test_workers_at_the_committed_step_continue_and_save_the_ordered_checkpoint() -> None:
+def test_workers_at_the_committed_step_continue_and_save_the_checkpoint_that_was_ordered() -> None:
     config = Configure(9, 3, 2, False)
     bench = Bench(plan(task_bytes=50, weight_bytes=100), config).start(limit_bytes=300 + 8 * 50 + 500)
     assert [bench.step(step).checkpoint_now for step in (1, 2, 3)] == [False, False, True]
@@ -389,7 +389,7 @@ def test_workers_at_the_committed_step_continue_and_save_the_ordered_checkpoint(
     assert (standing.version, standing.committed, standing.checkpoint_now) == (3, 3, True)
 
 
-def test_the_lost_version_of_a_refreshed_reference_comes_from_its_checkpoint() -> None:
+def test_the_lost_version_of_a_refreshed_reference_is_loaded_from_its_checkpoint() -> None:
     bench = Bench(plan(reference_every=2), Configure(9, 3, 2, False)).start()
     for step in (1, 2, 3):
         bench.step(step)
@@ -443,7 +443,7 @@ async def _orders(lane: CallQueue, count: int) -> list[int]:
     return [(await lane.next())[0].order for _ in range(count)]
 
 
-def test_calls_run_in_the_order_they_were_issued_rather_than_that_of_arrival() -> None:
+def test_calls_run_in_the_order_in_which_they_were_issued_even_if_they_arrive_in_another() -> None:
     lane = CallQueue()
     lane.take_over(7)
     for order in (3, 1, 2):
@@ -465,7 +465,7 @@ def test_a_worker_refuses_an_older_driver_and_an_unknown_one() -> None:
         lane.take_over(7)
 
 
-def test_a_late_take_over_does_not_displace_the_newer_driver() -> None:
+def test_a_late_takeover_does_not_displace_the_newer_driver() -> None:
     lane = CallQueue()
     lane.take_over(8, turn=2)
     with pytest.raises(RpcError, match="driver 7 was replaced by 8"):
@@ -476,7 +476,7 @@ def test_a_late_take_over_does_not_displace_the_newer_driver() -> None:
     assert refused(lane, 8, 2) == ErrorCode.CONFLICT
 
 
-def test_nothing_runs_after_a_failed_call_until_the_driver_takes_over_again() -> None:
+def test_no_call_runs_after_a_failed_call_until_the_driver_takes_over_again() -> None:
     lane = CallQueue()
     lane.take_over(7)
     waiting = FakeCall()

@@ -52,7 +52,9 @@ class CountedMemory:
         return sum(count > 0 for count in self.readers)
 
 
-def test_memory_that_an_engine_never_closed_is_withdrawn_with_the_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_an_engine_never_closed_is_released_when_the_channel_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counted = CountedMemory(monkeypatch)
     channel = MemoryChannel("cuda:0")
     channel.announce(OFFER, NOTHING)
@@ -60,7 +62,7 @@ def test_memory_that_an_engine_never_closed_is_withdrawn_with_the_channel(monkey
     assert counted.kept == 0
 
 
-def test_memory_that_an_engine_has_closed_is_not_withdrawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_an_engine_has_closed_is_not_released_again(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = CountedMemory(monkeypatch)
     channel = MemoryChannel("cuda:0")
     for number in range(2):
@@ -79,7 +81,7 @@ def unread() -> dict[str, Tensor]:
     raise AssertionError("the version in the store was read")
 
 
-def test_the_trainers_own_weights_are_sent_while_they_are_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_weights_are_sent_while_they_are_the_requested_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outgoing, "CHUNK_BYTES", 32)
     live, mine = LiveWeights("cpu"), weights(1.0)
     live.show((1, 5), mine)
@@ -92,7 +94,9 @@ def test_the_trainers_own_weights_are_sent_while_they_are_the_version(monkeypatc
         assert not own.numel() or sent.data_ptr() != own.data_ptr()  # a step may change `own` within a chunk
 
 
-def test_the_rest_of_a_version_comes_from_the_store_once_the_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_of_a_version_is_read_from_the_store_once_the_live_weights_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(outgoing, "CHUNK_BYTES", 16)
     live, mine = LiveWeights("cpu"), weights(1.0)
     stored = {name: each.clone() for name, each in mine.items()}

@@ -97,7 +97,7 @@ def test_a_drill_that_outlasts_an_engines_wait_is_ready_when_it_asks_again(tmp_p
     asyncio.run(scenario())
 
 
-def test_a_drill_that_was_taken_is_not_kept(tmp_path: Path) -> None:
+def test_a_drill_is_made_again_once_engines_have_taken_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         trainer = Trainer(tmp_path)
         trainer.may_end.set()
@@ -127,7 +127,7 @@ def test_an_engine_on_another_host_joins_at_the_announced_address(tmp_path: Path
 
 
 @pytest.mark.parametrize(("route", "listen"), [("ipc", "tcp://127.0.0.1:7747"), ("gloo", ""), ("nccl", "")])
-def test_a_route_that_does_not_reach_another_host_is_refused_there(
+def test_a_route_that_does_not_reach_another_host_is_refused_for_engines_of_that_host(
     route: WeightsRoute, listen: str, tmp_path: Path
 ) -> None:
     trainer = Trainer(tmp_path, route, listen)

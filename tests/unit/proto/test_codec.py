@@ -77,11 +77,11 @@ def test_well_formed_header_built_by_hand_is_accepted() -> None:
         ({"type": 65535}, "message type 65535: unknown"),
     ],
 )
-def test_header_is_refused(fields: dict[str, Any], match: str) -> None:
+def test_malformed_header_is_refused(fields: dict[str, Any], match: str) -> None:
     refuse([header(**fields), b"\x80"], match)
 
 
-def test_newer_major_version_is_named_even_with_another_kind_of_checksum() -> None:
+def test_newer_major_version_is_reported_even_with_another_kind_of_checksum() -> None:
     refuse([header(major=2)[:-8] + bytes(8), b"\x80"], r"protocol version 2\.0")
     refuse([header()[:-8] + bytes(8), b"\x80"], "checksum")
 
@@ -144,7 +144,7 @@ def test_extra_and_missing_frames_are_refused() -> None:
         (b"", 1, "every frame is used once"),
     ],
 )
-def test_tensor_table_is_refused(table: bytes, frames: int, match: str) -> None:
+def test_malformed_tensor_table_is_refused(table: bytes, frames: int, match: str) -> None:
     with pytest.raises(WireError, match=match):
         tensors.decode(table, [b"abc"] * frames, CONTROL)
 
@@ -200,7 +200,7 @@ def test_value_that_cannot_be_encoded_is_refused(value: Any) -> None:
         codec.encode_body(RestartService(service=value))
 
 
-def test_endless_nesting_is_refused_at_the_sender() -> None:
+def test_excessive_nesting_is_refused_at_the_sender() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(WireError):
@@ -293,7 +293,7 @@ class Bomb:
         ({"shape": [MAX_INLINE_BYTES], "data": b"\0" * (4 * MAX_INLINE_BYTES)}, "at most 65536 bytes"),
     ],
 )
-def test_inline_array_is_refused(changes: dict[str, Any], match: str) -> None:
+def test_malformed_inline_array_is_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(WireError, match=match):
         decode_inline(pack_inline(**changes))
 
@@ -363,13 +363,13 @@ def test_message_numbers_are_unique_and_requests_name_their_reply() -> None:
     ["", "train", "train/0", "train/0/1/2", "train/a/1", "/0/1", "train/0/1\n", "tr ain/0/1", "../0/1x", "train/-1/0",
      "train/0/" + "1" * 250, "train/0/٣"],
 )  # fmt: skip
-def test_task_id_is_refused(task_id: str) -> None:
+def test_malformed_task_id_is_refused(task_id: str) -> None:
     with pytest.raises(WireError, match="task id"):
         check_task_id(task_id)
 
 
 @pytest.mark.parametrize("key", ["", "/etc/passwd", ".", "a b", "a\n", "é", "k" * 256])
-def test_shard_key_is_refused(key: str) -> None:
+def test_malformed_shard_key_is_refused(key: str) -> None:
     with pytest.raises(WireError, match="shard key"):
         check_key(key)
 

@@ -68,7 +68,7 @@ def test_advantages_and_the_trainers_log_probs_belong_to_their_samples() -> None
     assert (one.train_logprobs, two.train_logprobs) == ([-0.4, -0.2], [-1.1, 0, -2.1, -3.1])
 
 
-def test_numbers_that_json_lacks_do_not_hide_a_sample(tmp_path: Path) -> None:
+def test_numbers_that_json_cannot_represent_do_not_hide_a_sample(tmp_path: Path) -> None:
     given = shards()
     given["rollout_logprobs"][2:4] = [np.nan, -np.inf]
     text = TaskText(
@@ -86,7 +86,7 @@ def test_numbers_that_json_lacks_do_not_hide_a_sample(tmp_path: Path) -> None:
     assert two.advantage > 1e38
 
 
-def test_log_probs_that_the_trainer_did_not_compute_are_absent() -> None:
+def test_log_probs_that_the_trainer_did_not_compute_are_left_out() -> None:
     more = {"advantages": np.zeros(2, np.float32), "train_logprobs": np.zeros(11, np.float32)}
     assert [each.train_logprobs for each in records(ENDED, {**shards(), **more}, 9.0)] == [None, None]
 
@@ -109,7 +109,7 @@ def test_text_beyond_its_limit_is_left_out_and_counted() -> None:
     assert kept.cut > 3 * 9_000_000
 
 
-def test_values_that_no_row_should_have_do_not_stop_a_task() -> None:
+def test_values_that_cannot_be_stored_are_replaced_and_do_not_fail_the_task() -> None:
     kept = unpack(pack(TaskText("p", [SampleText("c", "stop", 1.0)], answer=1 + 2j), 100))
     assert kept.answer == "(1+2j)"
     kept = unpack(pack(TaskText([{"content": "a\ud800b"}], [SampleText("c\udfff", "stop", 1.0)], answer=1 << 90), 100))

@@ -24,7 +24,7 @@ def files(run: Path, limit_bytes: int = LARGE) -> SampleFiles:
     return SampleFiles(run / "samples", limit_bytes)
 
 
-def test_a_task_is_written_once_also_by_another_life(tmp_path: Path) -> None:
+def test_a_task_is_written_only_once_even_after_a_restart(tmp_path: Path) -> None:
     first = files(tmp_path)
     assert first.append(group(1, 0))
     assert not first.append(group(1, 0))
@@ -60,7 +60,7 @@ def test_the_oldest_steps_are_removed_to_keep_the_limit(tmp_path: Path) -> None:
     assert files(tmp_path).nbytes == kept.nbytes
 
 
-def test_samples_larger_than_the_limit_stay_until_newer_ones_come(tmp_path: Path) -> None:
+def test_samples_larger_than_the_limit_are_kept_until_newer_samples_arrive(tmp_path: Path) -> None:
     tight = files(tmp_path, limit_bytes=1)
     tight.append(group(1, 0))
     assert steps(tmp_path) == [1]
@@ -68,7 +68,7 @@ def test_samples_larger_than_the_limit_stay_until_newer_ones_come(tmp_path: Path
     assert steps(tmp_path) == [2]
 
 
-def test_one_file_does_not_exceed_the_limit(tmp_path: Path) -> None:
+def test_a_single_file_does_not_exceed_the_limit(tmp_path: Path) -> None:
     one = files(tmp_path / "measured")
     one.append(group(1, 0))
     kept = files(tmp_path, limit_bytes=3 * one.nbytes)
@@ -77,7 +77,7 @@ def test_one_file_does_not_exceed_the_limit(tmp_path: Path) -> None:
     assert kept.left_out == 4
 
 
-def test_steps_taken_back_leave_and_repeated_ones_do_not(tmp_path: Path) -> None:
+def test_samples_of_steps_taken_back_are_moved_away_and_those_of_repeated_steps_stay(tmp_path: Path) -> None:
     store = files(tmp_path)
     for step in (1, 2, 3):
         store.append(group(step, step))
@@ -93,7 +93,7 @@ def test_steps_taken_back_leave_and_repeated_ones_do_not(tmp_path: Path) -> None
     assert left == ["0/train/2.jsonl", "0/train/3.jsonl"]
 
 
-def test_discarded_samples_go_first(tmp_path: Path) -> None:
+def test_discarded_samples_are_deleted_first(tmp_path: Path) -> None:
     store = files(tmp_path)
     for step in (1, 2):
         store.append(group(step, step))

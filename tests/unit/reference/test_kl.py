@@ -38,12 +38,12 @@ def test_kl_of_a_sample_is_the_sum_over_its_sampled_tokens(estimator: str) -> No
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_equal_models_have_no_kl() -> None:
+def test_equal_models_have_a_kl_of_zero() -> None:
     task, _ = shards()
     for estimator in ("k1", "k2", "k3"):
         assert not kl_sums(estimator, task, task["rollout_logprobs"], 2).any()
 
 
-def test_a_sample_without_sampled_tokens_has_no_kl() -> None:
+def test_a_sample_without_sampled_tokens_has_a_kl_of_zero() -> None:
     task, ref = shards()
     assert kl_sums("k3", {**task, "loss_mask": np.zeros(12, np.uint8)}, ref, 3).tolist() == [0, 0, 0]

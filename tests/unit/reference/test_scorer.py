@@ -86,7 +86,7 @@ def test_reference_values_equal_those_of_each_sequence_alone(temperature: float,
         assert np.abs(values - wanted).max() < 1e-4
 
 
-def test_small_micro_batches_give_the_same_values_and_more_progress(tmp_path: Path) -> None:
+def test_small_micro_batches_give_the_same_values_and_report_progress_more_often(tmp_path: Path) -> None:
     shards = tasks()
 
     async def run(max_tokens: int) -> tuple[list[Array], int]:
@@ -161,7 +161,7 @@ def test_a_scorer_that_was_offloaded_and_restored_gives_the_same_bits(tmp_path: 
     asyncio.run(run())
 
 
-def test_a_lease_stays_alive_while_its_rank_waits_for_another_rank_that_still_fetches() -> None:
+def test_a_lease_stays_alive_while_its_rank_waits_for_a_rank_that_is_still_fetching() -> None:
     lease = Lease(grant(), lambda: 0)
     book = book_of(lease)
 

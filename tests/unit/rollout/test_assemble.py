@@ -72,7 +72,7 @@ def test_a_task_with_fewer_than_two_survivors_is_dropped_with_the_cause() -> Non
     assert block.scalars["version_min"].tolist() == block.scalars["version_max"].tolist() == [3, 3]
 
 
-def test_one_survivor_of_an_evaluation_counts() -> None:
+def test_one_surviving_sample_is_enough_in_an_evaluation() -> None:
     block = assemble([task(0, 1)], [[answer(5, 2), answer(6, 2)]], [[Score(1.0), FAILED]], min_survivors=1)
     assert block.results[0].samples == 1
     assert not block.dropped
@@ -108,7 +108,7 @@ def test_tasks_that_the_filter_may_drop_are_put_separately() -> None:
     assert in_files(block, filters=False) == [[0, 1, 2, 3]]
 
 
-def test_lost_samples_and_dropped_tasks_have_their_reasons() -> None:
+def test_lost_samples_and_dropped_tasks_are_recorded_with_their_reasons() -> None:
     groups = [[answer(5, 2)] * 3, [answer(5, 2)] * 3, [answer(5, 2)] * 2]
     late, no_sample = Score(None, "f: late", kind=LossReason.TIMEOUT), Score(None, "w: no", kind=LossReason.WORKFLOW)
     scores = [[Score(1.0), late, Score(0.5)], [late, no_sample, Score(1.0)], [no_sample, no_sample]]

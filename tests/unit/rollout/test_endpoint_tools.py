@@ -151,7 +151,7 @@ EDITS: list[tuple[str, Callable[[dict[str, Any]], Any], int]] = [
 
 
 @pytest.mark.parametrize(("edit", "sequences"), [each[1:] for each in EDITS], ids=[each[0] for each in EDITS])
-def test_an_answer_that_comes_back_edited_opens_a_new_sequence(
+def test_an_answer_opens_a_new_sequence_only_if_the_client_edited_it(
     prompts: PromptBuilder, edit: Callable[[dict[str, Any]], Any], sequences: int
 ) -> None:
     says = _Says(prompts, [TWICE, "3"])
@@ -204,7 +204,7 @@ def test_parsed_calls_change_a_message_only_if_they_differ_from_those_in_its_tex
     assert not same({"role": "user", "content": TWICE}, {"role": "user", "content": TWICE, "tool_calls": calls})
 
 
-def test_without_tools_a_call_is_text(prompts: PromptBuilder) -> None:
+def test_a_call_is_returned_as_text_if_the_request_has_no_tools(prompts: PromptBuilder) -> None:
     async def scenario() -> Any:
         calls = _calls(prompts, _Says(prompts))
         endpoint = OpenAIEndpoint("m")

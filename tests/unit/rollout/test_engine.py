@@ -67,7 +67,7 @@ def test_greedy_sampling_equals_transformers_generate(tiny: TransformersEngine, 
         assert ours.token_ids.tolist() == theirs[0, ids.shape[1] :].tolist()
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_seed_other_tokens(
+def test_the_same_seed_gives_the_same_bits_and_another_seed_gives_other_tokens(
     tiny: TransformersEngine, prompts: list[Prompt]
 ) -> None:
     first = generate(tiny, prompts, sampling(samples=8))
@@ -146,7 +146,7 @@ def test_dropping_finished_rows_changes_no_token(prompts: list[Prompt], tiny: Tr
             assert np.abs(a.logprobs - b.logprobs).max() < 1e-4
 
 
-def test_a_lease_of_more_rows_than_one_loop_takes_is_sampled_in_parts(
+def test_a_lease_with_more_rows_than_a_loop_can_take_is_sampled_in_parts(
     tiny: TransformersEngine, prompts: list[Prompt]
 ) -> None:
     samples = MAX_ROWS // 2 + 1

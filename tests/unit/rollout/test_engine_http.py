@@ -60,7 +60,7 @@ def test_an_answer_is_decoded_and_the_path_is_below_the_base_url() -> None:
     assert asked.endswith(b'\r\n\r\n{"n":1}')
 
 
-def test_events_that_are_split_anywhere_are_joined() -> None:
+def test_events_are_joined_wherever_they_were_split() -> None:
     text = b'data: {"at": 0}\n\n: a comment\ndata:{"at": 1}\r\n\r\ndata: [DONE]\n\n'
     for cut in range(1, len(text)):
         pieces = [*chunked(text[:cut], text[cut:]), b"0\r\n\r\n"]
@@ -92,7 +92,7 @@ def test_a_line_of_an_event_ends_with_a_line_feed_only() -> None:
     ]
 
 
-def test_a_whole_answer_in_place_of_a_stream_is_named() -> None:
+def test_a_complete_answer_in_place_of_a_stream_is_reported() -> None:
     with pytest.raises(RpcError, match="Expected response with content type 'text/event-stream'"):
         ask([whole(b'{"a": 1}')], stream=True)
 
@@ -103,7 +103,7 @@ def test_proxies_in_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch)
     assert ask([whole(b"{}")], stream=False)[0] == {}
 
 
-def test_an_absent_server_is_named() -> None:
+def test_an_absent_server_is_reported_by_its_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     client = HttpClient(f"http://127.0.0.1:{port}", {}, "engine", 20.0)
@@ -140,6 +140,6 @@ def test_a_request_that_is_cancelled_closes_its_connection() -> None:
     assert asyncio.run(scenario()) == b""
 
 
-def test_an_answer_that_is_not_json_is_named() -> None:
+def test_an_answer_that_is_not_json_is_reported() -> None:
     with pytest.raises(RpcError, match="engine: /x: the answer is not valid JSON"):
         ask([whole(b"<html>")], stream=False)

@@ -73,7 +73,7 @@ def command_of(process: psutil.Process) -> list[str]:
     return []  # The process has ended, whichever test started it.
 
 
-def test_a_process_that_is_killed_is_started_again_and_makes_the_same_rows(library: Path) -> None:
+def test_a_process_that_is_killed_is_restarted_and_makes_the_same_rows(library: Path) -> None:
     source = "reasoning-gym:rows?size=9&seed=1"
     maker = RowMaker(source, where="where")
     for index in (0, 1, 2):
@@ -82,7 +82,7 @@ def test_a_process_that_is_killed_is_started_again_and_makes_the_same_rows(libra
     assert maker.entry(8)["answer"] == "16"
 
 
-def test_a_row_that_kills_its_process_is_a_bad_row_and_the_next_is_made(library: Path) -> None:
+def test_a_row_that_kills_its_process_is_a_bad_row_and_the_next_row_is_made(library: Path) -> None:
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
     with pytest.raises(DataError, match=r"rows\?size=9 row 7: its process died of SIGKILL") as caught:
         maker.entry(7)

@@ -117,7 +117,7 @@ async def stands(running: asyncio.Task[Any]) -> bool:
     return not done
 
 
-def test_samples_that_wait_for_a_hanging_engine_have_not_failed_and_renew_no_lease() -> None:
+def test_samples_that_wait_for_a_hanging_engine_do_not_fail_and_renew_no_lease() -> None:
     async def scenario() -> None:
         made = await over_a_hanging_engine()
         before = made.lease.progress
@@ -132,7 +132,7 @@ def test_samples_that_wait_for_a_hanging_engine_have_not_failed_and_renew_no_lea
     asyncio.run(scenario())
 
 
-def test_samples_that_wait_for_a_slow_engine_have_failed() -> None:
+def test_samples_that_wait_too_long_for_a_slow_engine_fail() -> None:
     async def scenario() -> None:
         made = await over_a_hanging_engine()
         assert await stands(made.running)
@@ -221,7 +221,7 @@ def test_a_computation_that_ignores_its_cancellation_does_not_keep_the_service_r
 
 
 @pytest.mark.parametrize("why", ["moves", "others have the devices"])
-def test_a_computation_that_outlives_its_lost_lease_for_a_reason_is_waited_for(why: str) -> None:
+def test_pipeline_waits_for_an_abandoned_computation_that_makes_progress_or_lacks_the_devices(why: str) -> None:
     async def scenario() -> list[int]:
         async def slow(lease: Lease) -> None:
             if lease.grant.lease_id == 2:

@@ -1,4 +1,4 @@
-"""A trace of a model whose loaders slice and fuse weights: it finds the place of each weight, and the wrong ones."""
+"""A trace of a model whose loaders slice and fuse weights: it finds the place of each weight and reports wrong ones."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_digests_of_sliced_fused_replicated_and_padded_weights_add_up_over_ranks
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", sorted(made(1, torch.float32)))
-def test_each_weight_that_is_missing_stale_or_off_by_a_bit_is_named(name: str, dtype: torch.dtype) -> None:
+def test_each_weight_that_is_missing_stale_or_off_by_a_bit_is_reported(name: str, dtype: torch.dtype) -> None:
     old, new = made(1, dtype), made(2, dtype)
     models = [Half(rank, dtype) for rank in (0, 1)]
     for model in models:

@@ -143,7 +143,7 @@ def test_a_sample_that_is_interrupted_twice_keeps_both_parts(tiny: TransformersE
     [{"oldest": 5}, {"lineage": 1}, {"exact": True}, {"version": 3}],
     ids=["too old", "taken back", "exact", "later"],
 )
-def test_tokens_that_the_lease_may_not_hold_are_sampled_again(
+def test_tokens_that_the_lease_may_not_use_are_sampled_again(
     tiny: TransformersEngine, tmp_path: Path, lease: dict[str, int]
 ) -> None:
     cut_off(tiny, tmp_path)

@@ -119,7 +119,7 @@ def test_replaced_weights_take_effect_in_the_next_pass() -> None:
         ("gemma2", {}),
     ],
 )
-def test_a_model_with_another_computation_is_left_to_its_own_modules(kind: str, settings: dict[str, Any]) -> None:
+def test_a_model_that_computes_differently_is_left_to_its_own_modules(kind: str, settings: dict[str, Any]) -> None:
     assert not is_plain(model_of(kind, **settings))
 
 

@@ -66,7 +66,7 @@ def test_a_template_that_omits_an_answer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("how", ["new", "continued", "text"])
-def test_a_prompt_without_room_is_refused_before_it_is_tokenised(how: str) -> None:
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_tokenised(how: str) -> None:
     prompts = PromptBuilder(MODEL, add_generation_prompt=True)
     prompts._tokenizer = counting = _Counting(prompts._tokenizer)
     conversation = Conversation(prompts, context_tokens=CONTEXT, max_tokens=4096, max_new_tokens=8)
@@ -86,7 +86,7 @@ def test_a_prompt_without_room_is_refused_before_it_is_tokenised(how: str) -> No
     assert counting.characters < 32 * CONTEXT
 
 
-def test_a_prompt_of_few_tokens_is_not_refused_for_its_characters(prompts: PromptBuilder) -> None:
+def test_a_prompt_of_few_tokens_is_not_refused_for_its_number_of_characters(prompts: PromptBuilder) -> None:
     text = "<eos>" * 3000  # A token has five characters.
     assert len(prompts.token_ids({"prompt": text}, 3000)) == 3000
     assert prompts.token_ids({"prompt": text}, 3000) == prompts.token_ids({"prompt": text})

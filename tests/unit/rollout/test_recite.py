@@ -28,12 +28,12 @@ def test_an_answer_ends_with_the_end_of_sequence_token(prompts: PromptBuilder) -
     assert len(ids) == 3
 
 
-def test_a_row_without_answer_is_refused(prompts: PromptBuilder) -> None:
+def test_a_row_without_an_answer_is_refused(prompts: PromptBuilder) -> None:
     with pytest.raises(ValueError, match="row has no answer"):
         prompts.answer_ids({"prompt": "1+1="})
 
 
-def test_answers_take_the_place_of_samples() -> None:
+def test_answers_of_the_data_set_are_used_as_samples() -> None:
     made = dataset_answers([task([7, 8, 2]), task([9, 2])], samples=1, swaps=2)
     assert made is not None
     assert [[each.token_ids.tolist() for each in group] for group in made] == [[[7, 8, 2]], [[9, 2]]]

@@ -73,7 +73,7 @@ def test_a_process_is_reused_from_call_to_call(folder: Path) -> None:
     assert [each.value for each in scores] == [float(at + 1) for at in range(20)]
 
 
-def test_a_sample_that_cannot_be_handed_over_is_named(folder: Path) -> None:
+def test_a_sample_that_cannot_be_sent_to_a_process_is_reported(folder: Path) -> None:
     odd = sample("x")
     odd.state["socket"] = object()
     ((good, bad),) = score([[sample("abc"), odd]], Line("my_rewards:plain"))
@@ -94,7 +94,7 @@ def test_output_that_cannot_be_printed_loses_no_sample(folder: Path) -> None:
     assert [each.value for each in scores] == [3.0, 100_000.0]
 
 
-def test_calls_that_fit_alone_but_not_together_are_handed_over_one_by_one(
+def test_calls_that_fit_one_by_one_but_not_together_are_sent_one_by_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames, "TO_PROCESS_BYTES", 1 << 20)
@@ -103,13 +103,13 @@ def test_calls_that_fit_alone_but_not_together_are_handed_over_one_by_one(
     assert [each.value for each in scores] == [float(at) for at in range(16)]
 
 
-def test_a_timeout_error_raised_by_the_function_is_not_reported_as_ours(folder: Path) -> None:
+def test_a_timeout_error_raised_by_the_function_is_not_reported_as_a_timeout_of_the_call(folder: Path) -> None:
     ((bad, good),) = score([[sample("own"), sample("x")]], Line("my_rewards:gives_up"))
     assert (bad.kind, good.value) == ("raised", 1.0)
     assert "TimeoutError: the judge is away" in bad.failure
 
 
-def test_closing_leaves_no_process_behind(folder: Path) -> None:
+def test_closing_the_pool_ends_all_its_processes(folder: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
 
     async def scenario() -> set[psutil.Process]:

@@ -76,7 +76,9 @@ def test_math_verify_compares_mathematical_meaning() -> None:
     ]
 
 
-def test_an_extra_that_is_not_installed_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_extra_that_is_not_installed_is_reported_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     blocked = tmp_path / "sitecustomize.py"
     blocked.write_text(
         "import importlib.util as u\nfound = u.find_spec\n"

@@ -207,7 +207,7 @@ def test_a_judge_that_refuses_a_sample_has_answered(port: int, status: int) -> N
     asyncio.run(scenario())
 
 
-def test_a_sample_that_always_fails_the_judge_is_lost_once_others_were_answered(port: int) -> None:
+def test_a_sample_that_the_judge_never_answers_is_lost_once_others_were_answered(port: int) -> None:
     async def scenario() -> None:
         with judge(port) as server:
             server.answer = lambda what, count: (500 if what == "poison" else 200, "")
@@ -223,7 +223,7 @@ def test_a_sample_that_always_fails_the_judge_is_lost_once_others_were_answered(
     asyncio.run(scenario())
 
 
-def test_waiting_beyond_the_limit_requests_the_end_of_the_run(port: int) -> None:
+def test_a_wait_beyond_the_limit_requests_the_end_of_the_run(port: int) -> None:
     async def scenario() -> Trouble:
         async with pool(line(port), retry=RewardRetry(limit_s=0.5, backoff_s=0.05, max_backoff_s=0.2)) as made:
             scoring = asyncio.create_task(made.score([[sample("a")]], lambda: None))
@@ -247,7 +247,7 @@ def test_with_a_wait_limit_of_zero_samples_are_lost_at_once(port: int) -> None:
     asyncio.run(scenario())
 
 
-def test_abandoned_scores_leave_no_outage_behind(port: int) -> None:
+def test_an_outage_ends_when_its_scores_are_abandoned(port: int) -> None:
     async def scenario() -> None:
         async with pool(line(port), retry=QUICK) as made:
             scoring = asyncio.create_task(made.score(group("a", 4), lambda: None))
@@ -369,7 +369,7 @@ OWN: list[BaseException] = [
 
 
 @pytest.mark.parametrize(("error", "after_s"), AWAY, ids=lambda each: type(each).__name__)
-def test_errors_that_mean_the_judge_is_unreachable(error: BaseException, after_s: float) -> None:
+def test_errors_of_the_connection_or_server_count_as_an_unreachable_judge(error: BaseException, after_s: float) -> None:
     assert unavailable(error) == after_s
     wrapped = RuntimeError("no verdict")
     wrapped.__cause__ = error
@@ -377,7 +377,7 @@ def test_errors_that_mean_the_judge_is_unreachable(error: BaseException, after_s
 
 
 @pytest.mark.parametrize("error", OWN, ids=lambda each: type(each).__name__)
-def test_errors_of_the_function_itself(error: BaseException) -> None:
+def test_errors_of_the_function_itself_do_not_count_as_an_unreachable_judge(error: BaseException) -> None:
     assert unavailable(error) is None
 
 

@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("function", "completions"), [("hoards", ["hoard", "a", "b", "c"]), ("leaks", ["a", "b", "c", "d", "e"])]
 )
-def test_a_call_that_exceeds_the_limit_because_of_other_calls_memory_is_not_lost(
+def test_a_call_that_exceeds_the_memory_limit_because_of_other_calls_is_not_lost(
     folder: Path, function: str, completions: list[str]
 ) -> None:
     async def scored() -> list[list[Score]]:

@@ -49,7 +49,9 @@ def texts(prompts: PromptBuilder, given: ReadyTask, group: list[Made], scores: l
     return unpack(shards[given.handle.task_id])
 
 
-def test_a_workflow_leaves_its_conversation_turns_calls_and_the_tokens_between_them(prompts: PromptBuilder) -> None:
+def test_text_of_a_workflow_has_its_conversation_turns_calls_and_the_tokens_between_them(
+    prompts: PromptBuilder,
+) -> None:
     messages = [
         {"role": "user", "content": "1+2="},
         {"role": "assistant", "content": f"{CALL}{CALL}{BROKEN}"},

@@ -85,7 +85,7 @@ def test_concurrent_fetches_of_a_version_share_one_and_keep_it_only_while_in_use
     asyncio.run(scenario())
 
 
-def test_a_waiter_fetches_itself_after_the_shared_fetch_fails() -> None:
+def test_a_waiter_starts_its_own_fetch_after_the_shared_fetch_fails() -> None:
     async def scenario() -> None:
         store = Store(failing=1)
         source = shared(store)

@@ -118,7 +118,7 @@ def check_logprobs(prompts: list[Prompt], groups: list[list[Generation]], temper
             assert np.abs(again.numpy()[mask == 1] - each.logprobs).max() < 1e-4
 
 
-def test_finished_rows_are_reused_and_every_sample_is_the_same_as_alone(table: Watched) -> None:
+def test_finished_rows_are_reused_and_every_sample_equals_the_one_computed_alone(table: Watched) -> None:
     chosen = sampling(samples=4, temperature=HOT, max_new_tokens=48)
     groups = asyncio.run(table.generate(PROMPTS, chosen))
     expected = alone(table, PROMPTS, chosen)

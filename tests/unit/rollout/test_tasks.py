@@ -82,7 +82,7 @@ def test_raw_text_is_tokenised_unchanged_and_messages_through_the_template(sets:
     assert messages_of(chat.row, "3")[1:] == [{"role": "assistant", "content": "3"}]
 
 
-def test_long_prompts_and_bad_rows_are_dropped_by_name_and_the_rest_continues(sets: TaskSets) -> None:
+def test_long_prompts_and_bad_rows_are_dropped_and_reported_and_all_other_rows_continue(sets: TaskSets) -> None:
     prepared = sets.prepare(grant("train", 2, 0, 3))
     assert [task.handle.task_id for task in prepared.ready] == ["train/0/0"]
     long, bad = prepared.dropped
@@ -106,7 +106,7 @@ def test_messages_without_a_chat_template_are_dropped_for_that_reason(sets: Task
     )
 
 
-def test_in_supervised_fine_tuning_rewards_see_the_whole_trained_answer(prompts: PromptBuilder, tmp_path: Path) -> None:
+def test_rewards_see_the_whole_trained_answer_in_supervised_fine_tuning(prompts: PromptBuilder, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+2=", "answer": "3 1 4"}) + "\n")
     text = TOPOLOGY.format(model=MODEL).replace(
         "group_size: 4, loss: {anchor: rollout}", "group_size: 1, loss: {name: cross_entropy}"
@@ -122,7 +122,7 @@ def test_in_supervised_fine_tuning_rewards_see_the_whole_trained_answer(prompts:
     assert supervised.texts([task.answer_ids], evaluated.sampling) == ["3 "]
 
 
-def test_an_evaluation_uses_its_own_sampling(sets: TaskSets) -> None:
+def test_an_evaluation_uses_its_own_sampling_settings(sets: TaskSets) -> None:
     prepared = sets.prepare(grant("held", 0, group_size=2))
     assert (prepared.sampling.temperature, prepared.sampling.max_new_tokens, prepared.min_survivors) == (0.5, 4, 1)
     assert sets.prepare(grant("same", 0, group_size=1)).sampling.max_new_tokens == 8

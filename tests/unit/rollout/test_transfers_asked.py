@@ -98,7 +98,7 @@ def test_an_unused_offer_is_declined_and_its_communicator_closed() -> None:
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["offered", "asked"])
-def test_an_immediate_transfer_overtakes_one_requested_for_later(answered: bool) -> None:
+def test_an_immediate_transfer_overtakes_a_transfer_requested_for_later(answered: bool) -> None:
     async def scenario() -> None:
         trainer, transfers, receiver = ends()
         if not answered:

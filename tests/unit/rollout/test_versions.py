@@ -39,7 +39,9 @@ from tests.unit.rollout.versions_rig import (
 )
 
 
-def test_tokens_of_both_parts_of_a_lease_carry_their_version_when_weights_change_in_the_first(tmp_path: Path) -> None:
+def test_tokens_of_both_parts_of_a_lease_carry_their_version_when_weights_change_during_the_first_part(
+    tmp_path: Path,
+) -> None:
     async def scenario() -> dict[str, list[Completion]]:
         async with rig() as made:
             note(tmp_path, NOTED, [3, FIRST])
@@ -74,7 +76,7 @@ def test_tokens_carry_their_version_when_weights_change_while_notes_are_read(tmp
     assert versions_of(asyncio.run(scenario())) == {FRESH: [FIRST + 1] * NEW_TOKENS}
 
 
-def test_notes_carry_the_version_of_each_token(tmp_path: Path) -> None:
+def test_notes_contain_the_version_of_each_token(tmp_path: Path) -> None:
     async def scenario() -> list[Completion] | None:
         async with rig() as made:
             journal = PartialJournal(tmp_path, 1e9)
@@ -138,7 +140,7 @@ async def announce_always(made: Rig) -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_lease_of_one_exact_version_is_sampled_by_that_one_to_its_end(exact: bool) -> None:
+def test_a_lease_of_one_exact_version_is_sampled_by_that_version_to_its_end(exact: bool) -> None:
     """A lease that is not exact is sampled by several versions, which shows that the test can fail."""
 
     async def scenario() -> set[int]:
@@ -227,7 +229,7 @@ def test_a_lease_that_needs_other_weights_waits_for_running_leases_or_a_swap() -
     assert asyncio.run(scenario()) == ["swap", "end"]
 
 
-def test_a_lease_of_one_version_beside_others_keeps_newer_weights_from_all_of_them() -> None:
+def test_newer_weights_wait_for_a_lease_of_one_exact_version_even_if_other_leases_run() -> None:
     async def scenario() -> None:
         async with rig() as made:
             other = made.in_flight.begin(FIRST, exact=False)

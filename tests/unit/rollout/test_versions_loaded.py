@@ -113,7 +113,7 @@ class Silent(Lost):
         raise TransferFailed("no answer")
 
 
-def test_sampling_continues_while_the_trainer_is_asked_and_it_is_not_asked_again_at_once(tmp_path: Path) -> None:
+def test_sampling_continues_during_a_request_to_the_trainer_which_is_not_repeated_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig() as made:
             silent = Silent()
@@ -208,7 +208,7 @@ def test_a_lease_that_waits_for_a_load_shares_its_progress_and_can_be_given_up_a
     asyncio.run(scenario())
 
 
-def test_a_lease_lost_while_it_is_scored_uses_no_more_time() -> None:
+def test_scoring_stops_when_its_lease_is_lost() -> None:
     class Rewards:
         """Reward functions that never return."""
 
@@ -230,7 +230,7 @@ def test_a_lease_lost_while_it_is_scored_uses_no_more_time() -> None:
 
 
 def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service() -> None:
-    """A lease that waits for other weights meanwhile does not prevent that."""
+    """Another lease that waits for weights meanwhile does not prevent this."""
 
     async def scenario() -> None:
         async with rig() as made:

@@ -13,7 +13,7 @@ KNOWN = {"async_scheduling", "max_num_seqs"}
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
-def test_no_step_is_computed_ahead_if_weights_change_under_running_samples(in_flight: InFlight) -> None:
+def test_no_step_is_computed_ahead_if_weights_change_while_samples_run(in_flight: InFlight) -> None:
     assert arguments_of({}, KNOWN, on_cpu=False, in_flight=in_flight)["async_scheduling"] is False
     with pytest.raises(
         RpcError, match=f"async_scheduling: cannot be true with services.rollout.in_flight: {in_flight}"
@@ -21,12 +21,12 @@ def test_no_step_is_computed_ahead_if_weights_change_under_running_samples(in_fl
         arguments_of({"async_scheduling": True}, KNOWN, on_cpu=False, in_flight=in_flight)
 
 
-def test_steps_are_scheduled_as_vllm_and_the_user_want_if_weights_wait_for_the_end_of_a_block() -> None:
+def test_steps_are_scheduled_as_vllm_or_the_user_decides_if_weights_change_only_between_blocks() -> None:
     assert "async_scheduling" not in arguments_of({}, KNOWN, on_cpu=False, in_flight="wait")
     assert arguments_of({"async_scheduling": True}, KNOWN, on_cpu=False, in_flight="wait")["async_scheduling"] is True
 
 
-def test_vllm_runs_models_as_in_the_tests_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_runs_models_with_the_tested_settings_unless_the_user_sets_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     prepare_process(1)
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"

@@ -159,7 +159,7 @@ def test_a_short_canary_refuses_one_wrong_parameter_and_passes_the_right_ones() 
     asyncio.run(engine.stop())
 
 
-def test_missing_and_unexpected_parameters_are_named_and_nothing_is_touched() -> None:
+def test_missing_and_unexpected_parameters_are_reported_and_no_weight_changes() -> None:
     engine = started()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)
@@ -173,7 +173,7 @@ def test_missing_and_unexpected_parameters_are_named_and_nothing_is_touched() ->
     asyncio.run(engine.stop())
 
 
-def test_a_parameter_of_another_shape_is_named() -> None:
+def test_a_parameter_of_another_shape_is_reported() -> None:
     engine = started()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)
@@ -239,7 +239,7 @@ def test_weights_in_host_memory_are_adopted_without_a_copy_and_tied_ones_stay_ti
     asyncio.run(engine.stop())
 
 
-def test_adopted_weights_are_proved_without_reading_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adopted_weights_are_verified_without_reading_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object) -> NoReturn:
         raise AssertionError("bits were read")
 
@@ -291,7 +291,7 @@ def base_in(dtype: str) -> dict[str, Array]:
         pytest.param("float16", True, marks=pytest.mark.long),
     ],
 )
-def test_each_weight_that_the_engine_does_not_hold_to_the_bit_is_named(dtype: str, deterministic: bool) -> None:
+def test_each_weight_of_which_the_engine_holds_other_bits_is_reported(dtype: str, deterministic: bool) -> None:
     engine = Altered(model=MODEL, dtype=dtype, threads=1, deterministic=deterministic)
     old = base_in(dtype)
     new = {name: perturb(name, values, SEED) for name, values in old.items()}
@@ -333,7 +333,7 @@ def test_a_version_that_differs_from_the_announced_one_by_a_bit_is_refused() -> 
     asyncio.run(engine.stop())
 
 
-def test_a_head_that_is_no_longer_tied_to_its_embedding_is_named() -> None:
+def test_a_head_that_is_no_longer_tied_to_its_embedding_is_reported() -> None:
     engine = started(deterministic=False)
     weights = base()
 
@@ -401,7 +401,7 @@ def test_a_nan_in_the_trainers_canary_is_a_mismatch() -> None:
     asyncio.run(engine.stop())
 
 
-def test_an_entry_counts_as_drilled_only_once_the_drills_canary_was_matched() -> None:
+def test_an_entry_counts_as_drilled_only_after_the_canary_of_the_drill_matched() -> None:
     engine, told = scored(), list[str]()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: told.append(topic))
     ref, weights = version(1)
@@ -459,10 +459,10 @@ def test_production_tolerances_have_fixed_values() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.long)])
-def test_the_trainers_canary_has_the_production_tolerance_and_the_drill_shows_each_weight(
+def test_the_trainers_canary_has_the_production_tolerance_and_its_drill_reveals_stale_weights(
     dtype: str, tmp_path: Path
 ) -> None:
-    """Log-probs alone show all 46 weights in float32 and float16, and all but 4 in bfloat16. Digests miss none."""
+    """Log-probs alone reveal all 46 weights in float32 and float16, and all but 4 in bfloat16. Digests reveal all."""
     options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=tmp_path)
     backend = TorchBackend(MODEL, dtype, Optimizer(lr=1e-4), options, Layout(1).place(0))
     canaries = Canaries(backend, MODEL, dtype, SEED, with_digests=True)

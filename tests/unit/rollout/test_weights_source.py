@@ -114,7 +114,7 @@ def started() -> InPlace:
     return made
 
 
-def test_transfers_are_drilled_once_and_the_store_only_when_it_is_needed() -> None:
+def test_transfers_are_drilled_once_and_the_store_is_drilled_only_when_it_is_needed() -> None:
     engine = started()
     trainer, source, sync, told = scene(engine)
 
@@ -207,7 +207,7 @@ def test_the_service_and_the_engine_make_progress_during_the_drill(monkeypatch: 
     asyncio.run(engine.stop())
 
 
-def test_a_slow_drill_of_the_trainer_is_waited_for_once() -> None:
+def test_an_engine_waits_only_once_for_a_slow_drill_of_the_trainer() -> None:
     engine = started()
     trainer, source, sync, told = scene(engine)
     trainer.drill_is_made = False

@@ -117,7 +117,7 @@ def test_a_history_that_is_not_a_prefix_opens_a_new_sequence(bench: Bench) -> No
     assert stretches == [2, 1]
 
 
-def test_concurrent_calls_each_get_a_sequence(bench: Bench) -> None:
+def test_concurrent_calls_each_get_their_own_sequence(bench: Bench) -> None:
     assert len(only(bench.run("three_at_once", tasks=1, samples=1)).rolled.sequences) == 3
 
 
@@ -144,7 +144,7 @@ def test_the_calculator_corrects_wrong_answers(bench: Bench, prompts: PromptBuil
 
 
 @pytest.mark.parametrize(("expression", "value"), [("47+85", 132), ("2*(3-5)/4", -1.0), ("-3", -3), ("1.5+1", 2.5)])
-def test_the_calculator_computes(expression: str, value: float) -> None:
+def test_the_calculator_evaluates_expressions(expression: str, value: float) -> None:
     assert compute(expression) == value
 
 
@@ -199,13 +199,13 @@ def check_lost_alone(made: list[list[Made]], says: dict[str, str]) -> None:
         assert all(logprob_error(sequence) < 1e-4 for each in good for sequence in each.rolled.sequences)
 
 
-def test_an_invalid_sample_is_lost_alone(bench: Bench) -> None:
+def test_an_invalid_sample_is_lost_and_no_other(bench: Bench) -> None:
     made = bench.run("bad", params={"kinds": list(NONSENSE)}, tasks=len(NONSENSE), samples=3)
     check_lost_alone(made, NONSENSE)
     assert bench.rig.lost_processes == 0
 
 
-def test_a_sample_that_hangs_is_lost_alone(bench: Bench) -> None:
+def test_a_sample_that_hangs_is_lost_and_no_other(bench: Bench) -> None:
     before = bench.rig.lease.progress
     made = bench.run("bad", params={"kinds": list(HANGS)}, tasks=len(HANGS), samples=3, timeout_s=3.0)
     check_lost_alone(made, HANGS)
@@ -213,7 +213,7 @@ def test_a_sample_that_hangs_is_lost_alone(bench: Bench) -> None:
     assert bench.rig.lease.progress > before
 
 
-def test_a_sample_that_kills_its_process_is_lost_alone(bench: Bench) -> None:
+def test_a_sample_that_kills_its_process_is_lost_and_no_other(bench: Bench) -> None:
     options = {"tasks": len(DEATHS), "samples": 3, "memory_bytes": 256 << 20, "processes": 2}
     made = bench.run("bad", params={"kinds": list(DEATHS)}, **options)
     check_lost_alone(made, DEATHS)
@@ -264,7 +264,7 @@ def test_a_sample_has_at_most_max_tokens(bench: Bench) -> None:
     assert sum(len(each.token_ids) for each in made.rolled.sequences) <= 100
 
 
-def test_a_lost_lease_ends_the_block_while_tools_are_waited_for() -> None:
+def test_a_lost_lease_ends_the_block_while_it_waits_for_tools() -> None:
     async def scenario() -> None:
         async with rig() as made:
             asyncio.get_running_loop().call_later(1.5, made.lease.cancel.set)

@@ -60,7 +60,7 @@ async def until_there_is_room(calls: SampleCalls) -> Turn:
 
 
 @pytest.mark.parametrize("stop_at", [1, 2], ids=["while its call is begun", "while its answer is taken up"])
-def test_an_abandoned_call_frees_its_room(stop_at: int) -> None:
+def test_an_abandoned_call_frees_its_place_for_the_next_call(stop_at: int) -> None:
     async def scenario() -> None:
         thread = _Thread(stop_at)
         # There is room for only one call.

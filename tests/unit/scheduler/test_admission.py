@@ -54,14 +54,14 @@ def test_a_lease_never_spans_two_steps() -> None:
     assert [len(ids(bench.granted(most=3))) for _ in range(4)] == [3, 1, 3, 1]
 
 
-def test_staleness_zero_continues_after_a_drop() -> None:
+def test_a_run_with_staleness_zero_continues_after_a_drop() -> None:
     bench = Bench(plan(staleness=0)).start()
     grant = bench.granted(most=4)
     bench.complete(grant, outcome=Outcome.DROP, tasks=1, final=False)
     assert bench.granted(most=4).min_step == 0
 
 
-def test_deterministic_mode_requires_the_exact_version_and_keeps_fixed_blocks() -> None:
+def test_deterministic_mode_requires_the_exact_version_and_fixed_blocks() -> None:
     bench = Bench(plan(deterministic=True, block_tasks=2)).start()
     for step in (1, 2):
         bench.step(step)
@@ -71,7 +71,7 @@ def test_deterministic_mode_requires_the_exact_version_and_keeps_fixed_blocks() 
     assert grant.weights.step == grant.min_step == 1
 
 
-def test_a_step_consumes_in_admission_order_and_waits_for_the_oldest() -> None:
+def test_a_step_consumes_tasks_in_admission_order_and_waits_for_the_oldest() -> None:
     bench = Bench().start()
     late = bench.granted(most=1)
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_lack_of_room_delays_admission_but_never_the_next_step() -> None:
     assert small.machine.run.window.live == 4
 
 
-def test_trained_bytes_that_fill_the_store_order_a_checkpoint() -> None:
+def test_a_checkpoint_is_ordered_when_trained_bytes_fill_the_store() -> None:
     config = Configure(9, 3, 2, False)
     bench = Bench(plan(task_bytes=50, weight_bytes=100), config).start(limit_bytes=300 + 8 * 50 + 500)
     assert [bench.step(step).checkpoint_now for step in (1, 2, 3)] == [False, False, True]

@@ -55,7 +55,7 @@ def test_a_step_takes_the_tasks_that_finished_first() -> None:
     assert batched(bench, 2) == ids(slow)  # The tasks are one version behind, as staleness allows.
 
 
-def test_with_admission_order_the_same_step_waits() -> None:
+def test_a_step_in_admission_order_waits_for_a_slow_task() -> None:
     bench = Bench(plan()).start()
     slow, fast = bench.granted(), bench.granted()
     complete(bench, fast, (0, 0))

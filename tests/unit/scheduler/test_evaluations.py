@@ -29,7 +29,7 @@ def evaluated() -> Plan:
     return plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=1, every=2),))
 
 
-def test_evaluations_come_first_with_exactly_their_version_and_outside_admission() -> None:
+def test_evaluations_are_leased_first_with_their_exact_version_and_are_not_counted_by_admission() -> None:
     bench = Bench(evaluated()).start()
     grant = bench.granted(most=8)
     assert ids(grant) == ["held/0/0", "held/0/1", "held/0/4"]
@@ -70,7 +70,7 @@ def test_rows_are_written_in_step_order_and_wait_for_their_evaluation() -> None:
     assert rows[0].row["eval/held/accuracy"] == 1.0
 
 
-def test_the_driver_waits_for_earlier_evaluations_too_because_rows_are_written_in_order() -> None:
+def test_the_driver_also_waits_for_earlier_evaluations_because_rows_are_written_in_order() -> None:
     bench = Bench(evaluated(), Configure(2, 3, 2, False)).start()
     first = bench.granted(most=8)
     for _ in range(2):

@@ -57,7 +57,7 @@ def test_a_group_of_equal_rewards_is_dropped_and_another_takes_its_place() -> No
     assert bench.acknowledge() == {(done[0], 1), (done[2], 1)}
 
 
-def test_without_the_filter_such_a_group_is_trained_on() -> None:
+def test_a_group_of_equal_rewards_is_trained_on_without_the_filter() -> None:
     bench = Bench(plan()).start()
     done = roll_out(bench, (1, 1), (0, 1), (0, 0), (1, 0))
     batch = next_batch(bench)
@@ -65,7 +65,7 @@ def test_without_the_filter_such_a_group_is_trained_on() -> None:
     assert [task.task_id for task in batch.batch.tasks] == done
 
 
-def test_refill_is_bounded_per_step() -> None:
+def test_number_of_refills_is_bounded_per_step() -> None:
     bench = Bench(plan(filter_limit=2)).start()
     done = [name for _ in range(6) for name in roll_out(bench, (1, 1))]
     batch = next_batch(bench)
@@ -90,7 +90,7 @@ def test_tasks_put_together_are_dropped_together_or_not_at_all() -> None:
     assert [task.task_id for task in batch.batch.tasks] == [first[1], *second]
 
 
-def test_a_repeated_request_gets_the_same_unfiltered_mean_also_after_a_restart() -> None:
+def test_a_repeated_request_gets_the_same_unfiltered_mean_even_after_a_restart() -> None:
     bench = Bench(plan(filter_limit=4)).start()
     roll_out(bench, (1, 1), (0, 1), (0, 1), (1, 0), (1, 0))
     first = next_batch(bench)
@@ -118,7 +118,7 @@ def with_reference() -> Bench:
     return Bench(plan(stages=train_graph(with_reference=True))).start()
 
 
-def test_values_of_the_reference_join_those_of_the_rollout() -> None:
+def test_values_of_the_reference_are_added_to_those_of_the_rollout() -> None:
     bench = with_reference()
     roll_out(bench, (1, 0), (0, 1), (0, 0), (1, 1))
     given = 0

@@ -53,7 +53,7 @@ def open_step(bench: Bench, step: int) -> StepBatch:
     return batch
 
 
-def test_an_open_step_is_replayed_when_nothing_before_it_was_lost() -> None:
+def test_an_open_step_is_replayed_if_no_earlier_step_was_lost() -> None:
     bench = Bench(config=AT_COMMIT).start()
     trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -64,7 +64,7 @@ def test_an_open_step_is_replayed_when_nothing_before_it_was_lost() -> None:
     assert trained(bench, 2) == names(batch)
 
 
-def test_an_open_step_is_abandoned_with_the_steps_before_it() -> None:
+def test_an_open_step_is_abandoned_if_earlier_steps_are_undone() -> None:
     bench = Bench(config=AT_COMMIT).start()
     first = trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -115,7 +115,7 @@ def test_waiting_tasks_with_tokens_of_an_undone_version_are_sampled_again() -> N
         assert all(task.fence > 1 for task in again.batch.tasks)
 
 
-def test_a_block_that_may_have_newer_tokens_than_its_lease_names_is_lost_in_a_rewind() -> None:
+def test_a_block_that_may_have_tokens_newer_than_the_version_of_its_lease_is_lost_in_a_rewind() -> None:
     """Engines swap weights during a block."""
     bench = Bench(plan(staleness=2), AT_COMMIT).start()
     trained(bench, 1)
@@ -127,7 +127,7 @@ def test_a_block_that_may_have_newer_tokens_than_its_lease_names_is_lost_in_a_re
     assert {refusal.code for refusal in bench.complete(under_way)} == {"collected"}
 
 
-def test_an_engine_with_an_undone_version_gets_exactly_the_one_of_its_lease() -> None:
+def test_an_engine_that_holds_an_undone_version_gets_the_exact_version_of_its_lease() -> None:
     """The engine holds version 2 of lineage 0, which looks newer than version 1 of that lineage."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0], samples=1, every=1),)), AT_COMMIT).start()
     held: list[LeaseGrant] = []
@@ -162,7 +162,7 @@ def test_a_checkpoint_of_undone_steps_collects_nothing() -> None:
     assert bench.machine.run.checkpoint_step == 1
 
 
-def test_journaled_steps_are_replayed_from_any_checkpoint_they_reach() -> None:
+def test_journaled_steps_are_replayed_from_any_checkpoint_whose_next_step_is_in_the_journal() -> None:
     bench = Bench().start()
     batches = [trained(bench, step) for step in (1, 2, 3)]
     bench.ask(CheckpointSaved(driver=1, step=2, kept=[1, 2]))
@@ -171,7 +171,7 @@ def test_journaled_steps_are_replayed_from_any_checkpoint_they_reach() -> None:
     assert [names(bench.ask(NextBatch(driver=1, step=step))) for step in (2, 3)] == batches[1:]
 
 
-def test_a_restarted_driver_is_told_of_an_ordered_checkpoint() -> None:
+def test_a_restarted_driver_learns_that_a_checkpoint_was_ordered() -> None:
     config = Configure(9, 3, 2, False)
     bench = Bench(plan(task_bytes=50, weight_bytes=100), config).start(limit_bytes=300 + 8 * 50 + 500)
     told = [bench.step(step).checkpoint_now for step in (1, 2, 3)]
@@ -181,7 +181,7 @@ def test_a_restarted_driver_is_told_of_an_ordered_checkpoint() -> None:
     assert not bench.ask(GetRunInfo(driver=2)).checkpoint_now
 
 
-def test_nothing_is_counted_as_uncovered_after_a_rewind() -> None:
+def test_no_bytes_are_counted_as_uncovered_after_a_rewind() -> None:
     bench = Bench(config=AT_COMMIT).start()
     trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -235,7 +235,7 @@ def test_the_row_of_an_undone_step_that_waits_for_an_evaluation_is_never_written
     assert rows[3]["loss/policy"] == 0.5
 
 
-def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_scores() -> None:
+def test_the_evaluation_of_an_undone_version_is_repeated_without_mixing_old_and_new_scores() -> None:
     """The evaluation of version 2 is partly scored, and the evaluation of version 4 is complete, when both versions are
     undone."""
     made = plan(evals=(EvalPlan("held", rows=range(6), samples=1, every=2),))

@@ -21,7 +21,7 @@ def killed_now(path: Path, folder: Path) -> Journal:
     return Journal(folder / path.name, "plan")
 
 
-def test_a_kill_between_any_two_parts_of_a_snapshot_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
+def test_a_kill_between_any_two_parts_of_a_snapshot_leaves_a_complete_old_or_new_state(tmp_path: Path) -> None:
     path = tmp_path / "run" / "journal.sqlite"
     path.parent.mkdir()
     journal = Journal(path, "plan")

@@ -1,4 +1,4 @@
-"""A damaged journal gives the same history, a named error, or an earlier part of the history that is known to be
+"""A damaged journal gives the same history, a reported error, or an earlier part of the history that is known to be
 incomplete.
 """
 
@@ -228,7 +228,7 @@ def test_a_log_cut_anywhere_leaves_an_earlier_history_that_is_known_to_be_incomp
 
 @some(40, 3000)
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_named_or_has_no_effect(history: History, tmp_path: Path, name: str, count: int) -> None:
+def test_a_flipped_bit_is_reported_or_has_no_effect(history: History, tmp_path: Path, name: str, count: int) -> None:
     chance = random.Random(count)
     size = (history.folder / name).stat().st_size
     bits = [(chance.randrange(size), chance.randrange(8)) for _ in range(count)]
@@ -259,7 +259,7 @@ VALUES = {
 
 @pytest.mark.parametrize("history", ["in the file"], indirect=True)
 @pytest.mark.parametrize("what", VALUES)
-def test_one_changed_value_anywhere_is_named(history: History, tmp_path: Path, what: str) -> None:
+def test_one_changed_value_anywhere_is_reported(history: History, tmp_path: Path, what: str) -> None:
     table = what.split()[0]
     copy_files(history.folder, tmp_path / "copy")
     with contextlib.closing(sqlite3.connect(tmp_path / "copy" / MAIN)) as db:
@@ -276,7 +276,7 @@ def test_one_changed_value_anywhere_is_named(history: History, tmp_path: Path, w
 
 @pytest.mark.parametrize("history", ["in the file"], indirect=True)
 @pytest.mark.parametrize("table", ["events", "parts", "steps", "evals", "rows"])
-def test_a_missing_row_is_named(history: History, tmp_path: Path, table: str) -> None:
+def test_a_missing_row_is_reported(history: History, tmp_path: Path, table: str) -> None:
     copy_files(history.folder, tmp_path / "copy")
     with contextlib.closing(sqlite3.connect(tmp_path / "copy" / MAIN)) as db:
         first = db.execute("SELECT seq + 1 FROM snapshot" if table == "events" else f"SELECT min(rowid) FROM {table}")  # noqa: S608
@@ -323,7 +323,7 @@ def test_a_kill_between_commit_and_mark_loses_nothing(
     made.journal.close()
 
 
-def test_a_torn_mark_leaves_the_one_before_it(tmp_path: Path) -> None:
+def test_a_torn_mark_leaves_the_previous_mark_in_effect(tmp_path: Path) -> None:
     mark = Mark(tmp_path / "mark")
     first, second = (Reached(number, bytes([number]) * 16, 1, 0, 0) for number in (1, 2))
     mark.write(first)
@@ -349,7 +349,7 @@ def test_a_torn_mark_leaves_the_one_before_it(tmp_path: Path) -> None:
     [(bytes(600), "its mark cannot be read", False), (None, "", True)],
     ids=["zeros", "none"],
 )
-def test_an_unreadable_mark_means_a_lost_end_and_a_missing_mark_does_not(
+def test_an_unreadable_mark_means_that_the_end_is_lost_but_a_missing_mark_does_not(
     tmp_path: Path, mark: bytes | None, lost: str, *, unmarked: bool
 ) -> None:
     (tmp_path / "run").mkdir()

@@ -78,7 +78,7 @@ def test_a_registration_does_not_look_at_the_deferred_leases_of_others() -> None
     assert many < 1.2 * few
 
 
-def test_a_burst_of_deferred_leases_is_answered_in_parts_so_that_others_are_answered_in_between() -> None:
+def test_a_burst_of_deferred_leases_is_answered_in_parts_so_that_other_requests_are_answered_in_between() -> None:
     waiting = ANSWERED_AT_ONCE + 50
     bench = Bench(plan(tasks_per_step=2 * waiting, rows=range(10_000)), Configure(9, 3, 2, False))
     bench.register("batch-store", 0, 1, limit_bytes=1 << 30)
@@ -90,7 +90,7 @@ def test_a_burst_of_deferred_leases_is_answered_in_parts_so_that_others_are_answ
     assert len(bench.machine.run.leases) == waiting
 
 
-def test_inventories_of_many_stores_are_compared_in_one_pass_and_each_is_told_what_it_lacks(
+def test_inventories_of_many_stores_are_compared_in_one_pass_and_each_store_learns_what_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = large(MANY, 2 * MANY, staleness=1)
@@ -99,7 +99,7 @@ def test_inventories_of_many_stores_are_compared_in_one_pass_and_each_is_told_wh
         grant = bench.granted(instance=host, life=1000 + host, most=2)
         bench.complete(grant, life=1000 + host, store=f"batch-store/{host}")
         made[f"batch-store/{host}"] = [PutTask(task.task_id, task.fence) for task in grant.batch.tasks]
-    monkeypatch.setattr(shard_loss, "AUDITED_AT_ONCE", 0)  # as after a long comparison since the last tick
+    monkeypatch.setattr(shard_loss, "AUDITED_AT_ONCE", 0)  # This simulates a long comparison since the last tick.
     bench.event(Tick())
     bench.effects.clear()
     for store, tasks in made.items():
@@ -116,7 +116,9 @@ def test_inventories_of_many_stores_are_compared_in_one_pass_and_each_is_told_wh
     assert work < 1000 * 2 * MANY  # a pass for each store would take MANY times as much
 
 
-def test_clears_beyond_those_of_one_message_follow_its_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clears_that_do_not_fit_into_one_message_are_sent_after_its_acknowledgement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(collection, "MAX_CLEARS", 3)
     bench = Bench(plan(tasks_per_step=8), Configure(9, 3, 2, True)).start()
     step = bench.step(1)
@@ -124,7 +126,7 @@ def test_clears_beyond_those_of_one_message_follow_its_acknowledgement(monkeypat
     assert {(task.task_id, task.fence) for task in step.batch.tasks} <= sent
 
 
-def test_a_trouble_that_ends_the_run_ends_it_until_its_service_takes_it_back() -> None:
+def test_a_trouble_that_ends_the_run_has_no_effect_once_its_service_withdraws_it() -> None:
     bench = large(FEW)
     ends = Trouble("rewards", "no judge", ends_run=True)
     beat(bench, 1, ends)

@@ -30,7 +30,7 @@ from shared.stages import train_graph
 from tests.unit.scheduler.bench import LEASE_S, STORE, Bench, ids, plan
 
 
-def test_a_repeated_result_is_a_no_op_and_a_different_one_a_conflict() -> None:
+def test_a_repeated_result_is_a_no_op_and_a_different_result_is_a_conflict() -> None:
     bench = Bench().start()
     grant = bench.granted()
     assert bench.complete(grant, content=5) == []
@@ -40,7 +40,7 @@ def test_a_repeated_result_is_a_no_op_and_a_different_one_a_conflict() -> None:
     assert snapshot.dump(bench.machine.run) == before
 
 
-def test_a_lost_lease_raises_the_fence_tombstones_the_old_one_and_refuses_the_late_result() -> None:
+def test_loss_of_a_lease_raises_the_fence_deletes_the_old_result_and_refuses_a_late_one() -> None:
     bench = Bench().start()
     grant = bench.granted()
     bench.event(Tick(), after_s=LEASE_S + 1)
@@ -98,7 +98,7 @@ def test_only_progress_renews_a_lease() -> None:
     assert list(ack.lost_leases) == [stuck.lease_id]
 
 
-def test_a_new_incarnation_frees_the_leases_of_the_old_one_and_answers_its_held_back_call() -> None:
+def test_a_new_incarnation_frees_the_leases_of_the_old_one_and_ends_its_deferred_call() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     first, second = bench.granted(), bench.granted()
@@ -196,7 +196,7 @@ def test_a_retried_request_gets_the_same_grant() -> None:
     assert other.lease_id != first.lease_id
 
 
-def test_scalars_that_do_not_match_the_samples_change_nothing() -> None:
+def test_scalars_that_do_not_match_the_samples_are_refused_and_change_nothing() -> None:
     bench = Bench().start()
     grant = bench.granted(most=1)
     before = snapshot.dump(bench.machine.run)
@@ -224,7 +224,7 @@ def test_a_reference_lease_carries_the_handles_of_accepted_rollouts_only() -> No
     assert bench.counts()["READY"] == 1
 
 
-def test_a_lost_reference_lease_sends_the_task_back_to_the_start() -> None:
+def test_a_lost_reference_lease_puts_its_tasks_back_to_the_start() -> None:
     bench = Bench(plan(stages=train_graph(with_reference=True))).start()
     rollout = bench.granted(most=1)
     bench.complete(rollout)
@@ -235,7 +235,7 @@ def test_a_lost_reference_lease_sends_the_task_back_to_the_start() -> None:
     assert (ids(again), again.batch.tasks[0].fence) == (ids(rollout), 2)
 
 
-def test_a_held_back_call_is_answered_before_its_deadline() -> None:
+def test_a_deferred_call_is_answered_before_its_deadline() -> None:
     bench = Bench(plan()).start()
     bench.register("rollout", 0, 7)
     while isinstance(bench.lease(), LeaseGrant):

@@ -121,7 +121,7 @@ def beat(bench: Bench, *troubles: Trouble, instance: int = 0) -> None:
     bench.ask(Heartbeat(service="rollout", instance=instance, incarnation=7, state="READY", troubles=list(troubles)))
 
 
-def test_troubles_stay_in_the_status_until_a_heartbeat_lacks_them() -> None:
+def test_troubles_stay_in_the_status_until_a_heartbeat_no_longer_has_them() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     beat(bench, Trouble(TroubleKind.REWARDS, "rewards failing: 3 of 4"))
@@ -159,7 +159,7 @@ def test_too_many_troubles_in_a_heartbeat_are_refused() -> None:
     assert "no text has more than 1024 characters" in bench.ask(long).message
 
 
-def test_parts_that_some_tasks_lack_are_nan_there_and_other_columns_are_omitted() -> None:
+def test_reward_parts_that_some_tasks_lack_are_nan_and_other_columns_that_some_lack_are_omitted() -> None:
     both = {
         "reward": np.zeros(2, np.float32),
         "reward/part/a": np.array([1, 2], np.float32),

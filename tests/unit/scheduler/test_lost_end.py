@@ -117,7 +117,7 @@ def test_a_journal_that_ends_anywhere_continues_without_the_effects_of_later_eve
         assert snapshot.dump(snapshot.load(made, packed)) == packed
 
 
-def test_the_return_is_reported_with_its_cause_even_if_the_journal_has_no_later_step() -> None:
+def test_the_rewind_is_reported_with_its_cause_even_if_the_journal_has_no_later_step() -> None:
     bench, _ = whole(PLANS["in order"])
     at = next(i for i, event in enumerate(bench.journal) if isinstance(event, CheckpointSaved))
     short = shortened(bench, at + 1)
@@ -153,7 +153,7 @@ def test_every_task_is_trained_if_only_the_initial_model_is_left() -> None:
     ],
     ids=["shorter", "longer", "contradicts", "contradicts at once", "empty"],
 )
-def test_rows_are_compared_with_those_of_the_journal(
+def test_row_comparison_returns_the_last_agreeing_step_and_the_newest_row(
     tmp_path: Path, rows: list[int], expected: tuple[int, int]
 ) -> None:
     """A value other than the step contradicts the journal, which has the steps 1 to 3."""

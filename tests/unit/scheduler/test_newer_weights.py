@@ -27,12 +27,12 @@ def bench() -> Bench:
     return made
 
 
-def test_an_engine_behind_the_newest_version_is_told_of_it(bench: Bench) -> None:
+def test_an_engine_behind_the_newest_version_is_notified_of_it(bench: Bench) -> None:
     assert told(bench, "rollout", 0, 0) == 1
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_an_engine_that_holds_the_newest_version_is_told_nothing(bench: Bench, step: int) -> None:
+def test_an_engine_that_holds_the_newest_version_is_not_notified(bench: Bench, step: int) -> None:
     assert told(bench, "rollout", 0, step) is None
 
 
@@ -40,5 +40,5 @@ def test_an_engine_without_weights_gets_its_first_version_with_a_lease(bench: Be
     assert told(bench, "rollout", 0, -1) is None
 
 
-def test_a_service_without_the_policy_is_told_nothing(bench: Bench) -> None:
+def test_a_service_without_the_policy_is_not_notified(bench: Bench) -> None:
     assert told(bench, "reference", 0, 0) is None

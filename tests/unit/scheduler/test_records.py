@@ -78,7 +78,7 @@ def test_a_task_dropped_without_shards_is_not_kept_but_its_reason_is_due() -> No
     assert (ended.state, ended.samples, ended.store) == ("dropped", 0, "")
 
 
-def test_an_ended_task_is_kept_for_a_bounded_time() -> None:
+def test_an_ended_task_is_kept_only_for_a_limited_time() -> None:
     b = bench(filter_limit=4)
     assert ask(b) is None
     b.complete(b.granted(most=1), reward=1.0)
@@ -93,7 +93,7 @@ def test_an_ended_task_is_kept_for_a_bounded_time() -> None:
     b.machine.run.validate()
 
 
-def test_a_recorder_that_is_away_is_not_waited_for() -> None:
+def test_the_scheduler_does_not_wait_for_a_recorder_that_is_away() -> None:
     b = bench(filter_limit=4)
     b.event(Tick(), after_s=HOLD_S + 1)
     b.complete(b.granted(most=1), reward=1.0)
@@ -102,7 +102,7 @@ def test_a_recorder_that_is_away_is_not_waited_for() -> None:
     assert b.machine.run.records.lost == 1
 
 
-def test_the_oldest_tasks_are_given_up_when_they_take_the_room_of_others() -> None:
+def test_the_oldest_tasks_are_given_up_when_they_take_room_that_others_need() -> None:
     b = bench(Recording(ALL.choice, hold_tasks=1), filter_limit=4, task_bytes=120)
     assert ask(b) is None
     for _ in range(3):  # each has 50 bytes
@@ -125,7 +125,7 @@ def test_trained_tasks_collected_at_their_commit_wait_for_the_recorder() -> None
     b.machine.run.validate()
 
 
-def test_answers_about_tasks_that_nothing_waits_for_are_seconds_apart() -> None:
+def test_answers_about_tasks_whose_deletion_nothing_needs_are_seconds_apart() -> None:
     b = bench()
     assert ask(b) is None
     b.step(1)
@@ -139,7 +139,7 @@ def test_answers_about_tasks_that_nothing_waits_for_are_seconds_apart() -> None:
     assert isinstance(b.answer(b.effects, waiting), SamplesDue)
 
 
-def test_without_tasks_the_recorder_asks_again() -> None:
+def test_a_request_of_the_recorder_expires_if_no_task_is_due() -> None:
     b = bench()
     assert ask(b) is None
     waiting = b.calls
@@ -147,7 +147,7 @@ def test_without_tasks_the_recorder_asks_again() -> None:
     assert isinstance(b.answer(b.effects, waiting), Fail)
 
 
-def test_samples_of_steps_taken_back_are_not_due_and_their_discard_is_told_once() -> None:
+def test_samples_of_steps_taken_back_are_not_due_and_the_recorder_learns_once_to_discard_them() -> None:
     b = bench(filter_limit=1)
     b.complete(b.granted(most=1), reward=1.0)
     b.step(1)
@@ -187,7 +187,7 @@ def test_a_run_without_a_recorder_keeps_nothing(step: int) -> None:
     assert b.machine.run.tasks.counts[TaskState.DROPPED] == 0
 
 
-def test_the_step_of_a_late_commit_is_recorded_once() -> None:
+def test_a_repeated_commit_does_not_record_its_step_again() -> None:
     b = bench()
     b.step(1)
     before = due(b)

@@ -57,7 +57,7 @@ def refused(bench: Bench, request: Any, code: str = ErrorCode.BAD_REQUEST) -> st
         {"fence": 1 << 32},
     ],
 )
-def test_weights_named_after_another_step_are_refused(wrong: dict[str, Any]) -> None:
+def test_weights_whose_name_has_another_step_are_refused(wrong: dict[str, Any]) -> None:
     bench = Bench().start()
     right = {
         "lineage": 0, "step": 0, "task_id": "weights/0/0", "fence": 9, "store": STORE, "nbytes": 100,
@@ -75,7 +75,7 @@ def test_checkpoint_of_a_step_that_is_not_committed_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"instance": -1}, {"endpoint": "x" * 2000}, {"host": "x" * 2000}])
-def test_service_that_cannot_be_named_is_not_registered(wrong: dict[str, Any]) -> None:
+def test_service_with_an_invalid_instance_or_address_is_not_registered(wrong: dict[str, Any]) -> None:
     bench = Bench().start()
     right = {"service": "rollout", "instance": 0, "incarnation": 7, "pid": 1, "host": "h", "endpoint": ""}
     refused(bench, Register(**{**right, **wrong}))

@@ -84,7 +84,7 @@ def test_replay_continues_from_a_snapshot(part: float) -> None:
     assert snapshot.dump(run) == snapshot.dump(bench.machine.run)
 
 
-def test_leases_get_a_fresh_term_after_a_restart() -> None:
+def test_leases_get_their_full_time_again_after_a_restart() -> None:
     bench = Bench().start()
     grant = bench.granted()
     again = Scheduler(bench.plan, lease_s=LEASE_S, incarnation=100)

@@ -101,7 +101,7 @@ def test_filtered_and_dropped_tasks_stay_dropped() -> None:
     assert not {*ids(bad), *ids(equal)} & {*lost}
 
 
-def test_a_run_that_goes_back_further_reopens_the_earlier_tasks_first() -> None:
+def test_a_run_that_goes_back_further_reopens_earlier_tasks_before_later_ones() -> None:
     """The newest checkpoint turns out to be damaged after some tasks were reopened."""
     bench = begun(plan(), AT_COMMIT)
     steps = [names(bench.step(1))]
@@ -124,7 +124,7 @@ def test_identities_are_kept_until_the_oldest_checkpoint_covers_them() -> None:
     assert list(bench.machine.run.identities) == [4]
 
 
-def test_a_checkpoint_made_at_a_stop_leaves_earlier_ones_to_fall_back_to() -> None:
+def test_earlier_checkpoints_remain_after_a_checkpoint_made_at_a_stop() -> None:
     bench = begun(plan(), Configure(9, 3, 1, False))
     bench.step(1)
     saved(bench, 1)
@@ -138,7 +138,7 @@ def test_a_checkpoint_made_at_a_stop_leaves_earlier_ones_to_fall_back_to() -> No
 
 @pytest.mark.parametrize(("config", "steps"), [(AT_COMMIT, 2), (AT_CHECKPOINT, 3)], ids=["commit", "checkpoint"])
 @pytest.mark.parametrize("by_completion", [False, True], ids=["order", "completion"])
-def test_reopened_tasks_never_exceed_a_store_of_the_smallest_accepted_size(
+def test_reopened_tasks_always_fit_into_a_store_of_the_smallest_accepted_size(
     config: Configure, steps: int, *, by_completion: bool
 ) -> None:
     """The store has exactly the room that `worst_case_bytes` requires: for tasks of two steps, and of one that waits

@@ -13,7 +13,7 @@ from tests.unit.scheduler.bench import Bench, ids
 
 @pytest.mark.parametrize("before", TaskState)
 @pytest.mark.parametrize("after", TaskState)
-def test_a_task_moves_only_along_the_table_of_transitions(before: TaskState, after: TaskState) -> None:
+def test_a_task_changes_state_only_as_the_table_of_transitions_allows(before: TaskState, after: TaskState) -> None:
     tasks = Tasks(stages=1)
     task = tasks.add("train/0/0", 0)
     task.state = before
@@ -56,7 +56,7 @@ def test_story_includes_every_change_of_a_task_with_its_cause() -> None:
         ("clears", 1, "1 stores have yet to acknowledge its last clear"),
     ],
 )
-def test_validate_names_an_inconsistent_task_and_tells_its_story(field: str, value: object, problem: str) -> None:
+def test_validate_names_an_inconsistent_task_and_includes_its_story(field: str, value: object, problem: str) -> None:
     run = Bench().start().machine.run
     run.validate()
     task = next(iter(run.tasks))

@@ -112,7 +112,7 @@ def test_a_report_of_outdated_shards_is_answered_at_once(entry: PutTask) -> None
     assert ordered(bench.effects) == []
 
 
-def test_a_report_about_another_store_than_that_of_a_version_does_not_lose_it() -> None:
+def test_a_version_is_not_lost_by_a_report_about_a_store_that_does_not_hold_it() -> None:
     bench = Bench().start()
     bench.register("batch-store", 1, 1, limit_bytes=1 << 30)
     assert isinstance(bench.ask(ReportShards(store="batch-store/1", tasks=[PutTask("weights/0/0", 1)])), Ack)
@@ -124,7 +124,7 @@ def test_a_report_with_a_malformed_name_is_refused() -> None:
     assert bench.ask(ReportShards(store=STORE, tasks=[PutTask("nonsense", 1)])).code == ErrorCode.BAD_REQUEST
 
 
-def test_a_task_under_a_live_lease_is_not_touched_by_a_loss() -> None:
+def test_a_task_under_a_live_lease_is_not_affected_by_a_loss() -> None:
     bench = Bench().start()
     grant = bench.granted()
     assert isinstance(report(bench, named(grant.batch.tasks), *ids(grant)), Ack)
@@ -186,7 +186,7 @@ def test_a_driver_that_read_the_shards_before_they_were_lost_commits_the_step() 
     assert bench.counts()["TRAINED"] == 4
 
 
-def test_one_report_finds_all_the_damage_of_its_step() -> None:
+def test_one_report_reveals_all_damage_to_its_step() -> None:
     bench = Bench().start()
     bench.complete(bench.granted())
     first = bench.ask(NextBatch(driver=1, step=1))
@@ -195,7 +195,7 @@ def test_one_report_finds_all_the_damage_of_its_step() -> None:
     assert ids(bench.granted()) == ids(first)[:3]
 
 
-def test_a_reopened_step_takes_the_next_task_for_one_that_was_dropped_meanwhile() -> None:
+def test_a_reopened_step_takes_the_next_task_in_place_of_one_that_was_dropped_meanwhile() -> None:
     bench = Bench(plan(staleness=1)).start()
     bench.complete(bench.granted())
     bench.complete(bench.granted())
@@ -276,7 +276,7 @@ def test_a_lost_version_makes_the_driver_resume_and_publish_it_again() -> None:
     assert replays_alike(bench)
 
 
-def test_an_evaluation_of_a_lost_version_that_is_not_published_again_delays_no_row() -> None:
+def test_an_evaluation_of_a_lost_version_that_is_not_published_again_does_not_delay_rows() -> None:
     bench = Bench(plan(evals=(EvalPlan("test", range(3), 1, 1),))).start()
     measured = bench.granted(most=1)
     assert measured.split == "test"

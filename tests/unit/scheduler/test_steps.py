@@ -16,7 +16,7 @@ from services.scheduler.events import (
 from tests.unit.scheduler.bench import Bench
 
 
-def test_a_repeated_request_for_a_batch_gets_the_same_one_and_a_step_out_of_order_is_a_conflict() -> None:
+def test_a_repeated_request_for_a_batch_gets_the_same_batch_and_a_step_out_of_order_is_a_conflict() -> None:
     bench = Bench().start()
     bench.complete(bench.granted())
     first = bench.ask(NextBatch(driver=1, step=1))
@@ -29,7 +29,7 @@ def test_a_repeated_request_for_a_batch_gets_the_same_one_and_a_step_out_of_orde
         assert reply.code == ErrorCode.CONFLICT
 
 
-def test_a_commit_is_carried_out_once() -> None:
+def test_a_repeated_commit_is_carried_out_only_once() -> None:
     bench = Bench().start()
     bench.step(1)
     before = snapshot.dump(bench.machine.run)

@@ -115,7 +115,7 @@ def test_a_driver_that_does_not_resume_after_the_loss_is_refused() -> None:
     assert bench.ask(GetRunInfo(driver=1)).checkpoint_step == -1
 
 
-def test_an_evaluation_that_can_no_longer_be_scored_has_no_result_and_delays_no_row() -> None:
+def test_an_evaluation_that_can_no_longer_be_scored_has_no_result_and_does_not_delay_rows() -> None:
     bench = Bench(plan=plan(evals=(EvalPlan("test", range(2), 1, 1),)))
     register(bench, "a", 1)
     bench.ask(GetRunInfo(driver=1))

@@ -95,7 +95,7 @@ def test_a_full_store_orders_a_checkpoint_even_if_the_other_is_empty() -> None:
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), STORE) == [False] * 2 + [True] * 7
 
 
-def test_log_probs_of_the_trainer_fill_its_own_store() -> None:
+def test_log_probs_of_the_trainer_count_in_its_own_store() -> None:
     """20 tokens per task are 80 bytes per step; the rollouts are in the other store."""
     made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1)
     bench = TwoHosts(made, NINE).begin(300 + 400 + 200, 1 << 20)
@@ -110,7 +110,7 @@ def test_log_probs_of_ranks_on_two_hosts_count_in_the_stores_of_both(tmp_path: P
     bench.step(1, AWAY)
     run = bench.machine.run
     assert run.uncovered == {AWAY: 200, STORE: 80}
-    bench.register("policy-trainer-worker", 1, 22, host_id="away")  # from now on it may put there
+    bench.register("policy-trainer-worker", 1, 22, host_id="away")  # From now on, this instance may put there.
     assert run.uncovered == {AWAY: 280, STORE: 80}
     bench.step(2, STORE)
     assert run.uncovered == {AWAY: 280 + 80, STORE: 80 + 280}
@@ -154,7 +154,7 @@ def test_a_task_is_admitted_only_if_every_store_could_hold_it() -> None:
 # ------------------------------------------------------------------------------------------------ clears
 
 
-def test_a_clear_goes_to_the_stores_that_hold_the_task_and_waits_only_for_them() -> None:
+def test_a_clear_is_sent_to_the_stores_that_hold_the_task_and_waits_only_for_them() -> None:
     bench = TwoHosts(config=AT_COMMIT).begin()
     home = {task.task_id for task in bench.step(1, STORE).batch.tasks}
     copies = {"weights/0/0"}
@@ -183,7 +183,7 @@ def test_a_lost_attempt_is_cleared_in_the_store_of_its_holder() -> None:
     assert sent.tasks == [late]
 
 
-def test_an_instance_that_restarts_on_another_host_is_cleared_in_its_former_store() -> None:
+def test_shards_of_an_instance_that_restarts_on_another_host_are_cleared_in_its_former_store() -> None:
     bench = TwoHosts().begin()
     there = bench.granted(most=2, instance=1, life=8)
     bench.register("rollout", 1, 9, host_id="home")
@@ -220,7 +220,7 @@ def replays_alike(bench: TwoHosts) -> bool:
     return snapshot.dump(copy) == snapshot.dump(bench.machine.run)
 
 
-def test_a_joined_store_that_is_silent_for_long_loses_its_queue_and_its_limit() -> None:
+def test_a_joined_store_that_is_silent_for_long_loses_its_queue_of_clears_and_its_limit() -> None:
     bench = TwoHosts(config=AT_COMMIT).begin(away_bytes=1 << 20)
     bench.step(1, AWAY)
     bench.acknowledges(STORE)
@@ -242,7 +242,7 @@ def test_the_store_of_the_trainer_is_waited_for_indefinitely() -> None:
     assert bench.machine.run.clears.stores == [STORE, AWAY]
 
 
-def test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_made_again(tmp_path: Path) -> None:
+def test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_sampled_again(tmp_path: Path) -> None:
     places = ["placement.hosts={b: {}}", "services.rollout.host=b", "transport.listen=10.0.0.1"]
     places += ["algorithm.kl=null", "data.eval={}"]
     made, _ = make_plan(load(write(make(tmp_path)), places, check_supported=False), tmp_path)
@@ -255,7 +255,7 @@ def test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_m
     assert [(task.task_id, task.fence) for task in again.batch.tasks] == [(name, 2) for name in ids(grant)]
 
 
-def test_unfinished_tasks_of_a_gone_store_are_sampled_again_and_others_stay() -> None:
+def test_unfinished_tasks_of_a_gone_store_are_sampled_again_and_other_tasks_are_kept() -> None:
     bench = TwoHosts(plan(stages=train_graph(with_reference=True))).begin()
     here = bench.granted(most=2)
     bench.complete(here, store=STORE)
@@ -305,7 +305,7 @@ def test_a_host_with_another_store_keeps_its_leases() -> None:
     assert bench.machine.run.leases.get(there.lease_id) is not None
 
 
-def test_a_result_in_a_gone_store_is_made_again() -> None:
+def test_a_result_in_a_gone_store_is_computed_again() -> None:
     bench = TwoHosts().begin()
     quiet(bench)
     grant = bench.granted(instance=1, life=8)
@@ -379,7 +379,7 @@ def come_back_empty(bench: TwoHosts) -> None:
     bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
 
 
-def test_an_unused_store_that_comes_back_empty_undoes_no_step() -> None:
+def test_the_return_of_an_unused_store_without_data_undoes_no_step() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1)
     waits = bench.granted()
@@ -434,7 +434,7 @@ def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
     assert replays_alike(bench)
 
 
-def test_a_store_that_is_heard_from_again_after_its_host_was_lost_is_not_registered_again() -> None:
+def test_a_store_that_returns_after_its_host_was_lost_is_not_registered_again() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1)
     assert isinstance(bench.ask(HostGone(host="b", incarnations=[5, 8], cause="test")), Ack)
@@ -487,7 +487,7 @@ def upstream_of(bench: TwoHosts, instance: int, life: int) -> list[str]:
     return found
 
 
-def test_stores_take_weights_from_those_before_them_on_other_hosts_unless_they_are_silent() -> None:
+def test_stores_copy_weights_from_earlier_stores_on_other_hosts_unless_these_are_silent() -> None:
     bench = TwoHosts().begin()
     for number in (2, 3, 4):
         bench.register("batch-store", number, 10 + number, limit_bytes=1 << 30, host_id=f"host {number}")

@@ -10,7 +10,7 @@ def waits(bench: Bench, kind: WaitKind) -> list[WaitRow]:
     return [row for row in bench.machine.waits(bench.now) if row.kind == kind]
 
 
-def test_step_waits_for_tasks_by_holder_and_by_stage_since_the_driver_first_asked() -> None:
+def test_waits_of_a_step_list_its_tasks_by_holder_and_stage_with_the_time_since_the_first_request() -> None:
     bench = Bench(plan=plan(block_tasks=2)).start()
     bench.register("rollout", 1, 7)
     bench.granted(most=1, instance=1)
@@ -24,7 +24,7 @@ def test_step_waits_for_tasks_by_holder_and_by_stage_since_the_driver_first_aske
     assert leased.since_s == waiting.since_s == 3.0
 
 
-def test_nothing_waits_once_the_driver_has_its_batch() -> None:
+def test_no_step_waits_once_the_driver_has_its_batch() -> None:
     bench = Bench().start()
     bench.ask(NextBatch(driver=1, step=1))
     bench.now += 3.0
@@ -36,7 +36,7 @@ def test_nothing_waits_once_the_driver_has_its_batch() -> None:
     assert {row.since_s for row in waits(bench, WaitKind.STEP)} <= {0.0}
 
 
-def test_lease_without_progress_names_its_holder_and_its_limit() -> None:
+def test_wait_of_a_lease_without_progress_has_its_holder_and_its_limit() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     bench.granted()
@@ -45,7 +45,7 @@ def test_lease_without_progress_names_its_holder_and_its_limit() -> None:
     assert (row.of, row.since_s, row.limit_s) == ("rollout/0", 4.0, LEASE_S)
 
 
-def test_unacknowledged_clears_and_troubles_are_waits() -> None:
+def test_unacknowledged_clears_and_troubles_are_reported_as_waits() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     for step in (1, 2):
@@ -64,7 +64,7 @@ def test_unacknowledged_clears_and_troubles_are_waits() -> None:
     assert (outage.what, outage.of) == ("nothing is leased: it is away", "rollout/0")
 
 
-def test_low_room_is_reported_with_the_tasks_that_fit() -> None:
+def test_low_room_is_reported_with_the_number_of_tasks_that_fit() -> None:
     bench = Bench(plan=plan(task_bytes=1000, weight_bytes=10, staleness=1)).start(limit_bytes=5200)
     [row] = waits(bench, WaitKind.ROOM)  # Three versions of 100 bytes are set aside.
     assert row.what.startswith("the stores have room for 4 of the 8 tasks that may be live")

@@ -91,7 +91,7 @@ def test_a_run_that_listens_only_locally_writes_no_access_file(tmp_path: Path) -
         run.remove_volatile()
 
 
-def test_a_joined_host_has_its_own_sockets_and_the_runs_keys(home: RunDir, tmp_path: Path) -> None:
+def test_a_joined_host_has_its_own_sockets_and_the_keys_of_the_run(home: RunDir, tmp_path: Path) -> None:
     launch_access.export(home, Role.SERVICE, tmp_path / "file")
     away = RunDir.join(tmp_path / "away", access.read(tmp_path / "file"), shm_root=tmp_path / "shm2")
     try:
@@ -129,7 +129,7 @@ def test_a_host_joins_its_run_again_once_its_processes_have_ended(home: RunDir, 
         second.remove_volatile()
 
 
-def test_access_goes_through_a_pipe_as_one_line(home: RunDir) -> None:
+def test_access_can_be_piped_as_one_line(home: RunDir) -> None:
     made = launch_access.access_of(home, Role.SERVICE)
     line = access.encode(made)
     assert line.endswith(b"\n")
@@ -141,7 +141,7 @@ def test_access_goes_through_a_pipe_as_one_line(home: RunDir) -> None:
         assert made.keys.secret.decode() not in str(caught.value)
 
 
-def test_only_the_role_service_joins(home: RunDir, tmp_path: Path) -> None:
+def test_only_an_access_file_with_the_service_role_allows_joining(home: RunDir, tmp_path: Path) -> None:
     launch_access.export(home, Role.OPERATOR, tmp_path / "file")
     with pytest.raises(RpcError, match="joining needs the role service, not operator"):
         RunDir.join(tmp_path / "away", access.read(tmp_path / "file"))

@@ -37,13 +37,13 @@ def test_repeated_keys_give_the_attention_and_the_gradients_of_shared_ones(monke
     assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(shared, repeated, strict=True))
 
 
-def test_keys_are_repeated_only_where_no_fused_kernel_takes_groups_and_a_mask() -> None:
+def test_keys_are_repeated_only_where_no_fused_kernel_accepts_groups_with_a_mask() -> None:
     assert attention.repeats_keys("cuda", masked=True)
     assert not attention.repeats_keys("cuda", masked=False)
     assert not attention.repeats_keys("cpu", masked=True)
 
 
-def test_a_process_on_a_gpu_uses_cudnns_attention_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_on_a_gpu_gives_the_attention_of_cudnn_the_lowest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
@@ -55,7 +55,7 @@ def test_a_process_on_a_gpu_uses_cudnns_attention_last(monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_fused_kernel_takes_trees_and_chains_on_a_gpu(masked: bool) -> None:
+def test_a_fused_kernel_accepts_trees_and_chains_on_a_gpu(masked: bool) -> None:
     made, mask = inputs("cuda", torch.bfloat16)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         out = attention.attend(*made, mask if masked else None, 0.25)

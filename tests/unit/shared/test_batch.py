@@ -28,18 +28,18 @@ def local(tokens: Sequence[int], keys: Sequence[str] = ("a", "b"), first: int = 
     return Batch(meta(tokens, keys, first=first), None, data)
 
 
-def test_status_names_the_place_of_the_data() -> None:
+def test_status_tells_whether_the_data_is_local_or_remote() -> None:
     assert Batch(meta([1])).status is BatchStatus.REMOTE
     assert local([1]).status is BatchStatus.LOCAL
     assert Batch(meta([])).status is BatchStatus.EMPTY
 
 
-def test_item_of_a_remote_batch_is_refused_until_it_is_fetched() -> None:
+def test_access_to_an_item_of_a_remote_batch_is_refused_until_the_batch_is_fetched() -> None:
     with pytest.raises(RuntimeError, match=r"REMOTE.*await batch.fetch"):
         Batch(meta([1]))["a"]
 
 
-def test_items_of_a_local_batch_are_one_array_per_task() -> None:
+def test_item_of_a_local_batch_has_one_array_per_task() -> None:
     assert [array.tolist() for array in local([1, 2])["b"]] == [[98], [98, 98]]
     with pytest.raises(KeyError, match="holds a, b"):
         local([1])["c"]
@@ -90,7 +90,7 @@ def test_concat_of_chunks_has_the_same_tasks() -> None:
     assert joined.tokens == whole.tokens
 
 
-def test_concat_maps_store_numbers_and_part_order() -> None:
+def test_concat_renumbers_stores_and_reorders_parts() -> None:
     one = BatchMeta(
         tasks=[TaskHandle("t/0/0", 1, stores=[0, 1])],
         parts=[BatchPart("x", ["a"]), BatchPart("y", ["b"])],

@@ -60,7 +60,7 @@ def test_freed_memory_is_kept_until_it_is_returned(where: str) -> None:
     assert left <= 4
 
 
-def test_settings_of_the_environment_are_respected() -> None:
+def test_allocator_settings_in_the_environment_are_respected() -> None:
     held, kept, _ = mib_held_kept_and_left("main", MALLOC_MMAP_THRESHOLD_=str(MIB))
     assert held >= 19
     assert kept <= 4

@@ -97,7 +97,7 @@ def test_index_outside_the_source_is_an_index_error(write_jsonl: WriteJsonl, ind
         source.row(index)
 
 
-def test_source_keeps_the_name_the_topology_gave_it(write_jsonl: WriteJsonl) -> None:
+def test_source_keeps_the_name_that_the_topology_gives_it(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl('{"prompt": "a"}')
     assert open_jsonl(path).name == f"jsonl:{path}"
     assert open_source("builtin:addition?split=test", where=WHERE).name == "builtin:addition?split=test"
@@ -134,7 +134,7 @@ def test_jsonl_accepts_a_list_of_messages_and_tools(write_jsonl: WriteJsonl) -> 
     assert source.validate() == []
 
 
-def test_blank_lines_are_not_rows_but_count_as_lines(write_jsonl: WriteJsonl) -> None:
+def test_blank_lines_are_not_rows_but_count_in_line_numbers(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl("", '{"prompt": "a"}', "  \t", "oops", '{"prompt": "b"}', "")
     source = open_jsonl(path)
     assert len(source) == 3
@@ -152,7 +152,7 @@ def test_byte_order_mark_is_skipped(write_jsonl: WriteJsonl) -> None:
     assert [source.row(0), source.row(1)] == [{"prompt": "a"}, {"prompt": "b"}]
 
 
-def test_row_longer_than_a_read_buffer_is_complete(write_jsonl: WriteJsonl) -> None:
+def test_row_longer_than_a_read_buffer_is_read_completely(write_jsonl: WriteJsonl) -> None:
     long = "x" * (3 << 20)
     source = open_jsonl(write_jsonl(json.dumps({"prompt": long}), '{"prompt": "b"}'))
     assert source.row(0)["prompt"] == long
@@ -183,7 +183,7 @@ def test_row_longer_than_a_read_buffer_is_complete(write_jsonl: WriteJsonl) -> N
         ("[" * 100_000, "invalid JSON"),
     ],
 )
-def test_bad_row_names_its_line_its_problem_and_its_text(
+def test_error_of_a_bad_row_names_its_line_its_problem_and_its_text(
     write_jsonl: WriteJsonl, line: str | bytes, problem: str
 ) -> None:
     path = write_jsonl('{"prompt": "good"}', line)
@@ -205,7 +205,7 @@ def test_validate_lists_exactly_the_rows_that_row_refuses(write_jsonl: WriteJson
     assert source.row(2) == {"prompt": "b"}
 
 
-def test_validate_finds_nothing_in_builtin_addition() -> None:
+def test_validate_finds_no_bad_row_in_builtin_addition() -> None:
     assert open_source("builtin:addition", where=WHERE).validate() == []
 
 
@@ -232,7 +232,7 @@ def test_file_changed_while_open_is_refused(write_jsonl: WriteJsonl, change: str
         ("jsonl:/", "cannot be read: Is a directory"),
     ],
 )
-def test_source_that_cannot_be_opened_names_its_place_in_the_topology(source: str, problem: str) -> None:
+def test_error_of_a_source_that_cannot_be_opened_names_its_place_in_the_topology(source: str, problem: str) -> None:
     with pytest.raises(DataError) as caught:
         open_source(source, where=WHERE)
     message = str(caught.value)

@@ -37,7 +37,7 @@ def test_parquet_rows_are_read_in_any_order_over_all_row_groups(tmp_path: Path) 
         source.row(7)
 
 
-def test_null_fields_are_left_out_of_a_row(tmp_path: Path) -> None:
+def test_fields_that_are_null_are_left_out_of_a_row(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [
         {"prompt": [{"role": "user", "content": "1"}], "answer": "1", "level": None},
         {"prompt": [{"role": "user", "content": "1"}, {"role": "tool", "content": "2", "name": "t"}], "level": 3},
@@ -47,7 +47,7 @@ def test_null_fields_are_left_out_of_a_row(tmp_path: Path) -> None:
     assert source.row(1) == rows[1]
 
 
-def test_a_bad_row_names_its_place(tmp_path: Path) -> None:
+def test_error_of_a_bad_row_names_its_place(tmp_path: Path) -> None:
     source = open_source(
         parquet(tmp_path / "rows.parquet", [{"prompt": "1"}, {"prompt": ""}, {"prompt": None}]), where=WHERE
     )
@@ -152,7 +152,7 @@ def test_an_unknown_reasoning_gym_data_set_or_option_is_a_one_line_error(source:
     assert "\n" not in str(caught.value)
 
 
-def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:
+def test_a_package_that_is_not_installed_is_reported_with_the_extra_that_installs_it() -> None:
     with pytest.raises(DataError, match=r"x: source 'y' needs the package no_such_package; .* 'rlbus\[data\]'"):
         require("no_such_package", "data", "x: source 'y'")
 
@@ -161,7 +161,9 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra() -> None:
     ("source", "module"),
     [("parquet:x.parquet", "pyarrow"), ("datasets:x", "pyarrow"), ("reasoning-gym:chain_sum", "reasoning_gym")],
 )
-def test_each_source_asks_for_its_package_first(source: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_source_checks_first_that_its_package_is_installed(
+    source: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import importlib.util
 
     found = importlib.util.find_spec

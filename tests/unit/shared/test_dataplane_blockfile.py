@@ -103,7 +103,7 @@ def test_large_file_is_the_same_written_by_one_thread_or_two(tmp_path: Path) -> 
             assert np.array_equal(found[task_id, fence, key], array)
 
 
-def test_content_hash_is_over_the_checksums_in_put_order() -> None:
+def test_content_hash_covers_the_checksums_in_put_order() -> None:
     a = np.arange(5, dtype=np.int32)
     packed = b"".join(checksum(x).to_bytes(8, "little") for x in (a, a.astype(np.float64)))
     layout = BlockLayout([("train/0/1", 3, {"a": a, "b": a.astype(np.float64)}), ("train/0/2", 4, {"a": a[:0]})])
@@ -172,7 +172,7 @@ def test_flipped_bits_are_refused_and_never_crash(data: st.DataObject) -> None:
 
 
 @given(st.integers(64, 400), st.binary(min_size=1, max_size=24), st.data())
-def test_hostile_tables_with_right_checksums_raise_wire_error_only(at: int, patch: bytes, data: st.DataObject) -> None:
+def test_hostile_tables_with_right_checksums_raise_only_wire_errors(at: int, patch: bytes, data: st.DataObject) -> None:
     layout = BlockLayout([("t/0/1", 3, {"a": np.arange(5), "b": np.ones((2, 2))}), ("t/0/2", 4, {"a": np.arange(0)})])
     good = layout.head([1, 2, 3]) + bytes(layout.file_bytes)
     at = data.draw(st.sampled_from([8, 12, 16, 20, 24, 28, 32])) if at > 300 else at

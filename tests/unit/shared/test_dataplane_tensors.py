@@ -37,7 +37,7 @@ def test_strided_tensors_keep_their_values(name: str) -> None:
     assert torch.equal(to_torch(array).to(torch.float64), part.to(torch.float64))
 
 
-def test_gradient_is_left_behind() -> None:
+def test_tensor_that_requires_a_gradient_is_converted() -> None:
     assert to_numpy(torch.ones(2, requires_grad=True)).tolist() == [1, 1]
 
 

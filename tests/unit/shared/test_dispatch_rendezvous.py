@@ -1,4 +1,4 @@
-"""Ranks meet before every collective: all continue or none does, and a missing rank is named."""
+"""Ranks meet before every collective: either all continue or none does, and the error names a missing rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ranks:
         return self
 
 
-def test_ranks_that_have_joined_know_where_their_process_group_meets() -> None:
+def test_ranks_that_have_joined_know_the_address_of_their_process_group() -> None:
     ranks = Ranks(2)
     ranks.rendezvous.store = "10.0.0.1:4711"
     ranks.come(1, JOIN)
@@ -47,7 +47,7 @@ def test_no_rank_continues_before_all_have_arrived() -> None:
     assert all(ranks.answers[rank, "a"] == [Met(generation=GENERATION)] for rank in range(3))
 
 
-def test_one_failure_fails_every_rank_at_once_including_late_ones() -> None:
+def test_one_failure_fails_every_rank_at_once_including_ranks_that_arrive_later() -> None:
     ranks = Ranks(3).formed()
     ranks.come(0, "a")
     ranks.come(1, "a", failure="no shards")
@@ -57,7 +57,7 @@ def test_one_failure_fails_every_rank_at_once_including_late_ones() -> None:
     assert not ranks.rendezvous.ended
 
 
-def test_a_rank_that_withdraws_from_a_round_is_answered_where_it_waits() -> None:
+def test_a_rank_that_withdraws_from_a_round_gets_the_answer_to_its_pending_request() -> None:
     ranks = Ranks(2).formed()
     ranks.come(1, "a")
     ranks.come(1, "a", failure="a driver takes over")
@@ -73,7 +73,7 @@ def test_a_rank_that_withdraws_after_all_have_met_changes_nothing() -> None:
     assert ranks.answers[0, "a"] == [Met(generation=GENERATION)] * 2
 
 
-def test_a_missing_rank_ends_the_group_by_name() -> None:
+def test_a_missing_rank_ends_the_group_with_an_error_that_names_it() -> None:
     ranks = Ranks(3).formed()
     ranks.come(1, END)
     ranks.come(0, "Forward 7/3", now=10.0)
@@ -81,7 +81,7 @@ def test_a_missing_rank_ends_the_group_by_name() -> None:
     ranks.rendezvous.expire(14.9)
     assert ranks.answers[0, "Forward 7/3"] == []
     ranks.rendezvous.expire(15.0)
-    wanted = "Forward 7/3: policy-trainer-worker/1, policy-trainer-worker/2 did not come within 5 s"
+    wanted = "Forward 7/3: policy-trainer-worker/1, policy-trainer-worker/2 did not join within 5 s"
     assert wanted in str(ranks.answers[0, "Forward 7/3"][0])
     assert wanted in str(ranks.answers[1, END][0])
     assert ranks.rendezvous.next_deadline() is None
@@ -95,13 +95,13 @@ def test_a_second_incarnation_of_a_rank_ends_the_group_and_is_not_admitted() -> 
     assert len(ranks.answers[1, JOIN]) == 1  # The only answer is to the first incarnation.
 
 
-def test_a_rank_of_an_earlier_group_is_told_that_it_has_ended() -> None:
+def test_a_rank_of_an_earlier_group_learns_that_its_group_has_ended() -> None:
     ranks = Ranks(2).formed()
     ranks.come(1, END, generation=GENERATION - 1)
     assert "has ended" in str(ranks.answers[1, END][0])
 
 
-def test_an_impossible_rank_is_refused_and_affects_no_round() -> None:
+def test_an_invalid_rank_is_refused_and_does_not_affect_any_round() -> None:
     ranks = Ranks(2).formed()
     ranks.come(0, "a")
     for rank in (-1, 2, 10**9):

@@ -65,7 +65,7 @@ async def answer_of(reader: asyncio.StreamReader) -> bytes:
     return await reader.readuntil(b"\r\n\r\nok")
 
 
-def test_a_silent_client_is_closed_wherever_it_stopped_except_while_it_waits() -> None:
+def test_a_silent_client_is_disconnected_wherever_it_stopped_unless_it_waits_for_an_answer() -> None:
     async def scenario() -> None:
         gone = asyncio.Event()
 
@@ -131,7 +131,7 @@ def test_a_request_that_ignores_the_shutdown_is_abandoned_after_a_second() -> No
     asyncio.run(scenario())
 
 
-def test_signal_handlers_of_the_process_are_left_alone() -> None:
+def test_signal_handlers_of_the_process_are_not_changed() -> None:
     async def scenario() -> list[Any]:
         async with serving(application(at_once)) as connect:
             reader, _ = await connect(REQUEST)

@@ -17,7 +17,7 @@ def grant() -> LeaseGrant:
     return LeaseGrant(lease_id=7, stage="rollout", split="train", lease_s=30, batch=BatchMeta(tasks=[]))
 
 
-def test_a_waiting_lease_is_renewed_by_the_block_before_it_and_a_computed_one_is_not() -> None:
+def test_the_computation_of_another_block_renews_a_lease_that_waits_but_not_one_that_is_computed() -> None:
     counter = [10]
     lease = Lease(grant(), lambda: counter[0])
     assert lease.progress == 10
@@ -51,7 +51,7 @@ def gets_on(book: LeaseBook) -> bool:
     return second.progress > first.progress
 
 
-def test_waiting_renews_a_lease_within_the_limit_of_the_call_and_not_beyond(
+def test_waiting_for_a_call_renews_a_lease_only_within_the_limit_of_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0

@@ -8,7 +8,7 @@ from shared.ranks.meeting import announced_address, interface_of
 from shared.rpc.errors import RpcError
 
 
-def test_the_interface_is_that_of_the_announced_address() -> None:
+def test_the_interface_is_the_one_that_has_the_announced_address() -> None:
     assert interface_of(announced_address("tcp://127.0.0.1:0")) == "lo"
     assert announced_address("tcp://localhost:7747") == "127.0.0.1"
 
@@ -21,6 +21,6 @@ def test_the_interface_is_that_of_the_announced_address() -> None:
         ("tcp://no-such-host.invalid:0", "no-such-host.invalid has no address"),
     ],
 )
-def test_an_address_that_this_host_does_not_have_is_refused(listen: str, text: str) -> None:
+def test_an_announced_address_that_this_host_does_not_have_is_refused(listen: str, text: str) -> None:
     with pytest.raises(RpcError, match=text):
         interface_of(announced_address(listen))

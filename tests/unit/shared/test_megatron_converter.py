@@ -29,7 +29,7 @@ def config(kind: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "tp", "pp"), list(itertools.product(KINDS, (1, 2), (1, 2))))
-def test_every_weight_comes_back_with_the_same_bits(kind: str, tp: int, pp: int) -> None:
+def test_every_weight_is_converted_back_with_the_same_bits(kind: str, tp: int, pp: int) -> None:
     model = make_model(kind.split("-")[0], **KINDS[kind])
     weights = named_weights(model)
     converter = Converter(architecture.read(model.config), tp, pp)
@@ -111,7 +111,7 @@ def test_a_model_that_cannot_be_reproduced_is_refused(kind: str, options: dict[s
         architecture.read(config(kind, **options))
 
 
-def test_rotations_equal_those_of_the_hugging_face_model() -> None:
+def test_rotary_frequencies_equal_those_of_the_hugging_face_model() -> None:
     scaled: dict[str, Any] = {
         "rope_type": "llama3",
         "rope_theta": 5e5,

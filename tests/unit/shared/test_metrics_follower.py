@@ -17,7 +17,7 @@ def steps(read: NewRows) -> list[float | None]:
     return [row["step"] for row in read.rows]
 
 
-def test_new_rows_are_read_once_and_incomplete_lines_later(tmp_path: Path) -> None:
+def test_new_rows_are_read_once_and_incomplete_lines_once_they_are_complete(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = MetricsFollower(path)
     assert follower.poll() == NewRows([], restarted=False, more=False)
@@ -28,7 +28,7 @@ def test_new_rows_are_read_once_and_incomplete_lines_later(tmp_path: Path) -> No
     assert follower.poll() == NewRows([], restarted=False, more=False)
 
 
-def test_a_file_that_was_cut_and_has_grown_beyond_its_old_end_is_read_again(tmp_path: Path) -> None:
+def test_a_file_that_was_truncated_and_has_grown_beyond_its_old_end_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = MetricsFollower(path)
     path.write_text(line(1) + line(2) + line(3))
@@ -39,7 +39,7 @@ def test_a_file_that_was_cut_and_has_grown_beyond_its_old_end_is_read_again(tmp_
     assert steps(read) == [1, 2, 3, 4, 5]
 
 
-def test_a_file_that_was_cut_or_removed_has_what_is_left(tmp_path: Path) -> None:
+def test_a_file_that_was_truncated_or_removed_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = MetricsFollower(path)
     path.write_text(line(1) + line(2))

@@ -31,7 +31,7 @@ def test_an_untied_head_is_a_separate_weight(tmp_path: Path) -> None:
     assert "lm_head.weight" in named_weights(load_model(tmp_path, "float32"))
 
 
-def test_two_loads_have_the_same_bits(folder: Path) -> None:
+def test_two_loads_of_a_model_give_the_same_bits(folder: Path) -> None:
     first, second = (named_weights(load_model(folder, "float32")) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -47,7 +47,7 @@ def check_refused(folder: Path, match: str) -> None:
     assert str(folder) in str(caught.value)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     check_refused(tmp_path / "nothing", "no config.json")
 
 

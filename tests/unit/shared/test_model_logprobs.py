@@ -63,7 +63,7 @@ def test_a_vocabulary_scored_in_blocks_gives_the_same_log_probs(monkeypatch: pyt
     assert torch.allclose(model.get_input_embeddings().weight.grad, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_entropy_is_of_the_scaled_distribution() -> None:
+def test_entropy_is_that_of_the_distribution_scaled_by_the_temperature() -> None:
     model = make_model("qwen3", dtype=torch.float64, head_dim=12)
     ids = np.array([5, 9, 11], np.int32)
     _, entropy = token_logprobs(model, ids, np.array([3]), np.array([0, 0, 1]), 2.0, 64, with_entropy=True)

@@ -97,7 +97,7 @@ async def settle() -> None:
 
 
 @pytest.mark.parametrize("side_by_side", [1, 2, 3])
-def test_leases_are_computed_side_by_side_and_one_is_held_ahead(side_by_side: int) -> None:
+def test_leases_are_computed_side_by_side_and_one_more_is_held_ahead(side_by_side: int) -> None:
     async def scenario() -> None:
         made = Rig(side_by_side)
         running = asyncio.create_task(made.pipeline.run())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared.redaction import HIDDEN, flat, without_secrets
 
 
-def test_text_below_keys_that_sound_secret_is_hidden() -> None:
+def test_text_below_keys_with_names_of_secrets_is_hidden() -> None:
     found = without_secrets(
         {
             "reward": {"params": {"api_key": "sk-1", "judge-token": "t", "nested": {"PASSWORD": "p"}, "model": "m"}},
@@ -29,10 +29,10 @@ def test_credentials_in_urls_are_hidden() -> None:
     ]
 
 
-def test_numbers_and_similar_words_stay() -> None:
+def test_numbers_and_keys_with_similar_names_are_not_hidden() -> None:
     kept = {"sampling": {"max_new_tokens": 8}, "algorithm": {"loss": {"aggregation": "token_mean"}}, "keys": 1}
     assert without_secrets(kept) == kept
 
 
-def test_flat_configuration_has_dotted_paths() -> None:
+def test_flat_configuration_has_dotted_keys() -> None:
     assert flat({"a": {"b": [1, 2], "c": None}, "d": [{"e": "x"}]}) == {"a.b": "[1, 2]", "d.0.e": "x"}

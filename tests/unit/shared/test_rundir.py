@@ -1,4 +1,4 @@
-"""The run directory: made once, opened by every process, its shared memory swept when no process is left."""
+"""The run directory is made once and opened by every process; its shared memory is swept when no process is left."""
 
 from __future__ import annotations
 
@@ -148,14 +148,14 @@ def test_sweep_finds_shared_memory_elsewhere_through_the_sockets(
 
 
 @pytest.mark.usefixtures("alone")
-def test_sweep_leaves_a_young_run_alone(run: RunDir, shm_root: Path) -> None:
+def test_sweep_does_not_remove_a_young_run(run: RunDir, shm_root: Path) -> None:
     os.close(run.hold())
     assert sweep_abandoned(shm_root) == []
     assert run.shm.exists()
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_lock_of_a_process_ends_with_it(run: RunDir, shm_root: Path) -> None:
+def test_the_lock_of_a_process_ends_with_the_process(run: RunDir, shm_root: Path) -> None:
     child = os.fork()
     if child == 0:
         run.hold()

@@ -24,7 +24,7 @@ def sample(step: int, index: int, number: int = 0) -> Record:
     return Record(task=f"train/0/{index}", sample=number, step=step, completion="4 + 3", reward=0.5)
 
 
-def test_records_come_by_step_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
+def test_records_are_read_by_step_in_the_order_in_which_they_were_written(tmp_path: Path) -> None:
     write(tmp_path, sample(10, 3), sample(9, 1), sample(9, 1, 1))
     assert steps(tmp_path) == [9, 10]
     assert read(tmp_path) == [sample(9, 1), sample(9, 1, 1), sample(10, 3)]
@@ -43,7 +43,7 @@ def test_one_task_is_found_in_all_steps(tmp_path: Path) -> None:
     assert read(tmp_path, task="train/0/1") == [sample(1, 1), sample(4, 1)]
 
 
-def test_an_evaluation_has_its_own_splits(tmp_path: Path) -> None:
+def test_each_evaluation_set_has_its_own_split(tmp_path: Path) -> None:
     scored = Record(task="sums/7/0", split="eval/sums", step=7, state=SampleState.SCORED)
     write(tmp_path, scored)
     assert splits(tmp_path) == ["eval/sums"]
@@ -66,7 +66,7 @@ def test_a_run_without_samples_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split", ["../..", "eval/..", "eval/", "eval/a/../..", "/etc", "", "discarded"])
-def test_a_name_that_is_no_split_has_no_samples(tmp_path: Path, split: str) -> None:
+def test_a_name_that_is_not_a_split_has_no_samples(tmp_path: Path, split: str) -> None:
     run = tmp_path / "a" / "b"
     write(run, sample(1, 0))
     for folder in (tmp_path, tmp_path / "a", run, run / FOLDER / "discarded"):

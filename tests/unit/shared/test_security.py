@@ -98,7 +98,7 @@ def test_a_secret_never_shows_in_a_repr(tmp_path: Path) -> None:
     assert ring.secret.decode() not in repr(ring)
 
 
-def test_a_run_directory_comes_with_its_keys_and_keeps_them(tmp_path: Path) -> None:
+def test_a_new_run_directory_has_keys_and_keeps_them(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
     ring = load(run.keys, Role.OPERATOR)
     again = RunDir.reopen(run.path, shm_root=tmp_path / "shm")
@@ -159,7 +159,7 @@ def test_a_link_is_refused_as_a_key_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- the roles
 
 
-def test_unlisted_messages_are_for_services_and_rights_grow_with_the_role() -> None:
+def test_unlisted_messages_are_reserved_for_services_and_each_role_includes_the_rights_of_lesser_roles() -> None:
     allowed = {role: {kind for kind in all_messages().values() if least_role(kind) <= role} for role in Role}
     assert {kind.__name__ for kind in allowed[Role.OBSERVER]} == {"Ping", "GetSnapshot", "GetHistory"}
     assert {kind.__name__ for kind in allowed[Role.OPERATOR] - allowed[Role.OBSERVER]} == {
@@ -207,7 +207,7 @@ def test_a_role_reaches_the_handlers_of_its_messages_and_no_others(role: Role) -
     assert all(text.endswith(f"you are {role.label}") for text in refusals)
 
 
-def test_every_peer_on_ipc_is_a_service() -> None:
+def test_every_peer_on_ipc_has_the_service_role() -> None:
     async def main() -> None:
         with short_directory() as folder:
             async with serving(f"ipc://{folder}/echo", (GetInventory, double)) as (_, bound), asking(bound) as client:
@@ -339,7 +339,7 @@ def test_a_mailbox_answers_on_ipc_and_tcp_and_a_client_can_move_between_them() -
     asyncio.run(main())
 
 
-def test_the_largest_body_goes_through_encrypted() -> None:
+def test_the_largest_body_can_be_sent_encrypted() -> None:
     """libzmq counts the bytes that encryption adds to a frame; over its limit the peers would reconnect forever."""
 
     async def main() -> None:

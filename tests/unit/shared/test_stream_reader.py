@@ -129,7 +129,7 @@ def test_stream_whose_line_breaks_or_uses_up_its_key_continues_over_others(sourc
         assert lines.counts.received_bytes == source.total_bytes
 
 
-def test_groups_of_streams_take_turns_and_those_of_one_group_do_not(
+def test_groups_of_streams_take_turns_but_streams_of_one_group_do_not(
     server: StreamServer, source: StreamSource, lines: Lines
 ) -> None:
     lines.window = RequestWindow(2 << 20, lines.counts)
@@ -166,7 +166,7 @@ def test_cancelled_stream_is_not_written_to_and_others_on_its_line_continue(
     until(lambda: server.stats().streams == 0)
 
 
-def test_line_that_no_stream_needs_is_closed(
+def test_line_without_streams_is_closed(
     server: StreamServer, source: StreamSource, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_line, "IDLE_S", 0.05)
@@ -182,7 +182,7 @@ def test_line_that_no_stream_needs_is_closed(
     "endpoint",
     ["tcp://127.0.0.1:99999", "tcp://127.0.0.1:\u00b2", "tcp://127.0.0.1\0:80", "ipc://a\0b", f"tcp://{'x' * 70}:80"],
 )
-def test_invalid_endpoint_ends_no_other_line(
+def test_invalid_endpoint_does_not_end_other_lines(
     server: StreamServer, source: StreamSource, lines: Lines, endpoint: str
 ) -> None:
     opened = server.open_line()

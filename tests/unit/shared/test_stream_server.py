@@ -128,7 +128,7 @@ def test_stalled_reader_holds_no_more_than_its_share_and_delays_no_other(
     until(lambda: server.stats().queued_bytes == 0)
 
 
-def test_copies_for_stalled_readers_are_one_range_each(source: StreamSource) -> None:
+def test_at_most_one_range_is_copied_for_each_stalled_reader(source: StreamSource) -> None:
     with serving() as server:
         readers = [Reader(server, stalls=True) for _ in range(6)]
         for reader in readers:
@@ -199,7 +199,7 @@ def test_requests_are_parsed_however_their_bytes_are_split(
     assert [reader.receive()[0] for _ in range(8)] == [Head(Kind.DATA, stream, 10 + at, at) for at in range(8)]
 
 
-def test_line_accepts_one_connection_and_a_replayed_hello_gets_nothing(
+def test_line_accepts_one_connection_and_a_replayed_hello_is_refused(
     server: StreamServer, source: StreamSource
 ) -> None:
     reader = Reader(server)
@@ -324,7 +324,7 @@ def test_newcomer_evicts_the_oldest_stranger_of_the_host_with_most_strangers(
     assert (places.evicted, places.unproven, len(places)) == (2, 1, 4)
 
 
-def test_lines_and_streams_are_limited_and_one_too_many_is_busy(
+def test_lines_and_streams_are_limited_and_a_request_beyond_the_limit_is_answered_with_busy(
     server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_server, "MAX_STREAMS", 2)
@@ -339,7 +339,7 @@ def test_lines_and_streams_are_limited_and_one_too_many_is_busy(
         assert caught.value.retry_after_s > 0
 
 
-def test_unconnected_line_and_idle_stream_end(
+def test_unconnected_lines_and_idle_streams_are_ended(
     server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = Reader(server)

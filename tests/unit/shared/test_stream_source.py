@@ -34,7 +34,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, source: StreamSource) -> No
         pin("s", [kept], [[0]], [PutTask("train/0/0", 1)], [], 1 << 40, MappingCache())
 
 
-def test_kept_mapping_is_dropped_with_its_file_and_not_before_its_streams(tmp_path: Path) -> None:
+def test_kept_mapping_is_dropped_with_its_file_but_not_before_its_streams_end(tmp_path: Path) -> None:
     cache = MappingCache()
     files = StoreFiles("store", tmp_path, on_retire=cache.drop)
     layout = BlockLayout([("train/0/0", 1, {"a": np.arange(1000)})])

@@ -100,7 +100,7 @@ def test_excerpt_joins_the_shards_of_a_task_from_several_files_in_key_order() ->
         assert assembled(tables, files, picks, list(shards), 1 << 40) == whole
 
 
-def test_excerpt_stops_before_exceeding_its_limit_but_takes_the_first_task() -> None:
+def test_excerpt_stops_before_its_limit_but_always_includes_the_first_task() -> None:
     table, _ = block_file([(f"train/0/{i}", 1, {"a": np.zeros(100, np.uint8)}) for i in range(10)])
     picks = picked((f"train/0/{i}", 1, [(0, i)]) for i in range(10))
     covered = []
@@ -111,7 +111,7 @@ def test_excerpt_stops_before_exceeding_its_limit_but_takes_the_first_task() -> 
     assert covered == [1, 1, 3, 4, 10]
 
 
-def test_missing_shards_make_no_excerpt_and_are_named() -> None:
+def test_request_for_missing_shards_gives_no_excerpt_and_names_them() -> None:
     table, _ = block_file([("train/0/0", 1, {"a": np.zeros(1)}), ("train/0/1", 1, {"b": np.zeros(1)})])
     picks = picked([("train/0/0", 1, [(0, 0)]), ("train/0/1", 1, [(0, 1)])])
     assert excerpt.make([table], picks, ["a"], 1 << 40) is None
@@ -265,7 +265,7 @@ def fill(arrival: Arrival, data: bytes) -> None:
         arrival.check(arrival.received)
 
 
-def test_one_wrong_bit_anywhere_is_found() -> None:
+def test_one_wrong_bit_anywhere_is_detected() -> None:
     table, data = block_file([("train/0/0", 1, {"a": np.arange(900_000, dtype=np.int64), "b": np.arange(300)})])
     shards = list(table.shards(0))
     spots = [3, 70, shards[0].offset, shards[0].offset + 5_000_000, shards[0].offset + shards[0].nbytes - 1]

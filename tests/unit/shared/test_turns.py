@@ -30,7 +30,7 @@ async def _nothing(parts: Parts) -> Parts:
     return parts
 
 
-def test_a_process_without_a_supervisor_ends_before_it_takes_a_turn(tmp_path: Path) -> None:
+def test_a_process_without_a_supervisor_ends_instead_of_taking_a_turn(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
     try:
         by_hand = Sharer(run, 1)
@@ -56,7 +56,7 @@ class Desk:
         return await self.orders.get()
 
 
-def test_a_wait_for_a_turn_survives_the_end_of_other_calls() -> None:
+def test_a_wait_for_a_turn_continues_when_other_calls_end() -> None:
     async def scene() -> None:
         desk = Desk()
         turns = SharedDevices(cast(Any, desk), _nothing)
@@ -73,7 +73,7 @@ def test_a_wait_for_a_turn_survives_the_end_of_other_calls() -> None:
     asyncio.run(scene())
 
 
-def test_a_driver_that_asks_while_the_model_is_loaded_does_not_end_that_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_of_a_driver_during_loading_does_not_end_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     class Turns:
         ended = 0
         acquired: Parts = frozenset()

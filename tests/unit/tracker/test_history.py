@@ -65,7 +65,7 @@ def test_rows_arrive_once_in_the_order_of_the_commits(tmp_path: Path, seed: int)
     assert late.rows(0, 10_000) == seen
 
 
-def test_rows_that_are_in_both_files_wait_until_they_are_cut_off(tmp_path: Path) -> None:
+def test_rows_that_are_in_both_files_are_returned_once(tmp_path: Path) -> None:
     run, follower = Run(tmp_path), History(tmp_path)
     for step in range(5):
         run.commit(step)
@@ -81,7 +81,7 @@ def test_rows_that_are_in_both_files_wait_until_they_are_cut_off(tmp_path: Path)
     assert told(follower.rows(0, 10)) == run.committed
 
 
-def test_rows_that_are_replaced_while_they_are_read_keep_their_place(tmp_path: Path) -> None:
+def test_rows_that_are_replaced_by_rows_of_the_same_length_are_read_again(tmp_path: Path) -> None:
     run, follower = Run(tmp_path), History(tmp_path)
     for step in range(6):
         run.commit(step)

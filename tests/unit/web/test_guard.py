@@ -33,12 +33,12 @@ def status_of(guard: Guard, path: str, **headers: str) -> tuple[int, dict[str, s
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8080", "10.0.0.1", "[::1]:8080", "localhost:9", socket.gethostname()])
-def test_addresses_and_names_of_this_machine_are_admitted(host: str) -> None:
+def test_requests_to_addresses_and_names_of_this_machine_are_admitted(host: str) -> None:
     assert status_of(OPEN, "/", host=host)[0] == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:8080", "localhost.evil.example", "", "[x]:1"])
-def test_other_names_are_refused(host: str) -> None:
+def test_names_of_other_hosts_are_refused(host: str) -> None:
     assert status_of(OPEN, "/", host=host)[0] == 421
 
 
@@ -54,12 +54,12 @@ def test_requests_of_other_origins_are_refused(origin: str, status: int) -> None
     ("given", "status"),
     [(f"Bearer {TOKEN}", 200), (f"Bearer {TOKEN}x", 401), (f"Basic {TOKEN}", 401), ("Bearer ", 401), ("", 401)],
 )
-def test_data_needs_the_token_if_there_is_one(given: str, status: int) -> None:
+def test_data_needs_the_token_if_one_is_set(given: str, status: int) -> None:
     assert status_of(GUARD, "/api/metrics", authorization=given)[0] == status
     assert status_of(GUARD, "/page.js", authorization=given)[0] == 200
 
 
-def test_every_answer_confines_the_page() -> None:
+def test_every_response_has_a_strict_content_security_policy() -> None:
     for path, headers in (("/", {}), ("/api/metrics", {}), ("/", {"host": "evil.example"})):
         policy = status_of(GUARD, path, **headers)[1]["content-security-policy"]
         assert "script-src 'self'" in policy

@@ -40,7 +40,7 @@ class Browser:
         self._gone.set()
 
 
-def test_a_browser_gets_all_parts_then_what_changed() -> None:
+def test_a_browser_gets_all_parts_first_and_then_only_changed_parts() -> None:
     async def scenario() -> None:
         parts = LiveParts()
         parts.put("head", {"step": 1})
@@ -57,7 +57,7 @@ def test_a_browser_gets_all_parts_then_what_changed() -> None:
     asyncio.run(scenario())
 
 
-def test_a_browser_that_does_not_read_misses_versions_and_delays_no_other() -> None:
+def test_a_browser_that_does_not_read_misses_versions_and_does_not_delay_others() -> None:
     async def scenario() -> None:
         parts = LiveParts()
         parts.put("head", 0)
@@ -79,7 +79,7 @@ def test_a_browser_that_does_not_read_misses_versions_and_delays_no_other() -> N
     asyncio.run(scenario())
 
 
-def test_a_browser_that_takes_nothing_is_cut_off(monkeypatch: Any) -> None:
+def test_a_browser_that_reads_nothing_is_disconnected(monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "SEND_S", 0.05)
 
     async def scenario() -> None:

@@ -21,7 +21,7 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_only_whole_new_lines_are_returned(tmp_path: Path) -> None:
+def test_only_complete_new_lines_are_returned(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     followed = FollowedFile(path)
     assert followed.poll() == ([], False)
@@ -33,7 +33,7 @@ def test_only_whole_new_lines_are_returned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a\n", "a\nx\n", "a\nx\nlonger\n", ""])
-def test_a_file_whose_last_read_line_is_gone_is_read_again(tmp_path: Path, text: str) -> None:
+def test_a_file_that_no_longer_has_its_last_read_line_is_read_again(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lines"
     path.write_text("a\nb\n")
     followed = FollowedFile(path)
@@ -51,7 +51,7 @@ def test_a_line_beyond_the_limit_is_left_out(tmp_path: Path) -> None:
     assert found == [b"a", b"b"]
 
 
-def test_the_end_of_a_long_file_begins_with_a_whole_line(tmp_path: Path) -> None:
+def test_the_end_of_a_long_file_begins_with_a_complete_line(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("first\nsecond\nthird\n")
     assert FollowedFile(path, last_bytes=9).poll() == ([b"third"], False)
@@ -94,7 +94,7 @@ def test_logs_of_all_services_are_read_from_their_ends_and_long_lines_are_cut(tm
     assert len(second.text) == MAX_LOG_TEXT
 
 
-def test_warnings_of_the_file_are_in_the_view(tmp_path: Path) -> None:
+def test_warnings_in_the_file_are_shown_in_the_view(tmp_path: Path) -> None:
     write(tmp_path / "warnings.jsonl", {"at": 1.0, "step": 7, "kind": "kl", "text": "KL rises", "remedy": "lower lr"})
     files = RunFiles(tmp_path)
     asyncio.run(files.poll())

@@ -16,7 +16,7 @@ def write(run: Path, step: int, *records: Record, split: str = "train") -> None:
     path.write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
 
 
-def test_without_a_step_the_newest_is_listed(tmp_path: Path) -> None:
+def test_the_newest_step_is_listed_if_no_step_is_given(tmp_path: Path) -> None:
     write(tmp_path, 3, Record(task="train/0/1", step=3, prompt="1+1=", completion="2", reward=1.0))
     write(tmp_path, 12, Record(task="train/0/2", step=12), Record(task="train/0/2", sample=1, step=12))
     newest = samples.listed(tmp_path, "train", None)
@@ -29,7 +29,7 @@ def test_a_run_without_samples_has_an_empty_list(tmp_path: Path) -> None:
     assert samples.listed(tmp_path, "train", None)["samples"] == []
 
 
-def test_texts_of_ten_megabytes_and_endless_tokens_are_cut_and_counted(tmp_path: Path) -> None:
+def test_texts_of_ten_megabytes_and_very_long_tokens_are_truncated_and_counted(tmp_path: Path) -> None:
     big, count = "x" * 10_000_000, 20_000
     record = Record(
         task="t/0/0",

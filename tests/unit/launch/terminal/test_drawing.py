@@ -1,4 +1,4 @@
-"""The drawings of the terminal interface: curves, bars, lanes, samples, and text that cannot steer the terminal."""
+"""The drawings of the terminal interface: curves, bars, lanes, samples, and text that cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_picture_fills_its_size_exactly(width: int, height: int) -> None:
     assert {line.cell_len for line in lines[1:]} <= {max(width, LABEL + 5), width}
 
 
-def test_a_rising_curve_goes_from_below_left_to_above_right_without_holes() -> None:
+def test_a_rising_curve_goes_from_bottom_left_to_top_right_without_gaps() -> None:
     lines = plot("x", [Series("x", [(0.0, 0.0), (10.0, 5.0)])], 40, 12)
     found = dots(lines)
     columns, rows = 2 * (40 - LABEL - 1), 4 * 10
@@ -71,11 +71,11 @@ def test_numbers_are_short(value: float, text: str) -> None:
     assert len(text) <= LABEL
 
 
-def test_bars_are_filled_by_their_share() -> None:
+def test_bars_are_filled_in_proportion_to_their_values() -> None:
     assert [bar(share, 4) for share in (-1, 0, 0.5, 1, 7)] == ["░░░░", "░░░░", "██░░", "████", "████"]
 
 
-def test_the_lane_of_a_process_shows_work_over_waits() -> None:
+def test_the_lane_of_a_process_draws_work_on_top_of_waits() -> None:
     view = RunView()
     for what, at, seconds, of in (("generate", -5, 5.0, ""), ("lease", 0, 10.0, "scheduler/0")):
         values: dict[str, float | str] = {"what": what, "seconds": seconds, **({"of": of} if of else {})}
@@ -87,19 +87,19 @@ def test_the_lane_of_a_process_shows_work_over_waits() -> None:
     assert "  rollout/0 waited 5.0 s of 10 s for a lease from scheduler/0" in lines
 
 
-def test_the_overview_of_a_run_about_which_nothing_is_known_can_be_drawn() -> None:
+def test_the_overview_can_be_drawn_before_anything_is_known_about_the_run() -> None:
     lines = panes.overview(RunView(), NOW, 76, 19)
     assert any("no step is done yet" in line.plain for line in lines)
 
 
-def test_control_characters_become_visible_and_breaks_stay() -> None:
+def test_control_characters_become_visible_and_line_breaks_are_kept() -> None:
     text = visible("a\x1b[31m\tb\nc\x9b\u202e\x00\x7f")
     assert text == "a␛[31m b\nc��␀␡"
     styled = visible_text(Text("\x1b]0;x", style="red"))
     assert (styled.plain, styled.style) == ("␛]0;x", "red")
 
 
-def test_tokens_are_coloured_by_what_stands_out() -> None:
+def test_only_tokens_with_unusual_values_are_coloured() -> None:
     record = Record(
         task="train/0/1", pieces=["Hel", "lo", "!"], completion="Hello!", logprobs=[-0.1, -9.0, -1.5],
         train_logprobs=[-0.9, -9.0, -1.5],
@@ -114,7 +114,7 @@ def test_tokens_are_coloured_by_what_stands_out() -> None:
     assert styles(Color.NONE) == {}
 
 
-def test_a_sample_of_ten_megabytes_is_cut() -> None:
+def test_a_sample_of_ten_megabytes_is_truncated() -> None:
     record = Record(task="train/0/1", prompt="p" * (10 << 20), completion="c" * (10 << 20))
     text = sample_pane.page(record, Color.LOGPROB).plain
     assert len(text) < 3 * sample_pane.MAX_SHOWN_CHARS

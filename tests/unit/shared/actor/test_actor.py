@@ -186,7 +186,9 @@ def test_service_registers_sends_heartbeats_and_registers_again_at_a_restarted_s
 
 
 @pytest.mark.parametrize(("every_s", "least", "most"), [(0.01, 20, 1000), (3600.0, 1, 1)])
-def test_heartbeats_come_as_often_as_the_scheduler_asks_for(every_s: float, least: int, most: int, run: RunDir) -> None:
+def test_heartbeats_are_sent_as_often_as_the_scheduler_asks_for(
+    every_s: float, least: int, most: int, run: RunDir
+) -> None:
     async def main() -> None:
         beats: list[Heartbeat] = []
 
@@ -301,7 +303,7 @@ def test_process_raises_its_descriptor_limit_to_the_maximum(run: RunDir) -> None
         assert resource.prlimit(child.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
-def test_second_process_of_an_instance_exits_1_with_one_line_and_the_first_continues(run: RunDir) -> None:
+def test_second_process_of_an_instance_exits_with_status_1_and_one_line_and_the_first_continues(run: RunDir) -> None:
     with process(*arguments(run)) as first:
         line_of(first)
         with process(*arguments(run)) as second:
@@ -326,7 +328,7 @@ def test_process_killed_with_sigkill_can_be_restarted_at_once(run: RunDir) -> No
         assert line_of(second) == f"serving {second.pid}"
 
 
-def test_process_that_fails_prints_its_cause_and_exits_1(run: RunDir) -> None:
+def test_process_that_fails_prints_its_cause_and_exits_with_status_1(run: RunDir) -> None:
     with process(*arguments(run), env={"ECHO_FAIL": "no cheese"}) as child:
         _, complaint = child.communicate(timeout=20)
         assert child.returncode == 1
@@ -334,7 +336,7 @@ def test_process_that_fails_prints_its_cause_and_exits_1(run: RunDir) -> None:
     assert list(run.sockets.glob("echo*")) == []
 
 
-def test_wrong_run_directory_exits_2_with_one_line(tmp_path: Path) -> None:
+def test_process_with_a_wrong_run_directory_exits_with_status_2_and_one_line(tmp_path: Path) -> None:
     with process("service", "--run", str(tmp_path)) as child:
         _, complaint = child.communicate(timeout=20)
         assert child.returncode == 2

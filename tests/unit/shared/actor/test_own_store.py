@@ -32,7 +32,7 @@ def service(folder: Path, scheduler: str, answers: Iterator[RpcError | None]) ->
     return cast(Service, SimpleNamespace(run=run, name="rollout/1", resolve=resolve))
 
 
-def test_a_service_whose_store_was_given_up_ends_and_names_the_remedy(
+def test_a_service_whose_store_was_given_up_ends_with_an_error_that_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_store, "LOOK_S", 0.001)
@@ -45,5 +45,5 @@ def test_a_service_whose_store_was_given_up_ends_and_names_the_remedy(
     assert not list(answers)
 
 
-def test_a_store_that_the_topology_places_is_waited_for(tmp_path: Path) -> None:
+def test_a_service_waits_for_a_store_that_the_topology_places(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(own_store_stays(service(tmp_path, "", iter([])), STORE), 10))

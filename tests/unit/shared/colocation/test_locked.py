@@ -15,7 +15,7 @@ from shared.colocation.shelf import Shelf
 SIZES = [3 * 2**20 + 1, 0, 17, 5 * 2**20 + ALIGN]
 
 
-def test_memory_is_the_sum_of_the_sizes_and_not_rounded_up_to_powers_of_two() -> None:
+def test_locked_memory_equals_the_sum_of_the_sizes_and_is_not_rounded_up_to_powers_of_two() -> None:
     sizes = [2**20 * 33 // 32 + 3] * 100
     before = psutil.Process().memory_info().rss
     memory = LockedMemory(sizes, lock=False)
@@ -26,7 +26,7 @@ def test_memory_is_the_sum_of_the_sizes_and_not_rounded_up_to_powers_of_two() ->
     assert grown < sum(sizes) * 1.05
 
 
-def test_pieces_are_aligned_and_do_not_overlap() -> None:
+def test_pieces_of_locked_memory_are_aligned_and_do_not_overlap() -> None:
     memory = LockedMemory(SIZES, lock=False)
     for number, piece in enumerate(memory.pieces):
         piece.fill_(number + 1)
@@ -37,7 +37,7 @@ def test_pieces_are_aligned_and_do_not_overlap() -> None:
 
 
 @pytest.mark.gpu
-def test_a_shelf_keeps_its_locked_memory_and_every_bit_of_tensors_of_a_gpu(
+def test_a_shelf_reuses_its_locked_memory_and_keeps_every_bit_of_gpu_tensors(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     tensors = [torch.randn(1000 + each, device="cuda") for each in range(20)]

@@ -52,7 +52,7 @@ def test_second_owner_of_an_endpoint_is_refused_in_one_line_and_the_first_contin
     asyncio.run(main())
 
 
-def test_quick_change_of_owner_never_loses_the_new_owners_socket(ipc: str) -> None:
+def test_quick_change_of_owner_never_deletes_the_new_owners_socket(ipc: str) -> None:
     """libzmq unlinks the path of a closed socket some time later, which must not delete the next owner's file."""
 
     async def main() -> None:
@@ -66,7 +66,7 @@ def test_quick_change_of_owner_never_loses_the_new_owners_socket(ipc: str) -> No
     asyncio.run(main())
 
 
-def test_tcp_port_in_use_and_missing_folder_are_one_line_errors() -> None:
+def test_tcp_port_in_use_and_missing_folder_give_one_line_errors() -> None:
     async def main() -> None:
         async with serving("tcp://127.0.0.1:*") as (_, bound):
             with pytest.raises(RpcError, match=r"echo/0: cannot bind tcp://127.0.0.1:\d+: Address already in use"):

@@ -175,7 +175,7 @@ def test_request_to_an_absent_peer_is_sent_when_the_peer_starts(ipc: str) -> Non
     asyncio.run(main())
 
 
-def test_request_abandoned_while_the_peer_was_away_never_reaches_it(ipc: str) -> None:
+def test_request_abandoned_while_the_peer_was_away_never_reaches_the_peer(ipc: str) -> None:
     async def main() -> None:
         seen: list[int] = []
 

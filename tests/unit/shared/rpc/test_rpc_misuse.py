@@ -125,7 +125,7 @@ def test_two_hundred_thousand_empty_frames_cause_one_refusal_and_take_little_mem
     asyncio.run(main())
 
 
-def test_client_that_never_reads_loses_its_replies_and_blocks_no_other(ipc: str) -> None:
+def test_client_that_never_reads_loses_its_replies_and_does_not_block_others(ipc: str) -> None:
     async def main() -> None:
         async with serving(ipc, (GetInventory, double)) as (mailbox, bound), asking(bound) as client:
             with raw_dealer(bound, RCVHWM=1, SNDHWM=0) as socket:

@@ -29,8 +29,8 @@ def left_unread(unread: Unread, who: Sender, nbytes: int = ANSWER_BYTES) -> int:
 
 @pytest.mark.parametrize("connections", [1, 4, 100])
 @pytest.mark.parametrize("hosts", [1, 2, 3])
-def test_guests_that_never_read_leave_room_for_the_next_one(hosts: int, connections: int) -> None:
-    """Each host gets at most half of what the previous ones left, plus the answer that exceeds this half."""
+def test_guests_that_never_read_leave_room_for_the_next_guest(hosts: int, connections: int) -> None:
+    """Each host gets at most half of the room that earlier hosts left, plus the answer that exceeds this half."""
     unread = Unread()
     for host in range(hosts):
         assert max(left_unread(unread, guest(host, connection)) for connection in range(connections)) <= GUEST_BYTES
@@ -39,7 +39,7 @@ def test_guests_that_never_read_leave_room_for_the_next_one(hosts: int, connecti
     assert not unread.takes(guest(99, 0), GUESTS_BYTES)
 
 
-def test_a_service_has_its_own_limit_and_gets_any_answer_once_it_has_read_all() -> None:
+def test_a_service_has_its_own_limit_and_can_get_any_answer_once_it_has_read_all_others() -> None:
     unread = Unread()
     one, other = (sender(0, Role.SERVICE, name, b"10.0.0.1") for name in (b"one", b"other"))
     assert SERVICE_BYTES - 2 * ANSWER_BYTES < left_unread(unread, one) <= SERVICE_BYTES

@@ -50,7 +50,7 @@ def test_each_loss_has_only_the_options_it_uses(
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
-def test_a_ratio_that_is_always_one_is_not_clipped(folder: Path, name: str) -> None:
+def test_no_clip_range_is_set_by_default_for_a_ratio_that_is_always_one(folder: Path, name: str) -> None:
     loss = f"algorithm.loss={{name: {name}, aggregation: seq_mean_token_mean}}"
     topology = loaded(folder, loss)
     assert (topology.algorithm.loss.clip, topology.algorithm.loss.clamp) == (None, None)
@@ -58,7 +58,7 @@ def test_a_ratio_that_is_always_one_is_not_clipped(folder: Path, name: str) -> N
     assert loaded(folder, loss, "algorithm.loss.anchor=rollout").algorithm.loss.clip is not None
 
 
-def test_only_a_step_of_several_updates_needs_a_forward_pass_before_them(folder: Path) -> None:
+def test_only_a_step_of_several_updates_needs_a_proximal_forward_pass(folder: Path) -> None:
     one, two = (
         loaded(folder, "algorithm.loss.anchor=proximal"),
         loaded(folder, "algorithm.loss.anchor=proximal", TWO_UPDATES),
@@ -75,7 +75,7 @@ def test_supervised_fine_tuning_asks_for_no_proximal_forward(folder: Path) -> No
     assert not topology.needs_proximal
 
 
-def test_advantage_scale_is_filled_in_for_grpo_only(folder: Path) -> None:
+def test_default_of_the_advantage_scale_is_set_only_for_grpo(folder: Path) -> None:
     assert loaded(folder).algorithm.advantage.scale == "std"
     assert loaded(folder).algorithm.advantage.std_epsilon == 1e-6
     assert loaded(folder, "algorithm.advantage.scale=none").algorithm.advantage.std_epsilon is None
@@ -133,12 +133,12 @@ def test_option_without_effect_is_refused(folder: Path, overrides: list[str], me
     assert message in lines[0]
 
 
-def test_rewards_may_be_normalised_where_this_has_an_effect(folder: Path) -> None:
+def test_rewards_can_be_normalised_where_this_has_an_effect(folder: Path) -> None:
     loaded(folder, "algorithm.normalise_rewards=batch", "algorithm.overlong_penalty={tokens: 4}")
     loaded(folder, "algorithm.normalise_rewards=batch", "algorithm.advantage={name: dr_grpo}")
 
 
-def test_the_sft_example_loads_as_it_is() -> None:
+def test_the_sft_example_loads_unchanged() -> None:
     topology = load(Path(__file__).parents[4] / "launch" / "topologies" / "sft.yaml")
     assert topology.algorithm.loss.name == "cross_entropy"
     assert topology.services.reference is None

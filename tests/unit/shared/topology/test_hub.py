@@ -49,7 +49,7 @@ def snapshot(cache: Path, repository: str, *files: str) -> Path:
         (f"/c/models--Qwen--Q/snapshots/{COMMIT}/onnx", None),
     ],
 )
-def test_model_is_named_by_its_hub_name_or_its_snapshot(value: str, name: HubName | None) -> None:
+def test_hub_name_of_a_model_is_read_from_its_name_or_its_snapshot_folder(value: str, name: HubName | None) -> None:
     assert hub.model_name(value) == name
 
 
@@ -65,7 +65,7 @@ def test_model_is_named_by_its_hub_name_or_its_snapshot(value: str, name: HubNam
         ("jsonl:/data/x.jsonl", None),
     ],
 )
-def test_data_set_is_named_by_its_source(value: str, name: HubName | None) -> None:
+def test_hub_name_of_a_data_set_is_read_from_its_source(value: str, name: HubName | None) -> None:
     assert hub.source_name(value) == name
 
 
@@ -106,7 +106,7 @@ def test_folder_with_the_name_of_a_hub_model_takes_precedence(cache: Path, folde
     assert hub_names(path, ["policy.model=models/other"]) == {("policy", "model"): HubName("model", "models/other")}
 
 
-def test_data_set_that_is_not_in_the_cache_is_one_line(cache: Path, folder: Path) -> None:
+def test_data_set_that_is_not_in_the_cache_is_a_one_line_error(cache: Path, folder: Path) -> None:
     [line] = problems(edited(folder, "jsonl:rows.jsonl", "hub:a/b@v1/main/train"))
     assert line.endswith(
         f"a/b@v1/main/train is not in the local Hugging Face cache {cache}; fetch it with: "

@@ -17,7 +17,7 @@ def folder(tmp_path: Path) -> Path:
     return make(tmp_path)
 
 
-def test_blocks_wait_unless_the_topology_sets_keep(folder: Path) -> None:
+def test_weights_change_only_between_blocks_unless_the_topology_sets_keep(folder: Path) -> None:
     assert load(write(folder)).services.rollout.in_flight == "wait"
     assert load(write(folder), [KEEP]).services.rollout.in_flight == "keep"
 
@@ -42,7 +42,7 @@ def test_tensor_parallelism_needs_vllm(folder: Path) -> None:
     assert "transformers has no tensor parallelism; use 1" in line
 
 
-def test_completion_order_is_available(folder: Path) -> None:
+def test_completion_order_can_be_chosen(folder: Path) -> None:
     assert load(write(folder), ["consume=completion"]).consume == "completion"
 
 

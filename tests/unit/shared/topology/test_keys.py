@@ -180,17 +180,17 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
             "wandb.samples": "test_no_samples_are_sent_if_the_topology_says_so",
             "tensorboard.samples": "test_no_samples_are_sent_if_the_topology_says_so",
             "trackio.samples": "test_no_samples_are_sent_if_the_topology_says_so",
-            "tensorboard.directory": "test_event_files_are_in_the_directory_of_the_topology",
-            "mlflow.uri": "test_mlflow_has_the_run_at_its_address_in_its_experiment",
-            "mlflow.experiment": "test_mlflow_has_the_run_at_its_address_in_its_experiment",
-            "trackio.project": "test_trackio_has_the_run_in_its_project",
-            "trackio.url": "test_trackio_sends_to_the_server_of_the_topology",
+            "tensorboard.directory": "test_event_files_are_in_the_directory_that_the_topology_names",
+            "mlflow.uri": "test_mlflow_has_the_run_at_the_uri_and_in_the_experiment_that_the_topology_names",
+            "mlflow.experiment": "test_mlflow_has_the_run_at_the_uri_and_in_the_experiment_that_the_topology_names",
+            "trackio.project": "test_trackio_has_the_run_in_the_project_that_the_topology_names",
+            "trackio.url": "test_trackio_sends_to_the_server_that_the_topology_names",
         }.items()
     },
     "placement.engine": (
         "launch/cluster.py",
         "topology.placement.engine",
-        "integration/hosts/test_ray_smoke.py::test_a_run_on_two_nodes_is_done_and_leaves_nothing_behind",
+        "integration/hosts/test_ray_smoke.py::test_a_run_on_two_nodes_completes_and_leaves_nothing_behind",
     ),
     "placement.hosts.*.gpus": (
         "launch/placement/book.py",
@@ -215,7 +215,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
         "topology.policy.chat_template.add_generation_prompt",
-        "unit/shared/topology/test_keys.py::test_a_prompt_ends_with_the_assistants_opening_only_if_asked_for",
+        "unit/shared/topology/test_keys.py::test_a_prompt_ends_with_the_opening_of_an_answer_only_on_request",
     ),
     "reward.timeout_s": (
         ROLLOUT,
@@ -260,7 +260,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "workflow.timeout_s": (
         ROLLOUT,
         "chosen.timeout_s",
-        "unit/rollout/test_workflow.py::test_a_sample_that_hangs_is_lost_alone",
+        "unit/rollout/test_workflow.py::test_a_sample_that_hangs_is_lost_and_no_other",
     ),
     "workflow.max_tokens": (
         ROLLOUT,
@@ -270,7 +270,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "workflow.memory": (
         ROLLOUT,
         "chosen.memory",
-        "unit/rollout/test_workflow.py::test_a_sample_that_kills_its_process_is_lost_alone",
+        "unit/rollout/test_workflow.py::test_a_sample_that_kills_its_process_is_lost_and_no_other",
     ),
     "workflow.processes": (
         ROLLOUT,
@@ -300,12 +300,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.reference.backend": (
         "services/reference/service.py",
         "settings.backend",
-        "integration/reference/test_reference_group.py::test_two_ranks_score_as_one_follow_the_policy_and_survive_the_death_of_one",
+        "integration/reference/test_reference_group.py::test_two_ranks_score_like_one_follow_the_policy_and_survive_the_death_of_a_rank",
     ),
     "services.reference.max_tokens_per_micro_batch": (
         "services/reference/service.py",
         "settings.max_tokens_per_micro_batch",
-        "unit/reference/test_scorer.py::test_small_micro_batches_give_the_same_values_and_more_progress",
+        "unit/reference/test_scorer.py::test_small_micro_batches_give_the_same_values_and_report_progress_more_often",
     ),
     "services.reference.collective_s": (
         "services/reference/service.py",
@@ -351,19 +351,19 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "services/batch_store/server.py",
         "settings.memory",
         "integration/batch_store/test_bounded.py::"
-        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
+        "test_full_memory_spills_its_oldest_files_and_puts_wait_while_the_spill_folder_is_full_too",
     ),
     "services.batch-store.spill": (
         "services/batch_store/server.py",
         "settings.spill",
         "integration/batch_store/test_bounded.py::"
-        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
+        "test_full_memory_spills_its_oldest_files_and_puts_wait_while_the_spill_folder_is_full_too",
     ),
     "services.batch-store.spill_limit": (
         "services/batch_store/server.py",
         "settings.spill_limit",
         "integration/batch_store/test_bounded.py::"
-        "test_a_full_memory_spills_the_oldest_and_a_full_spill_answers_busy_until_there_is_room",
+        "test_full_memory_spills_its_oldest_files_and_puts_wait_while_the_spill_folder_is_full_too",
     ),
     "services.batch-store.directory": (
         "launch/preflight.py",
@@ -373,7 +373,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.prometheus.listen": (
         EXPORTER,
         "settings.listen",
-        "integration/exporter/test_exporter.py::test_a_scraper_reads_what_the_monitor_has_and_learns_that_it_is_gone",
+        "integration/exporter/test_exporter.py::test_a_scraper_reads_the_monitors_values_and_learns_when_the_monitor_is_gone",
     ),
     "services.monitor.prometheus.token": (
         EXPORTER,
@@ -383,12 +383,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.traces.otlp": (
         EXPORTER,
         "settings.otlp",
-        "integration/exporter/test_exporter.py::test_spans_reach_a_collector_and_the_file_and_survive_its_absence",
+        "integration/exporter/test_exporter.py::test_spans_reach_the_file_and_a_collector_that_is_absent_at_first",
     ),
     "services.monitor.traces.file": (
         EXPORTER,
         "settings.file",
-        "integration/exporter/test_exporter.py::test_spans_reach_a_collector_and_the_file_and_survive_its_absence",
+        "integration/exporter/test_exporter.py::test_spans_reach_the_file_and_a_collector_that_is_absent_at_first",
     ),
     "services.monitor.traces.file_limit": (
         EXPORTER,
@@ -408,12 +408,12 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "checkpoint.keep_every": (
         f"{TRAINER}/worker/calls.py",
         "topology.checkpoint.keep_every",
-        "unit/policy_trainer/test_state.py::test_the_newest_checkpoints_and_the_multiples_are_kept",
+        "unit/policy_trainer/test_state.py::test_the_newest_checkpoints_and_those_of_every_nth_step_are_kept",
     ),
     "checkpoint.keep_best": (
         f"{TRAINER}/service.py",
         "topology.checkpoint.keep_best",
-        "unit/policy_trainer/test_best.py::test_the_best_checkpoint_outlives_the_newest_and_the_first_of_equals_is_exported",
+        "unit/policy_trainer/test_best.py::test_the_best_checkpoint_is_kept_beside_the_newest_and_the_first_of_equals_is_exported",
     ),
     "checkpoint.memory_every": (
         f"{TRAINER}/driver.py",
@@ -428,7 +428,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.warnings.off": (
         "services/monitor/warnings/desk.py",
         "topology.services.monitor.warnings.off",
-        "unit/monitor/test_watch.py::test_a_kind_that_is_off_is_not_given",
+        "unit/monitor/test_watch.py::test_a_kind_that_is_turned_off_is_not_reported",
     ),
     "lease.lease_s": (
         "services/scheduler/server.py",
@@ -443,7 +443,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "optimizer.name": (
         "shared/topology/algorithm.py",
         'name: Literal["adamw"]',
-        "unit/shared/topology/test_keys.py::test_there_is_one_optimizer_to_choose",
+        "unit/shared/topology/test_keys.py::test_only_the_adamw_optimizer_can_be_chosen",
     ),
 }
 
@@ -573,12 +573,12 @@ def test_updates_follow_every_key_of_the_optimizer(tmp_path: Path) -> None:
         assert any(not torch.equal(each, before[key]) for key, each in after.items()), name
 
 
-def test_there_is_one_optimizer_to_choose(folder: Path) -> None:
+def test_only_the_adamw_optimizer_can_be_chosen(folder: Path) -> None:
     with pytest.raises(TopologyError, match=r"optimizer\.name.*adamw"):
         load(folder / "t.yaml", ["optimizer.name=sgd"])
 
 
-def test_a_prompt_ends_with_the_assistants_opening_only_if_asked_for() -> None:
+def test_a_prompt_ends_with_the_opening_of_an_answer_only_on_request() -> None:
     model = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
     row = {"prompt": [{"role": "user", "content": "1+1="}]}
     opened, bare = (PromptBuilder(model, add_generation_prompt=each).token_ids(row) for each in (True, False))
@@ -587,7 +587,7 @@ def test_a_prompt_ends_with_the_assistants_opening_only_if_asked_for() -> None:
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_keys_tested_elsewhere_are_read_at_the_place_named_here_and_have_their_test(key: str) -> None:
+def test_keys_tested_elsewhere_are_read_in_the_listed_file_and_have_the_listed_test(key: str) -> None:
     file, read, test = ELSEWHERE[key]
     assert read in (ROOT / file).read_text()
     where, _, name = test.partition("::")

@@ -87,7 +87,7 @@ def test_a_model_in_training_takes_18_bytes_per_parameter_in_bfloat16(half_b: Pa
         }
 
 
-def test_the_parts_of_one_rank_are_those_that_the_backend_holds(tmp_path: Path) -> None:
+def test_the_calculated_parts_of_one_rank_equal_those_that_the_backend_holds(tmp_path: Path) -> None:
     model = tmp_path / "model"
     for dtype in ("float32", "bfloat16"):
         made = make_model("qwen3", head_dim=16).to(getattr(__import__("torch"), dtype))
@@ -120,11 +120,13 @@ def test_the_parts_of_one_rank_are_those_that_the_backend_holds(tmp_path: Path) 
         ),
     ],
 )
-def test_ranks_divide_what_they_do_not_repeat(half_b: Path, overrides: list[str], bytes_per_parameter: float) -> None:
+def test_ranks_divide_the_parts_that_they_do_not_replicate(
+    half_b: Path, overrides: list[str], bytes_per_parameter: float
+) -> None:
     assert sum(training_parts(topology(half_b, *overrides)).values()) == bytes_per_parameter
 
 
-def test_services_that_take_turns_need_the_largest_part_and_the_trainer_waits_in_host_memory(half_b: Path) -> None:
+def test_services_that_take_turns_need_room_for_the_largest_and_the_trainer_waits_in_host_memory(half_b: Path) -> None:
     gpus = [f"services.{name}.gpus=1" for name in ("policy-trainer", "reference", "rollout")]
     given = topology(half_b, "policy.dtype=bfloat16", *gpus, file="colocate.yaml")
     parts = training_parts(given)
@@ -144,7 +146,7 @@ def test_an_evaluation_holds_weights_and_masters(half_b: Path) -> None:
     assert per_place(given, elements(given), {})[HOME] / GIB == pytest.approx(3 * 0.92, abs=0.02)
 
 
-def test_parameters_are_those_of_the_indexed_files_without_a_stored_copy_of_a_tied_head(tmp_path: Path) -> None:
+def test_parameters_are_counted_in_the_indexed_files_without_a_stored_copy_of_a_tied_head(tmp_path: Path) -> None:
     embedding, head = {"model.embed_tokens.weight": [100, 8]}, {"lm_head.weight": [100, 8]}
     config = tmp_path / "config.json"
     config.write_text("{}")
@@ -163,7 +165,7 @@ def test_a_model_without_weights_cannot_be_measured(tmp_path: Path) -> None:
         parameter_count(str(tmp_path))
 
 
-def test_a_model_that_cannot_fit_is_refused_with_the_number(
+def test_a_model_that_cannot_fit_is_refused_with_its_size(
     half_b: Path, one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "host_bytes", lambda: 24 * GIB)
@@ -179,7 +181,7 @@ def test_a_model_that_cannot_fit_is_refused_with_the_number(
     ]
 
 
-def test_a_gpu_that_is_too_small_is_named(one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_small_is_reported(one_and_a_half_b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpu_bytes", lambda: {"0": 80 * GIB, "1": 16 * GIB})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     gpus = ["services.policy-trainer.gpus=1", "services.rollout.gpus=1"]

@@ -1,4 +1,4 @@
-"""The section `monitor.web`: a page that others can reach needs a token, and tokens are in private files."""
+"""The section `monitor.web`: a page that other hosts can reach needs a token, and tokens are in private files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def token_problems(folder: Path, **files: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8080", "10.0.0.1:8080", "[::]:8080", "myhost:8080"])
-def test_an_address_that_others_reach_without_a_token_is_refused_in_one_line(folder: Path, address: str) -> None:
+def test_an_address_that_other_hosts_can_reach_is_refused_without_a_token_in_one_line(
+    folder: Path, address: str
+) -> None:
     [line] = problems(write(folder), f'monitor.web.listen="{address}"')
     assert (
         f"services.monitor.web.listen: {address}: others reach this address, and monitor.web.token is not set" in line
@@ -42,7 +44,7 @@ def test_an_address_that_others_reach_without_a_token_is_refused_in_one_line(fol
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8080", "localhost:8080", "[::1]:8080"])
-def test_a_loopback_address_needs_no_token_and_puts_the_page_into_the_plan(folder: Path, address: str) -> None:
+def test_a_loopback_address_needs_no_token_and_adds_the_web_service_to_the_plan(folder: Path, address: str) -> None:
     topology = load(write(folder), [f'monitor.web.listen="{address}"'])
     assert [spec.name for spec in topology.services_plan()].count("web/0") == 1
     assert "web/0" not in [spec.name for spec in load(write(folder)).services_plan()]
@@ -75,7 +77,7 @@ def test_the_operator_token_differs_from_the_visitors_token(folder: Path) -> Non
     assert token_problems(folder, **same) == []
 
 
-def test_the_resolved_topology_names_the_file_and_not_the_token(folder: Path) -> None:
+def test_the_resolved_topology_contains_the_path_of_the_token_file_and_not_the_token(folder: Path) -> None:
     path = token_file(folder, "secret")
     text = load(write(folder), [f"monitor.web.token={path}"]).to_yaml()
     assert str(path) in text

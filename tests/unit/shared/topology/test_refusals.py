@@ -67,7 +67,7 @@ def folder(tmp_path: Path) -> Path:
             "  top_p: 0.9",
             "t.yaml:11: sampling.top_p: not a key, changes the distribution that the log-probs of "
             "training samples "
-            "claim; remove it",
+            "describe; remove it",
         ),
         (
             "  group_size: 4\n",
@@ -112,7 +112,7 @@ def folder(tmp_path: Path) -> Path:
         (
             "  kl:\n    coef: 0.001",
             "  kl: 3",
-            "t.yaml:17: algorithm.kl: 3 is not a mapping (KL to the reference; left out: none)",
+            "t.yaml:17: algorithm.kl: 3 is not a mapping (KL to the reference; default: none)",
         ),
         (
             "memory: 1MiB",
@@ -149,7 +149,7 @@ def folder(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_wrong_key_or_type_is_one_line_with_its_place(folder: Path, old: str, new: str, line: str) -> None:
+def test_wrong_key_or_type_gives_a_one_line_error_with_its_place(folder: Path, old: str, new: str, line: str) -> None:
     [found] = problems(edited(folder, old, new))
     assert found.startswith(line)
 
@@ -175,7 +175,9 @@ def test_wrong_key_or_type_is_one_line_with_its_place(folder: Path, old: str, ne
         ("instances: 2", "instances: 0", "t.yaml:25: services.rollout.instances: 0 is out of range"),
     ],
 )
-def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: str, line: str) -> None:
+def test_error_of_a_value_out_of_range_names_the_value_and_the_limit(
+    folder: Path, old: str, new: str, line: str
+) -> None:
     [found] = problems(edited(folder, old, new))
     assert found.startswith(line)
 
@@ -291,18 +293,18 @@ def test_value_out_of_range_names_value_and_limit(folder: Path, old: str, new: s
         ),
     ],
 )
-def test_a_contradiction_is_one_line_with_its_place(folder: Path, old: str, new: str, line: str) -> None:
+def test_a_contradiction_gives_a_one_line_error_with_its_place(folder: Path, old: str, new: str, line: str) -> None:
     assert problems(edited(folder, old, new), check_supported=False) == [line]
 
 
-def test_spill_needs_a_limit(folder: Path) -> None:
+def test_spilling_to_disk_needs_a_limit(folder: Path) -> None:
     path = edited(folder, "    memory: 1MiB", "    memory: 1MiB\n    spill: ./disk")
     assert problems(path, check_supported=False) == [
         f"t.yaml:28: services.batch-store.spill: {folder}/disk has no limit; set spill_limit, such as 500GiB"
     ]
 
 
-def test_unknown_host_and_colocated_service_are_named(folder: Path) -> None:
+def test_unknown_host_and_unknown_colocated_service_are_reported(folder: Path) -> None:
     placement = "placement: {hosts: {betta: {gpus: 1}}, colocate: [reference, monitor]}\n"
     path = write(folder, BASE.replace("    instances: 2", "    host: beta") + placement)
     assert problems(path, check_supported=False) == [
@@ -345,7 +347,9 @@ def test_unknown_host_and_colocated_service_are_named(folder: Path) -> None:
         ),
     ],
 )
-def test_impossible_colocation_is_one_line_with_its_place(folder: Path, names: str, override: str, line: str) -> None:
+def test_impossible_colocation_gives_a_one_line_error_with_its_place(
+    folder: Path, names: str, override: str, line: str
+) -> None:
     path = write(folder, f"{BASE}placement: {{colocate: {names}}}\n")
     overrides = [override] if override.startswith("staleness") else [override, "staleness=0"]
     found = problems(path, *overrides)
@@ -359,7 +363,7 @@ def test_all_three_services_may_take_turns(folder: Path) -> None:
     assert loaded.colocated_services == {"policy-trainer-worker", "reference", "rollout"}
 
 
-def test_more_gpus_than_a_host_has_are_named_unless_colocated(folder: Path) -> None:
+def test_more_gpus_than_a_host_has_are_refused_unless_services_are_colocated(folder: Path) -> None:
     placement = "placement: {hosts: {a: {gpus: 4}}"
     services = "\n  reference: {host: a, gpus: 4}\n  policy-trainer:\n    host: a\n    gpus: 4\n"
     text = BASE.replace("\n  policy-trainer:\n    backend: torch\n", services)
@@ -386,7 +390,7 @@ def test_deterministic_mode_refuses_what_depends_on_timing(folder: Path, overrid
     assert "run.deterministic needs" in line
 
 
-def test_missing_model_folder_is_named(folder: Path) -> None:
+def test_missing_model_folder_is_reported(folder: Path) -> None:
     assert problems(edited(folder, "./model", "./modell")) == [
         f"t.yaml:3: policy.model: no folder {folder}/modell; relative paths start at the topology's "
         "folder; put the "
@@ -404,19 +408,19 @@ def test_missing_model_folder_is_named(folder: Path) -> None:
         ),
     ],
 )
-def test_model_folder_without_its_files_is_named(folder: Path, file: str, message: str) -> None:
+def test_model_folder_without_its_files_is_reported(folder: Path, file: str, message: str) -> None:
     (folder / "model" / file).unlink()
     assert problems(write(folder)) == [f"t.yaml:3: policy.model: {folder}/model {message}"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0[]", b'\x09\0\0\0\0\0\0\0{"a": {}}'])
-def test_weights_that_are_not_safetensors_are_named(folder: Path, content: bytes) -> None:
+def test_weights_that_are_not_safetensors_are_reported(folder: Path, content: bytes) -> None:
     (folder / "model" / "model.safetensors").write_bytes(content)
     [line] = problems(write(folder))
     assert line.startswith(f"t.yaml:3: policy.model: {folder}/model/model.safetensors is not a safetensors file")
 
 
-def test_missing_jsonl_file_is_named(folder: Path) -> None:
+def test_missing_jsonl_file_is_reported(folder: Path) -> None:
     (folder / "rows.jsonl").unlink()
     assert problems(write(folder)) == [
         f"t.yaml:6: data.train.source: no file {folder}/rows.jsonl; relative paths start at the "
@@ -475,7 +479,7 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     assert worst_case_bytes(lean, 32, 0) == (6 + 2 * block) * task_bytes(lean, 32)
 
 
-def test_worst_case_counts_what_is_put_and_kept_for_the_recorder(folder: Path) -> None:
+def test_worst_case_counts_the_shards_that_are_kept_for_the_recorder(folder: Path) -> None:
     without = load(write(folder), ["monitor.samples=null"])
     block = without.services.rollout.block_tasks
     held, waiting = 3 * 6 + 2 * block, 2 * block
@@ -505,7 +509,7 @@ HOSTS = ("placement.hosts={b: {}, c: {}}", "transport.listen=10.0.0.1")
         (5, ["staleness=1", "services.rollout.instances=1", "checkpoint.every=2", "algorithm.kl.refresh_every=2"]),
     ],
 )
-def test_versions_that_slow_leases_and_engines_keep_alive_need_room(
+def test_room_is_required_for_the_versions_that_slow_leases_and_engines_keep_alive(
     folder: Path, versions: int, overrides: list[str]
 ) -> None:
     topology = load(write(folder), [*overrides, "services.batch-store.memory=8MiB"], check_supported=False)
@@ -516,7 +520,7 @@ def test_versions_that_slow_leases_and_engines_keep_alive_need_room(
     assert f"set at least {needed} (" in line
 
 
-def test_memory_too_small_names_the_sufficient_number(folder: Path) -> None:
+def test_error_of_too_little_memory_names_a_sufficient_size(folder: Path) -> None:
     weights = weight_bytes(str(folder / "model"), "bfloat16")
     assert 2 * WEIGHTS < weights < 2 * WEIGHTS + 5000
     needed = worst_case_bytes(load(write(folder)), 32, weights)
@@ -564,7 +568,7 @@ def test_memory_too_small_names_the_sufficient_number(folder: Path) -> None:
         ),
     ],
 )
-def test_hosts_that_cannot_do_their_part_are_refused(folder: Path, overrides: list[str], line: str) -> None:
+def test_hosts_that_cannot_run_their_services_are_refused(folder: Path, overrides: list[str], line: str) -> None:
     assert any(line in each for each in problems(write(folder), *overrides))
 
 

@@ -33,7 +33,7 @@ def model(folder: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("degrees", ["{tp: 4}", "{pp: 3}", "{tp: 2, pp: 6}", "{cp: 5}"])
-def test_megatron_takes_degrees_that_divide_the_model(folder: Path, degrees: str) -> None:
+def test_megatron_accepts_degrees_that_divide_the_model(folder: Path, degrees: str) -> None:
     topology = load(model(folder), [MEGATRON, f"{PARALLEL}={degrees}"])
     trainer = topology.services.policy_trainer
     assert trainer.world_size == trainer.parallel.model_ranks
@@ -60,7 +60,9 @@ def test_torch_splits_no_layers(folder: Path, degree: str) -> None:
 
 
 @pytest.mark.parametrize(("degree", "what"), [("tp", "layers"), ("pp", "layers"), ("cp", "sequences here")])
-def test_a_torch_reference_is_whole_and_a_megatron_one_takes_divisors(folder: Path, degree: str, what: str) -> None:
+def test_a_torch_reference_is_not_divided_and_a_megatron_reference_accepts_divisors(
+    folder: Path, degree: str, what: str
+) -> None:
     reference, known = "services.reference", model(folder)
     [line] = problems(known, f"{reference}.parallel.{degree}=2")
     assert f"{reference}.parallel.{degree}: 2 splits {what}, which backend torch does not" in line
@@ -84,6 +86,6 @@ def test_a_model_that_megatron_does_not_know_is_refused(folder: Path) -> None:
     assert line.endswith("backend: megatron supports llama, qwen2, qwen3, but the model is a gemma3; use torch")
 
 
-def test_megatron_trains_no_float16(folder: Path) -> None:
+def test_megatron_does_not_train_in_float16(folder: Path) -> None:
     [line] = problems(model(folder), MEGATRON, "policy.dtype=float16")
     assert "policy.dtype" in line

@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return make(tmp_path)
 
 
-def test_defaults_follow_from_the_given_keys(folder: Path) -> None:
+def test_defaults_are_derived_from_the_given_keys(folder: Path) -> None:
     topology = load(write(folder))
     assert topology.algorithm.mini_batch_tasks == 6
     assert topology.algorithm.updates_per_step == 1
@@ -86,7 +86,7 @@ def test_lease_is_the_largest_divisor_of_a_step_within_256_samples(
 
 
 @pytest.mark.parametrize(("engine", "block"), [("vllm", 64), ("transformers", 16)])
-def test_an_engine_that_refills_its_batch_in_turns_gets_its_share_of_a_step_as_one_lease(
+def test_an_engine_that_refills_its_batch_gets_its_share_of_a_step_as_one_lease_in_turns_mode(
     folder: Path, engine: str, block: int
 ) -> None:
     sizes = ["algorithm.tasks_per_step=128", "algorithm.group_size=16", "services.batch-store.memory=4GiB"]
@@ -134,13 +134,13 @@ def test_an_exporter_runs_only_if_something_is_exported(folder: Path, section: s
         ("monitor.traces.share=1.5", "services.monitor.traces.share", "1.5 is out of range"),
     ],
 )
-def test_exports_that_cannot_work_are_refused_in_one_line(folder: Path, key: str, path: str, text: str) -> None:
+def test_invalid_exporter_settings_are_refused_in_one_line(folder: Path, key: str, path: str, text: str) -> None:
     [line] = problems(write(folder), key)
     assert line.startswith(f"--set {key}: {path}: ")
     assert text in line
 
 
-def test_an_address_that_others_reach_is_accepted_with_a_token(folder: Path) -> None:
+def test_an_address_that_other_hosts_can_reach_is_accepted_with_a_token(folder: Path) -> None:
     given = load(write(folder), ["monitor.prometheus={listen: '[::]:9464', token: ./token}"]).services.monitor
     assert given.prometheus is not None
     assert given.prometheus.token == f"{folder}/token"
@@ -167,11 +167,11 @@ def test_topology_cannot_be_changed_after_loading(folder: Path) -> None:
 # ------------------------------------------------------------------------------------------ reading the file
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_topology_file_is_reported(tmp_path: Path) -> None:
     assert problems(tmp_path / "t.yaml") == ["t.yaml: cannot be read (No such file or directory)"]
 
 
-def test_bad_yaml_names_its_line(folder: Path) -> None:
+def test_error_of_invalid_yaml_names_its_line(folder: Path) -> None:
     [line] = problems(edited(folder, "  lr: 1e-3", "  lr: [1e-3"))
     assert line.startswith("t.yaml:21: not YAML: ")
 
@@ -181,7 +181,7 @@ def test_document_must_be_a_mapping(folder: Path, text: str) -> None:
     assert problems(write(folder, text)) == ["t.yaml:1: must be a mapping with the keys run, policy, data, ..."]
 
 
-def test_every_duplicate_key_is_named_with_both_lines(folder: Path) -> None:
+def test_every_duplicate_key_is_reported_with_both_lines(folder: Path) -> None:
     path = edited(folder, "  group_size: 4\n", "  group_size: 4\n  group_size: 8\n  tasks_per_step: 6\n")
     assert [line.replace(f"{folder}/", "") for line in problems(path)] == [
         "t.yaml:16: algorithm.group_size: duplicate key, first at t.yaml:15; remove one",
@@ -189,14 +189,14 @@ def test_every_duplicate_key_is_named_with_both_lines(folder: Path) -> None:
     ]
 
 
-def test_tagged_object_is_refused_not_built(folder: Path) -> None:
+def test_tagged_object_is_refused_and_not_constructed(folder: Path) -> None:
     for tagged in ("!!python/object/apply:os.getpid []", "!!python/name:os.getpid x", "!own {a: 1}"):
         line = problems(edited(folder, "steps: 3", f"steps: {tagged}"))[0]
         assert line.startswith("t.yaml:1: run.steps: ")
         assert line.endswith("; write a plain value")
 
 
-def test_alias_that_contains_itself_is_refused(folder: Path) -> None:
+def test_alias_that_refers_to_itself_is_refused(folder: Path) -> None:
     lines = problems(edited(folder, "    coef: 0.001", "    coef: &loop [*loop]"))
     assert "t.yaml:18: algorithm.kl.coef.0: an alias that contains itself; write the value out" in lines
 
@@ -228,7 +228,7 @@ def test_all_problems_are_reported_at_once(folder: Path) -> None:
     ]
 
 
-def test_no_error_is_reported_about_the_default_behind_a_broken_value(folder: Path) -> None:
+def test_no_error_is_reported_about_the_default_that_replaces_an_invalid_value(folder: Path) -> None:
     [line] = problems(edited(folder, "aggregation: token_mean", "anchor: roll_out, tis_cap: 3.0"))
     assert line.startswith("t.yaml:16: algorithm.loss.anchor: 'roll_out' is not one of proximal, rollout, nearest")
 
@@ -327,7 +327,7 @@ def example(name: str, folder: Path) -> Path:
     return path
 
 
-def test_quickstart_loads_as_it_is(folder: Path) -> None:
+def test_quickstart_loads_unchanged(folder: Path) -> None:
     (folder / "models").mkdir()
     (folder / "model").rename(folder / "models" / "tiny-qwen3")
     topology = load(example("quickstart", folder))
@@ -337,7 +337,7 @@ def test_quickstart_loads_as_it_is(folder: Path) -> None:
     assert topology.data.eval["heldout"].temperature == 0
 
 
-def test_an_unknown_kind_of_warning_is_refused_with_the_nearest(folder: Path) -> None:
+def test_an_unknown_kind_of_warning_is_refused_and_the_nearest_suggested(folder: Path) -> None:
     [line] = problems(write(folder), "monitor.warnings.off=[truncation, reward-slwo]")
     assert line.startswith("--set monitor.warnings.off=[truncation, reward-slwo]: services.monitor.warnings.off: ")
     assert "'reward-slwo' is not one of" in line
@@ -350,12 +350,12 @@ def test_monitor_is_a_short_name_of_services_monitor(folder: Path) -> None:
     assert line.startswith("--set monitor.wandb.project=: services.monitor.wandb.project: ")
 
 
-def test_key_of_the_monitor_under_both_names_is_refused(folder: Path) -> None:
+def test_key_of_the_monitor_given_under_both_names_is_refused(folder: Path) -> None:
     [line] = problems(write(folder), "services.monitor.web={}", "monitor.web={}", check_supported=False)
     assert line == "--set monitor.web={}: monitor.web: given twice, also as services.monitor.web; remove one"
 
 
-def test_qwen7b_lacks_only_its_files(
+def test_qwen7b_example_is_valid_except_for_its_missing_files(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path_factory.mktemp("hub")))
@@ -368,7 +368,7 @@ def test_qwen7b_lacks_only_its_files(
     ]
 
 
-def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
+def test_plan_of_the_qwen7b_example_has_the_derived_ranks(folder: Path) -> None:
     # The positions are those of the real model; the test's tiny model has 64.
     (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
     files = [
@@ -397,7 +397,7 @@ def test_qwen7b_plan_derives_its_ranks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("trainer", "rollout"), [("b", "a"), ("a", "b")])
-def test_the_trainers_host_has_the_store_into_which_the_trainer_puts(folder: Path, trainer: str, rollout: str) -> None:
+def test_the_host_of_the_trainer_has_the_store_that_the_trainer_uses(folder: Path, trainer: str, rollout: str) -> None:
     places = ["placement.hosts={a: {}, b: {}}", f"services.policy-trainer.host={trainer}"]
     places += [f"services.rollout.host={rollout}", "transport.listen=10.0.0.1"]
     topology = load(write(folder), places)
@@ -424,7 +424,7 @@ def test_the_trainers_host_has_the_store_into_which_the_trainer_puts(folder: Pat
         ("rollout", "services.rollout={host: [b, c], instances: 3}", "bcb"),
     ],
 )
-def test_copies_take_turns_on_hosts_and_ranks_of_one_copy_are_divided_in_blocks(
+def test_copies_alternate_between_hosts_and_ranks_of_one_copy_are_divided_in_blocks(
     folder: Path, service: str, settings: str, hosts: str
 ) -> None:
     places = "placement.hosts={a: {gpus: 8}, b: {gpus: 8}, c: {gpus: 8}}"
@@ -436,7 +436,7 @@ def test_copies_take_turns_on_hosts_and_ranks_of_one_copy_are_divided_in_blocks(
 # ------------------------------------------------------------------------------ the cost of importing
 
 
-def test_import_is_quick_and_does_not_import_torch() -> None:
+def test_importing_the_topology_is_quick_and_does_not_import_torch() -> None:
     code = "import sys, shared.topology; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     seconds = []
     for _ in range(3):

@@ -47,14 +47,14 @@ def with_transport(folder: Path, text: str) -> Path:
         ('{listen: "0.0.0.0"}', "t.yaml:28: transport.listen: "),
     ],
 )
-def test_transport_key_that_is_wrong_or_without_effect_is_named_with_its_line(
+def test_transport_key_that_is_wrong_or_without_effect_is_reported_with_its_line(
     folder: Path, text: str, line: str
 ) -> None:
     [found] = problems(with_transport(folder, text))
     assert found.startswith(line)
 
 
-def test_bulk_is_unencrypted_only_by_its_own_key(folder: Path) -> None:
+def test_bulk_data_is_unencrypted_only_if_its_own_key_says_so(folder: Path) -> None:
     assert load(with_transport(folder, "{listen: 10.0.0.1}")).transport.encrypt_bulk
     assert not load(with_transport(folder, "{listen: 10.0.0.1, encrypt_bulk: false}")).transport.encrypt_bulk
 
@@ -68,7 +68,7 @@ def test_only_services_that_others_contact_first_have_fixed_ports(folder: Path) 
     assert listen_endpoint(load(write(folder)).transport, "scheduler") == ""
 
 
-def test_address_of_another_machine_and_port_in_use_are_found_before_the_start(folder: Path) -> None:
+def test_address_of_another_machine_and_port_in_use_are_reported_before_the_start(folder: Path) -> None:
     away = load(with_transport(folder, "{listen: 192.0.2.1}"))  # This address is reserved for documentation.
     [line] = preflight.check(away, "t.yaml").errors
     assert line.startswith("t.yaml: transport.listen: 192.0.2.1 cannot be used (Cannot assign requested address)")

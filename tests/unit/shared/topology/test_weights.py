@@ -34,12 +34,12 @@ def test_weights_are_shards_by_default(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_gloo_has_a_limit_below_that_of_a_lease(folder: Path, engine: str) -> None:
+def test_time_limit_of_gloo_transfers_is_shorter_than_a_lease(folder: Path, engine: str) -> None:
     rollout = load(write(folder), [route("gloo"), f"services.rollout.engine={engine}", "lease.lease_s=45"])
     assert rollout.services.rollout.transfer_s == pytest.approx(30)
 
 
-def test_nccl_and_ipc_are_for_vllm_on_gpus(folder: Path) -> None:
+def test_nccl_and_ipc_need_vllm_on_gpus(folder: Path) -> None:
     assert load(write(folder), [route("nccl"), *ON_GPUS]).services.rollout.weights == "nccl"
     assert load(write(folder), [route("ipc"), *ON_GPUS, *TOGETHER]).services.rollout.weights == "ipc"
 
@@ -72,12 +72,12 @@ def test_an_unsupported_route_is_refused(folder: Path, overrides: list[str], why
         ([route("gloo"), "services.rollout.transfer_s=null"], "null: gloo needs a limit"),
     ],
 )
-def test_a_limit_without_effect_is_refused(folder: Path, overrides: list[str], why: str) -> None:
+def test_a_time_limit_without_effect_is_refused(folder: Path, overrides: list[str], why: str) -> None:
     lines = problems(write(folder), *overrides)
     assert [line for line in lines if "services.rollout.transfer_s: " in line and why in line], lines
 
 
-def test_a_limit_in_which_a_version_cannot_be_sent_is_refused_with_the_one_that_would_do(
+def test_a_time_limit_too_short_to_send_a_version_is_refused_with_a_sufficient_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = [route("nccl"), *ON_GPUS, "services.rollout.instances=4", "services.rollout.gpus=1"]

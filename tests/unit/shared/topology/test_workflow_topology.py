@@ -37,7 +37,7 @@ def test_a_length_penalty_for_single_answers_is_refused_with_a_workflow(tmp_path
     assert "the limit of one answer" in refusal(tmp_path, *overrides)
 
 
-def test_a_workflow_is_optional_and_its_room_counts_all_its_tokens(tmp_path: Path) -> None:
+def test_a_workflow_is_optional_and_the_size_of_its_tasks_counts_all_its_tokens(tmp_path: Path) -> None:
     plain = loaded(tmp_path)
     assert plain.workflow is None
     flow = loaded(tmp_path, "workflow={function: 'my.module:fn', params: {a: 1}, max_tokens: 900}")
@@ -60,7 +60,7 @@ def test_a_workflow_is_optional_and_its_room_counts_all_its_tokens(tmp_path: Pat
         ("data.train.source=gym:chain_sum", "is not a source"),
     ],
 )
-def test_impossible_settings_are_one_line_errors(tmp_path: Path, override: str, says: str) -> None:
+def test_impossible_settings_give_one_line_errors(tmp_path: Path, override: str, says: str) -> None:
     assert says in refusal(tmp_path, override)
 
 

@@ -1,4 +1,4 @@
-"""The model of a live run: it takes rows of the stream and gives the picture to draw."""
+"""The model of a live run: it takes rows of the stream and provides the values to draw."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_progress_has_the_steps_and_the_time_that_is_left() -> None:
     assert seen.eta_s == 15.0
 
 
-def test_progress_of_a_scheduler_that_fell_silent_keeps_the_steps() -> None:
+def test_progress_keeps_the_steps_when_the_scheduler_falls_silent() -> None:
     view = RunView()
     view.apply(row("cluster/status", {"reachable": 1.0, "step": 4, "steps": 10}))
     view.apply(row("cluster/status", {"reachable": 0.0}))
@@ -52,7 +52,7 @@ def test_progress_of_a_scheduler_that_fell_silent_keeps_the_steps() -> None:
     assert view.progress().step == 4
 
 
-def test_curves_replace_what_the_run_takes_back() -> None:
+def test_curves_replace_the_points_that_the_run_takes_back() -> None:
     curves = Curves()
     for step in range(1, 6):
         curves.add(metrics(step, reward=step))
@@ -62,7 +62,7 @@ def test_curves_replace_what_the_run_takes_back() -> None:
     assert curves.last["step"] == 3
 
 
-def test_curves_take_the_same_row_twice_as_one() -> None:
+def test_curves_count_a_repeated_row_once() -> None:
     curves = Curves()
     curves.add(metrics(1))
     curves.add(metrics(1))
@@ -95,7 +95,7 @@ def test_panels_select_the_names_that_exist() -> None:
     assert reward.matching(known) == ["reward/mean", "eval/held/accuracy"]
 
 
-def test_metrics_of_the_stream_are_used_only_by_those_who_ask_for_them() -> None:
+def test_metrics_of_the_stream_are_used_only_if_the_view_asks_for_them() -> None:
     file_reader, far_away = RunView(), RunView(metrics_from_stream=True)
     for view in (file_reader, far_away):
         view.load_metrics([metrics(1)])
@@ -105,7 +105,7 @@ def test_metrics_of_the_stream_are_used_only_by_those_who_ask_for_them() -> None
     assert not far_away.history_is_old
 
 
-def test_a_hole_or_a_rewind_in_the_stream_asks_for_the_history() -> None:
+def test_a_gap_or_a_rewind_in_the_stream_makes_the_history_old() -> None:
     view = RunView(metrics_from_stream=True)
     view.load_metrics([metrics(1)])
     view.apply(row("step", {"step": 3, "reward/mean": 0.5}))
@@ -122,7 +122,7 @@ def test_a_hole_or_a_rewind_in_the_stream_asks_for_the_history() -> None:
     assert not view.history_is_old
 
 
-def test_the_history_brings_the_time_line_to_those_who_read_the_file_too() -> None:
+def test_the_history_adds_the_time_line_to_a_view_that_reads_the_metrics_file() -> None:
     view = RunView()
     view.add_metrics(metrics(1))
     span = row("span", {"what": "generate", "seconds": 1.0}, name="rollout/0")
@@ -131,7 +131,7 @@ def test_the_history_brings_the_time_line_to_those_who_read_the_file_too() -> No
     assert [lane.name for lane in view.timeline(NOW, 10)] == ["rollout/0"]
 
 
-def test_a_process_is_what_the_supervisor_and_itself_say_about_it() -> None:
+def test_the_view_of_a_process_combines_its_own_telemetry_with_that_of_the_supervisor() -> None:
     view = RunView()
     name = "rollout/1"
     view.apply(row("service", {"state": "READY", "cause": ""}, name=name, at=NOW - 60))
@@ -148,14 +148,16 @@ def test_a_process_is_what_the_supervisor_and_itself_say_about_it() -> None:
     ("state", "health"),
     [("BACKOFF", Health.WRONG), ("FAILED", Health.WRONG), ("STARTING", Health.CHANGING), ("DRAINED", Health.ENDED)],
 )
-def test_the_supervisors_word_on_a_process_counts_more_than_its_own(state: str, health: Health) -> None:
+def test_the_state_that_the_supervisor_reports_overrides_the_state_that_a_process_reports(
+    state: str, health: Health
+) -> None:
     view = RunView()
     view.apply(row("service", {"state": "READY", "cause": ""}, name="rollout/0"))
     view.apply(row("cluster/process", {"state": state, "restarts": 1, "cause": "", "pid": 0}, name="rollout/0"))
     assert view.services(NOW)[0].health == health
 
 
-def test_a_process_that_falls_silent_is_wrong() -> None:
+def test_a_process_that_falls_silent_is_shown_as_unhealthy() -> None:
     view = RunView()
     view.apply(row("process", {"pid": 3, "progress_age_s": -1}, name="rollout/0"))
     view.apply(row("cluster/process", {"state": "READY", "restarts": 0, "cause": "", "pid": 3}, name="rollout/0"))
@@ -165,7 +167,7 @@ def test_a_process_that_falls_silent_is_wrong() -> None:
     assert later.progress_age_s is None
 
 
-def test_a_restart_that_nobody_saw_shows_for_a_while() -> None:
+def test_a_restart_between_two_updates_is_shown_for_a_while() -> None:
     view = RunView()
     for restarts in (3, 4):
         values = {"state": "READY", "restarts": restarts, "cause": "killed", "pid": restarts}
@@ -214,7 +216,7 @@ def test_the_time_line_cuts_spans_at_its_window_and_is_bounded() -> None:
     assert covered_s([(0, 2), (1, 3), (5, 6)]) == 4
 
 
-def test_a_warning_is_kept_once_whichever_way_it_comes() -> None:
+def test_a_warning_that_arrives_in_two_ways_is_kept_once() -> None:
     view = RunView()
     values: dict[str, float | str] = {"at": NOW, "step": 3.0, "kind": "kl", "text": "KL rises", "remedy": "lower lr"}
     view.add_warning(WarningRecord(at=NOW, step=3, kind="kl", text="KL rises", remedy="lower lr"))
@@ -225,7 +227,7 @@ def test_a_warning_is_kept_once_whichever_way_it_comes() -> None:
     ]
 
 
-def test_warnings_about_two_services_are_two() -> None:
+def test_warnings_about_two_services_are_kept_separately() -> None:
     view = RunView()
     for about in ("rollout/0", "rollout/1", "rollout/0"):
         view.add_warning(WarningRecord(at=NOW, step=3, kind="memory-trend", text="t", remedy="r", about=about))
