@@ -2,7 +2,7 @@
 
 A step takes fixed admission numbers, a lease is one whole fixed block of them, and a version is used for sampling only
 after its evaluations. Arrival order, failures and drops never move a task into another block or step, because batch
-shapes and versions decide the last bits (docs/architecture.md, promise 9).
+shapes and versions determine the last bits of the results (docs/architecture.md, promise 9).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _take(run: RunState) -> list[Task]:
 def _block(run: RunState, stage: int, admission: int, most: int) -> list[Task]:
     """Return the live tasks of the fixed block that contains `admission`, or [] until the whole block is admitted.
 
-    For a stage after the rollout, return only the part of the block that holds `admission`, at most `most` numbers.
+    For a stage after the rollout, return only the part of the block that contains `admission`, with at most `most`
+    admission numbers.
     """
     size = run.plan.block_tasks
     first = admission // size * size
@@ -65,7 +66,7 @@ def _choose_block(run: RunState, stage: int, most: int) -> list[Task]:
 
 
 def _version(run: RunState, exact: int, held: Version | None) -> Version | None:
-    """Return the version of exactly this step once it and all older ones are evaluated.
+    """Return the version of exactly this step once this version and all older ones are evaluated.
 
     All evaluations of versions older than those of a checkpoint are therefore complete, so a run that returns to the
     checkpoint misses none of them.

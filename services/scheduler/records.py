@@ -2,7 +2,7 @@
 
 A chosen task becomes due when it is trained, scored, filtered or dropped. Its collection (`collection.py`) then waits
 until the recorder has taken it. The scheduler stops waiting if the recorder is away or too slow (`state.py`), or if the
-waiting tasks take more room than is reserved for them. Training does not wait for any of this.
+waiting tasks take more room than is reserved for them. Training never waits for the recorder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_DUE = 65_536
 
 
 class Due(msgspec.Struct):
-    """A task that is due. `nbytes` is above 0 if its collection waits for the recorder."""
+    """A task that is due. `nbytes` is above 0 if the task's collection waits for the recorder."""
 
     fence: int
     state: SampleState
@@ -83,7 +83,7 @@ def record_trained(run: RunState, step: int, tasks: list[Task]) -> None:
 
 
 def record_scored(run: RunState, task: Task, lineage: int) -> None:
-    """Make a scored evaluation task due. `lineage` is the lineage of its version."""
+    """Make a scored evaluation task due. `lineage` is the lineage of the evaluated version."""
     _add(run, task, Due(task.fence, SampleState.SCORED, task.epoch, lineage))
 
 

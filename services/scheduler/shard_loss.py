@@ -1,8 +1,7 @@
-"""Handles shards that a store has lost. Its inventory or a reader reveals the loss, and the store always confirms it.
+"""Handles shards that a store has lost. The store's inventory or a reader reveals a loss, which the store must confirm.
 
-The module is pure.
-An unfinished task is sampled again under a higher fence, at no cost to its attempts. A task of a step is only marked,
-because its shards may no longer be needed:
+The module is pure. An unfinished task is sampled again under a higher fence, at no cost to its attempts. A task that
+belongs to a step is only marked, because its shards may no longer be needed:
 
 - open step: the failed read starts a new driver life, which finds the step reopened. The other tasks of the step keep
   their results, so in order of admission the step gets the same tasks in the same order. Workers that had begun
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 AUDITED_AT_ONCE = 8192
-"""Maximum number of tasks that are compared with inventories between two ticks, which bounds the delay of requests."""
+"""Maximum number of tasks compared with inventories between two ticks. This bounds the delay of requests."""
 _HOLDING = frozenset({TaskState.ROLLED_OUT, TaskState.READY, TaskState.BATCHED, TaskState.TRAINED})
 
 
 def claims(run: RunState, store: str, tasks: Iterable[PutTask]) -> list[Claim]:
-    """Return a claim on the store for each of these tasks that is current under its fence."""
+    """Return a claim on the store for each of these tasks whose fence is current."""
     found: list[Claim] = []
     for each in tasks:
         if _is_live_version(run, store, each):
@@ -138,7 +137,10 @@ class Audits:
 
 
 def lose_shards(run: RunState, event: ShardsLost) -> bool:
-    """Sample again, or mark, the tasks whose shards the store has lost. Return False if none of them is current."""
+    """Sample again, or mark, the tasks whose shards the store has lost.
+
+    Return False if none of the tasks is current.
+    """
     store, count = event.store, 0
     for each in event.tasks:
         if _is_live_version(run, store, each):
@@ -177,9 +179,12 @@ def _is_live_version(run: RunState, store: str, each: PutTask) -> bool:
 
 
 def _lose_version(run: RunState, each: PutTask) -> None:
-    """Forget a version. The store holds nothing of it, so it may be put again under the same fence."""
+    """Forget a version.
+
+    Its store holds nothing of the version, which may therefore be put again under the same fence.
+    """
     version = _version(each.task_id)
     if version is not None and run.versions.remove(version) is not None:
-        run.clears.push((each.task_id, each.fence, False), away_stores(run))  # they may hold damaged copies
+        run.clears.push((each.task_id, each.fence, False), away_stores(run))  # these stores may hold damaged copies
         run.lost_version = each.task_id
         lose_evaluations(run, run.committed_step)
