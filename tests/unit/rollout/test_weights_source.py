@@ -1,6 +1,6 @@
 """The route of weights into an engine, the drill of each route before it is used, and failed transfers.
 
-The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py and whole runs have real ones.
+The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py and whole runs use a real trainer.
 """
 
 from __future__ import annotations
