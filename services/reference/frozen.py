@@ -1,4 +1,4 @@
-"""A frozen model that only scores, complete on one rank."""
+"""A frozen model that only scores, held as a whole by one rank."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class FrozenScorer:
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"reference: canary mismatch after version {ref.step} of lineage {ref.lineage}: error {error:.3g} over "
-                f"the tolerance {ref.canary.tolerance:.3g}; nothing is scored with it",
+                f"the tolerance {ref.canary.tolerance:.3g}; nothing is scored with this version",
             )
         self._version = (ref.lineage, ref.step)
         self._progress += 1

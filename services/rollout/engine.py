@@ -100,7 +100,7 @@ class Engine(Protocol):
 
     @property
     def side_by_side(self) -> bool:
-        """Whether overlapping calls of `generate` are processed together rather than one after the other."""
+        """Whether overlapping calls of `generate` are processed together rather than one after another."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -147,7 +147,7 @@ class Engine(Protocol):
 
         `given` contains the arrays passed to `set_weights`, and is empty if the engine received the weights itself.
         `announced` contains the trainer's digests by name (`shared.weights.digests`), and is empty if there are none.
-        At least one of the two is not empty. Raises WeightsMismatch naming the parameters.
+        At least one of the two is not empty. Raises WeightsMismatch, which names the parameters.
         """
 
     async def score(self, token_ids: Array) -> Array:

@@ -80,7 +80,8 @@ class OpenAIEndpoint:
         await self._server.stop()
 
     def open(self, calls: SampleCalls) -> str:
-        """Return the base URL for one sample's calls. It never changes. Any client that knows it may make calls."""
+        """Return the base URL for one sample's calls. The URL never changes, and any client that knows it may make
+        calls."""
         token = self._tokens.get(calls)
         if token is None:
             token = self._tokens[calls] = secrets.token_urlsafe(16)
@@ -98,7 +99,7 @@ class OpenAIEndpoint:
         if not self._changed:
             return []
         asked = ", ".join(self._changed.values())
-        text = f"an agent asks for {asked}, which is overridden: sampling.temperature holds, and no token is excluded"
+        text = f"an agent asks for {asked}, which is overridden: sampling.temperature applies, and no token is excluded"
         return [Trouble(TroubleKind.OVERRIDDEN, text)]
 
     def _note_changed(self, asked: dict[str, Any], temperature: float) -> None:

@@ -1,4 +1,4 @@
-"""Loads the version that a lease needs into the engine, from fetching it to proving that it was loaded."""
+"""Brings the version that a lease needs into the engine: fetches it, loads it and proves that it was loaded."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class _Prepared:
 class RolloutWorker:
     """Works through the leases of one engine. It belongs to the service's loop, which it never blocks.
 
-    `VersionLoader` loads the version that a lease needs into the engine, and `report_lease` reports the samples.
+    `VersionLoader` brings the version that a lease needs into the engine, and `report_lease` reports the samples.
     """
 
     def __init__(

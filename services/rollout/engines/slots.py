@@ -316,7 +316,7 @@ class SlotTable:
             self._end((places + first).tolist(), stopped_N[places].tolist())
 
     def _draw(self, first: int) -> None:
-        """Draw random numbers for the rows from `first` on that have none left for their next token."""
+        """From row `first` on, draw random numbers for the rows that have none left for their next token."""
         due_N = (self._rows.count_R[first:] % _DRAWN_STEPS == 0) & self._rows.running_R[first:]
         rows_of: dict[_Group, list[tuple[int, int]]] = {}
         for place in due_N.nonzero().squeeze(1).tolist():

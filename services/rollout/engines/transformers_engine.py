@@ -43,8 +43,8 @@ class TransformersEngine:
     """An `Engine` in this process. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
     def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
-        """With `deterministic`, calls are decoded one after the other in a steady table, so the same call gives the
-        same bits. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
+        """With `deterministic`, calls are decoded one after another in a steady table, so the same call gives the same
+        bits. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
         self._path = model
         self._dtype = dtype
         self._threads = threads

@@ -32,8 +32,8 @@ class PolicyWeights:
     _asleep: dict[str, list[tuple[UntypedStorage, int]]]
 
     def set_policy_weights(self, weights: Mapping[str, Tensor]) -> int:
-        """Load `weights` (by Hugging Face name, tied ones once) over the live model. Return the number of rebuilt
-        heads.
+        """Load `weights` (by Hugging Face name, each tied weight once) over the live model. Return the number of
+        rebuilt heads.
 
         None of the tensors is kept. `policy_proof` shows whether everything arrived.
         """

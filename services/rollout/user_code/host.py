@@ -52,7 +52,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Broken:
-    """The process ended during the call. `suspect`: the call may be the cause; `certain`: it is the cause.
+    """The process ended during the call. `suspect` means that the call may be the cause, and `certain` that it is.
 
     The other fields are those of `Failed`.
     """
@@ -136,7 +136,7 @@ class UserHost:
         if slot == frames.SLOTS:
             self.leaving.set()
         loop = asyncio.get_running_loop()
-        # Plain functions are called one after the other, so the time of each starts when the previous one ends.
+        # Plain functions are called one after another, so the time of each starts when the previous one ends.
         limit_s = self._setup.timeout_s + 2 * GRACE_S if self.ready.is_async[work.function] else float("inf")
         live = _Live(work, loop.time(), loop.time() + limit_s, loop.create_future())
         try:
