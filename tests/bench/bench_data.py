@@ -19,7 +19,8 @@ later puts  The store lends the pages of collected files, as in every step of a 
 get + read  The first fetch of new files, which verifies every checksum, and the xxh3 of each array (the cheapest call
             that reads every byte: 13 GB/s, against 4 for a sum in float64). Its limits hash the same slices of mapped
             files: cold, including the page faults, and warm, through the same mappings again. "get again" is the same
-            fetch without verification, which a process does once per file. Readers keep their mappings of lent pages.
+            fetch without the verification, which a process performs once per file. Readers keep their mappings of lent
+            pages.
 TCP get     Time until every array is received and checked, against a plain `recv` of as many bytes from one connection
             into memory that was touched before (a ring of at most 512 MB, because a hot buffer of one chunk would omit
             the cost of memory). Neither side reads the data again. The limit's sender sends one hot block repeatedly.

@@ -72,7 +72,7 @@ def ragged(seed: int = 0, tasks: int = 5, group: int = 4) -> tuple[Array, Array,
 
 
 def plain_logprobs(model: Any, ids: Array, lengths: Array, mask: Array, temperature: float) -> torch.Tensor:
-    """Return log-probs [T], scored one sequence at a time by the model's own forward."""
+    """Return log-probs [T], scored one sequence at a time by the model's own forward pass."""
     parts: list[torch.Tensor] = []
     start = 0
     for length in lengths.tolist():

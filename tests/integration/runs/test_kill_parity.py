@@ -159,7 +159,8 @@ def test_shards_damaged_in_any_state_are_recreated_and_change_no_bit(undisturbed
 
 
 def damage_unread(run: Cluster, key: str, *, restarts_store: bool = False) -> None:
-    """Flip a bit of a shard that the worker has not read. With `restarts_store`, wait until its restart shows it."""
+    """Flip a bit of a shard that the worker has not read. With `restarts_store`, wait until the store's restart reveals
+    the damage."""
 
     def attempt() -> bool:
         with parity.stopped(run, "policy-trainer-worker"):

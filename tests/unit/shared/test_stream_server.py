@@ -71,7 +71,8 @@ def test_readers_share_the_server_fairly_however_many_streams_each_has(
 ) -> None:
     """When the first reader has its ranges, every other reader has at least half as many.
 
-    Reading the files is the bottleneck here, so the server's turns determine the shares. On a real line, TCP does.
+    Reading the files is the bottleneck here, so the server's turns determine the shares. On a real network, TCP
+    determines them.
     """
     read = source.pieces
 
@@ -240,7 +241,7 @@ def test_forged_repeated_and_misdirected_requests_end_their_line(source: StreamS
         first.receive()
         first.socket.sendall(asked)  # This request is repeated.
         assert ended(first.socket)
-        second.socket.sendall(asked)  # This request is of another line.
+        second.socket.sendall(asked)  # This request belongs to another line.
         assert ended(second.socket)
         third = Reader(server)
         third.take(source)

@@ -65,7 +65,7 @@ def test_a_wait_for_a_turn_continues_when_other_calls_end() -> None:
         async with asyncio.timeout(LIMIT_S):
             while not (await desk.reports.get()).wants:
                 pass
-            turns.done()  # For example, a driver asked the worker for its state.
+            turns.done()  # For example, a driver's request for the worker's state has ended.
             desk.orders.put_nowait(DeviceOrder(parts=[PARAMETERS], granted=True))
             await waiting
         running.cancel()

@@ -58,7 +58,7 @@ def reports(run: RunDir, seen: list[ServiceReport]) -> Any:
 
 @asynccontextmanager
 async def living(service: Service, state: str = ProcessState.READY) -> AsyncIterator[asyncio.Task[int]]:
-    """Run the service in this loop, and stop it at the end."""
+    """Run the service on this loop, and stop it at the end."""
     task = asyncio.create_task(service.run_until_stopped())
     await eventually(lambda: service.state == state)
     try:
