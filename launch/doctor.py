@@ -89,7 +89,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, or a wait that is not wrong by itself. `stalls` are the waits that depend on it, nearest first."""
+    """A cause, or a wait that is not a fault in itself. `stalls` are the waits that depend on it, nearest first."""
 
     wrong: bool
     service: str
@@ -202,7 +202,8 @@ def _stopped(services: Iterable[ServiceRow]) -> list[WaitRow]:
 
 
 def diagnose(examined: Examined) -> list[Finding]:
-    """Return the findings: causes first, by the number of their stalls, then waits that are not wrong by themselves."""
+    """Return the findings: causes first, by the number of their stalls, then waits that are not faults in
+    themselves."""
     graph = _Graph(examined)
     wrong = [*_processes(graph), *_stores(graph), *_services(graph), *_leases(graph), *_troubles(graph)]
     wrong += _unexplained(graph, wrong)
@@ -318,7 +319,7 @@ def _troubles(graph: _Graph) -> Iterator[Finding]:
 
 
 def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
-    """Yield a stall of the next step that no other finding explains and on which no process works."""
+    """Yield each stall of the next step that no other finding explains and that no process is working to end."""
     named = {each.service for each in wrong}
     for row in graph.stalled:
         service, is_instance = row.of.partition("/")[0], "/" in row.of
@@ -332,7 +333,7 @@ def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
 
 
 def _notices(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
-    """Yield the waits that are not wrong by themselves."""
+    """Yield the waits that are not faults in themselves."""
     told_already = {line for each in wrong for line in (each.text, *each.stalls)}
     for name, row in graph.rows:
         poll = row.kind == WaitKind.CALL and row.what in POLLS

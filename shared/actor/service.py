@@ -1,7 +1,7 @@
 """The life of a service: STARTING once its mailbox is open, READY, DRAINING, then STOPPED or FAILED.
 
 A service sends heartbeats throughout. Heavy work runs on its own threads, not on the loop's thread, so that the mailbox
-and the heartbeats keep going. A hung worker thread is noticed by the lack of progress of its lease.
+and the heartbeats keep going. A hung worker thread is noticed because its lease makes no progress.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ that its work cannot continue."""
 
 
 class ProcessState(StrEnum):
-    """The states of a process. Services report STARTING to FAILED; only the supervisor knows of the others."""
+    """The states of a process. Services report STARTING to FAILED; only the supervisor knows the other states."""
 
     WAITING = "WAITING"
     STARTING = "STARTING"

@@ -1,8 +1,8 @@
-"""The server side of the bus: one mailbox per process. Handlers must not block its thread, so that it always answers.
+"""The server side of the bus: one mailbox per process. Handlers must not block the mailbox's thread.
 
-It listens on ipc, where the private directory of the run decides who may connect, and on tcp for other hosts, where
-only peers with a key of the run are admitted. Forbidden and unreadable messages are counted. After too many of them,
-the peer is ignored for a while.
+A mailbox thus always answers. It listens on ipc, where the private directory of the run decides who may connect, and on
+tcp for other hosts, where only peers with a key of the run are admitted. Forbidden and unreadable messages are counted.
+After too many of them, the peer is ignored for a while.
 """
 
 from __future__ import annotations
@@ -362,7 +362,10 @@ class Mailbox:
         call.fail(RpcError(ErrorCode.INTERNAL, text[:1000]))
 
     def _is_known(self, key: Key, call: Call) -> bool:
-        """Return whether the key was used before. If so, serve a retry of the same request or refuse another one."""
+        """Return whether the key was used before.
+
+        If so, serve a retry of the same request or refuse a different one.
+        """
         running = self._running.get(key)
         if running is not None:
             if running.request != call.request:

@@ -1,4 +1,4 @@
-"""The sender of a message: where answers go, the proved role, and the account that offences are charged to."""
+"""The sender of a message: the route of answers, the proved role, and the account to which offences are charged."""
 
 from __future__ import annotations
 

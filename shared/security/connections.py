@@ -170,7 +170,7 @@ def most_connections(descriptors: int) -> int:
 
 
 def _duplicate(descriptor: int) -> sockets.socket:
-    """Return a duplicate of `descriptor`. Raises OSError if it is not a socket or no descriptor is left."""
+    """Return a duplicate of `descriptor`. Raises OSError if it is not a socket, or if no descriptor is left."""
     copy = os.dup(descriptor)
     try:
         return sockets.socket(fileno=copy)
