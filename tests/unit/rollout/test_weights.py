@@ -328,7 +328,7 @@ def test_a_version_that_differs_from_the_announced_one_by_a_bit_is_refused() -> 
     ref, weights = version(1, announced=True)
     asyncio.run(sync.load(ref, weights))
     name = "model.layers.3.self_attn.q_norm.weight"
-    with pytest.raises(RpcError, match=f"version 1 .* not what the engine holds: 1 of 46 .* bits: {name};"):
+    with pytest.raises(RpcError, match=f"does not hold version 1 .*: 1 of 46 .* bits: {name};"):
         asyncio.run(sync.load(ref, {**weights, name: flipped(weights[name])}))
     assert sync.holds == HeldVersion()
     asyncio.run(engine.stop())
