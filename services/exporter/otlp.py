@@ -1,7 +1,7 @@
 """Sends spans to an OpenTelemetry collector: OTLP over HTTP with protobuf bodies, from a bounded queue.
 
-A collector that is slow, unreachable or refuses spans delays nothing else. Spans that it does not take are dropped and
-counted.
+A collector that is slow or unreachable, or that refuses spans, delays nothing else. Spans that the collector does not
+take are dropped and counted.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class OtlpSender:
             self._changed.notify()
 
     def close(self, limit_s: float) -> None:
-        """Send the queued spans, in one attempt that takes at most `limit_s` seconds."""
+        """Send the queued spans in one attempt, which takes at most `limit_s` seconds."""
         with self._changed:
             self._ending = True
             self._changed.notify()

@@ -51,7 +51,7 @@ CASES: list[tuple[str, Callable[[int], Values], str]] = [
     (
         "staleness",
         lambda s: {"rollout/staleness_max": 1.0, "rollout/logprob_mismatch_lag": 0.5},
-        "moved by 0.5 nats since they were sampled",
+        "moved by 0.5 nats since sampling",
     ),
     (
         "staleness",
