@@ -54,7 +54,9 @@ class FillingFile:
         self.head_checksum = 0
 
     def close(self, *, complete: bool) -> None:
-        """Stop writing. Unless `complete` is true, the streams that read the file end; the mapping stays until then."""
+        """Stop writing. Unless `complete` is true, the streams that read the file then end; the mapping stays until
+        they have ended.
+        """
         self._given_up = not complete
         os.close(self._descriptor)
         with self._more:

@@ -113,7 +113,7 @@ class Relay:
         return Held(total_bytes=filling.file.total_bytes, held_bytes=filling.file.verified_bytes)
 
     def waits(self, now: float) -> list[WaitRow]:
-        """Return the versions that are being received at `now`, in loop time."""
+        """Return the versions that are being received at `now` (loop time)."""
         return [
             WaitRow(
                 WaitKind.CALL,

@@ -92,7 +92,7 @@ class Spiller:
             await asyncio.wait({self._move})
 
     async def _move_one(self) -> bool:
-        """Move one file. Returns whether a file has left memory, though readers may still map it."""
+        """Move one file. Returns whether a file has left memory; readers may still map it."""
         loop = asyncio.get_running_loop()
         put_id = self._index.begin_move() if loop.time() >= self._resume_at else None
         if put_id is None:
