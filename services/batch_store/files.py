@@ -1,4 +1,4 @@
-"""Creates, seals, copies, retires, deletes and recovers the files of a store. Only the name of a file records its state.
+"""Creates, seals, copies, retires, deletes and recovers the files of a store. Only a file's name records its state.
 
 `<put id>.tmp` is a granted file, `<put id>.part` one that is being copied to disk, `<put id>.blk` a sealed one (if a
 file is both in memory and on disk, the copy on disk counts), and `*.dead` a zombie. A file that a reader or producer
@@ -238,7 +238,7 @@ class StoreFiles:
     # ---- zombies
 
     def retire(self, effect: Retire) -> None:
-        """Rename a file so that no reader can find it. Raises OSError if the file keeps its name or no longer exists."""
+        """Rename a file so that no reader finds it. Raises OSError if the file keeps its name or no longer exists."""
         source, target = self.path(effect.source, effect.place), self.path(effect.target, effect.place)
         self._on_retire(source)  # a cached mapping of it may hold the last free descriptor
         descriptor = os.open(source, os.O_RDWR | os.O_CLOEXEC)

@@ -45,8 +45,7 @@ class Places:
         return len(self._held)
 
     def take(self, address: str, now: float) -> tuple[ReaderPlace | None, ReaderPlace | None]:
-        """Return the place of a newcomer, or None, and the place of the connection that must end for the newcomer, or
-        None.
+        """Return the place of a newcomer, or None, and the place of the connection that must end for it, or None.
 
         The newcomer is turned away if its place is None. The connection that must end is the oldest unproven one from
         the address that has the most of them. Strangers on one host therefore displace each other, not readers on other

@@ -193,7 +193,7 @@ class StreamLine:
         incoming.settle(StreamOutcome.LOST, "its line had ended")
 
     def cancel(self, incoming: Incoming) -> None:
-        """Stop receiving `incoming`. Settle it as LOST unless it is already settled. Then nothing more is written to it."""
+        """Stop receiving `incoming`. Settle it as LOST if it is not yet settled. Then nothing more is written to it."""
         self._orders.put((self._drop, incoming))
 
     def close(self) -> None:
