@@ -1,5 +1,7 @@
-"""Keeps the last value of every topic, and numbers all changes in one sequence, without sockets or a clock. The size of
-the state is limited to what one snapshot can carry. Rows that would exceed the bounds are refused and counted.
+"""Keeps the last value of every topic, and numbers all changes in one sequence, without sockets or a clock.
+
+The size of the state is limited to what one snapshot can carry. Rows that would exceed the bounds are refused and
+counted.
 """
 
 from __future__ import annotations

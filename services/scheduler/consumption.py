@@ -1,9 +1,8 @@
-"""The order in which steps consume tasks: the strategy interface, and the default strategy. The plan decides once which
-one applies. The module is pure.
+"""The order in which steps consume tasks: the strategies' interface, and the default strategy. The module is pure.
 
-In admission order (the default), a step takes the oldest tasks, and the version of a lease follows from the step that
-will consume its tasks. `staleness.py` has the strategy for `consume: completion`, and `deterministic.py` has the one
-for `run.deterministic`.
+The plan decides once which strategy applies. In admission order (the default), a step takes the oldest tasks, and the
+version of a lease follows from the step that will consume its tasks. `staleness.py` has the strategy for `consume:
+completion`, and `deterministic.py` has the one for `run.deterministic`.
 """
 
 from __future__ import annotations

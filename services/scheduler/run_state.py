@@ -1,5 +1,4 @@
-"""The durable state of a run: everything that the journal rebuilds. The module is pure: no clock, no I/O, no open
-calls.
+"""The durable state of a run: everything that the journal rebuilds. It has no clock, no I/O and no open calls.
 
 `RunState` holds the data; the rules for each subject are functions in a module named after it (`leasing`, `completion`,
 `steps`, ...). An event that is refused raises RpcError before it changes anything. Applying the same events in the same

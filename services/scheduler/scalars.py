@@ -1,5 +1,4 @@
-"""Per-sample values of a task (reward, length, ...): packs columns into bytes, and makes arrays over a batch for the
-driver.
+"""Per-sample values of a task (reward, length, ...): columns packed into bytes, and arrays over a batch for the driver.
 
 A layout, which many tasks share, describes the columns. Per-token values are not stored here.
 """
