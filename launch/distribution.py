@@ -145,7 +145,7 @@ def _check_room(folder: Path, rows: list[DistributedFile], host: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _home(access: Access) -> AsyncIterator[Client]:
-    """Connect to home's store, wherever it is."""
+    """Connect to home's store at the endpoint that home's scheduler gives."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     life = new_incarnation()
     scheduler = Client(context, access.endpoints["scheduler"], "scheduler/0", life, keys=access.keys)

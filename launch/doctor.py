@@ -51,7 +51,8 @@ STALL_S = 5.0
 cause.
 """
 IDLE_S = 8.0
-"""Seconds without progress after which a computation, or clears that a store does not acknowledge, count as wrong."""
+"""Seconds without progress after which a computation counts as wrong, as do clears that a store does not
+acknowledge."""
 REFUSED_S = 1.0
 SLOW_START_S = 30.0
 LEFT_S = 60.0

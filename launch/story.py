@@ -1,8 +1,8 @@
 """`ctl trace`: the story of one task across processes, from the scheduler's journal and the logs. It changes nothing.
 
 The journal is replayed up to its current end with the scheduler's own rules, and every event that changed the task is
-reported with its time and cause. A compacted journal begins with a snapshot. For tasks that were collected before the
-snapshot, it records only the steps.
+reported with its time and cause. A compacted journal begins with a snapshot. For tasks that were collected earlier, the
+snapshot records only the steps.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class Batch:
     def __getitem__(self, key: str) -> list[Array]:
         """Return the arrays under `key`, one per task. An EMPTY batch returns an empty list.
 
-        Raises RuntimeError if they were not fetched, and KeyError if there is no such key.
+        Raises RuntimeError if the arrays were not fetched, and KeyError if there is no such key.
         """
         if not self._meta.tasks:
             return []
@@ -190,7 +190,7 @@ class Batch:
 
     def chunk(self, count: int) -> list[Batch]:
         """Return `count` batches with balanced token counts, in this batch's order. Some are EMPTY if there are fewer
-        tasks.
+        tasks than batches.
 
         Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens. The
         maximum is at most 4/3 - 1/(3 count) times the optimum. Ties go to the lower index and the lower chunk, so the

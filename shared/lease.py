@@ -128,7 +128,7 @@ class LeaseBook:
         self.blocked_on_devices: Callable[[], bool] = lambda: False
         """Returns whether computation is blocked by processes that have the devices. Turns have their own limits."""
         self.queued: set[Lease] = set()
-        """Leases that wait for other leases to end. They progress whenever one of those does."""
+        """Leases that wait for other leases to end. They progress whenever one of the other leases does."""
         self.retired = asyncio.Event()
         """Event that is set once no further lease may be taken."""
         self._others = 0

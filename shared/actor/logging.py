@@ -31,7 +31,7 @@ class _Tee:
         self._file = file
         self._console = console
         self._lost = 0
-        """Number of lines lost since the last one that was written."""
+        """Number of lines lost since the last line that was written."""
         self._torn = False
         self._to_json = structlog.processors.JSONRenderer(sort_keys=False, default=str)
         self._to_text = structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)

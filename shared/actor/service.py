@@ -70,8 +70,8 @@ class ProcessState(StrEnum):
 class Service:
     """Base of every actor. Override `start`, `serve`, `drain`; add handlers to `self.mailbox` in `__init__`.
 
-    It runs in a process through `shared.actor.process.run_process`, or on a thread in tests. All methods belong to one
-    event loop; other threads call them with `asyncio.run_coroutine_threadsafe(..., self.loop)`.
+    An actor runs in a process through `shared.actor.process.run_process`, or on a thread in tests. All methods belong
+    to one event loop; other threads call them with `asyncio.run_coroutine_threadsafe(..., self.loop)`.
     """
 
     NAME: ClassVar[str] = ""

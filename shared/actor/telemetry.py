@@ -50,7 +50,7 @@ class TelemetrySender:
     def part(self, what: str, seconds: float, about: Mapping[str, float | str]) -> None:
         """Report a part of the life of traced tasks or of a step, which may contain spans and waits.
 
-        It is for traces only: nothing is sent if the run has none, or if none of the `tasks` is traced.
+        The report is for traces only: nothing is sent if the run has no traces, or if none of the `tasks` is traced.
         """
         if self.traced_share is not None and about.get("tasks") != "":
             self.emit(PART, {"what": what, "seconds": seconds, **about})

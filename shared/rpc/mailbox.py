@@ -37,9 +37,9 @@ from shared.security.roles import Role, least_role
 from shared.security.zap import Gate
 
 REMOTE_MESSAGES = 128
-"""Maximum number of unread messages on a connection from another host. Further ones wait at the sender."""
+"""Maximum number of unread messages on a connection from another host. Further messages wait at the sender."""
 MAX_RUNNING = 65_536
-"""Maximum number of requests that are handled or deferred at once. Further ones are answered with BUSY."""
+"""Maximum number of requests that are handled or deferred at once. Further requests are answered with BUSY."""
 BUSY_S = 1.0
 LOGGED_STRIKES = 3
 """Maximum number of offences of one account that are logged individually."""
@@ -95,7 +95,7 @@ class Call:
         self._mailbox = mailbox
         self.door = door
         self.sender = sender
-        """The peer to answer. It and `door` change when the client reconnects and retries."""
+        """The peer to answer. `sender` and `door` change when the client reconnects and retries."""
         self.request = request
         """Fingerprint of the content of the request."""
         self.incarnation = head.incarnation
