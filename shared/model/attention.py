@@ -77,7 +77,7 @@ def supports_trees(model: nn.Module) -> bool:
 
 @contextmanager
 def using(model: nn.Module, name: str) -> Iterator[None]:
-    """Run `model` with the attention registered as `name` inside the block, and then restore its own attention."""
+    """Run `model` inside the block with the attention registered as `name`, and then restore its own attention."""
     config: Any = model.config
     before = config._attn_implementation
     config._attn_implementation = name

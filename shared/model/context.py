@@ -69,7 +69,8 @@ def local_slots(longest: int, rank: int, size: int) -> np.ndarray[Any, np.dtype[
 
 
 def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
-    """Return the part of `batch` that `rank` of `size` holds. Rows are chains: the batch is planned without sharing.
+    """Return the part of `batch` that `rank` of `size` holds. Rows are chains, because the batch was planned without
+    sharing.
 
     A rank without nodes gets a dummy node, so that it takes part in the collectives of every layer.
     """

@@ -74,7 +74,7 @@ class Rendezvous:
                 self._decide(request.round, [])
 
     def next_deadline(self) -> float | None:
-        """Return the next time at which `expire` has to be called, or None if no rank waits."""
+        """Return the next time at which `expire` must be called, or None if no rank waits."""
         return min((each.deadline for each in self._rounds.values()), default=None)
 
     def expire(self, now: float) -> None:

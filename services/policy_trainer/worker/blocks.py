@@ -19,7 +19,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Keep only each block's input for the backward pass and run the block again there (activation checkpointing).
+    """Keep only each block's input for the backward pass, which runs the block again (activation checkpointing).
 
     Blocks keep their names and places, so weights are found as before. Raises ValueError if there are no blocks.
     """

@@ -85,7 +85,7 @@ class Calls:
         self._earlier: EarlierVersions
         self._meeting: Meeting
         self._store = ""
-        """The store on this rank's host for its log-probs. It is empty until the first ones are put."""
+        """Name of the store on this rank's host for its log-probs, or "" until the first log-probs are put."""
         self._own_loss: PolicyLoss | None = None
         self._pristine = True
         """Whether the weights are those of the model directory, with fresh optimizer state."""
@@ -412,7 +412,8 @@ class Calls:
         return update
 
     async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
-        """Gather weights and run the canary in call order. Send the bytes during the canary and the next gradient."""
+        """Gather weights and run the canary in call order. Send the bytes while the canary and the next gradient are
+        computed."""
         from services.policy_trainer.worker.weights.publish import put_weights, weights_ref
 
         earlier = request.step < self.step and self._topology.run.deterministic and not self.dirty

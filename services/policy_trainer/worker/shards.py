@@ -32,7 +32,7 @@ class Shards:
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, context: ContextRank | None) -> None:
-        """`model` has its weights on rank 0, and may be uninitialised elsewhere. Every rank has to call this."""
+        """`model` has its weights on rank 0, and may be uninitialised elsewhere. Every rank must call this."""
         self._rank = mesh.get_rank()
         dtype = next(model.parameters()).dtype
         named = named_weights(model) if self._rank == 0 else {}
@@ -77,7 +77,7 @@ class Shards:
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Return full weights on the host on rank 0 and {} elsewhere. Every rank has to call this."""
+        """Return full weights on the host on rank 0 and {} elsewhere. Every rank must call this."""
         found: dict[str, Tensor] = {}
         for name, live in self.own_weights().items():
             whole = self.whole(live.to(self._dtypes[name]))
@@ -94,7 +94,7 @@ class Shards:
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Copy the pieces of all ranks from rank 0's full weights of the same names and shapes. Other ranks may pass
-        {}. Every rank has to call this."""
+        {}. Every rank must call this."""
         for name, target in self.own_weights().items():
             whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
             if self._rank == 0:
@@ -118,7 +118,7 @@ class Shards:
         return distribute_tensor(moved, master.device_mesh, master.placements, src_data_rank=None)
 
     def whole_scalar(self, value: Tensor) -> float:
-        """Return `value`, computed over all masters, as a number, equal on every rank. Every rank has to call this."""
+        """Return `value`, computed over all masters, as a number, equal on every rank. Every rank must call this."""
         return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
     @property

@@ -30,7 +30,7 @@ class EarlierVersion:
 
 
 class EarlierVersions:
-    """The newest version and at most `depth` versions before it. It is empty on ranks other than 0."""
+    """The newest version and at most `depth` versions before it. Ranks other than 0 hold none."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth

@@ -18,7 +18,8 @@ from proto.messages import TransferParameter
 from shared.weights import table
 
 CHUNK_BYTES = 256 * 1024**2
-"""Maximum bytes of a chunk, unless it is one tensor. A transfer takes the memory of one chunk beside the weights."""
+"""Maximum bytes of a chunk, unless it is one tensor. A transfer takes the memory of one chunk in addition to the
+weights."""
 Version = tuple[int, int]
 """Lineage and step."""
 
@@ -67,7 +68,8 @@ class OutgoingWeights:
 
     parameters: list[TransferParameter]
     stored: Callable[[], Mapping[str, Tensor]]
-    """Returns the tensors in host memory. It may block. It is called at most once, if live weights cannot be used."""
+    """Function that returns the tensors in host memory. It may block, and is called at most once, if live weights are
+    gone."""
     live: LiveWeights = field(default_factory=LiveWeights)
     version: Version = (-1, -1)
 

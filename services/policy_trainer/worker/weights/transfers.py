@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TransferAsked:
-    """A life of an engine asks for a transfer. `communicator` is the one it holds, or 0 for none."""
+    """A life of an engine asks for a transfer. `communicator` is the one that the engine holds, or 0 for none."""
 
     engine: int
     incarnation: int
