@@ -109,7 +109,7 @@ def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float) -> 
 
 def measure_trl(work: Work, model: Path, settings: Settings, limit_s: float) -> Side:
     """Measure one run of GRPOTrainer. Raises BenchError if the run fails or exceeds `limit_s`."""
-    # A cycle is the number of steps per generation; the number of steps is a multiple of the cycle.
+    # A cycle is the number of steps per generation; the run has a whole number of cycles.
     cycle = max(settings.generation_batch // work.samples, 1)
     command = [str(PEER_PYTHON), str(PEER), "--model", str(model), "--samples", str(work.samples)]
     command += ["--steps", str(work.steps // cycle * cycle), "--warm-up", str(-(-work.warm_up // cycle) * cycle)]

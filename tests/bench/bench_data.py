@@ -22,8 +22,9 @@ get + read  The first fetch of new files, which verifies every checksum, and the
             fetch without the verification, which a process performs once per file. Readers keep their mappings of lent
             pages.
 TCP get     Time until every array is received and checked, against a plain `recv` of as many bytes from one connection
-            into memory that was touched before (a ring of at most 512 MB, because a hot buffer of one chunk would omit
-            the cost of memory). Neither side reads the data again. The limit's sender sends one hot block repeatedly.
+            into memory that was touched before (a ring of at most 512 MB, because with a hot buffer of one chunk the
+            cost of memory would not be measured). Neither side reads the data again. The limit's sender sends one hot
+            block repeatedly.
 peers       Each runs with newly started processes and alternates with a fresh store of ours, with the settings that a
             recorded sweep found fastest (`peers/data_sweep.json`); `peers/data_peers.py` describes what they do.
 

@@ -57,7 +57,7 @@ def test_a_job_without_ray_saves_before_its_time_limit_and_another_job_continues
         first = Job(slurm, "slurm-srun.sbatch", path, "run.steps=100000")
         first.wait_until("the other node", "host host-0 has joined")
         first.wait_until("training", r"step \d+/")
-        # what --signal=B:TERM does at the end of the job's time
+        # Slurm does the same at the end of the job's time, because of --signal=B:TERM.
         assert slurm.command("scancel", "--batch", "--signal=TERM", first.number).returncode == 0
         assert first.end() == "FAILED"
         last = steps(path)[-1]

@@ -99,7 +99,7 @@ def test_a_store_whose_token_is_not_visible_here_streams_its_shards_and_accepts_
     async def body(peer: Peer) -> None:
         tasks = block(0, 3)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
-        # what a reader with its own shared memory would find at that path
+        # A reader with its own shared memory would find another file at that path.
         (store.run.shm / "batch-store-0" / "place").write_text("another file")
         stranger = DataClient(lambda service, instance: peer.store)
         stranger._shares[STORE] = False
@@ -250,7 +250,7 @@ def test_a_collected_task_can_no_longer_be_fetched(store: TcpStoreProcess) -> No
             await fetch(data, tasks)
         assert caught.value.code == ErrorCode.COLLECTED
         assert caught.value.names == ["train/0/0"]
-        assert_same(await fetch(data, tasks[1:]), tasks[1:])  # although their file also holds a collected task
+        assert_same(await fetch(data, tasks[1:]), tasks[1:])  # Their file also holds a collected task.
         data.close()
 
     store.start()

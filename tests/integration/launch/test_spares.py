@@ -201,7 +201,7 @@ def test_a_spare_of_the_quickstart_imports_everything_at_low_priority_and_opens_
     try:
         with theirs, ours, (tmp_path / "out").open("w+") as output:
             theirs.close()
-            ours.settimeout(250)  # a busy machine leaves it little time
+            ours.settimeout(250)  # On a busy machine the spare gets little time.
             ours.send(json.dumps(imports).encode())
             wait_for("imports at the lowest priority", lambda: os.SCHED_IDLE in dict(priorities(process.pid)))
             assert ours.recv(64) == b"[]"

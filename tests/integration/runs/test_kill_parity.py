@@ -111,7 +111,7 @@ def test_a_resume_after_a_stop_and_a_resume_after_a_kill_of_the_launcher_change_
 
 
 def lose_end(run: Cluster, chance: random.Random) -> None:
-    """Kill the scheduler and cut its journal, while the launcher is stopped and cannot restart it."""
+    """Kill the scheduler and cut its journal, while the launcher is stopped and cannot restart the scheduler."""
     run.process.send_signal(signal.SIGSTOP)
     pid = parity.kill(run, "scheduler")
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -200,7 +200,7 @@ def test_damage_of_log_probs_that_the_worker_has_put_changes_no_bit(undisturbed:
     with parity.start(tmp_path) as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))
         while run.process.poll() is None:
-            if parity.committed(run, step + 1) and damage_proximal(run):  # once in a step
+            if parity.committed(run, step + 1) and damage_proximal(run):  # once per step
                 damaged, step = damaged + 1, int(run.rows()[-1]["step"])
         assert run.end() == 0, run.output()
     assert damaged > 1

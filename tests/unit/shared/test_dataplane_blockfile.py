@@ -29,7 +29,7 @@ def image(tasks: list[tuple[str, int, dict[str, Array]]], tmp_path: Path) -> byt
     path = tmp_path / "block"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
     layout = BlockLayout(tasks)
-    # The store does the same, since an empty last shard may follow padding.
+    # The store also sets the size, since an empty last shard may follow padding.
     os.ftruncate(descriptor, layout.file_bytes)
     write_block(descriptor, layout)
     os.close(descriptor)

@@ -202,7 +202,7 @@ def test_heartbeats_are_sent_as_often_as_the_scheduler_asks_for(
             living(Beating(run, 0)),
         ):
             await eventually(lambda: len(beats) >= least)
-            await asyncio.sleep(1.5)  # longer than the interval in a small run
+            await asyncio.sleep(1.5)  # This is longer than the interval in a small run.
         assert least <= len(beats) <= most
 
     asyncio.run(main())

@@ -153,7 +153,7 @@ def test_request_survives_kill_9_and_restart_of_the_server(
                 assert line_of(server) == "bound"
                 first = await ours.call(Ping(), Pong, deadline_s=DEADLINE_S)
                 assert first.incarnation == server.pid
-                server.send_signal(signal.SIGSTOP)  # The server has our request and dies with it.
+                server.send_signal(signal.SIGSTOP)  # The server has our request and dies before it answers.
                 asked = asyncio.create_task(ours.call(Ping(), Pong, deadline_s=30.0))
                 await eventually(lambda: any(pending.sent for pending in ours._pending.values()))
                 server.kill()
