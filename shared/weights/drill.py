@@ -76,7 +76,7 @@ def noise_factors(names: Iterable[str], factors: Sequence[float]) -> dict[str, f
 
 
 def canary_error(logprobs: Array, scores: Array, quantile: float) -> float:
-    """Return the `quantile` of |scores - logprobs|, where 1 is the maximum, or NaN if any of them is NaN."""
+    """Return the `quantile` of |scores - logprobs| (1 is the maximum), or NaN if any difference is NaN."""
     differences = np.abs(scores.astype(np.float64) - logprobs)
     return float(np.quantile(differences, quantile, method="higher"))
 

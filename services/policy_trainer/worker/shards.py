@@ -1,5 +1,5 @@
 """A model whose parameters are split over all data- and context-parallel ranks (FSDP2). Gradients are *summed* over the
-ranks instead of averaged: every rank's loss is its plain share of the whole (docs/architecture.md, promise 7).
+ranks instead of averaged: every rank's loss is its unscaled share of the whole (docs/architecture.md, promise 7).
 """
 
 from __future__ import annotations

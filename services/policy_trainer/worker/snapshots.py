@@ -3,7 +3,7 @@
 A rank fills two files in turn, so that one of them is always whole. Each is a block file (`proto.blockfile`) with the
 single task `state/<lineage>/<step>`. Its header is cleared before its data is replaced and written after the data, so a
 file with a valid header is sealed. `read` verifies the checksums of the data. The files are in the run's shared
-memory. They outlive the trainer's processes, but neither the launcher nor the host.
+memory. They outlive the trainer's processes, but not the launcher or the host.
 
 The methods block. They are not called from two threads at once. Only methods that use tensors import torch, so that a
 rank can report its snapshots while it starts.

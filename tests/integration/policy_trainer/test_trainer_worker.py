@@ -86,7 +86,7 @@ def hurried(fetch_s: float) -> tuple[str, str]:
 
 
 class WorkerProcess:
-    """Process of instance 0 of the worker of `run`, which a test starts and kills."""
+    """Process of the run's worker (instance 0), which a test starts and kills."""
 
     def __init__(self, run: RunDir, start: Sequence[str], words: Sequence[str] = ()) -> None:
         self._command = [sys.executable, *start, "--run", str(run.path), *words]
