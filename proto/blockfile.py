@@ -4,7 +4,7 @@ All numbers are little-endian and unsigned. A file consists of these parts, with
 
     header   64 bytes
     table    fences u64[tasks] | dims u64[dims] | rows 32 B[rows] | counts u32[tasks] | task names | key names
-    data     the data of each row in order, beginning at the next multiple of 64 from the start of the file
+    data     the data of each row in order, each beginning at the next multiple of 64 from the start of the file
 
 Header, by byte offset:
 

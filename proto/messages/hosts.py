@@ -34,7 +34,7 @@ class HostReport(Request, frozen=True, kw_only=True):
         lost: this incarnation has been given up because the host was considered lost. End everything, then join again.
     """
 
-    host: str  # its name in `placement.hosts`
+    host: str  # name of the host in `placement.hosts`
     incarnation: int  # incarnation of the agent
     endpoint: str  # endpoint at which the agent answers messages that operators or schedulers send to a supervisor
     gpus: int  # number of GPUs that the agent may use
@@ -50,6 +50,6 @@ class HostGone(Request, frozen=True, kw_only=True):
     Processes that have registered again since then are not affected.
     """
 
-    host: str  # its name, for the log
-    incarnations: list[int]  # incarnations of its processes
+    host: str  # name of the host, for the log
+    incarnations: list[int]  # incarnations of the host's processes
     cause: str  # the reason, in one line for the log

@@ -51,7 +51,7 @@ class ProcessRow(Record, frozen=True, array_like=True):
     pid: int
     incarnation: int
     restarts: int  # number of restarts so far
-    cause: str = ""  # the reason why it last ended, in one line
+    cause: str = ""  # the reason why the process last ended, in one line
     rss_bytes: int = 0
 
 
@@ -129,7 +129,7 @@ class Waits(Message, frozen=True, kw_only=True):
 
     incarnation: int
     state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; for the supervisor, its phase (`SupervisorState`)
-    state_s: float  # seconds since it entered that state
+    state_s: float  # seconds since the process entered that state
     cause: str = ""  # what the process waits for in this state, in one line
     waits: list[WaitRow] = []  # in no particular order
     progress_s: float = -1.0
@@ -174,8 +174,8 @@ class ScaleService(Request, frozen=True, kw_only=True):
 class StoryRow(Record, frozen=True, array_like=True):
     """One event in the story of a task."""
 
-    at: float  # its time, in seconds since 1970; 0 if it happened before the journal's first event
-    service: str  # the process that it concerns, such as `rollout/0`
+    at: float  # time of the event, in seconds since 1970; 0 if it happened before the journal's first event
+    service: str  # the process that the event concerns, such as `rollout/0`
     what: str  # the event
     facts: dict[str, str]  # values of the event by name
 

@@ -15,7 +15,7 @@ class RunInfo(Message, frozen=True, kw_only=True):
     committed_step: int  # newest committed step, 0 before the first
     open_step: int  # a step whose batch is journaled but not committed, or 0 if there is none
     lineage: int  # the lineage under which this driver incarnation publishes
-    checkpoint_step: int  # newest verified checkpoint, or -1 if there is none
+    checkpoint_step: int  # step of the newest verified checkpoint, or -1 if there is none
     stopping: bool = False  # the run is complete: nothing is left to do
     checkpoint_now: bool = False
     """As in `StepBatch`, for the steps trained so far: save a checkpoint once the workers are at the committed step."""
@@ -55,7 +55,7 @@ class StepBatch(Message, frozen=True, kw_only=True):
     """Trained tasks fill the stores: save a checkpoint right after this step, or admission will stop."""
     drops: dict[str, int] = {}  # the tasks in `dropped`, counted by `DropReason`
     lost: dict[str, int] = {}
-    """Samples lost by tasks of this batch and by tasks dropped since the last one, counted by `LossReason`."""
+    """Samples lost by tasks of this batch and by tasks dropped since the last batch, counted by `LossReason`."""
 
 
 @message(43, reply=StepBatch)

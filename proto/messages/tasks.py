@@ -34,7 +34,7 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     tasks: list[TaskHandle]  # the tasks, in order
     parts: list[BatchPart] = []  # the shards that exist, by the stage that made them
-    stores: list[str] = []  # names of the stores that have them, such as `batch-store/0`
+    stores: list[str] = []  # names of the stores that have the shards, such as `batch-store/0`
     scalars: dict[str, Array] = {}
     """The caller's values for each sample, such as `advantages` and `weights`: [samples] in the order of `tasks`."""
 
@@ -60,7 +60,7 @@ class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     task_id: str  # `weights/<lineage>/<step>`
     fence: int
-    store: str  # name of the store that holds it
+    store: str  # name of the store that holds the version
     nbytes: int  # bytes of all weights
     canary: Canary  # proof for this version
     drill: Canary  # proof for the start-up drill, which loads perturbed weights of the model directory
@@ -77,7 +77,7 @@ class LeaseGrant(Message, frozen=True, kw_only=True):
     stage: str  # the stage of the work
     split: str  # name of the data and its sampling: `train` or an evaluation set
     lease_s: float  # seconds without progress after which the lease ends
-    batch: BatchMeta  # the tasks, and those of their shards that exist
+    batch: BatchMeta  # the tasks, and where their existing shards are
     min_step: int = 0  # oldest policy version that may sample them
     exact: bool = False  # true: exactly version `min_step`, and no newer version
     group_size: int = 1  # samples per task

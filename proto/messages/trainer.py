@@ -110,7 +110,7 @@ class OptimStepDone(Message, frozen=True, kw_only=True):
 
 @message(87, reply=OptimStepDone)
 class OptimStep(WorkerRequest, frozen=True, kw_only=True):
-    """Clip the gradients, take an optimizer step, zero the gradients."""
+    """Clip the gradients, take an optimizer step, and zero the gradients."""
 
     step: int  # the training step of this update
     last: bool  # this is the last update of the step

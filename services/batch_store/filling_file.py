@@ -20,7 +20,8 @@ from shared.dataplane.mapping import lock_named
 
 CHUNK_BYTES = bulk.MAX_RANGE_BYTES
 ALLOCATE_BYTES = 16 << 20
-"""Bytes allocated at a time, ahead of the data that arrives. Writing a page that a full mount lacks raises SIGBUS."""
+"""Bytes allocated at a time, ahead of the data that arrives. Writing to a page that a full mount cannot provide raises
+SIGBUS."""
 DIGESTS_S = 20.0
 """Maximum seconds for which received chunks wait for their digests."""
 

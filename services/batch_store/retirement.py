@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Retirement:
-    """Carries out the removals that a store's index has decided on. It belongs to the store's event loop."""
+    """Carries out the removals that a store's index has decided on. Use it only on the store's event loop."""
 
     def __init__(self, name: str, room: Room, files: StoreFiles, now: Callable[[], float]) -> None:
         """`now` returns the loop's time in seconds."""

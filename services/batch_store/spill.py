@@ -21,7 +21,8 @@ from services.batch_store.state import StoreState
 from shared.rundir import RunDir, folder_id
 
 PAUSE_S = 1.0
-"""Seconds without a move after the disk failed (full or broken). Puts are answered with BUSY meanwhile."""
+"""Seconds for which no file is moved after the disk has failed (full or broken). Puts are answered with BUSY
+meanwhile."""
 _OWNER = "owner"
 
 
@@ -63,7 +64,7 @@ def _read(path: Path) -> str:
 
 
 class Spiller:
-    """Moves one file at a time. It belongs to the store's event loop."""
+    """Moves one file at a time. Use it only on the store's event loop."""
 
     def __init__(self, name: str, index: StoreState, files: StoreFiles, retirement: Retirement) -> None:
         self._index = index

@@ -35,8 +35,8 @@ DESCRIPTOR_SHARE = 8
 per file and direction."""
 _SWEEP = 64
 POPULATE_BYTES = 8 << 20
-"""Bytes to populate per call. A call takes 3 to 6 ms, in which no other thread of this process runs, not even its event
-loop."""
+"""Bytes to populate per call. A call takes 3 to 6 ms, during which no other thread of this process runs, not even that
+of its event loop."""
 HELP_BYTES = 256 << 20
 """Minimum size of a mapping whose pages are checked by two threads."""
 _POPULATE_WRITE = 23
