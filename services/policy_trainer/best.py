@@ -1,6 +1,6 @@
 """Keeps the checkpoint with the best evaluation and exports its model (`checkpoint.keep_best`).
 
-Each version that is evaluated gets a checkpoint, because its weights are gone by the time its result is known. The
+Each version that is evaluated gets a checkpoint, because the weights are gone by the time the result is known. The
 candidates are the checkpoints on disk, and their results come from the journal, so a resumed driver makes the same
 choice. If some rows were dropped, the mean ranks below means over more rows, because the two are not comparable.
 """
@@ -55,7 +55,7 @@ class BestCheckpoint:
         return sorted({*self.undecided, *([] if self._best is None else [self._best])})
 
     def add(self, step: int, saved: asyncio.Task[float] | None = None) -> None:
-        """Compare the checkpoint of `step` with the best one as soon as it is saved and evaluated.
+        """Once the checkpoint of `step` is saved and evaluated, compare it with the best checkpoint.
 
         `saved` is the task that saves the checkpoint, or None if the checkpoint is already saved.
         """

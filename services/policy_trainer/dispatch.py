@@ -1,8 +1,8 @@
 """The driver's view of its workers: one object that trains and hides ranks and devices.
 
-Each call runs once. Calls run in the order in which they were made, which the numbers assigned here define, not the
-order of arrival. A call may be made before the previous one is awaited. Batches are divided over the data-parallel
-ranks here, by tokens; only handles and per-sample numbers are sent.
+Each call runs once. Calls are numbered here and run in the order in which they were made, whatever their order of
+arrival. A call may be made before the previous one is awaited. Batches are divided over the data-parallel ranks here,
+by tokens; only handles and per-sample numbers are sent.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class WorkerDispatch:
     def load_checkpoint(self, step: int, *, snapshot_lineage: int = -1) -> Awaitable[messages.WorkerReady]:
         """Load the weights and optimizer state after `step`, from shared memory if `snapshot_lineage` is not -1.
 
-        Raises RpcError: missing if there is no such state, conflict if it is damaged.
+        Raises RpcError: missing if there is no such state, conflict if the state is damaged.
         """
         self._step, self._updates_left = step, 0
         request = messages.LoadCheckpoint(driver=_NOT_YET, order=_NOT_YET, step=step, snapshot_lineage=snapshot_lineage)
@@ -224,7 +224,7 @@ class WorkerDispatch:
     def relay(self, request: WorkerRequest) -> Awaitable[Message]:
         """Forward a call made by another dispatch, with its driver and order replaced by this dispatch's own.
 
-        Raises ValueError for a batch that contains a task twice. The call then gets no number.
+        Raises ValueError for a batch that contains a task twice. Such a call gets no number.
         """
         if isinstance(request, Divided):
             Batch(request.batch)

@@ -34,7 +34,7 @@ class ResumePoint:
     committed: int
     lineage: int
     checkpoint: int
-    """Newest checkpoint that the scheduler knows, or -1 if there is none."""
+    """Newest checkpoint that the scheduler knows of, or -1 if there is none."""
     checkpoint_now: bool
     """Whether `committed` must be saved as soon as the workers hold it, because the stores have no room left."""
 

@@ -27,7 +27,7 @@ from shared.topology import TRAINER_STORE, Topology, stop_limit_s
 MAX_RECOVERIES = 5
 """Maximum number of consecutive worker losses without a committed step in between."""
 MAX_DAMAGES = 20
-"""Maximum number of times that lost shards are made again without a committed step in between."""
+"""Maximum number of recoveries from lost shards without a committed step in between."""
 SUPERVISOR_S = 2.0
 """Seconds to wait for the supervisor's answer. A killed supervisor does not answer."""
 

@@ -3,8 +3,8 @@
 The module is pure: it moves no memory, calls no service and reads no clock.
 
 The order of a step is not stated explicitly; it follows from `FORBIDDEN`. The optimizer and the gradients leave before
-the engine's weights arrive, the parameters and the reference leave before its key/value cache arrives, and the whole
-engine leaves before the gradients return. "Device" means GPU memory on CUDA, and host memory otherwise.
+the engine's weights arrive, the parameters and the reference leave before the engine's key/value cache arrives, and the
+whole engine leaves before the gradients return. "Device" means GPU memory on CUDA, and host memory otherwise.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FORBIDDEN: tuple[tuple[str, str], ...] = (
 )
 """Pairs of parts of different services that must not be on the devices at the same time. Pairs are omitted on purpose
 where both parts are needed: the engine copies its weights while the parameters are on the device, and the reference may
-stay meanwhile."""
+stay there, too."""
 
 _BARRED: Mapping[str, Parts] = MappingProxyType(
     {

@@ -43,9 +43,9 @@ class MicroBatch:
     is a node together with a token that follows it.
 
     `token_ids` and `depths` int64 [N] describe the nodes, and `scatter` int64 [N] is a node's slot among the slots of
-    all `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. `child_predictor` and `child_token`
-    int64 [C] are an index into `predictors` and the token scored there. `tokens` int64 [M] are the positions
-    of the scored tokens in the caller's flat [T] arrays, and `token_child` int64 [M] is the child of each.
+    all `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. For each child, `child_predictor` int64
+    [C] is an index into `predictors`, and `child_token` int64 [C] is the token scored there. `tokens` int64 [M] are the
+    positions of the scored tokens in the caller's flat [T] arrays, and `token_child` int64 [M] is the child of each.
     """
 
     token_ids: Array

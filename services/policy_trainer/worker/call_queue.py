@@ -1,4 +1,4 @@
-"""Queue of one driver's calls, which yields each call once and in the driver's order, and refuses other drivers."""
+"""A queue that yields each call of one driver once, in the driver's order, and refuses other drivers."""
 
 from __future__ import annotations
 

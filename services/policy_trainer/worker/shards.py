@@ -28,7 +28,7 @@ _LOW = (torch.bfloat16, torch.float16)
 class Shards:
     """A `Replica` in pieces. The pieces of 16-bit weights are float32, while the passes run in 16 bits.
 
-    Only rank 0 ever holds whole weights; the others hold their pieces and, for a moment, one whole tensor.
+    Only rank 0 ever holds whole weights; the others hold their pieces and, temporarily, one whole tensor.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, context: ContextRank | None) -> None:
@@ -73,7 +73,7 @@ class Shards:
                 module.reshard()
 
     def write_back(self) -> None:
-        """Do nothing: the pieces are the masters, and the next pass gathers them anew."""
+        """Do nothing: the pieces are the masters, and the next pass gathers them again."""
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:

@@ -369,7 +369,7 @@ def test_waiting_for_an_absent_store_ends_at_its_return_at_a_takeover_or_at_the_
 
 
 def test_concurrent_calls_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -> None:
-    """The batch is streamed without encryption, as the topology says."""
+    """The batch is streamed without encryption, as the topology specifies."""
 
     async def scenario() -> None:
         async with bench_of(run) as bench:

@@ -41,7 +41,7 @@ METRIC = "eval/held/accuracy"
 
 
 class Killed(Exception):
-    """The driver ends here."""
+    """Raised by the call at which the driver is killed."""
 
 
 class World:

@@ -2,7 +2,7 @@
 
 Whole parts are moved, bit for bit, on the compute thread and only between calls. If the devices belong to the trainer
 alone, nothing needs to be moved. On CUDA, an offloaded part is in host memory. On a CPU, where that would free nothing,
-it is a file in the run's directory and thus in no process's memory.
+the part is in a file in the run's directory, outside any process's memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Devices:
         self._turns.done()
 
     def loaded_anew(self) -> None:
-        """Record that the state was loaded anew: all of it is on the device, without gradients."""
+        """Record that the state was reloaded: all of it is on the device, without gradients."""
         self._residency.forget()
         self._drop_later = False
 

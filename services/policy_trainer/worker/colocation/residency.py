@@ -56,7 +56,7 @@ class Residency:
         return moving
 
     def forget(self) -> None:
-        """Mark all parts as on the device, after the state was loaded anew."""
+        """Mark all parts as on the device, after the state was reloaded."""
         self.on_host = frozenset()
 
 

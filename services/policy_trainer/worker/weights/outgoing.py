@@ -1,6 +1,6 @@
 """A version's tensors on their way to an engine, in chunks of bounded size.
 
-While the trainer's own weights are still this version, copies of them are sent from GPU to GPU. After that, the weights
+While the trainer's own weights are still this version, copies of them are sent from GPU to GPU. Afterwards, the weights
 in the store are sent. Training waits at most for the copy of one chunk, never for an engine.
 """
 

@@ -1,5 +1,5 @@
-"""Sends policy versions to engines over collectives from the rank that puts them. Each engine has its own communicator
-and thread, so neither training nor other engines wait for it.
+"""Sends policy versions to engines over collectives, from the rank that puts the versions into the store. Each engine
+has its own communicator and thread, so neither training nor other engines wait for it.
 
 The version from which a GPU is training is sent from that GPU. All other versions are read from the store. The bytes
 equal those that engines would read from the store, and every version that the store still has can be sent, however far
