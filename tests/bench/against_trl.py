@@ -1,5 +1,5 @@
-"""The same GRPO work by the cluster and by TRL's GRPOTrainer, in samples/s. `peers/trl_grpo.py` lists the settings that
-are equal on both sides and those that differ.
+"""Compares the cluster with TRL's GRPOTrainer on the same GRPO work, in samples/s. `peers/trl_grpo.py` lists the
+settings that are equal on both sides and those that differ.
 
 TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
 alternates between generation and training. With a generation batch of at most one step's samples it is on policy, and

@@ -1,4 +1,5 @@
-"""The data plane against the machine's limits and its peers in one command, as absolute figures alone mean little.
+"""Compares the data plane with the machine's limits and its peers in one command, as absolute figures alone mean
+little.
 
     python -m tests.bench.bench_data [--sizes 1,4,16] [--rounds N] [--firsts N] [--no-peers] [--no-scheduler]
     python -m tests.bench.bench_data --sweep        find the peers' fastest settings and record them

@@ -1,5 +1,5 @@
-"""The quickstart's speed against TRL's GRPOTrainer, alternating on this machine. The only changes to the quickstart are
-its staleness, its number of steps, and the omission of its evaluations.
+"""Compares the quickstart's speed with that of TRL's GRPOTrainer, in alternating runs on this machine. The only changes
+to the quickstart are its staleness, its number of steps, and the omission of its evaluations.
 
     python -m tests.bench.bench_quickstart                (needs `make peers`)
     python -m tests.bench.bench_quickstart --sweep        find TRL's fastest settings and record them

@@ -61,7 +61,7 @@ def speed(batch: Path, model: Path) -> dict[str, Any]:
 
 
 def small_or_qwen3(on_gpu: bool) -> Any:
-    """Return the configuration of a model of the size of Qwen3-0.6B, or of a small one."""
+    """Return the configuration of a model as large as Qwen3-0.6B, or of a small model."""
     from transformers import AutoConfig
 
     sizes = (1024, 3072, 28, 16, 8, 128, 151_936) if on_gpu else (64, 192, 2, 4, 2, 16, 512)

@@ -25,7 +25,8 @@ SIZES: dict[str, Any] = {
 
 
 class ExactRMSNorm(torch.nn.Module):
-    """RMSNorm in the dtype of its input. The library's always computes in float32, which hides errors below 1e-7."""
+    """RMSNorm in the dtype of its input. The library's version always computes in float32, which hides errors below
+    1e-7."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ def test_the_compared_values_differ_from_step_to_step(undisturbed: Path) -> None
 
 
 def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """The second run has the same seed but other engines, another route of the weights, and kills.
+    """The second run has the same seed but other engines, another route for the weights, and kills.
 
     It is delayed until there are spare processes, from which the killed processes start again.
     """
@@ -183,7 +183,7 @@ def damage_unread(run: Cluster, key: str, *, restarts_store: bool = False) -> No
 def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path: Path, key: str) -> None:
     """A bit flips in each step, in a shard that some process may be about to read or has read."""
     with parity.start(tmp_path) as run:
-        for step in range(1, parity.STEPS - 3):  # The last tasks are read too soon to be damaged.
+        for step in range(1, parity.STEPS - 3):  # The last tasks are read before they can be damaged.
             run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
             damage_unread(run, key, restarts_store=step % 4 == 0)
         assert run.end() == 0, run.output()

@@ -1,4 +1,4 @@
-"""The process's side of turns on shared devices; tests/property/test_device_turns.py tests the scheduler's."""
+"""The process's side of turns on shared devices; tests/property/test_device_turns.py tests the scheduler's side."""
 
 from __future__ import annotations
 
