@@ -310,7 +310,7 @@ def test_a_step_runs_in_the_same_order_with_any_timing(seed: int) -> None:
         ]
 
 
-def test_a_hung_process_is_killed_at_once_while_busy_and_once_others_need_the_device_while_idle() -> None:
+def test_a_hung_process_is_killed_at_once_if_busy_or_when_others_need_the_device_if_idle() -> None:
     world = World(0, {WORKER: 1, ENGINE: 1})
     engine, worker = world.processes[(ENGINE, 0)], world.processes[(WORKER, 0)]
     worker.turns, engine.turns = [], [TURNS[ENGINE][0]]

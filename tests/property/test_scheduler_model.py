@@ -424,7 +424,7 @@ def test_every_history_keeps_the_promises_and_replays_to_the_same_state(
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_a_snapshot_shows_the_run_at_its_beginning_whatever_happens_later(
+def test_a_snapshot_shows_the_run_as_it_was_when_the_snapshot_began(
     before: list[str], during: list[str], staleness: int, seed: int, by_completion: bool
 ) -> None:
     model = Model(staleness, seed, by_completion=by_completion, collect_at_commit=False)
