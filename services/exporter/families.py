@@ -40,9 +40,9 @@ UNITS = {
 }
 """The unit at the end of a Prometheus name, by the unit in docs/metrics.md."""
 COUNTERS = frozenset({"gc/tasks"})
-"""Metrics in rows whose values only grow."""
+"""Metrics of rows whose values only grow."""
 LIVE = frozenset({"step", "store/bytes", "store/shards", "policy/version"})
-"""Metrics in rows that are not exported, because the live status has them."""
+"""Metrics that are not exported from rows, because the live status has them."""
 
 
 @dataclass(frozen=True)

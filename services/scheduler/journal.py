@@ -1,4 +1,4 @@
-"""The scheduler's journal on disk: every durable event in order, periodic snapshots, and readable tables for people.
+"""The scheduler's journal on disk: every durable event in order, periodic snapshots, and tables for human readers.
 
 The file is an SQLite database in WAL mode, committed once per burst. Effects are carried out only after their event is
 in the file. A snapshot is written in parts, and new events are accepted between the parts. The snapshot takes effect
@@ -41,7 +41,8 @@ from shared.rpc.errors import RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
 SNAPSHOT_BYTES = 8 << 20
-"""A new snapshot is written after this many bytes of events, or after twice the size of the last one if that is more.
+"""A new snapshot is written after this many bytes of events, or after twice the size of the last snapshot if that is
+more.
 
 Replay is therefore bounded, and snapshots cost a constant share of all writing.
 """

@@ -63,7 +63,7 @@ class MetricsFile:
             self.step = step
 
     def discard(self, lineage: int, after: int, waiting: Mapping[int, Mapping[str, float]]) -> None:
-        """Move the rows of all steps after `after` to the other file, along with the unwritten rows in `waiting`.
+        """Move the rows of all steps after `after`, and the unwritten rows in `waiting`, to `metrics.discarded.jsonl`.
 
         A row that a killed process has already moved is not added again.
         """
@@ -79,7 +79,7 @@ class MetricsFile:
         self.step = int(json.loads(lines[-1])["step"]) if lines else _NO_ROW
 
     def _save_discarded(self, lineage: int, rows: list[dict[str, Any]]) -> None:
-        """Append the discarded rows to the other file and make them durable."""
+        """Append the discarded rows to `metrics.discarded.jsonl` and make them durable."""
         if not rows:
             return
         descriptor = os.open(self._discarded, _FLAGS, 0o644)

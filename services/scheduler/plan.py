@@ -102,7 +102,7 @@ class Plan:
 
 
 class EpochOrder:
-    """The endless sequence of training rows: every usable row once per epoch, in a different order in each.
+    """The endless sequence of training rows: every usable row once per epoch, in a different order in each epoch.
 
     With `shuffle`, the order of an epoch is a permutation drawn from Philox with key (seed, epoch), so it can be
     computed without the epochs before it.

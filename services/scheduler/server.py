@@ -251,7 +251,7 @@ class SchedulerService(Service):
         if self._failed.done():
             return
         try:
-            for discard in self._discards:  # before the commit: the file has no row that the journal lacks
+            for discard in self._discards:  # before the commit, so that the file never has a row that the journal lacks
                 self._metrics.discard(discard.lineage, discard.step, discard.waiting)
             self._discards.clear()
             run = self._state.run

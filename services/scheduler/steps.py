@@ -148,9 +148,9 @@ def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
 
 
 def check_hope(run: RunState) -> None:
-    """Raise RpcError(bad_data) if the next step waits for tasks and too many in a row were dropped.
+    """Raise RpcError(bad_data) if the next step waits for tasks and too many consecutive tasks were dropped.
 
-    Deterministic mode is exempt: dropped tasks are not replaced, so its steps do not wait for others.
+    Deterministic mode is exempt: dropped tasks are not replaced, so its steps do not wait for other tasks.
     """
     most = max(HOPELESS_STEPS * run.plan.tasks_per_step, HOPELESS_TASKS)
     if run.dropped_in_a_row < most or run.order.fixed or run.order.takeable(run) >= run.plan.tasks_per_step:

@@ -89,7 +89,7 @@ def note_trainer_stores(run: RunState) -> None:
 
 
 def lies_in(run: RunState, task: Task, store: str) -> bool:
-    """Return whether the store has accepted shards of a task."""
+    """Return whether the store holds shards of the task's accepted results."""
     for part in task.parts:  # noqa: SIM110  # called for every live task when a store is lost: a generator takes longer
         if part is not None and run.store_names[part.store] == store:
             return True
@@ -105,7 +105,7 @@ def replayable(run: RunState, step: int) -> bool:
 
 
 def store_index(run: RunState, store: str) -> int:
-    """Return the number by which tasks name a store."""
+    """Return the index by which tasks refer to a store."""
     if store not in run.store_names:
         run.store_names.append(store)
     return run.store_names.index(store)

@@ -1,4 +1,7 @@
-"""The view of a run for people: the answer to `GetStatus`, and telemetry when it changes. It modifies no state."""
+"""The view of a run for human readers: the answer to `GetStatus`, and telemetry when values change.
+
+It modifies no state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of the journal's write-ahead log into its file, on a separate thread and connection.
+"""Checkpoints, which copy the journal's write-ahead log into its file, on a separate thread and connection.
 
 Copying and syncing may take long and would otherwise delay the writer. SQLite restarts the log once a pass has copied
 all of it and nothing was written in the meantime. If writing never paused, the log would grow without limit, so beyond

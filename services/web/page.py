@@ -32,7 +32,7 @@ MAX_RUNS = 200
 
 
 class Page:
-    """The live view of one run, and the metrics of its siblings."""
+    """The live view of one run, and the metrics of the other runs in its folder."""
 
     def __init__(self, path: Path, *, operable: bool) -> None:
         """If `operable`, the page offers the operator's buttons."""

@@ -163,7 +163,7 @@ class Checks:
             return  # A repeated result changes nothing.
         holder, held = self._leases.get(request.lease_id, (0, ()))
         check(
-            holder == request.incarnation, f"{task_id}: a completion was accepted from another process than the holder"
+            holder == request.incarnation, f"{task_id}: a completion was accepted from a process other than the holder"
         )
         check((task_id, fence) in held, f"{task_id}: a completion was accepted under a lease that does not hold it")
         newest = self._newest.get(task_id, 0)

@@ -148,7 +148,7 @@ def test_spans_reach_the_file_and_a_collector_that_is_absent_at_first(tmp_path: 
 
         assert set(wait_for("spans in the file", written)) == {"generate", "idle"}
         log = run.log_file("exporter", 0)
-        told = "traces do not arrive; spans are dropped, the run goes on"
+        told = "traces do not arrive; spans are dropped, but the run goes on"
         wait_for("the warning", lambda: told in log.read_text())
         with collector(port) as (kept, _):
             kept.wait(1)

@@ -1,6 +1,6 @@
 """Spans reach an OpenTelemetry collector over HTTP.
 
-A collector that is slow, unreachable or refuses delays no process.
+A collector that is slow or unreachable, or that refuses spans, delays no process.
 """
 
 from __future__ import annotations
