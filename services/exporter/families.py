@@ -89,7 +89,7 @@ class Metric:
 
     @cached_property
     def family(self) -> str:
-        """The metric's Prometheus name, without the `_total` of a counter."""
+        """The metric's Prometheus name, without the suffix `_total` of counters."""
         return family_name(_PLACEHOLDER.sub("", self.name), self.unit)
 
 

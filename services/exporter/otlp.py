@@ -45,7 +45,7 @@ class OtlpSender:
     """The queue of one collector, and the connection to it."""
 
     def __init__(self, url: str, run: str, headers: Mapping[str, str]) -> None:
-        """If `url` has no path, the path is `/v1/traces`. `run` is the name of the run."""
+        """If `url` has no path, `/v1/traces` is used. `run` is the name of the run."""
         parts = urlsplit(url)
         self.url = url
         self._host, self._port = parts.hostname or "", parts.port

@@ -51,7 +51,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A span as OpenTelemetry defines it. Ids have the sizes of W3C Trace Context."""
+    """A span as OpenTelemetry defines it. Ids have the sizes that W3C Trace Context requires."""
 
     trace: bytes
     id: bytes
@@ -65,7 +65,7 @@ class TraceSpan:
 
 
 def intervals(row: TopicRow) -> Iterator[Interval]:
-    """Yield the intervals that a row reports. A row with unexpected values yields none."""
+    """Yield the intervals that a row reports. A row with unexpected values yields no interval."""
     process, values = service_name(row.service, row.instance), row.values
     if not 0 <= row.at <= MAX_AT:
         return

@@ -21,7 +21,7 @@ OPEN_FILES = 8
 
 
 class _Line(msgspec.Struct):
-    """The record fields that show whether a task is complete, and its lineage."""
+    """The record fields that show the lineage of a task and whether the task is complete."""
 
     task: str
     samples: int = 1

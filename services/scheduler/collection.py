@@ -1,8 +1,8 @@
 """Collection of tasks: clears that stores have yet to acknowledge, one ordered queue per store. The module is pure.
 
-A clear names `(task, fence)`: the store tombstones it and deletes every shard of the task up to that fence. No clear is
-lost or reordered: each is kept until its store acknowledges it or is gone for good. A task is COLLECTED once every
-store that may hold its shards has acknowledged the task's last clear.
+A clear names `(task, fence)`: the store writes a tombstone and deletes every shard of the task up to that fence. No
+clear is lost or reordered: each is kept until its store acknowledges it or is gone for good. A task is COLLECTED once
+every store that may hold its shards has acknowledged the task's last clear.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _block(run: RunState, stage: int, admission: int, most: int) -> list[Task]:
 
 
 def _choose_block(run: RunState, stage: int, most: int) -> list[Task]:
-    """Return one whole block, or [] while any of its tasks is not waiting."""
+    """Return one whole block, or [] while not all of its tasks are waiting."""
     first = first_waiting(run, stage)
     block = _block(run, stage, first.admission, most) if first is not None else []
     return block if all(waits(run, stage, task) for task in block) else []

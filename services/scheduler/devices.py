@@ -91,7 +91,7 @@ class DeviceTurns:
             self._members[holder] = _Member(request.incarnation, request.pid, now, known=True)
 
     def gone(self, holder: Holder, incarnation: int) -> None:
-        """Remove a life of a process, because the supervisor has reported that it is over."""
+        """Remove a life of a process, because the supervisor has reported the end of this life."""
         member = self._members.get(holder)
         if member is not None and member.incarnation == incarnation:
             self._leave(holder)

@@ -2,7 +2,8 @@
 
 A failed sample (no answer in time, or a crash of the reward function or workflow) counts as a wrong answer with reward
 0, as leaderboards count missing answers. A row that never reached the policy (broken, longer than the context) says
-nothing about the policy and is dropped. The metrics row counts both, so no failure is hidden.
+nothing about the policy and is dropped. The metrics row counts failed samples and dropped rows, so no failure is
+hidden.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Evaluations:
 
 
 def score(run: RunState, task: Task, rewards: Array, failed: int) -> None:
-    """Score an evaluation task. `rewards` holds the rewards of its scored samples."""
+    """Score an evaluation task. `rewards` holds the rewards of the task's scored samples."""
     one = run.evaluations.of(task)
     one.score(bisect_left(_rows(run, one), task.row), rewards, failed)
     end_task(run, one)

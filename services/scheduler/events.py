@@ -247,7 +247,7 @@ class SendClear:
 
 @dataclass(frozen=True, slots=True)
 class StopClear:
-    """Cancel the tracked clear in flight to `store`. No `ClearDone` for it may follow."""
+    """Cancel the tracked clear in flight to `store`. No `ClearDone` for that clear may follow."""
 
     store: str
 

@@ -99,7 +99,7 @@ def reading(path: Path) -> Iterator[Recorded]:
     """
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
-            db.execute("BEGIN")  # all queries see the state of the first one
+            db.execute("BEGIN")  # all queries see the state that the first one sees
             yield Recorded(db)
     except (sqlite3.Error, WireError, msgspec.MsgspecError) as error:
         raise RpcError(ErrorCode.BAD_REQUEST, f"journal {path}: cannot be read ({error})") from None

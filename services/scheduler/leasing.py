@@ -148,7 +148,7 @@ def first_waiting(run: RunState, stage: int) -> Task | None:
 def choose_in_order(run: RunState, stage: int, most: int) -> list[Task]:
     """Remove up to `most` waiting tasks, oldest first, from the waiting line and return them.
 
-    Tasks of the rollout stage are all of one step; those of later stages share one version of the reference.
+    For the rollout stage, the tasks all belong to one step; for later stages, they share one version of the reference.
     """
     chosen: list[Task] = []
     group = -1

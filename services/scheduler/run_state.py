@@ -302,7 +302,7 @@ class RunState:
     def _problem(self, task: Task, waits: bool, batched: int) -> str:
         """Return a description of what is wrong with a task, or an empty string.
 
-        `waits` is true if the window or an evaluation has the task. `batched` is the step that consumed it, or 0.
+        `waits` is true if the window or an evaluation has the task. `batched` is the step that consumed the task, or 0.
         """
         lease = self.leases.get(task.lease)
         due = self.records.find(task)

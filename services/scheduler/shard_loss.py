@@ -1,12 +1,12 @@
 """Handles shards that a store has lost. The store's inventory or a reader reveals a loss, which the store must confirm.
 
-The module is pure. An unfinished task is sampled again under a higher fence, at no cost to its attempts. A task that
-belongs to a step is only marked, because its shards may no longer be needed:
+The module is pure. An unfinished task is sampled again under a higher fence, which does not count as a failed attempt.
+A task that belongs to a step is only marked, because its shards may no longer be needed:
 
 - open step: the failed read starts a new driver life, which finds the step reopened. The other tasks of the step keep
   their results, so in order of admission the step gets the same tasks in the same order. Workers that had begun
   the step are reloaded (`services/policy_trainer/resume.py`), so no task is trained twice (promise 2).
-- committed step: a checkpoint is ordered. A trainer that has to reload before the checkpoint is saved returns to the
+- committed step: a checkpoint is ordered. A trainer that must reload before the checkpoint is saved returns to the
   previous one.
 
 If a version is lost, `NextBatch` tells the driver to resume, and the driver publishes the version again.
@@ -110,7 +110,8 @@ class Audits:
     def compare(self, run: RunState) -> list[Audit]:
         """Compare as many tasks as are allowed now, and return the completed audits.
 
-        `missing` may also contain results accepted after the inventory began, so the store is asked again about each.
+        `missing` may also contain results accepted after the inventory began, so the store is asked again about each of
+        these.
         """
         over: list[Audit] = []
         while self._room > 0 and (self._compared or self._complete):

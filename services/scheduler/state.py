@@ -484,7 +484,7 @@ class Scheduler:
     def is_over(self, service: str, instance: int, incarnation: int, now: float) -> bool:
         """Return whether a life of a process counts as ended at `now` although its end was not observed.
 
-        It does if another life has registered, or if this life was silent for `GONE_S`.
+        A life counts as ended if another life of the process has registered, or if the life was silent for `GONE_S`.
         """
         known, seen = self.run.registry.get((service, instance)), self._seen.get((service, instance))
         return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S

@@ -114,7 +114,7 @@ def _open_evaluations(run: RunState, version: Version) -> None:
     step = version[1]
     for begun in run.evaluations.open.values():
         if begun.version[1] == step and run.versions.get(begun.version) is None:
-            begun.version = version  # the step was published again because its store lost the first version
+            begun.version = version  # the step was published again because the store lost the first version
     for each in due(run.plan, run.config.steps, step):
         if run.evaluations.known(each.name, step):
             continue

@@ -22,7 +22,7 @@ _CHECKPOINT = "PRAGMA wal_checkpoint(PASSIVE)"
 
 
 class WalCheckpoints:
-    """Checkpoints of a database in WAL mode with a single writer, which has automatic checkpoints turned off."""
+    """Checkpoints of a database in WAL mode whose single writer has automatic checkpoints turned off."""
 
     def __init__(self, path: Path, page_bytes: int) -> None:
         self.error = ""

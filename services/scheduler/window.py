@@ -77,7 +77,10 @@ class AdmissionWindow:
         self._settled = self.head
 
     def put_back(self, tasks: Sequence[Task]) -> None:
-        """Insert the READY tasks of a batch again, in their former places. They count as finished before all others."""
+        """Insert the READY tasks of a batch again, in their former places.
+
+        They count as finished before all other tasks.
+        """
         first = min(task.admission for task in tasks)
         finished = [*(task.admission for task in tasks), *self.finished]
         self.restore(min(first, self.head), self.tail, [*tasks, *self.tasks.values()], finished)

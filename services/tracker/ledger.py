@@ -22,7 +22,7 @@ class Ledger(msgspec.Struct, kw_only=True):
     """The data that one tracker has received. A missing or damaged file counts as empty."""
 
     id: str = ""  # identifies the run in the tracker
-    pid: int = 0  # the process that feeds the tracker, or the last one that did
+    pid: int = 0  # id of the process that feeds the tracker, or that fed it last
     sent: int = 0  # number of rows in the run's history that were handed over
     step: int = 0  # the training step of the last row that was handed over
     sure: int = 0  # number of rows that the tracker is known to hold

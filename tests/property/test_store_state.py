@@ -105,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
     def granted(
         self, tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int, *, room: bool, claimed: bool, made: bool
     ) -> str | None:
-        """Begin a put and return its id, or None if it was refused or its file could not be made."""
+        """Begin a put and return its id, or None if the put was refused or its file could not be made."""
         table, nbytes = written(tasks, keys, value)
         self.puts += 1
         put_id = f"{self.puts:032x}"

@@ -1,4 +1,4 @@
-"""`python -m tests.sim SEED [--trace]` runs one seed; `--seeds N [--first F]` runs N and shrinks the first failure.
+"""`python -m tests.sim SEED [--trace]` runs a seed; `--seeds N [--first F]` runs N seeds and shrinks the first failure.
 
 The exit status is 1 if a promise was broken.
 """

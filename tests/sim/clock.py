@@ -81,7 +81,7 @@ class Node:
 
 
 def _close(coroutine: Any) -> None:
-    # The coroutine may await or send something while it is closed, or may be running.
+    # The coroutine may await or send something while it is being closed, or may be running.
     with contextlib.suppress(Exception, Killed):
         coroutine.close()
 

@@ -1,6 +1,6 @@
 """Turns the findings of detectors into warnings: one for each episode of a condition.
 
-An episode begins when a detector finds its condition. It ends when the condition has been absent for several
+An episode begins when a detector finds the condition. It ends when the condition has been absent for several
 observations in a row. While an episode lasts, a more lenient bound applies (hysteresis), so that a value that wavers
 around a bound causes only one warning.
 """

@@ -38,7 +38,7 @@ class SetResult:
 
 
 class RowHistory:
-    """The first and the latest values of every metric, over the rows that have it."""
+    """The first and the latest values of every metric, over the rows that contain the metric."""
 
     def __init__(self) -> None:
         self.step = 0

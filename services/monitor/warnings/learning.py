@@ -2,8 +2,8 @@
 
 Each detector is a pure function of the history: `detector(history, facts, held)` yields its sightings. `held` names the
 subjects of the detector's ongoing episodes. Bounds are pairs `(begins, ends)`; the second bound applies to the subjects
-in `held`. Where a bound is not a convention of the field, the reason for it is given beside it, with the values of
-healthy runs (`tests/data/warnings/healthy`).
+in `held`. Where a bound is not a convention of the field, its description gives the reason and the values of healthy
+runs (`tests/data/warnings/healthy`).
 """
 
 from __future__ import annotations

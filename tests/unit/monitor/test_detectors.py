@@ -28,7 +28,7 @@ def after(step: int, begin: int, before: float, then: float) -> float:
 
 
 def evaluated(step: int) -> Values:
-    """Return evaluations, the best of which is that of step 20."""
+    """Return evaluations, of which the one of step 20 is the best."""
     if step % 20:
         return {}
     return {"eval/held/accuracy": after(step, 20, 0.8, 0.5), "eval/held/rows_scored": 256.0, "eval/easy/accuracy": 0.9}

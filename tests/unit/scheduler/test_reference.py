@@ -49,8 +49,8 @@ def test_a_task_of_the_step_after_a_refresh_waits_for_its_version_and_no_block_s
     roll_out(made)
     score(made)
     train(made, 1)
-    roll_out(made)  # These tasks are of step 2.
-    roll_out(made)  # These tasks are of step 3, one version ahead.
+    roll_out(made)  # These tasks belong to step 2.
+    roll_out(made)  # These tasks belong to step 3, one version ahead.
     grant = made.granted("reference", most=100)
     assert len(ids(grant)) == 4  # The block contains only tasks of step 2.
     assert grant.weights is None
