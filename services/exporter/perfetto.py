@@ -1,4 +1,4 @@
-"""Writes spans to a file in Chrome's Trace Event Format, for Perfetto and chrome://tracing. The file is always valid JSON.
+"""Writes spans to a file in Chrome's Trace Event Format, for Perfetto and chrome://tracing: always valid JSON.
 
 The file has a track for each kind of work of each process, and tracks for each traced task. Work that overlaps other
 work of the same kind gets another track, because the events of a track must nest. Once `trace.json` reaches half of the
