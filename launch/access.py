@@ -1,4 +1,4 @@
-"""Exports access to a run for another machine. The module itself opens no connection."""
+"""Gives another machine access to a run, through an access file. The module itself opens no connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.topology import load
 
 
 def role_of(label: str) -> Role:
-    """Return the role called `label`. Raises RpcError(bad_request) if there is none."""
+    """Return the role called `label`. Raises RpcError(bad_request) if no role has that name."""
     try:
         return Role.of_label(label)
     except ValueError as error:

@@ -225,7 +225,8 @@ def _reachable(topology: Topology, address: str) -> Topology:
 
 
 def _attach(topology_file: Path | None, run_dir: Path | None) -> int:
-    """Attach to `run_dir`, else to the newest run with the name in the topology, else to the newest run."""
+    """Attach to `run_dir` if given, else to the newest run of the topology's name, or without a topology to the newest
+    run."""
     try:
         if run_dir is None:
             run_dir = newest_run(place.BASE) if topology_file is None else place.resumable(load(topology_file))
@@ -241,13 +242,12 @@ def _refuse(lines: Iterable[str]) -> NoReturn:
 
 
 def _plan(topology: Topology) -> list[Key]:
-    """Return the processes of this machine."""
+    """Return the processes that the topology places on this machine."""
     return [(spec.service, spec.instance) for spec in topology.services_plan() if spec.host == topology.home]
 
 
 def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> None:
-    """Print the processes that would run. `machines` are the host names of the other hosts, as far as they are
-    known."""
+    """Print the processes that would run. `machines` gives the host names of those other hosts that have been found."""
     print(f"run directory  {path.absolute()}")
     print(f"steps          {topology.run.last_step}")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
@@ -290,7 +290,7 @@ def _launch(
     resume: bool,
     detach: bool,
 ) -> int:
-    """Run `topology`, with the weights of `checkpoint` if there is one, and return the exit status."""
+    """Run `topology`, with the weights of `checkpoint` if one is given, and return the exit status."""
     root = preflight.shm_root(topology)
     with ExitStack() as stack:
         if engine is not None:
@@ -307,7 +307,7 @@ def _launch(
             if checkpoint is not None and not (path / "run.json").exists():  # such a path is refused below
                 evaluation.add_model(checkpoint, topology, folder / MODEL_FOLDER)
                 topology = evaluation.with_model(topology, path.absolute() / MODEL_FOLDER)
-            with interrupts.held():  # Signals are delivered before the run exists or once its removal is arranged.
+            with interrupts.held():  # Signals take effect before the run exists or once its removal is arranged.
                 run = place.reopen(path, topology) if resume else place.create(path, topology, folder)
                 stack.callback(run.remove_volatile)
                 stack.callback(interrupts.ignore)
@@ -325,7 +325,7 @@ def _launch(
         if detach:
             side = detached.detach(run)
             if isinstance(side, detached.Launcher):
-                stack.pop_all()  # The process that stays removes these files.
+                stack.pop_all()  # The child process removes these files.
                 return side.wait()
             stays = side
         begun = time.monotonic()

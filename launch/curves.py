@@ -1,4 +1,4 @@
-"""Reads the curves of a run from its metrics files. The rows of steps that the run took back are kept apart.
+"""Reads the curves of a run from its metrics files. The rows of steps that the run undid are kept apart.
 
 Reading needs neither the run's processes nor a complete run directory: `metrics.jsonl` is enough.
 """
@@ -45,12 +45,12 @@ class History:
 
     name: str
     rows: list[Row]
-    """The rows of the steps that were not taken back."""
+    """The rows of the steps that were not undone."""
     discarded: dict[int, list[Row]]
-    """The rows of the steps that were taken back, by the lineage of weights that ended then."""
+    """The rows of the steps that were undone, by the lineage of weights that ended then."""
 
     def points(self, metric: str) -> list[Point]:
-        """Return the curve of a metric, without the rows that do not have it."""
+        """Return the curve of a metric, made from the rows that have the metric."""
         return self._curves.get(metric, [])
 
     def taken_back(self, metric: str) -> list[list[Point]]:
@@ -68,7 +68,7 @@ class History:
 
 
 def read_history(folder: Path, name: str = "") -> History:
-    """Read the metrics of the run in `folder`. Raises a one-line RpcError(bad_request) if it has none."""
+    """Read the metrics of the run in `folder`. Raises a one-line RpcError(bad_request) if the folder has no metrics."""
     path = folder / METRICS
     if not path.is_file():
         text = f"run {folder}: has no {METRICS}; name the directory of a run that has begun"
@@ -91,8 +91,8 @@ def read_histories(folders: Sequence[Path]) -> list[History]:
 def chosen(histories: Iterable[History], wanted: Sequence[str]) -> list[str]:
     """Return the metrics of the runs that match `wanted`: names, or patterns such as `eval/*/accuracy`.
 
-    Raises RpcError(bad_request) with the nearest name if no row has a wanted metric. If `wanted` is empty, the defaults
-    are chosen, as far as the runs have them.
+    Raises RpcError(bad_request) with the nearest name if no row has a wanted metric. If `wanted` is empty, the default
+    metrics that the runs have are chosen.
     """
     known = list(dict.fromkeys(name for history in histories for name in history.metrics))
     found: dict[str, None] = {}
@@ -120,7 +120,7 @@ def _curves(rows: Iterable[Row]) -> dict[str, list[Point]]:
 
 
 def _rows(path: Path) -> list[Row]:
-    """Return the complete rows of a metrics file, or none if there is no such file."""
+    """Return the complete rows of a metrics file, or [] if there is no such file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

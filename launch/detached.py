@@ -31,7 +31,7 @@ _READY = b"R"
 
 @dataclass
 class Detached:
-    """The child's side: the process that stays."""
+    """The child's side, in the process that stays."""
 
     _to_launcher: int
 
@@ -49,7 +49,7 @@ class Detached:
 
 @dataclass
 class Launcher:
-    """The parent's side: the command that returns."""
+    """The parent's side, in the command that returns."""
 
     run: RunDir
     pid: int
@@ -104,7 +104,7 @@ def detach(run: RunDir) -> Detached | Launcher:
 def attach(run: RunDir) -> int:
     """Show the console of a detached run until it ends, and return its exit status. Ctrl-C leaves the run alone.
 
-    Raises RpcError(bad_request) if the run is not running, or shows its console elsewhere.
+    Raises RpcError(bad_request) if the run is not running, or was not started with `--detach`.
     """
     file = console_of(run)
     if not place.is_held(run.path):

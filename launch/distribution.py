@@ -1,7 +1,7 @@
-"""Takes the model and the data of a run from home, before anything of the run starts on this host.
+"""Fetches the model and the data of a run from home before any process of the run starts on this host.
 
-The files stay in the folder of this host. Existing contents are compared with the digests of home's files, and only the
-rest is taken, so an interrupted transfer continues where it stopped.
+The files stay in the folder of this host. Existing contents are compared with the digests of home's files, and only
+what is missing or different is fetched, so an interrupted transfer continues where it stopped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOOK_S = 0.2
 async def take(access: Access, folder: Path, host: str, is_over: Callable[[], bool]) -> Access:
     """Return `access` with a topology that names files in `folder`, once these are there and verified.
 
-    Raises RpcError: bad_request if the disk has no room for the files, draining once `is_over` returns True.
+    Raises RpcError: bad_request if the disk has no room for the files, or draining once `is_over` returns True.
     """
     data = document.plain(access.topology)
     taking = asyncio.ensure_future(_take(access, data, folder, host))
@@ -145,7 +145,7 @@ def _check_room(folder: Path, rows: list[DistributedFile], host: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _home(access: Access) -> AsyncIterator[Client]:
-    """Connect to home's store, wherever it is."""
+    """Connect to home's store at the endpoint that home's scheduler gives."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     life = new_incarnation()
     scheduler = Client(context, access.endpoints["scheduler"], "scheduler/0", life, keys=access.keys)

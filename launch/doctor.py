@@ -51,7 +51,8 @@ STALL_S = 5.0
 cause.
 """
 IDLE_S = 8.0
-"""Seconds without progress after which a computation, or clears that a store does not acknowledge, count as wrong."""
+"""Seconds without progress after which a computation counts as wrong, as do clears that a store does not
+acknowledge."""
 REFUSED_S = 1.0
 SLOW_START_S = 30.0
 LEFT_S = 60.0
@@ -89,7 +90,7 @@ class Examined:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause, or a wait that is not wrong by itself. `stalls` are the waits that depend on it, nearest first."""
+    """A cause, or a wait that is not a fault in itself. `stalls` are the waits that depend on it, nearest first."""
 
     wrong: bool
     service: str
@@ -202,7 +203,8 @@ def _stopped(services: Iterable[ServiceRow]) -> list[WaitRow]:
 
 
 def diagnose(examined: Examined) -> list[Finding]:
-    """Return the findings: causes first, by the number of their stalls, then waits that are not wrong by themselves."""
+    """Return the findings: causes first, by the number of their stalls, then waits that are not faults in
+    themselves."""
     graph = _Graph(examined)
     wrong = [*_processes(graph), *_stores(graph), *_services(graph), *_leases(graph), *_troubles(graph)]
     wrong += _unexplained(graph, wrong)
@@ -318,7 +320,7 @@ def _troubles(graph: _Graph) -> Iterator[Finding]:
 
 
 def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
-    """Yield a stall of the next step that no other finding explains and on which no process works."""
+    """Yield each stall of the next step that no other finding explains and that no process is working to end."""
     named = {each.service for each in wrong}
     for row in graph.stalled:
         service, is_instance = row.of.partition("/")[0], "/" in row.of
@@ -332,7 +334,7 @@ def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
 
 
 def _notices(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
-    """Yield the waits that are not wrong by themselves."""
+    """Yield the waits that are not faults in themselves."""
     told_already = {line for each in wrong for line in (each.text, *each.stalls)}
     for name, row in graph.rows:
         poll = row.kind == WaitKind.CALL and row.what in POLLS

@@ -1,6 +1,7 @@
-"""Draws curves as one SVG picture: a small chart per metric, a colour per run, readable on light and dark pages.
+"""Draws curves as one SVG picture, with a small chart for each metric and a colour for each run.
 
-The picture is self-contained, has no script, and its size does not depend on the length of the runs.
+The picture is readable on light and dark pages. It is self-contained and has no script, and its size does not depend on
+the length of the runs.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def plain(text: str, limit_chars: int) -> str:
 
 
 def picture(histories: Sequence[History], metrics: Sequence[str]) -> str:
-    """Return the charts of `metrics` as an SVG document. Curves of steps that a run took back are thin and dashed."""
+    """Return the charts of `metrics` as an SVG document. Curves of steps that a run undid are thin and dashed."""
     columns = max(1, min(COLUMNS, len(metrics)))
     legend = LEGEND_LINE * len(histories) if len(histories) > 1 else 0
     width, height = columns * WIDTH, math.ceil(len(metrics) / columns) * HEIGHT + legend
@@ -117,7 +118,10 @@ def _line(points: Sequence[Point], x: Scale, y: Scale, colour: str, kind: str) -
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """Return the lowest and the highest point of each of `BUCKETS` pieces, and both ends. Peaks stay visible."""
+    """Return both ends of a curve, and the lowest and the highest point of each of its `BUCKETS` pieces.
+
+    Peaks stay visible.
+    """
     if len(points) <= 2 * BUCKETS:
         return points
     found: dict[Point, None] = {points[0]: None}

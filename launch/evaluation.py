@@ -19,7 +19,7 @@ _SHOWN_NAMES = 3
 
 
 def without_training(topology: Topology) -> Topology:
-    """Return `topology` for a run that only evaluates: what only training needs is neither started nor reserved.
+    """Return `topology` for a run that only evaluates: nothing that only training needs is started or reserved.
 
     The trainer stays, because it publishes the weights and proves that the engines have loaded them.
     """
@@ -112,7 +112,7 @@ def table(topology: Topology, row: Mapping[str, float]) -> list[str]:
 
 
 def best_lines(run: RunDir) -> list[str]:
-    """Return one line that names the exported best checkpoint, or an empty list if there is none."""
+    """Return a line that names the exported best checkpoint, or an empty list if none was exported."""
     try:
         best = json.loads(run.best_note.read_text())
         return [f"best       {run.export_best} (step {best['step']}, {best['metric']} {best['value']:.3f})"]

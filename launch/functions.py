@@ -1,5 +1,5 @@
-"""Checks that the functions named by a topology can be used. Users' modules are imported by a separate process, which
-is killed when it hangs, and never by the launcher.
+"""Checks that the functions named by a topology can be used. Users' modules are never imported by the launcher but by a
+separate process, which is killed if it hangs.
 """
 
 from __future__ import annotations
@@ -91,8 +91,10 @@ def _error_lines(wanted: Wanted, why: str) -> Iterator[str]:
 
 
 def _check_in_process(functions: Sequence[Wanted]) -> list[str]:
-    """Check `functions` in a separate process. Return the reason why each cannot be used, or an empty string if it
-    can."""
+    """Check `functions` in a separate process.
+
+    Return, for each function, the reason why it cannot be used, or an empty string if it can.
+    """
     ours, theirs = socket.socketpair()
     try:
         child = subprocess.Popen(
@@ -125,7 +127,7 @@ def _check_in_process(functions: Sequence[Wanted]) -> list[str]:
 
 
 def _end(child: subprocess.Popen[Any]) -> None:
-    """Stop the process. It is a subreaper, so it also stops everything that users' code has started."""
+    """Stop the process, which is a subreaper and therefore also stops everything that users' code has started."""
     child.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(_END_S)

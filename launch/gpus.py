@@ -5,7 +5,7 @@ lacks.
 
 A process numbers the GPUs that it sees from 0; the values assigned here are those of CUDA_VISIBLE_DEVICES. A rank of
 the trainer or of the reference sees one GPU, and an engine sees all of its `services.rollout.gpus`. Thus no process can
-use the GPU of another one, by mistake or through a library that always opens the first GPU.
+use another process's GPU, whether by mistake or through a library that always opens the first GPU.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class _Share:
 
 
 def visible_gpus(topology: Topology, names: Sequence[str] | None = None) -> dict[Key, str]:
-    """Return CUDA_VISIBLE_DEVICES by process. It is empty for processes to which the topology gives no GPU: they
-    compute on the CPU, whatever the machine has.
+    """Return the value of CUDA_VISIBLE_DEVICES for each process. The value is empty for processes to which the topology
+    gives no GPU: they compute on the CPU, whatever the machine has.
 
     `names` are this machine's GPUs in order. With None, and on other hosts, GPUs are numbered from 0. Raises ValueError
-    if there are too few GPUs (`wanted` returns the number beforehand).
+    if there are too few GPUs; call `wanted` first to learn how many are needed.
     """
     found = {(spec.service, spec.instance): "" for spec in topology.services_plan()}
     for share, first in _placed(topology):
@@ -80,7 +80,10 @@ def _placed(topology: Topology) -> list[tuple[_Share, int]]:
 
 
 def _shares(topology: Topology) -> list[_Share]:
-    """Return the services that use GPUs, by host. Colocated ones use the same number of GPUs (`colocate_checks`)."""
+    """Return the services that use GPUs, by host.
+
+    Colocated services use the same number of GPUs (`colocate_checks`).
+    """
     shares: dict[tuple[str, str | None], _Share] = {}
     for name, section in topology.services.placed.items():
         each = section.gpus if name == "rollout" else min(section.gpus, 1)

@@ -1,7 +1,7 @@
 """Names the modules that are needed to compute with the model, so that spare processes can import them beforehand.
 
 An entry is `module`, or `module:function` for a function that imports. If a module is missing here, processes import it
-when they start, which only takes longer.
+when they start, which only makes the start slower.
 """
 
 from __future__ import annotations

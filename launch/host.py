@@ -1,8 +1,8 @@
 """`python -m launch.host --access FILE` runs the part of a run that belongs on this host.
 
-It joins the run that the access file describes (`launch.ctl export-access --role service`). With its own supervisor
-and guard, it runs what the run's supervisor orders: a store, rollouts, references and ranks of the trainer. It ends
-when the run ends or no longer answers. An agent that the run gave up joins again. Exit status: 0 if the run ended, 1 if
+It joins the run that the access file describes (`launch.ctl export-access --role service`). With its own supervisor and
+guard, it runs what the run's supervisor orders: a store, rollouts, references and ranks of the trainer. It ends when
+the run ends or no longer answers. An agent that the run has given up joins again. Exit status: 0 if the run ended, 1 if
 the host failed or lost the run, 2 if the command line or the access is wrong.
 
 The program that starts it (Ray, srun, ssh, a container) may pass the access on standard input instead (`--access -`):
@@ -102,7 +102,7 @@ def main(
 
 
 def address_towards(endpoint: str) -> str:
-    """Return the address of this host on its route to `endpoint`. Raises RpcError(bad_request) if there is none."""
+    """Return the address of this host on its route to `endpoint`. Raises RpcError(bad_request) if there is no route."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -114,7 +114,7 @@ def address_towards(endpoint: str) -> str:
 
 
 def _checked(text: str) -> HostFacts:
-    """Return the facts of this host, with the requirements of the topology `text` that it lacks."""
+    """Return the facts of this host, with the requirements of the topology `text` that it does not meet."""
     try:
         topology = _topology(text, check_files=False)
         return facts(topology if topology.policy.distribute else _topology(text))
@@ -143,9 +143,9 @@ def _from_input() -> Access:
 
 
 def _from_file(path: Path, wait_s: float) -> Access:
-    """Return the access in the file `path`, which may be written within the next `wait_s` seconds.
+    """Return the access in the file `path`, after waiting up to `wait_s` seconds for the file to be written.
 
-    Raises RpcError: not_ready if it is not written in time.
+    Raises RpcError: not_ready if the file is not written in time.
     """
     until = time.monotonic() + wait_s
     while wait_s and not path.exists():
@@ -187,9 +187,10 @@ def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int
 
 
 class _Ends:
-    """Handles signals and the end of standard input, which end this host, from its start to its exit.
+    """Handles what ends this host, signals and the end of standard input, from the host's start to its exit.
 
-    The first signal drains the host, so that it returns its leases. A second signal or the end of the input kills it.
+    The first signal drains the host, so that it returns its leases. A second signal or the end of the input kills the
+    host.
     """
 
     def __init__(self, held: bool) -> None:
@@ -209,7 +210,10 @@ class _Ends:
         return bool(self._causes)
 
     def apply_to(self, supervisor: Supervisor) -> None:
-        """Stop `supervisor` when this host should end, which may be at once. Called on the supervisor's event loop."""
+        """Stop `supervisor` once this host should end, which may already be the case.
+
+        Called on the supervisor's event loop.
+        """
         self._loop = asyncio.get_running_loop()
         self._supervisor = supervisor
         self._act()
@@ -248,7 +252,8 @@ class _Life:
         self._log = structlog.get_logger("host")
 
     async def live(self) -> int | None:
-        """Join, run the ordered processes, and return the exit status, or None if the host must join again."""
+        """Join, run the processes that the run orders, and return the exit status, or None if the host must join
+        again."""
         names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
         link = HostLink(self._access, self._host, names, new_incarnation())
         try:

@@ -35,7 +35,7 @@ class HubError(Exception):
 class Missing:
     """Files of `name` at `commit` that are not in the cache.
 
-    There are none (`files` is 0) if the cache merely takes an older commit for the revision.
+    `files` is 0 if the cache has all of these files but still resolves the revision to another commit.
     """
 
     name: HubName
@@ -48,9 +48,9 @@ class Missing:
 
 
 def pinned(names: Mapping[Path, HubName], topology: FilePath) -> list[str]:
-    """Return the overrides with which a run continues to use the commits of `names` in its resolved `topology`.
+    """Return the overrides that make a run continue to use the commits of `names` that its resolved `topology` records.
 
-    A name that gives a commit, or a repository other than the run's first one, is left as it is.
+    There is no override for a name that gives a commit, or a repository other than the recorded one.
     """
     try:
         recorded = document.plain(topology.read_text())
@@ -90,7 +90,7 @@ def fetch(names: Mapping[Path, HubName]) -> None:
 def leave() -> NoReturn:
     """Exit this process at once. Otherwise, download threads would first finish their files.
 
-    Partial files are deleted. They could not be used again, because each has a unique name.
+    Partial files are deleted. A later download could not use them, because each has a unique name.
     """
     for descriptor in FilePath("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ def _missing(name: HubName) -> Missing | None:
 
 
 def _offline(name: HubName, reason: str) -> None:
-    """Return if the cache has all of `name`. Raises HubError with the command that fetches it."""
+    """Return only if the cache has all of `name`. Otherwise, raise HubError with the command that fetches it."""
     if not _is_whole(name):
         command = f"fetch it where there is a network, with: {name.command}"
         raise HubError(f"{name}: not complete in the local Hugging Face cache {hub.cache()} and {reason}; {command}")

@@ -105,7 +105,8 @@ async def _watch(run: Run, work: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_end(run: Run) -> None:
-    """Raise RpcError(deadline) for a run on another machine: its stream ends only because it has fallen silent."""
+    """Raise RpcError(deadline) for a run on another machine: its stream ends only because the monitor has fallen
+    silent."""
     if isinstance(run, Access):
         text = f"run {run.name}: the monitor has not answered for {LOST_S:g} s; the run ended or the connection broke"
         raise RpcError(ErrorCode.DEADLINE, text)

@@ -61,7 +61,7 @@ def default_path(topology: Topology) -> Path:
 
 
 def resumable(topology: Topology) -> Path:
-    """Return the newest run of this name under `runs/`. Raises RpcError if there is none."""
+    """Return the newest run of the topology's name under `runs/`. Raises RpcError if there is no such run."""
     runs = [path for path in BASE.glob(f"{topology.run.name}-*") if (path / "run.json").exists()]
     if not runs:
         raise RpcError(
@@ -176,7 +176,7 @@ def reopen(path: Path, topology: Topology) -> RunDir:
 def cannot_start_text(path: Path, topology: Topology, error: OSError) -> str:
     """Return one line that describes an error in a file system that a run needs at its start.
 
-    If one of these is full, the line names the fullest, because the error of a failed write does not name it.
+    If one of these file systems is full, the line names the fullest, because the error of a failed write names none.
     """
     text = f"run directory {path.absolute()}: cannot be started: {error.strerror or error}"
     if error.errno not in DISK_FULL_ERRNOS:

@@ -39,7 +39,10 @@ class Findings:
 
 
 def check(topology: Topology, file: str) -> Findings:
-    """Check everything that `shared.topology` cannot know from the file alone. `file` is the name used in the lines."""
+    """Check everything that `shared.topology` cannot know from the file alone.
+
+    `file` is the topology's name in the findings.
+    """
     findings = Findings()
     for key, source in _sources(topology).items():
         _check_rows(source, f"{file}: {key}", findings)
@@ -59,7 +62,7 @@ def check(topology: Topology, file: str) -> Findings:
 
 
 def check_host(topology: Topology) -> list[str]:
-    """Return one line for each requirement of computing processes of `topology` that this host lacks.
+    """Return one line for each requirement of computing processes of `topology` that this host does not meet.
 
     A model that will be taken from home is not checked.
     """
@@ -93,9 +96,10 @@ def threads_of(topology: Topology, service: str) -> int:
 
 
 def gpu_names(visible: str | None, devices: Path = Path("/dev")) -> list[str]:
-    """Return CUDA's names of the GPUs this launcher may use. `visible` is its CUDA_VISIBLE_DEVICES, or None if unset.
+    """Return CUDA's names for the GPUs that this launcher may use. `visible` is its CUDA_VISIBLE_DEVICES, or None if
+    unset.
 
-    The list ends at the first name that CUDA would not know, as it does for CUDA (`-1`, `NoDevFiles`).
+    The list ends at the first name that CUDA would not know (`-1`, `NoDevFiles`), as it does in CUDA.
     """
     if visible is None:
         count = sum(1 for each in devices.glob("nvidia*") if each.name.removeprefix("nvidia").isdigit())
@@ -150,7 +154,7 @@ def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _messages(topology: Topology) -> str:
-    """Return the part of the topology that needs a chat template, or an empty string if none does."""
+    """Return the part of the topology that needs a chat template, or an empty string if no part does."""
     workflow = topology.workflow
     if workflow is not None and workflow.function.startswith("builtin:"):
         return f"workflow.function {workflow.function}"
@@ -317,7 +321,7 @@ def _check_page(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _check_exporter(topology: Topology, file: str, findings: Findings) -> None:
-    """Check the libraries of the exporter, its token, and that its address can be used."""
+    """Check the libraries and the token of the exporter, and that its address can be used."""
     findings.errors.extend(f"{file}: {line}" for line in missing_libraries(topology))
     prometheus = topology.services.monitor.prometheus
     if prometheus is not None:

@@ -34,7 +34,7 @@ class Metrics:
     """The rows of metrics.jsonl, read as they are written."""
 
     def __init__(self, path: Path, *, steps: int) -> None:
-        """Read the existing rows of a resumed run. They count for the summary but not for the pace."""
+        """Read the existing rows of a resumed run. They count towards the summary but not towards the pace."""
         self._follower = FollowedFile(path)
         self.steps = steps
         self.last: Row = {}
@@ -46,7 +46,7 @@ class Metrics:
         self._times.clear()
 
     def poll(self, now: float) -> bool:
-        """Read the new rows. Return True if there were any."""
+        """Read the new rows. Return whether there were any."""
         rows = self._parse()
         for row in rows:
             self._take(row)
@@ -84,7 +84,7 @@ class Metrics:
     def eta_s(self) -> float | None:
         """Return the time to the last step, in seconds, at the pace of the latest rows.
 
-        Return None before there are two rows.
+        Return None until there are two rows.
         """
         if len(self._times) < 2:
             return None

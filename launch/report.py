@@ -1,7 +1,7 @@
 """Writes the `report.html` of a run: one page without scripts or links, readable offline. It reads only run files.
 
-The page is written at the end of every run and again by `ctl report`, also while the run is under way. Its size is
-limited, and so is the time that a finishing run waits for it.
+The page is written at the end of every run, and again by `ctl report`, which also works while the run is under way. Its
+size is limited, and so is the time that a finishing run waits for it.
 """
 
 from __future__ import annotations
@@ -167,20 +167,21 @@ def _causes(log: Iterable[Row]) -> list[tuple[str, str, str, str]]:
 
 
 def _restarts(log: Iterable[Row]) -> list[tuple[str, int]]:
-    """Return how often each process was started again."""
+    """Return how often each process was restarted."""
     started = Counter(visible(str(line.get("name")), 80) for line in log if line.get("event") == "started")
     return sorted((name, count - 1) for name, count in started.items())[:MOST_LINES]
 
 
 def _warnings(path: Path) -> list[list[str]]:
-    """Return time, step, kind, text and remedy of the newest warnings."""
+    """Return the time, step, kind, text and remedy of each of the newest warnings."""
     keys = ("step", "kind", "text", "remedy")
     newest = list(_lines(path))[-MOST_LINES:]
     return [[_time(line.get("at")), *(visible(str(line.get(key, "")), 500) for key in keys)] for line in newest]
 
 
 def _samples(folder: Path) -> Iterator[Shown]:
-    """Yield the samples with the highest and the lowest rewards, the longest samples, and some of each evaluation."""
+    """Yield the samples with the highest and the lowest rewards, the longest samples, and some samples of each
+    evaluation."""
     for split in splits(folder):
         newest = next((step for step in reversed(steps(folder, split)) if _is_small(folder, split, step)), None)
         if newest is None:

@@ -52,7 +52,7 @@ _KEYS: dict[Order, Callable[[Record], float]] = {
 
 
 def ordered(records: Sequence[Record], order: Order | None) -> list[Record]:
-    """Return the records in the order given, or as they were written."""
+    """Return the records in the given order, or with None in the order in which they were written."""
     return list(records) if order is None else sorted(records, key=_KEYS[order])
 
 
@@ -61,7 +61,7 @@ def choose(
 ) -> list[Record]:
     """Return the samples to show: those of one task, or those of one step (default: the newest).
 
-    Raises a one-line RpcError(bad_request) if there are none.
+    Raises a one-line RpcError(bad_request) if there are no such samples.
     """
     known = steps(run, split)
     if task is None and step is None and known:

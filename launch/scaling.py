@@ -68,7 +68,7 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
 
 
 def _check(topology: Topology, service: str, instances: int) -> None:
-    """Raise RpcError(bad_request) if the service cannot be scaled in this run, or not to this number."""
+    """Raise RpcError(bad_request) if the service cannot be scaled in this run, or not to this number of instances."""
     if service not in LEASING or (service == "reference" and topology.services.reference is None):
         text = f"{service} cannot be scaled: in this run only {', '.join(_scalable(topology))} can"
         raise RpcError(ErrorCode.BAD_REQUEST, text)

@@ -1,8 +1,8 @@
 """`ctl trace`: the story of one task across processes, from the scheduler's journal and the logs. It changes nothing.
 
 The journal is replayed up to its current end with the scheduler's own rules, and every event that changed the task is
-reported with its time and cause. A compacted journal begins with a snapshot. For tasks that were collected before the
-snapshot, it records only the steps.
+reported with its time and cause. A compacted journal begins with a snapshot. For tasks that were collected earlier, the
+snapshot records only the steps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Seen(NamedTuple):
 
 @dataclass
 class Held:
-    """A lease that held the task, used to find log lines about it and its holder."""
+    """A lease that held the task, used to find log lines about the lease and its holder."""
 
     lease_id: int
     holder: str
@@ -81,7 +81,7 @@ class Held:
 
 
 def story(run: RunDir, task_id: str) -> list[Entry]:
-    """Return the story of a task, oldest first.
+    """Return the story of a task, oldest entry first.
 
     Raises a one-line RpcError(bad_request) if the journal cannot be read or has no such task.
     """
@@ -271,7 +271,8 @@ def _cause(event: Durable, task_id: str, lease: TaskLease | None) -> str:
 
 
 def _logged(run: RunDir, task_id: str, held: list[Held]) -> Iterator[Entry]:
-    """Yield log lines of processes about the task and its leases, and the ends of the holders during the leases."""
+    """Yield log lines of processes about the task and its leases, and those about holders that ended during their
+    leases."""
     named = re.compile(rf"(?<![\w/-]){re.escape(task_id)}(?![\w/])")
     for path in sorted(run.logs.glob("*.jsonl")):
         for line in _lines(path):

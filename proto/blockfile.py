@@ -4,7 +4,7 @@ All numbers are little-endian and unsigned. A file consists of these parts, with
 
     header   64 bytes
     table    fences u64[tasks] | dims u64[dims] | rows 32 B[rows] | counts u32[tasks] | task names | key names
-    data     the data of each row in order, beginning at the next multiple of 64 from the start of the file
+    data     the data of each row in order, each beginning at the next multiple of 64 from the start of the file
 
 Header, by byte offset:
 
@@ -26,7 +26,7 @@ multiple of 64 at or after the end of row i (an empty shard takes no room), and 
 does. Padding bytes are not read. The content hash of a task is the xxh3-64 of the checksums of its rows, each as u64,
 in row order.
 
-A decoder raises WireError for a file that breaks one of these rules or the limits below.
+A decoder raises WireError for a file that breaks one of these rules or exceeds one of the limits below.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class FileHead:
 class BlockLayout:
     """The layout of a file to be written. Offsets are known at once, checksums only after the data has been written.
 
-    `tasks` contains (task_id, fence, {key: array}) with arrays in wire form (`proto.tensors.as_wire`). Raises a
-    WireError that names what cannot be written.
+    `tasks` contains (task_id, fence, {key: array}) with arrays in wire form (`proto.tensors.as_wire`). Raises
+    WireError, with the cause, if they cannot be written.
     """
 
     def __init__(self, tasks: Sequence[tuple[str, int, dict[str, Array]]]) -> None:
@@ -202,7 +202,7 @@ class BlockLayout:
         rows["dtype"] = [codes[dtype] for dtype in types]
         rows["ndim"] = [len(shape) for shape in shapes]
         rows["nbytes"] = [array.nbytes for array in self.arrays]
-        # Only the dimensions of an empty array can exceed its bytes.
+        # Only an empty array can have dimensions whose product exceeds its size in bytes.
         sizes, dims = rows["nbytes"], np.array(list(chain.from_iterable(shapes)), _U64)
         if float(sizes.sum(dtype=np.float64)) > MAX_FILE_BYTES or (not sizes.all() and not _dims_ok(rows, dims)):
             raise WireError(f"block file, or the dimensions of a shard, over {MAX_FILE_BYTES} bytes: put in parts")

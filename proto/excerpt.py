@@ -82,7 +82,7 @@ def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: 
         order = np.flatnonzero(key_of >= 0)
         if keys:
             order = order[np.lexsort((file_of[order], key_of[order], pick_of[order]))]
-        # A key that was put twice has the same bytes: take it from the first file.
+        # The shards of a key that was put twice have the same bytes: take the one in the first file.
         _, first = np.unique(pick_of[order] * len(names) + key_of[order], return_index=True)
         order = order[np.sort(first)]
         counts = np.bincount(pick_of[order], minlength=count)
@@ -141,7 +141,7 @@ def _key_numbers(tables: Sequence[Table], names: Sequence[str], file_of: Array, 
 
 
 def _in_order(key_of: Array, pick_of: Array, names: int, count: int) -> bool:
-    """Return whether every pick has each key once, and all are in the requested order."""
+    """Return whether every pick has each key once, and all keys are in the requested order."""
     return len(key_of) == names * count and bool(
         (key_of.reshape(-1, names) == np.arange(names)).all()
         and (pick_of.reshape(-1, names) == np.arange(count)[:, None]).all()

@@ -16,7 +16,7 @@ _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:-]*")
 
 
 def check_task_id(task_id: str) -> str:
-    """Return `task_id` unchanged. Raises WireError if it is not `<split>/<epoch>/<index>`."""
+    """Return `task_id` unchanged. Raises WireError if it does not have the form `<split>/<epoch>/<index>`."""
     if len(task_id) > MAX_NAME_BYTES or not _TASK.fullmatch(task_id):
         raise WireError(f"task id {task_id[:80]!r}: must be <split>/<epoch>/<index>, <= {MAX_NAME_BYTES} bytes")
     return task_id

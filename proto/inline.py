@@ -21,7 +21,9 @@ _FIELDS = frozenset([b"nd", b"type", b"kind", b"shape", b"data"])
 
 
 def to_map(array: Array) -> dict[bytes, Any]:
-    """Return the msgpack-numpy map of `array`. Raises WireError for over 64 KiB or a dtype not in `INLINE_TYPES`."""
+    """Return the msgpack-numpy map of `array`. Raises WireError if it exceeds 64 KiB or has a dtype that is not in
+    `INLINE_TYPES`.
+    """
     wire = np.asarray(array)
     if wire.dtype.str not in INLINE_TYPES:
         raise WireError(f"inline array of dtype {wire.dtype}: use one of {', '.join(sorted(INLINE_TYPES))}")
@@ -30,7 +32,7 @@ def to_map(array: Array) -> dict[bytes, Any]:
             f"inline array of shape {list(wire.shape)}, {wire.nbytes} bytes: limits are {MAX_INLINE_BYTES} bytes and "
             f"{MAX_NDIM} dimensions; put it as a shard"
         )
-    # For np.generic msgpack-numpy takes another branch (nd: False), so pass an array, even if 0-d.
+    # For np.generic msgpack-numpy takes another branch (nd: False), so pass an array, even if it is 0-d.
     encoded: dict[bytes, Any] = msgpack_numpy.encode(np.ascontiguousarray(wire).reshape(wire.shape))
     encoded[b"data"] = bytes(encoded[b"data"])
     return encoded

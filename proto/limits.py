@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 MAX_NDIM = 8
 MAX_INLINE_BYTES = 64 * 1024
-"""Maximum bytes of a numeric array inside a message body. Larger arrays are shards, outside control messages."""
+"""Maximum bytes of a numeric array inside a message body. Larger arrays are put as shards, outside control
+messages."""
 
 
 @dataclass(frozen=True, slots=True)

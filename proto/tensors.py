@@ -116,7 +116,7 @@ def _pack_row(row: TensorRow) -> bytes:
 
 
 def parse_table(table: Buffer, frame_count: int, limits: Limits) -> list[TensorRow]:
-    """Parse a table, check it and return its rows. They use the frames in order, each exactly once.
+    """Parse a table, check it and return its rows. The rows use the frames in order, each frame exactly once.
 
     Raises WireError only.
     """

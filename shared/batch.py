@@ -36,8 +36,8 @@ async def fetch_weights(
 ) -> dict[str, Array]:
     """Return the weights of `ref` from `store`, the store on the reader's host, which takes them from another host.
 
-    If it cannot, or `store` is "", the weights are fetched from the store into which they were put. The other arguments
-    and the errors are those of `DataClient.fetch`.
+    If that store fails, or `store` is "", the weights are fetched from the store into which they were put. The other
+    arguments and the errors are those of `DataClient.fetch`.
     """
     if store not in ("", ref.store):
         task = PutTask(ref.task_id, ref.fence)
@@ -143,7 +143,7 @@ class Batch:
     def __getitem__(self, key: str) -> list[Array]:
         """Return the arrays under `key`, one per task. An EMPTY batch returns an empty list.
 
-        Raises RuntimeError if they were not fetched, and KeyError if there is no such key.
+        Raises RuntimeError if the arrays were not fetched, and KeyError if there is no such key.
         """
         if not self._meta.tasks:
             return []
@@ -158,8 +158,8 @@ class Batch:
     async def fetch(self, keys: Sequence[str] | None = None, *, deadline_s: float = FETCH_S) -> Batch:
         """Return a LOCAL batch with `keys` (default: all). This batch does not change.
 
-        Arrays are private copy-on-write views, so writing to them has no effect elsewhere. Raises RpcError
-        with code missing (it names the shards) or collected, and DeadlineExceeded.
+        Arrays are private copy-on-write views, so writing to them has no effect elsewhere. Raises RpcError with code
+        missing (the error names the shards) or collected, and DeadlineExceeded.
         """
         wanted = tuple(self.keys if keys is None else keys)
         if not self._meta.tasks:
@@ -189,7 +189,8 @@ class Batch:
         return [self.take(range(first, min(first + tasks, len(self)))) for first in range(0, len(self), tasks)]
 
     def chunk(self, count: int) -> list[Batch]:
-        """Return `count` batches with balanced token counts, in this batch's order. Some are EMPTY if tasks run out.
+        """Return `count` batches with balanced token counts, in this batch's order. Some are EMPTY if there are fewer
+        tasks than batches.
 
         Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens. The
         maximum is at most 4/3 - 1/(3 count) times the optimum. Ties go to the lower index and the lower chunk, so the
@@ -238,8 +239,8 @@ class Batch:
     def union(self, other: Batch) -> Batch:
         """Return a handle of the same tasks with the keys and scalars of both batches, in this batch's order.
 
-        Each part of `other` must be new or equal to a part of this batch. If both have a scalar, this batch's is kept.
-        Raises ValueError if tasks or fences differ, or parts overlap only partially.
+        Each part of `other` must be new or equal to a part of this batch. Where both batches have a scalar, this
+        batch's values are kept. Raises ValueError if tasks or fences differ, or parts overlap only partially.
         """
         mine, theirs = self._meta, other._meta
         order = _task_order(mine.tasks, theirs.tasks)
@@ -305,7 +306,10 @@ def _task_order(tasks: Sequence[TaskHandle], others: Sequence[TaskHandle]) -> li
 
 
 def _new_parts(parts: Sequence[BatchPart], others: Sequence[BatchPart]) -> list[int]:
-    """Return the positions in `others` of parts without any key of `parts`. The rest must each equal one of `parts`."""
+    """Return the positions in `others` of parts that share no key with `parts`.
+
+    Any other part must equal one of `parts`.
+    """
     known = {key for part in parts for key in part.keys}
     same = {frozenset(part.keys) for part in parts}
     for part in others:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint `step-<n>/` as bytes: its manifest and the file checksums. It does not import torch."""
+"""Reads the manifest of a checkpoint `step-<n>/` and verifies the checksums of its files. It does not import torch."""
 
 from __future__ import annotations
 

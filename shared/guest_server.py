@@ -1,6 +1,6 @@
 """Runs uvicorn as a guest of a running event loop.
 
-The server leaves the signal handlers and the logging of its process alone, and waits for silent clients only up to a
+The server leaves the signal handlers and the logging of its process alone, and waits for silent clients only until a
 deadline.
 """
 
@@ -35,7 +35,10 @@ class GuestServer:
         listen: tuple[str, int] = (HOST, 0),
         most_connections: int | None = None,
     ) -> None:
-        """`listen` is a host and a port, 0 for a free one. Connections beyond `most_connections` get a 503."""
+        """`listen` is a host and a port; port 0 stands for any free port.
+
+        Connections beyond `most_connections` get a 503.
+        """
         self._listen = listen
         config = uvicorn.Config(
             application,

@@ -79,7 +79,10 @@ class Lease:
         self._waits_until = time.monotonic() + limit_s
 
     async def within(self, limit_s: float, work: Awaitable[T]) -> T:
-        """Return the result of `work`. Renew the lease meanwhile for up to `limit_s`, which does not stop `work`."""
+        """Return the result of `work`.
+
+        Meanwhile, renew the lease for up to `limit_s` seconds; `work` may take longer.
+        """
         self.wait(limit_s)
         try:
             return await work
@@ -125,7 +128,7 @@ class LeaseBook:
         self.blocked_on_devices: Callable[[], bool] = lambda: False
         """Returns whether computation is blocked by processes that have the devices. Turns have their own limits."""
         self.queued: set[Lease] = set()
-        """Leases that wait for other leases to end. They progress whenever one of those does."""
+        """Leases that wait for other leases to end. They progress whenever one of the other leases does."""
         self.retired = asyncio.Event()
         """Event that is set once no further lease may be taken."""
         self._others = 0
@@ -173,10 +176,11 @@ class LeaseBook:
         self._service.log.warning("block dropped", lease_id=lease.grant.lease_id, why=why)
 
     async def acquire(self, max_tasks: int, holds: Callable[[], tuple[int, int]] = lambda: (0, -1)) -> Lease:
-        """Wait until there is work, and return its lease. `holds` returns (lineage, step) of the engine's weights.
+        """Wait until there is work, and return its lease. `holds` returns the (lineage, step) of the engine's weights.
 
         Raises only Retired and RpcError(bad_request); after any other error the request is repeated. If the book is
-        retired during a request, this still waits for the answer, because otherwise no process would hold its lease.
+        retired during a request, this still waits for the answer, because otherwise no process would hold the granted
+        lease.
         """
         asked_at = time.monotonic()
         while True:
@@ -254,7 +258,7 @@ class LeaseBook:
     async def complete(
         self, lease: Lease, results: Sequence[TaskResult], scalars: Mapping[str, Array] | None = None
     ) -> None:
-        """End the lease with `results`. Its other tasks go back to the scheduler. Raises LeaseLost."""
+        """End the lease with `results`. The lease's other tasks go back to the scheduler. Raises LeaseLost."""
         request = self._request(lease, results, scalars or {})
         try:
             # The call continues if the lease is given up: a heartbeat may report its end before the answer arrives.

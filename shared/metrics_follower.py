@@ -33,7 +33,7 @@ class MetricsFollower:
         self._file = FollowedFile(path, read_bytes=PAGE_BYTES)
 
     def poll(self) -> NewRows:
-        """Return the next page of rows. A file that does not exist has none. Damaged lines are skipped."""
+        """Return the next page of rows. A file that does not exist has no rows. Damaged lines are skipped."""
         lines, restarted = self._file.poll()
         rows = []
         for line in lines:

@@ -1,6 +1,6 @@
 """Keeps a compute thread busy with leases: while some are computed, the next is prepared and earlier ones are finished.
 
-At most one lease is held ahead. Errors in finishing a block are reported, and a computation that hangs ends the
+At most one lease is held in advance. Errors in finishing a block are reported, and a computation that hangs ends the
 service.
 """
 
@@ -196,8 +196,8 @@ class LeasePipeline(Generic[P, C]):
         self._finishing.add(asyncio.create_task(self._end(lease, prepared, computed)))
 
     async def _result_of(self, lease: Lease, prepared: P) -> C | None:
-        """Return the result of `compute`. Raises RpcError(internal) if it does not return within `lease_s` after its
-        lease was lost: the compute thread hangs and can serve no further lease.
+        """Return the result of `compute`. Raises RpcError(internal) if `compute` does not return within `lease_s` after
+        its lease was lost: the compute thread hangs and can serve no further lease.
         """
         computing: asyncio.Future[C | None] = asyncio.ensure_future(self._compute(lease, prepared))
         given_up = asyncio.ensure_future(lease.given_up.wait())

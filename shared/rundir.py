@@ -243,7 +243,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Read an existing run directory. Raises RpcError(bad_request) if `path` is not one."""
+        """Read an existing run directory. Raises RpcError(bad_request) if `path` is not a run directory."""
         path = path.absolute()
         try:
             data = json.loads((path / "run.json").read_text())
@@ -359,7 +359,8 @@ def _old_folders(root: Path, prefix: str) -> list[Path]:
 
 
 def _is_old(folder: Path, prefix: str) -> bool:
-    """Return whether `folder` is a directory of this user that has such a name and is old enough to be swept."""
+    """Return whether `folder` is a directory of this user whose name begins with `prefix` and that is old enough to
+    sweep."""
     try:
         status = folder.lstat()
     except OSError:
@@ -386,7 +387,7 @@ def _remove_unowned(folder: Path, lock: Path) -> bool:
 
 
 def newest_run(base: Path) -> Path:
-    """Return the run under `base` (usually `runs/`) that was started last. Raises RpcError if there is none."""
+    """Return the run under `base` (usually `runs/`) that was started last. Raises RpcError if there is no run."""
     runs = [folder for folder in base.glob("[!.]*") if (folder / "run.json").exists()]
     if not runs:
         raise RpcError(ErrorCode.BAD_REQUEST, f"{base.absolute()}: no run there; give one with --run DIR")

@@ -18,10 +18,10 @@ Shards of one task (S sequences, T tokens in total, prompt included; ragged, nev
 | advantages | float32 [samples] | only for those tasks, once they are trained: the advantage of each sample |
 | train_logprobs | float32 [T] | only for those tasks: the trainer's log-prob before its first update on them, else 0 |
 
-`<call>` is the driver's incarnation (hexadecimal), `-` and the number of its `Forward`. A replayed step may give other
-bits (other weights, another number of ranks), but a shard never changes, so each call has its own key. The call is a
-revision (proto/SPEC.md, names): the store deletes the shards of the earlier call once those of the later call are
-sealed. The part of stage `proximal` in a batch's metadata names the key.
+`<call>` is the driver's incarnation (hexadecimal), `-` and the number of its `Forward`. A replayed step may produce
+different bits (other weights, another number of ranks), but a shard never changes, so each call has its own key. The
+call is a revision (proto/SPEC.md, names): the store deletes the shards of the earlier call once those of the later call
+are sealed. The part of stage `proximal` in a batch's metadata names the key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REFERENCE_SCALAR = "reference_step"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a task. `service` is the service that leases it."""
+    """One stage of a task. `service` is the service that leases tasks for this stage."""
 
     name: str
     service: str

@@ -26,7 +26,8 @@ _CARRIERS = {
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """Return an array of the same shape, strides and bits. It shares memory unless the tensor is on a device.
+    """Return an array of the same shape, strides and bits. The array shares the tensor's memory unless the tensor is on
+    a device.
 
     Raises WireError for a dtype outside `proto.dtypes`.
     """

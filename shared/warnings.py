@@ -12,7 +12,7 @@ TOPIC = "warning/"
 
 
 class WarningRecord(msgspec.Struct, frozen=True):
-    """One warning. It is given once for each time that its condition begins."""
+    """One warning. A warning is given each time its condition begins."""
 
     at: float
     """Time of the warning, in seconds since 1970."""

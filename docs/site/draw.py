@@ -1,4 +1,5 @@
-"""Draws the mermaid diagrams of the documents into docs/site/diagrams/, so that the site needs neither script nor net.
+"""Draws the mermaid diagrams of the documents into docs/site/diagrams/, so that the site needs neither scripts nor a
+network.
 
     npm pack @mermaid-js/tiny@11.17.2 && tar xzf mermaid-js-tiny-11.17.2.tgz
     python docs/site/draw.py package/dist/mermaid.tiny.js
@@ -34,7 +35,7 @@ def draw(text: str, script: Path) -> str:
     found = re.search(r"<svg.*</svg>", ended.stdout, re.DOTALL)
     if found is None:
         raise SystemExit(f"no drawing of: {text[:60]!r}")
-    # The document is HTML; a file of its own has to be XML.
+    # Chromium's output is HTML, but an SVG file must be XML.
     return re.sub(r"<(br|hr)>", r"<\1/>", found[0]).replace("&nbsp;", " ")
 
 

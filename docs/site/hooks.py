@@ -44,7 +44,7 @@ def diagrams(markdown: str) -> list[str]:
 
 
 def drawing(text: str) -> Path:
-    """Return where the drawing of a diagram is."""
+    """Return the path of a diagram's drawing."""
     return DIAGRAMS / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.svg"
 
 
@@ -71,7 +71,7 @@ def _code_page(path: Path) -> str:
     if path.is_dir():
         names = [f"{each.name}/" if each.is_dir() else each.name for each in sorted(path.iterdir())]
         return title + "".join(f"- `{name}`\n" for name in names if not name.startswith((".", "__pycache__")))
-    # A fence that is longer than any in the file.
+    # This fence is longer than any in the file.
     fence = "`" * 8
     return f"{title}{fence}{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n{fence}\n"
 
@@ -108,7 +108,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Lead links to pages of the site, and put drawings in the place of diagrams."""
+    """Point links to pages of the site, and replace diagrams with their drawings."""
     source = next((each for each, uri in OUTSIDE.items() if uri == page.file.src_uri), DOCS / page.file.src_uri)
     if page.file.src_uri.startswith("code/"):
         return markdown

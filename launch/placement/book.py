@@ -1,10 +1,10 @@
 """Decides which host runs what. `report`, `lose` and `look` return orders and effects. It uses no socket or clock.
 
-A host is AWAITED until its agent reports, then JOINED. It is LOST once the engine that placed it says so, its agent is
-silent, or its agent leaves before the run ends; then its processes move to a joined host with room, and the scheduler
-is told. A lost host that reports under a new incarnation is JOINED again, with a new store. It gets back only what no
+A host is AWAITED until its agent reports, then JOINED. It is LOST once the engine that placed it says so, or its agent
+falls silent or leaves before the run ends; then its processes move to a joined host with room, and the scheduler is
+told. A lost host that reports under a new incarnation is JOINED again, with a new store. It gets back only what no
 other host had room for, because moving a working process costs its leases. An agent whose life was given up is told so
-and begins a new one, because its processes may already run elsewhere.
+and begins a new life, because its processes may already run elsewhere.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class HostBook:
         return self._orders(host), effects
 
     def lose(self, name: str, cause: str, now: float) -> list[Effect]:
-        """Give up a host. Its processes move to other hosts, as far as these have room."""
+        """Give up a host. Its processes move to other hosts that have room for them."""
         host = self.hosts[name]
         effects: list[Effect] = []
         if host.state != HostState.JOINED or host.report is None:

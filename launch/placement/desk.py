@@ -76,7 +76,7 @@ class HostDesk:
     # ---- events
 
     def lose(self, host: str, cause: str) -> None:
-        """Give up a host that is gone according to the placement engine."""
+        """Give up a host that the placement engine reports as gone."""
         self._carry_out(self.book.lose(host, cause, asyncio.get_running_loop().time()))
 
     def tell(self, text: str) -> None:
@@ -91,7 +91,7 @@ class HostDesk:
                 self._ended.set()
 
     async def ended(self) -> None:
-        """Return when the agents have stopped their processes, after `END_S` at the latest."""
+        """Return when the agents have stopped their processes, or after `END_S` seconds."""
         try:
             await asyncio.wait_for(self._ended.wait(), END_S)
         except TimeoutError:
@@ -124,7 +124,10 @@ class HostDesk:
             self._ended.set()
 
     async def _tell_scheduler(self, gone: HostGone) -> None:
-        """Repeat the message until the scheduler acknowledges it. A restarted scheduler may know the host's leases."""
+        """Repeat the message until the scheduler acknowledges it.
+
+        A restarted scheduler may still know the leases of the host.
+        """
         while True:
             try:
                 await self._scheduler().call(gone, Ack, deadline_s=GONE_CALL_S)

@@ -45,12 +45,13 @@ class HostFacts(msgspec.Struct, frozen=True):
 
 
 def facts(topology: Topology) -> HostFacts:
-    """Return the facts of this host, with the requirements of computing processes of `topology` that it lacks."""
+    """Return the facts of this host, with the requirements of computing processes of `topology` that it does not
+    meet."""
     return lacking(preflight.check_host(topology))
 
 
 def lacking(problems: Sequence[str]) -> HostFacts:
-    """Return the facts of this host, with `problems` as the requirements that it lacks."""
+    """Return the facts of this host, with `problems` as the requirements that it does not meet."""
     return HostFacts(
         name=socket.gethostname(),
         code=code_digest(),
@@ -91,7 +92,8 @@ def room_problem(topology: Topology, there: HostFacts) -> str:
 
 
 def clock_problem(sent_at: float, there_at: float, received_at: float) -> str:
-    """Return a line if a host's clock, read between two of our times (seconds), is wrong, or an empty string.
+    """Return a line if a host's clock, which was read between `sent_at` and `received_at`, is wrong, or an empty
+    string.
 
     Only the part of the difference that the round trip cannot explain counts.
     """

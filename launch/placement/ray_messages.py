@@ -8,7 +8,8 @@ import msgspec
 
 
 class Order(msgspec.Struct, frozen=True):
-    """An order from the launcher: first `open`, which the keeper answers up to `ready` or `failed`, then `start`."""
+    """An order from the launcher: first `open`, which the keeper answers with events up to `ready` or `failed`; then
+    `start`."""
 
     kind: Literal["open", "start"]
     run: str = ""
@@ -26,7 +27,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An event that the keeper reports. `host` is the host that it concerns, or an empty string."""
+    """An event that the keeper reports. `host` is the host that the event concerns, or an empty string."""
 
     kind: Literal["opened", "failed", "warning", "checked", "ready", "lost", "told", "refused"]
     text: str = ""

@@ -29,7 +29,7 @@ class Left(NamedTuple):
 
 
 def watch(lines: Iterable[str]) -> dict[int, Left]:
-    """Read announcements until the launcher is gone. Return the processes that it left behind, by pid."""
+    """Read announcements until the launcher is gone. Return the processes that the launcher left behind, by pid."""
     left: dict[int, Left] = {}
     for line in lines:
         pid, *limit_s = line[1:].split()
@@ -44,8 +44,10 @@ def watch(lines: Iterable[str]) -> dict[int, Left]:
 
 
 def end(left: dict[int, Left]) -> None:
-    """Send SIGTERM to all processes, then SIGKILL to each that is alive after its limit. Return when all have ended or
-    `KILLED_S` after the last SIGKILL."""
+    """Send SIGTERM to all processes, then SIGKILL to each that is alive after its limit.
+
+    Return when all have ended, or `KILLED_S` seconds after the last SIGKILL.
+    """
     begun = time.monotonic()
     _signal(left.values(), signal.SIGTERM)
     for limit_s in sorted({each.limit_s for each in left.values()}):

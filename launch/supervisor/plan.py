@@ -58,7 +58,7 @@ LEASING = ("rollout", "reference")
 
 @dataclass(frozen=True)
 class Resized:
-    """The instances of a service after `ctl scale`, and what they need."""
+    """The instances of a service after `ctl scale`, and the resources that they need."""
 
     keys: list[Key]
     threads: int

@@ -296,7 +296,7 @@ class Supervisor:
             self._spares.refill()
 
     def _end_hosts(self) -> None:
-        """Stop the other hosts once the driver has ended. Until then, it may need what is on them."""
+        """Stop the other hosts once the driver has ended. Until then, the driver may need what is on those hosts."""
         if self._hosts is None or self._hosts.book.ending or any(key[0] == DRIVER for key, _ in self.state.pids()):
             return
         self._hosts.end()
@@ -509,7 +509,7 @@ class Supervisor:
         """Return the processes of a service that run on this host, and those on the other hosts.
 
         `instance` selects one of them; -1 stands for all.
-        Raises RpcError(bad_request) if there is none.
+        Raises RpcError(bad_request) if there is no such process.
         """
         here = [key for key in self.state.processes if key[0] == service and instance in (-1, key[1])]
         away = [key for key in self._away_keys() if key[0] == service and instance in (-1, key[1])]

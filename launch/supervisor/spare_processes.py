@@ -78,7 +78,10 @@ class SpareProcesses:
             self._start(kind)
 
     def adopt(self, key: Key, command: Sequence[str], output: BinaryIO) -> Child | None:
-        """Turn a spare into the process `key` that `command` would start. Return it, or None without a usable spare."""
+        """Turn a spare into the process `key` that `command` would start.
+
+        Return that process, or None if there is no usable spare.
+        """
         kind = self._kinds.get(key)
         if kind is None or not self._rules.take(kind):
             return None

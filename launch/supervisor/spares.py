@@ -1,4 +1,4 @@
-"""Decides when spare processes are started, which starts use one, and when a kind of spare is given up.
+"""Decides when spare processes are started, which processes start from a spare, and when a kind of spare is given up.
 
 It uses no process, socket or clock. There is at most one spare of a kind. One transition is missing on purpose: a kind
 of spare that was given up is not tried again, because its imports would fail again; its processes start without spares.

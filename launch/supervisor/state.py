@@ -325,7 +325,7 @@ class RunLifecycle:
             process.kills.clear()
         elif process.drain_by is not None:
             process.drain_by = None
-            self._tell_to_end(process, now)  # it takes no further leases; its next start does
+            self._tell_to_end(process, now)  # it takes no further leases until its next start
 
     def _roll(self, now: float) -> None:
         """Continue a rolling restart: tell the next group to end once the previous one is READY again."""
@@ -373,7 +373,7 @@ class RunLifecycle:
                 process.state = ProcessState.FAILED
                 self._effects.append(Kill(process.key, process.pid, hung=True))
             if process.drain_by is not None and process.drain_by <= now and process.pid:
-                process.drain_by = now + START_LIMIT_S  # it stays set, because the process must not start again
+                process.drain_by = now + START_LIMIT_S  # stays set, because the process must not start again
                 self._tell_to_end(process, now)
             if process.kill_at is not None and process.kill_at <= now and process.pid:
                 process.kill_at = None

@@ -89,7 +89,7 @@ class Feed:
     def read_files(self) -> bool:
         """Read new metrics and warnings of a run on this machine, up to a few megabytes.
 
-        Return whether there may be more.
+        Return whether there may be more to read.
         """
         if self._metrics is None or self._warnings is None:
             return False

@@ -163,7 +163,7 @@ def curves(view: RunView, width: int, height: int, *, panels: Iterable[Panel] = 
     return lines
 
 
-# ---- time line
+# ---- timeline
 
 
 def timeline(view: RunView, now: float, width: int, seconds: float) -> list[Text]:

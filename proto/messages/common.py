@@ -17,11 +17,11 @@ else:  # msgspec passes fields of exactly this class to the guarded msgpack-nump
 
 @message(1)
 class Error(Message, frozen=True, kw_only=True):
-    """An error, which any request may have as its answer."""
+    """An error, with which any request may be answered."""
 
     code: str  # one of `ErrorCode`
     message: str  # one line for a person
-    retry_after_s: float = 0.0  # seconds after which to ask again; 0 leaves it to the caller
+    retry_after_s: float = 0.0  # seconds after which to ask again; 0: the caller decides
     names: list[str] = []  # the first names that the error concerns; `message` ends with the number of others
 
 
@@ -58,4 +58,4 @@ class Pong(Message, frozen=True, kw_only=True):
 
 @message(4, reply=Pong)
 class Ping(Request, frozen=True, kw_only=True):
-    """Ask whether the mailbox is alive. Any process may send it to any other."""
+    """Ask whether the mailbox is alive. Any process may send this request to any other."""

@@ -8,7 +8,7 @@ from proto.registry import Message, Record, Request, message
 
 
 class HostProcess(Record, frozen=True, array_like=True):
-    """A process that a host has to run."""
+    """A process that a host must run."""
 
     service: str
     instance: int
@@ -18,7 +18,7 @@ class HostProcess(Record, frozen=True, array_like=True):
 
 @message(35)
 class HostOrders(Message, frozen=True, kw_only=True):
-    """The processes that the host has to run. The agent starts missing processes and drains all others."""
+    """The processes that the host must run. The agent starts missing processes and drains all others."""
 
     processes: list[HostProcess]  # the processes, with their shares of the host
     ends: bool = False  # the run is ending: drain everything and end
@@ -31,25 +31,25 @@ class HostReport(Request, frozen=True, kw_only=True):
     Errors:
         bad_request: the run has no host of this name, or the host lacks GPUs.
         conflict: another agent of this host is alive.
-        lost: this incarnation has been given up because the host counted as lost. End everything, then join again.
+        lost: this incarnation has been given up because the host was considered lost. End everything, then join again.
     """
 
-    host: str  # its name in `placement.hosts`
+    host: str  # name of the host in `placement.hosts`
     incarnation: int  # incarnation of the agent
     endpoint: str  # endpoint at which the agent answers messages that operators or schedulers send to a supervisor
     gpus: int  # number of GPUs that the agent may use
     processes: list[ProcessRow]  # the processes that it started
-    ended: bool = False  # all of them have ended, and the agent ends with this report
+    ended: bool = False  # all these processes have ended, and this is the last report of the agent
     failed: str = ""  # the reason why the processes of this host cannot continue, in one line; empty: they can
 
 
 @message(37, reply=Ack)
 class HostGone(Request, frozen=True, kw_only=True):
-    """A host is lost with everything on it: its leases end, and its stores are permanently lost.
+    """A host is lost with everything on it: the leases of its processes end, and its stores are permanently lost.
 
     Processes that have registered again since then are not affected.
     """
 
-    host: str  # its name, for the log
-    incarnations: list[int]  # incarnations of its processes
+    host: str  # name of the host, for the log
+    incarnations: list[int]  # incarnations of the host's processes
     cause: str  # the reason, in one line for the log

@@ -25,8 +25,8 @@ class ServiceReport(Request, frozen=True, kw_only=True):
 class RestartService(Request, frozen=True, kw_only=True):
     """Stop and restart one instance of a service, or all of them.
 
-    Service `all` stands for all processes of the run. They are restarted one after the other, but the ranks of a model
-    together. Each process is READY before the next one is stopped.
+    Service `all` stands for all processes of the run. Processes are restarted one after the other, except that the
+    ranks of a model are restarted together. Each process is READY before the next one is stopped.
 
     Errors:
         bad_request: the run has no such service.
@@ -51,7 +51,7 @@ class ProcessRow(Record, frozen=True, array_like=True):
     pid: int
     incarnation: int
     restarts: int  # number of restarts so far
-    cause: str = ""  # the reason why it last ended, in one line
+    cause: str = ""  # the reason why the process last ended, in one line
     rss_bytes: int = 0
 
 
@@ -60,7 +60,7 @@ class SpareRow(Record, frozen=True, array_like=True):
 
     service: str
     pid: int
-    warm: bool  # whether it has imported everything and can be used
+    warm: bool  # whether it has finished its imports and can be used
     rss_bytes: int = 0
 
 
@@ -81,7 +81,8 @@ class GetSupervisorState(Request, frozen=True, kw_only=True):
 
 @message(15, reply=Ack)
 class KillInstance(Request, frozen=True, kw_only=True):
-    """Send SIGKILL to a process that hangs on devices that others wait for. `Ack` means that the process is dead.
+    """Send SIGKILL to a process that hangs and holds devices for which other processes wait. `Ack` means that the
+    process is dead.
 
     The answer is the same if the process has already ended. The instance restarts as after any other death.
 
@@ -98,14 +99,14 @@ class KillInstance(Request, frozen=True, kw_only=True):
 class WaitKind(StrEnum):
     """The subject of a `WaitRow`."""
 
-    CALL = "call"  # a request to another process is not answered yet
+    CALL = "call"  # a request to another process has not been answered yet
     REFUSED = "refused"  # another process keeps answering that it has no room or is about to end
     STEP = "step"  # the driver waits for tasks of its next step, or for an evaluation
     LEASE = "lease"  # a lease makes no progress
     CLEAR = "clear"  # a store has not acknowledged clears
     ROOM = "room"  # memory is (nearly) full
-    CODE = "code"  # a user code process works on calls
-    OUTAGE = "outage"  # a judge does not answer: rewards wait and nothing is leased
+    CODE = "code"  # a user-code process is working on calls
+    OUTAGE = "outage"  # a judge does not answer: rewards wait, and nothing is leased
     COMPUTE = "compute"  # a computation runs
     CHECKPOINT = "checkpoint"  # a checkpoint is saved
     PROCESS = "process"  # a process starts, ends, or waits for its restart
@@ -113,22 +114,22 @@ class WaitKind(StrEnum):
 
 
 class WaitRow(Record, frozen=True, array_like=True):
-    """An event that has not happened yet."""
+    """An event for which a process is waiting."""
 
     kind: str  # a `WaitKind`
     what: str  # one line for a person
     since_s: float  # seconds that the wait has lasted
-    limit_s: float = 0.0  # seconds after which the wait ends or is acted on; 0: nothing limits it here
-    of: str = ""  # the process (`rollout/0`) or service (`rollout`) that causes the wait; empty: none of the run
+    limit_s: float = 0.0  # seconds after which the wait ends or is acted on; 0: nothing limits the wait here
+    of: str = ""  # the process (`rollout/0`) or service (`rollout`) that causes the wait; empty: none in the run
 
 
 @message(16)
 class Waits(Message, frozen=True, kw_only=True):
-    """The present waits of a process."""
+    """The current waits of a process."""
 
     incarnation: int
     state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; for the supervisor, its phase (`SupervisorState`)
-    state_s: float  # seconds since it entered that state
+    state_s: float  # seconds since the process entered that state
     cause: str = ""  # what the process waits for in this state, in one line
     waits: list[WaitRow] = []  # in no particular order
     progress_s: float = -1.0
@@ -137,14 +138,14 @@ class Waits(Message, frozen=True, kw_only=True):
 
 @message(17, reply=Waits)
 class GetWaits(Request, frozen=True, kw_only=True):
-    """Ask a process what it waits for. Every process answers at once, even while it waits."""
+    """Ask a process what it is waiting for. Every process answers at once, even while it waits."""
 
 
 @message(28, reply=Ack)
 class DrainService(Request, frozen=True, kw_only=True):
-    """Drain instances that lease tasks. They take no new leases, and end once they have finished their present leases.
+    """Drain instances that lease tasks. They take no new leases, and end once they have finished their current leases.
 
-    The supervisor passes the request on to the service and does not start the instance again: it is DRAINED.
+    The supervisor passes the request on to the service and does not start the instance again: its state is DRAINED.
 
     Errors:
         bad_request: the run has no such service, or it leases no tasks.
@@ -157,9 +158,9 @@ class DrainService(Request, frozen=True, kw_only=True):
 
 @message(29, reply=Ack)
 class ScaleService(Request, frozen=True, kw_only=True):
-    """Run instances 0 to `instances` - 1 of a service: start missing instances and drain higher ones.
+    """Run instances 0 to `instances` - 1 of a service: start missing instances and drain those with higher numbers.
 
-    The resolved topology of the run keeps the number if it has a key for it.
+    The number is saved in the resolved topology of the run if the topology has a key for it.
 
     Errors:
         bad_request: the service cannot be scaled in this run, or this machine lacks the resources for the instances.
@@ -173,8 +174,8 @@ class ScaleService(Request, frozen=True, kw_only=True):
 class StoryRow(Record, frozen=True, array_like=True):
     """One event in the story of a task."""
 
-    at: float  # its time, in seconds since 1970; 0 if it happened before the journal's first event
-    service: str  # the process that it concerns, such as `rollout/0`
+    at: float  # time of the event, in seconds since 1970; 0 if it happened before the journal's first event
+    service: str  # the process that the event concerns, such as `rollout/0`
     what: str  # the event
     facts: dict[str, str]  # values of the event by name
 
@@ -208,9 +209,10 @@ class LogLines(Message, frozen=True, kw_only=True):
 
 @message(19, reply=LogLines)
 class GetLog(Request, frozen=True, kw_only=True):
-    """Get the end of a service's log, or its continuation.
+    """Get the last lines of a service's log, or the lines from a position on.
 
-    Operators send this request to the supervisor. If the log is on a host that has joined, it asks the service itself.
+    Operators send this request to the supervisor. If the log is on a host that has joined, the supervisor asks the
+    service itself.
 
     Errors:
         bad_request: this process has no log of that service.
@@ -218,5 +220,5 @@ class GetLog(Request, frozen=True, kw_only=True):
 
     service: str
     instance: int
-    lines: int = 50  # number of last lines
+    lines: int = 50  # number of lines from the end of the log
     position: int = -1  # 0 or more: get the lines from this position (see `LogLines`) instead

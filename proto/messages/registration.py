@@ -18,7 +18,7 @@ class Registered(Message, frozen=True, kw_only=True):
 
 @message(21, reply=Registered)
 class Register(Request, frozen=True, kw_only=True):
-    """A service announces its present incarnation. An earlier incarnation of the same instance loses its leases.
+    """A service announces its current incarnation. An earlier incarnation of the same instance loses its leases.
 
     Errors:
         bad_request: a number is out of range, or a text is too long.
@@ -44,7 +44,8 @@ class LeaseProgress(Record, frozen=True, array_like=True):
 
     lease_id: int
     progress: int
-    """A counter that stops if the work itself hangs, but not while the work waits for a peer that may take long."""
+    """A counter that stops if the work itself hangs, but not while the work waits for a peer that may take a long
+    time."""
     untouched: bool = False
     """The lease waits for its turn. If it ends in this state, that does not count as an attempt at its tasks."""
 
@@ -56,7 +57,7 @@ class TroubleKind(StrEnum):
     WORKFLOWS = "workflows"  # workflows fail; lasts as for `rewards`
     JUDGE = "judge"  # a judge does not answer: rewards wait, and nothing is leased
     OVERRIDDEN = "overridden"  # an agent asked for sampling settings that differ from the topology's
-    TRACKER = "tracker"  # an experiment tracker does not take the run: steps wait in metrics.jsonl
+    TRACKER = "tracker"  # an experiment tracker does not accept the steps of the run: they wait in metrics.jsonl
 
 
 class Trouble(Record, frozen=True, array_like=True):
@@ -64,7 +65,7 @@ class Trouble(Record, frozen=True, array_like=True):
 
     kind: str  # a `TroubleKind`
     text: str  # one line
-    ends_run: bool = False  # the run waits no longer: the scheduler gives the driver no further batch
+    ends_run: bool = False  # the run does not wait for its end: the scheduler gives the driver no further batch
 
 
 @message(22)
@@ -75,7 +76,7 @@ class HeartbeatAck(Message, frozen=True, kw_only=True):
     registered: bool  # false: register again
     lost_leases: list[int] = []  # leases that the service no longer holds; it stops working on them
     weights: WeightsRef | None = None
-    """The newest version, sent only to an engine that holds an older one. It may be loaded while samples run."""
+    """The newest version, sent only to an engine that holds an older one. It may be loaded while sampling continues."""
     upstream: list[str] = []
     """For a store that is not on the trainer's host: the stores to try for weights before the trainer's store, nearest
     first."""
@@ -101,7 +102,7 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     store_bytes: int = 0  # bytes that a batch store holds; 0 from other services
     store_shards: int = 0  # shards that a batch store holds; 0 from other services
     progress: int = 0  # counter of the working thread; an advance renews the hold on shared devices
-    troubles: list[Trouble] = []  # all present troubles
+    troubles: list[Trouble] = []  # all current troubles
 
 
 @message(24)
@@ -109,7 +110,7 @@ class Resolved(Message, frozen=True, kw_only=True):
     """The last registration of the instance."""
 
     endpoint: str  # the endpoint that it registered
-    host_id: str  # processes with the same value use its ipc endpoint instead
+    host_id: str  # processes with the same value use the ipc endpoint of the instance instead
     incarnation: int
 
 
@@ -129,7 +130,7 @@ class Resolve(Request, frozen=True, kw_only=True):
 class DeviceOrder(Message, frozen=True, kw_only=True):
     """The parts that may be on the shared devices.
 
-    Parts that are held but not named have to leave the devices. The next `HoldDevices` confirms that they have.
+    Parts that are held but not named must leave the devices. The next `HoldDevices` confirms that they have left.
     """
 
     parts: list[str]  # the parts of this process that may be on the devices
@@ -138,7 +139,8 @@ class DeviceOrder(Message, frozen=True, kw_only=True):
 
 @message(27, reply=DeviceOrder)
 class HoldDevices(Request, frozen=True, kw_only=True):
-    """A colocated process reports its parts on the shared devices. The answer comes when these must or may change.
+    """A colocated process reports its parts on the shared devices. The answer comes when these parts must or may
+    change.
 
     A process loads only parts that were granted to it.
 
@@ -155,4 +157,4 @@ class HoldDevices(Request, frozen=True, kw_only=True):
     number: int  # number of the report in this incarnation; only the newest counts
     holds: list[str] = []  # the parts that are on the devices
     using: list[str] = []  # the held parts that are in use; these are not taken away
-    wants: list[str] = []  # the parts that it waits for, all at once, while it uses none
+    wants: list[str] = []  # the parts for which it waits while it uses none; they are granted all at once

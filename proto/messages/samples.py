@@ -13,7 +13,7 @@ class EndedTask(Record, frozen=True, array_like=True):
     fence: int
     state: str  # `trained`, `filtered`, `dropped` or `scored`
     step: int  # the step that trained it, the step formed after it was dropped, or the policy version that was scored
-    lineage: int  # lineage of the weights at its end
+    lineage: int  # lineage of the weights when the task ended
     samples: int = 0  # number of samples; 0: there are no shards
     store: str = ""  # name of the store that has its rollout shards
     reason: str = ""  # the reason for dropping it, in one line
@@ -28,25 +28,27 @@ class TakenBack(Record, frozen=True, array_like=True, gc=False):
 
 @message(118)
 class SamplesDue(Message, frozen=True, kw_only=True):
-    """Tasks to record. Their shards stay until the next `TakeSamples` names them, or the time for that is over."""
+    """Tasks to record. Their shards are kept until the next `TakeSamples` names the tasks, or the time for that has
+    passed.
+    """
 
     tasks: list[EndedTask] = []  # the oldest tasks that are due
     trainer_stores: list[str] = []  # the stores into which the trainer puts advantages and log-probs
     rewinds: list[TakenBack] = []
-    """The returns to earlier steps that the recorder does not know yet. Before it records any of `tasks`, it has to
+    """The returns to earlier steps that the recorder does not know of yet. Before it records any of `tasks`, it must
     discard the samples of steps and versions after a return's step, if they belong to its lineage or an earlier one."""
     lost: int = 0  # number of tasks so far whose samples were lost because the recorder was too slow or not running
 
 
 @message(117, reply=SamplesDue)
 class TakeSamples(Request, frozen=True, kw_only=True):
-    """The recorder asks for ended tasks. The answer is deferred until there are some.
+    """The recorder asks for ended tasks. The answer is deferred until some are due.
 
     Errors:
-        not_ready: there were none before the deadline.
+        not_ready: no ended task was due before the deadline.
     """
 
     incarnation: int
-    taken: list[PutTask] = []  # tasks of earlier answers that are recorded, or whose shards cannot be read
-    rewinds: int = 0  # number of returns to earlier steps that the recorder knows
+    taken: list[PutTask] = []  # tasks of earlier answers that have been recorded, or whose shards cannot be read
+    rewinds: int = 0  # number of returns to earlier steps that the recorder knows of
     final: bool = False  # answer at once, even if no task is due, because the run is ending

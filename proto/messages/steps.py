@@ -15,7 +15,7 @@ class RunInfo(Message, frozen=True, kw_only=True):
     committed_step: int  # newest committed step, 0 before the first
     open_step: int  # a step whose batch is journaled but not committed, or 0 if there is none
     lineage: int  # the lineage under which this driver incarnation publishes
-    checkpoint_step: int  # newest verified checkpoint, or -1 if there is none
+    checkpoint_step: int  # step of the newest verified checkpoint, or -1 if there is none
     stopping: bool = False  # the run is complete: nothing is left to do
     checkpoint_now: bool = False
     """As in `StepBatch`, for the steps trained so far: save a checkpoint once the workers are at the committed step."""
@@ -27,7 +27,7 @@ class RunInfo(Message, frozen=True, kw_only=True):
 
 @message(41, reply=RunInfo)
 class GetRunInfo(Request, frozen=True, kw_only=True):
-    """The driver's first call. From here on, older driver incarnations are refused.
+    """The driver's first call. From then on, older driver incarnations are refused.
 
     Errors:
         conflict: a newer driver has taken over.
@@ -43,7 +43,7 @@ class GetRunInfo(Request, frozen=True, kw_only=True):
 
 @message(42)
 class StepBatch(Message, frozen=True, kw_only=True):
-    """The tasks of a step, journaled in this order before the message was sent."""
+    """The tasks of a step, journaled in this order before this answer was sent."""
 
     step: int
     batch: BatchMeta  # the tasks, and where their shards are
@@ -55,12 +55,13 @@ class StepBatch(Message, frozen=True, kw_only=True):
     """Trained tasks fill the stores: save a checkpoint right after this step, or admission will stop."""
     drops: dict[str, int] = {}  # the tasks in `dropped`, counted by `DropReason`
     lost: dict[str, int] = {}
-    """Samples lost by tasks of this batch and by tasks dropped since the last one, counted by `LossReason`."""
+    """Samples lost by tasks of this batch and by tasks dropped since the last batch, counted by `LossReason`."""
 
 
 @message(43, reply=StepBatch)
 class NextBatch(Request, frozen=True, kw_only=True):
-    """The driver asks for the batch of a step, and is answered once it is ready. Asking again returns the same batch.
+    """The driver asks for the batch of a step, and is answered once the batch is ready. Asking again returns the same
+    batch.
 
     Errors:
         bad_data: too many tasks in a row were dropped, or a trouble ended the run.
@@ -93,7 +94,7 @@ class PublishWeights(Request, frozen=True, kw_only=True):
 
     Errors:
         bad_request: the name of the weights is wrong, or a number is out of range.
-        conflict: a newer driver has taken over, or the lineage or the fence is not the present one.
+        conflict: a newer driver has taken over, or the lineage or the fence is not the current one.
     """
 
     driver: int
@@ -110,7 +111,7 @@ class CheckpointSaved(Request, frozen=True, kw_only=True):
 
     driver: int
     step: int
-    kept: list[int]  # steps of all present checkpoints, including this one
+    kept: list[int]  # steps of all existing checkpoints, including this one
     at_stop: bool = False
     """As in `SaveCheckpoint`: recovery may still fall back to the same number of earlier checkpoints."""
 
@@ -126,7 +127,8 @@ class EvalsDone(Message, frozen=True, kw_only=True):
 
 @message(48, reply=EvalsDone)
 class WaitEvals(Request, frozen=True, kw_only=True):
-    """The driver waits for the evaluations of a version. It is answered once they and all earlier ones are done.
+    """The driver waits for the evaluations of a version. The driver is answered once these and all earlier evaluations
+    are done.
 
     Errors:
         bad_data: a trouble ended the run.

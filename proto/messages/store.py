@@ -52,7 +52,7 @@ class PutSeal(Request, frozen=True, kw_only=True):
     After bad_request, collected or conflict, the grant no longer exists.
 
     Errors:
-        bad_request: the file is malformed, or does not hold the granted tasks.
+        bad_request: the file is malformed, or does not contain the granted tasks.
         busy: the mount has no room, or no descriptor is left. Nothing is sealed: ask again.
         collected: tasks (`names`) were tombstoned meanwhile. The whole put is refused.
         conflict: shards (`names`) are sealed with other bytes.
@@ -84,12 +84,12 @@ class Locate(Request, frozen=True, kw_only=True):
 
 @message(66, reply=Ack)
 class Clear(Request, frozen=True, kw_only=True):
-    """The scheduler tombstones tasks: every shard of a task with that fence or a lower one is deleted.
+    """The scheduler tombstones tasks: every shard of such a task with the given fence or a lower one is deleted.
 
     Clearing twice has the effect of clearing once. Later puts and reads under a tombstoned fence are refused.
 
     Errors:
-        bad_request: a task id is malformed, or a fence is not in 0 to 2^63 - 1. In this case, nothing is cleared.
+        bad_request: a task id is malformed, or a fence is outside 0 to 2^63 - 1. In this case, nothing is cleared.
     """
 
     tasks: list[PutTask]  # the tasks, each with the highest fence to be cleared
@@ -135,7 +135,7 @@ class StoreStats(Message, frozen=True, kw_only=True):
     clears: int  # tasks cleared by this incarnation
     busy: int  # number of times that a producer had to wait for room, under the limit or on the mount
     spare_bytes: int = 0  # bytes of collected files that are kept for later puts
-    lent: int = 0  # puts that were given such a file
+    lent: int = 0  # puts that were given a kept file
 
 
 @message(70, reply=StoreStats)

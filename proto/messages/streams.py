@@ -8,7 +8,7 @@ from proto.registry import Message, Request, message
 
 @message(75)
 class StorePlace(Message, frozen=True, kw_only=True):
-    """A file by which a process finds out whether it shares memory with the store."""
+    """A file through which a process finds out whether it shares memory with the store."""
 
     path: str  # path of a file
     token: str  # its content, as read by processes that share memory with the store
@@ -29,7 +29,7 @@ class LineOpened(Message, frozen=True, kw_only=True):
 
     line_id: str  # 32 hexadecimal digits
     endpoint: str  # endpoint to which to connect
-    secret: str = ""  # 64 hexadecimal digits, generated for this line only; empty: its bytes are sent unencrypted
+    secret: str = ""  # 64 hexadecimal digits, generated for this line only; empty: the line is not encrypted
 
 
 @message(78, reply=LineOpened)
@@ -46,7 +46,7 @@ class StreamOpened(Message, frozen=True, kw_only=True):
     """The ranges of a stream can be read over the line. Streams with the same head have the same bytes."""
 
     stream: int  # number of the stream on the line, 1 or more
-    covered: int  # number of tasks in the stream, from the first in the request; open another stream for the rest
+    covered: int  # number of tasks in the stream, from the first requested one on; open another stream for the rest
     total_bytes: int  # size of the block file
     head_bytes: int  # length of its header and table
     head_checksum: int  # xxh3-64 of the header and table
@@ -87,8 +87,8 @@ class Hold(Request, frozen=True, kw_only=True):
     A store that lacks the version begins to fetch it. Readers get the bytes that have arrived, and wait for the rest.
 
     Errors:
-        bad_request: the task is not a version of the weights, or `first` is not a chunk of it.
-        busy: there is no room for it.
+        bad_request: the task is not a version of the weights, or `first` is not the index of one of its chunks.
+        busy: there is no room for the version.
         collected: the version (`names`) is tombstoned.
         missing: the version does not exist, or its bytes cannot be read from `origin`.
         not_ready: `origin` does not answer.

@@ -12,7 +12,7 @@ from proto.registry import Message, Record, Request, message
 
 
 class TaskHandle(Record, frozen=True, array_like=True):
-    """The facts that a process needs to fetch the shards of a task, without their data."""
+    """The metadata that a process needs to fetch the shards of a task."""
 
     task_id: str
     fence: int
@@ -23,7 +23,7 @@ class TaskHandle(Record, frozen=True, array_like=True):
 
 
 class BatchPart(Record, frozen=True, array_like=True):
-    """A group of keys that were made by the same stage."""
+    """A group of keys whose shards were made by the same stage."""
 
     stage: str  # name of the stage
     keys: list[str]  # keys of the shards
@@ -34,7 +34,7 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     tasks: list[TaskHandle]  # the tasks, in order
     parts: list[BatchPart] = []  # the shards that exist, by the stage that made them
-    stores: list[str] = []  # names of the stores that have them, such as `batch-store/0`
+    stores: list[str] = []  # names of the stores that have the shards, such as `batch-store/0`
     scalars: dict[str, Array] = {}
     """The caller's values for each sample, such as `advantages` and `weights`: [samples] in the order of `tasks`."""
 
@@ -54,16 +54,16 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The location of policy version (lineage, step), and the means to prove that it was loaded."""
+    """The location of a policy version, given by lineage and step, and the means to prove that it was loaded."""
 
     lineage: int
     step: int
     task_id: str  # `weights/<lineage>/<step>`
     fence: int
-    store: str  # name of the store that holds it
+    store: str  # name of the store that holds the version
     nbytes: int  # bytes of all weights
     canary: Canary  # proof for this version
-    drill: Canary  # proof for the start-up drill, which loads the model directory's weights, perturbed
+    drill: Canary  # proof for the start-up drill, which loads perturbed weights of the model directory
     drill_seed: int  # seed of that perturbation
     drill_factors: list[float] = []
     """Noise factor of each weight, in the order of the sorted names; empty: 1 for all."""
@@ -77,7 +77,7 @@ class LeaseGrant(Message, frozen=True, kw_only=True):
     stage: str  # the stage of the work
     split: str  # name of the data and its sampling: `train` or an evaluation set
     lease_s: float  # seconds without progress after which the lease ends
-    batch: BatchMeta  # the tasks, and those of their shards that exist
+    batch: BatchMeta  # the tasks, and where their existing shards are
     min_step: int = 0  # oldest policy version that may sample them
     exact: bool = False  # true: exactly version `min_step`, and no newer version
     group_size: int = 1  # samples per task
@@ -136,8 +136,8 @@ class LossReason(StrEnum):
     ANSWER = "answer"  # the reward function did not return finite numbers
     TIMEOUT = "timeout"  # no answer within reward.timeout_s
     CRASHED = "crashed"  # the process of the reward function ended
-    MEMORY = "memory"  # the call needs more than reward.memory
-    JUDGE = "judge"  # the judge repeatedly refused this sample while it answered others
+    MEMORY = "memory"  # the call needs more memory than reward.memory
+    JUDGE = "judge"  # the judge repeatedly refused this sample but answered for other samples
     WORKFLOW = "workflow"  # the workflow made no sample
     OTHER = "other"
 
@@ -193,7 +193,7 @@ class Complete(Request, frozen=True, kw_only=True):
     others. Names with a slash are parts of dict rewards (`reward/part/<name>`) and metrics of workflows
     (`workflow/<name>`): float32, NaN for a sample without the value."""
     final: bool = True  # the lease ends; its tasks without a result are leased again
-    untouched: bool = False  # no work was done on those tasks, so this is not an attempt
+    untouched: bool = False  # no work was done on those tasks, so this does not count as an attempt
 
 
 @message(34, reply=Ack)

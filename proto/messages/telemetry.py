@@ -36,7 +36,7 @@ class Status(Message, frozen=True, kw_only=True):
     run: str  # name of the run
     step: int  # newest committed step
     steps: int  # training steps of the run
-    lineage: int  # lineage of the present weights
+    lineage: int  # lineage of the current weights
     version: int  # newest published policy version
     services: list[ServiceRow]  # the registered services
     tasks: dict[str, int]  # number of tasks in each state
@@ -81,9 +81,9 @@ class TopicRow(Record, frozen=True, array_like=True):
 
 @message(111)
 class Snapshot(Message, frozen=True, kw_only=True):
-    """The present state of the monitor: the last values of all topics."""
+    """The current state of the monitor: the last values of all topics."""
 
-    sequence: int  # sequence of the last update in it; the stream continues after it
+    sequence: int  # sequence of the last update in the snapshot; the stream continues after that update
     rows: list[TopicRow]  # the last values of every topic
     dropped: int  # telemetry messages that services dropped, over all their incarnations
     stream: str = ""  # tcp endpoint of the updates; empty: they are available on the monitor's host only
@@ -91,7 +91,7 @@ class Snapshot(Message, frozen=True, kw_only=True):
 
 @message(112, reply=Snapshot)
 class GetSnapshot(Request, frozen=True, kw_only=True):
-    """A subscriber asks for the present state. It subscribes first, so that no update is missed in between."""
+    """A subscriber asks for the current state. It subscribes first, so that no update is missed in between."""
 
 
 @message(121)

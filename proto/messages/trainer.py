@@ -22,7 +22,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     kl_estimator: str = ""  # "k1", "k2" or "k3"
     kl_coef: float = 0.0  # factor of the KL term
     entropy_coef: float = 0.0  # factor of the entropy bonus
-    dual_clip: float = 0.0  # bound of the ratio where the advantage is negative (ppo_clip)
+    dual_clip: float = 0.0  # bound on the ratio where the advantage is negative (ppo_clip)
     clamp: str = ""  # "upper" or "both": sides on which the ratio is clamped (cispo)
     gate_positive: float = 0.0  # gate temperature where the advantage is positive (sapo)
     gate_negative: float = 0.0  # gate temperature where it is negative (sapo)
@@ -32,7 +32,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRequest(Request, frozen=True, kw_only=True):
-    """A call to the trainer's model, sent to one rank or to a dispatch that represents all ranks.
+    """A call to the trainer's model, sent to one rank, or to the dispatch, which represents all ranks.
 
     Every call may be answered with these errors:
 
@@ -56,7 +56,7 @@ class WorkerReady(Message, frozen=True, kw_only=True):
 
 @message(81, reply=WorkerReady)
 class InitModel(WorkerRequest, frozen=True, kw_only=True):
-    """Load the model directory of the topology, at step 0 with fresh optimizer state."""
+    """Load the model directory that the topology names, at step 0 with fresh optimizer state."""
 
 
 @message(82)
@@ -105,12 +105,12 @@ class OptimStepDone(Message, frozen=True, kw_only=True):
     grad_norm: float  # norm of the gradient before clipping
     lr: float  # learning rate of the update
     seconds: float
-    snapshot_s: float = 0.0  # processor time that the snapshot took, not part of `seconds`; 0: there is none
+    snapshot_s: float = 0.0  # processor time that the snapshot took, not part of `seconds`; 0: no snapshot was taken
 
 
 @message(87, reply=OptimStepDone)
 class OptimStep(WorkerRequest, frozen=True, kw_only=True):
-    """Clip the gradients, take an optimizer step, zero the gradients."""
+    """Clip the gradients, take an optimizer step, and zero the gradients."""
 
     step: int  # the training step of this update
     last: bool  # this is the last update of the step
@@ -144,7 +144,7 @@ class Saved(Message, frozen=True, kw_only=True):
 
     path: str  # path of the folder
     seconds: float
-    kept: list[int] = []  # steps of all present checkpoints
+    kept: list[int] = []  # steps of all existing checkpoints
 
 
 @message(91, reply=Saved)
@@ -154,8 +154,8 @@ class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     step: int
     keep_last: int  # number of regular checkpoints to keep
     at_stop: bool = False
-    """It is saved because the run stops. The checkpoint is kept in addition to `keep_last`, and removed with the next
-    one."""
+    """The checkpoint is saved because the run stops. It is kept in addition to `keep_last`, and removed
+    with the next one."""
     keep: list[int] = []  # steps of earlier checkpoints to keep in addition (`checkpoint.keep_best`)
 
 
@@ -192,7 +192,7 @@ class WorkerState(Message, frozen=True, kw_only=True):
 
     step: int  # number of finished training steps; -1 before a model is loaded
     driver: int  # incarnation of the driver that it serves
-    order: int  # number of the last call that it has begun
+    order: int  # number of the last call that it has started
     dirty: bool
     """Gradients are accumulated or a step is incomplete. Only a reload makes this state trustworthy."""
     snapshots: list[HeldSnapshot] = []  # the snapshots that can be loaded
@@ -218,7 +218,7 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
 
 @message(96)
 class Moved(Message, frozen=True, kw_only=True):
-    """The parts are where they should be."""
+    """The parts are where the request wants them."""
 
     nbytes: int  # bytes moved on this rank
     seconds: float
@@ -234,7 +234,7 @@ class Move(WorkerRequest, frozen=True, kw_only=True):
 
 @message(98)
 class Met(Message, frozen=True, kw_only=True):
-    """All ranks have joined the round, or some rank cannot continue, and therefore none does."""
+    """All ranks have joined the round, or none continues because some rank cannot."""
 
     generation: int  # generation of the group
     failures: list[str] = []  # the ranks that cannot continue, each with its reason; empty: the round begins
@@ -244,7 +244,7 @@ class Met(Message, frozen=True, kw_only=True):
 
 @message(99, reply=Met)
 class Meet(Request, frozen=True, kw_only=True):
-    """A rank tells rank 0 that it is ready for a collective. The answer is deferred until all ranks are.
+    """A rank tells rank 0 that it is ready for a collective. The answer is deferred until all ranks are ready.
 
     Round "join" of generation 0 forms the group, and the answer names its generation. The answer to round "end" is
     deferred until the group has ended.
@@ -257,12 +257,12 @@ class Meet(Request, frozen=True, kw_only=True):
     generation: int  # generation of the group
     round: str  # name of the collective
     rank: int  # number of the rank that asks
-    failure: str = ""  # the reason why it cannot continue; may follow an earlier `Meet` of the same round
+    failure: str = ""  # the reason why the rank cannot continue; may follow an earlier `Meet` of the same round
 
 
 @message(109, reply=WorkerReady)
 class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
-    """Discard the gradient of a refused `OptimStep` and change nothing, but count the update."""
+    """Discard the gradient of a refused `OptimStep`; count the update, but change nothing else."""
 
     step: int  # as in `OptimStep`
     last: bool  # as in `OptimStep`; the worker is then at `step` with unchanged weights
@@ -271,8 +271,8 @@ class SkipUpdate(WorkerRequest, frozen=True, kw_only=True):
 @message(108, reply=Ack)
 class ScoreTogether(Request, frozen=True, kw_only=True):
     """The reference rank that holds the lease asks the ranks with the other parts of the same model to score a batch
-    together. They fetch the shards that stage reference needs, load the version, and meet in round `score <number>`.
-    The answer is deferred until they are done. They put nothing.
+    together. These ranks fetch the shards that stage `reference` needs, load the version, and meet in round `score
+    <number>`. The answer is deferred until they are done. They put no shards.
     """
 
     generation: int  # generation of the group (`Meet`)

@@ -20,7 +20,7 @@ class TransferParameter(Record, frozen=True, array_like=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU memory that another process on the GPU can open, given by its CUDA IPC values under their torch names."""
+    """GPU memory that another process can open on the same GPU, described by CUDA IPC values with torch's names."""
 
     gpu: str  # the GPU's own id (UUID)
     nbytes: int  # number of bytes of the memory that are used
@@ -35,14 +35,14 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 @message(114)
 class TransferOffer(Message, frozen=True, kw_only=True):
-    """A transfer has begun. An engine that holds another communicator first joins this one, as rank 1 and up."""
+    """A transfer has begun. An engine that holds another communicator first joins this one, as rank 1 and higher."""
 
     communicator: int  # number of the communicator
     number: int  # number of the transfer in the communicator
-    deadline_s: float  # seconds within which joining and the transfer end
+    deadline_s: float  # seconds within which joining and the transfer must end
     parameters: list[TransferParameter]  # the tensors, in the order in which they are sent
-    meeting: str = ""  # gloo on one host: the file in the run's private folder at which ranks join
-    store: str = ""  # gloo between hosts: the address `HOST:PORT` of the trainer at which ranks join
+    meeting: str = ""  # gloo on one host: the file through which ranks join, in the run's private folder
+    store: str = ""  # gloo between hosts: the trainer's address `HOST:PORT` at which ranks join
     unique_id: bytes = b""  # NCCL: the id with which ranks join
     memory: DeviceMemory | None = None
     """CUDA IPC: nothing is joined or sent; the parameters are in this memory, one after the other."""
@@ -60,7 +60,7 @@ class AskTransfer(Request, frozen=True, kw_only=True):
     instance: int
     incarnation: int
     communicator: int  # the communicator of this incarnation of the engine, 0 for none
-    ranks: int  # number of its processes that receive
+    ranks: int  # number of processes of the engine that receive
     host_id: str  # as in `Register`
     lineage: int
     step: int  # the policy version
@@ -75,4 +75,4 @@ class EndTransfer(Request, frozen=True, kw_only=True):
     incarnation: int
     communicator: int  # number of the communicator
     number: int  # number of the transfer
-    failure: str = ""  # the reason for abandoning the transfer; empty: all of it arrived
+    failure: str = ""  # the reason for abandoning the transfer; empty: the whole transfer arrived

@@ -1,8 +1,8 @@
-"""Creates, seals, copies, retires, deletes and recovers the files of a store, whose names alone record their states.
+"""Creates, seals, copies, retires, deletes and recovers the files of a store. Only a file's name records its state.
 
-`<put id>.tmp` is a granted file, `<put id>.part` one that is being copied to disk, `<put id>.blk` a sealed one (if both
-places have it, the one on disk counts), and `*.dead` a zombie. A file that a reader or producer has locked is never
-deleted and its pages are not lent.
+`<put id>.tmp` is a granted file, `<put id>.part` one that is being copied to disk, `<put id>.blk` a sealed one (if a
+file is both in memory and on disk, the copy on disk counts), and `*.dead` a zombie. A file that a reader or producer
+has locked is never deleted and its pages are not lent.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REMEDIES = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file found by a scan: sealed, with its table, or to be retired for the reason `why` if `table` is None."""
+    """A file found by a scan. If `table` is None, it is to be retired for the reason `why`; otherwise it is sealed."""
 
     name: str
     nbytes: int
@@ -181,7 +181,7 @@ class StoreFiles:
         os.rename(path, self.path(f"{put_id}.blk"))
 
     def in_use(self, put_id: str) -> bool:
-        """Return whether the producer of a grant holds its lock, or no descriptor is left to find out."""
+        """Return whether the producer of a grant holds its lock. Returns True if no descriptor is left to find out."""
         try:
             descriptor = os.open(self.path(f"{put_id}.tmp"), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:  # deleted by another process
@@ -198,7 +198,8 @@ class StoreFiles:
     # ---- the spill
 
     def copy_to_disk(self, put_id: str) -> bool:
-        """Copy a sealed file to disk under an unfinished name, and sync and verify it. Slow: call it on a thread.
+        """Copy a sealed file to disk under the name of an unfinished file, then sync and verify the copy. This is slow:
+        call it on a thread.
 
         The copy holds a reader's lock, so a file collected meanwhile is neither truncated nor lent. Returns False if
         the file was collected before it could be opened. Raises OSError if the disk is full or fails, and WireError if
@@ -231,13 +232,13 @@ class StoreFiles:
             raise
 
     def drop_copy(self, put_id: str) -> None:
-        """Delete a copy that is no longer needed. It still has its unfinished name, so no reader has opened it."""
+        """Delete a copy that is no longer needed. Its name is that of an unfinished file, so no reader has it open."""
         os.unlink(self.path(f"{put_id}.part", Tier.DISK))
 
     # ---- zombies
 
     def retire(self, effect: Retire) -> None:
-        """Rename a file so that no reader can find it. Raises OSError if it keeps its name or no longer exists."""
+        """Rename a file so that no reader finds it. Raises OSError if the file keeps its name or no longer exists."""
         source, target = self.path(effect.source, effect.place), self.path(effect.target, effect.place)
         self._on_retire(source)  # a cached mapping of it may hold the last free descriptor
         descriptor = os.open(source, os.O_RDWR | os.O_CLOEXEC)
@@ -246,7 +247,7 @@ class StoreFiles:
         except BaseException:
             os.close(descriptor)
             raise
-        self._on_retire(source)  # a mapping made since the first call would stay for ever
+        self._on_retire(source)  # a mapping made since the first call would stay forever
         self._zombies[effect.target] = (target, descriptor)
 
     def unmapped(self) -> list[str]:

@@ -20,7 +20,8 @@ from shared.dataplane.mapping import lock_named
 
 CHUNK_BYTES = bulk.MAX_RANGE_BYTES
 ALLOCATE_BYTES = 16 << 20
-"""Bytes allocated at a time, ahead of the data that arrives. Writing a page that a full mount lacks raises SIGBUS."""
+"""Bytes allocated at a time, ahead of the data that arrives. Writing to a page that a full mount cannot provide raises
+SIGBUS."""
 DIGESTS_S = 20.0
 """Maximum seconds for which received chunks wait for their digests."""
 
@@ -54,7 +55,9 @@ class FillingFile:
         self.head_checksum = 0
 
     def close(self, *, complete: bool) -> None:
-        """Stop writing. Unless `complete` is true, the streams that read the file end; the mapping stays until then."""
+        """Stop writing. Unless `complete` is true, the streams that read the file then end; the mapping stays until
+        they have ended.
+        """
         self._given_up = not complete
         os.close(self._descriptor)
         with self._more:

@@ -32,8 +32,8 @@ AT_ONCE_CHUNKS = 32
 """Number of digests computed at a time. They are kept even if the request ends before its page is complete."""
 CALL_S, OPEN_S = 5.0, 5.0
 TRIES = 2
-"""Number of attempts after which a store is skipped. An attempt that brings a verified chunk is counted as the first
-again. A store that was itself waiting for its predecessor can continue after one attempt without any."""
+"""Number of attempts after which a store is skipped. An attempt that brings a verified chunk counts as the first again.
+A store that was itself waiting for its predecessor may thus bring no chunk in one attempt and continue in the next."""
 STALL_S = 60.0
 """Seconds without a verified chunk from any store after which a version is given up."""
 PAUSE_S = 0.2
@@ -53,7 +53,7 @@ class _Filling:
     origin: str
     file: FillingFile | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once `file` exists, or it is known that it never will."""
+    """Set once `file` exists, or once it is known that `file` will never exist."""
     work: asyncio.Task[None] = field(init=False)
     damaging: set[str] = field(default_factory=set)
     """The stores that sent a chunk whose digest did not match."""
@@ -64,7 +64,7 @@ class _Filling:
 
 
 class Relay:
-    """The versions that a store is fetching. It belongs to the store's event loop."""
+    """The versions that a store is fetching. Use it only on the store's event loop."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Relay:
         return Held(total_bytes=filling.file.total_bytes, held_bytes=filling.file.verified_bytes)
 
     def waits(self, now: float) -> list[WaitRow]:
-        """Return the versions that are being received at `now`, in loop time."""
+        """Return the versions that are being received at `now` (loop time)."""
         return [
             WaitRow(
                 WaitKind.CALL,

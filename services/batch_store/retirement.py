@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Retirement:
-    """Carries out the removals that a store's index has decided on. It belongs to the store's event loop."""
+    """Carries out the removals that a store's index has decided on. Use it only on the store's event loop."""
 
     def __init__(self, name: str, room: Room, files: StoreFiles, now: Callable[[], float]) -> None:
         """`now` returns the loop's time in seconds."""
@@ -45,19 +45,19 @@ class Retirement:
         """Names of files whose removal failed and was logged."""
 
     def take(self, effects: Iterable[Retire]) -> None:
-        """Retire these files after those still due, as far as descriptors allow."""
+        """Retire these files after those that are still due, as many as the free descriptors allow."""
         self._due.extend(effects)
         if self._due:
             self.settle()
 
     def free(self, names: Iterable[str]) -> None:
-        """Delete spares that the index has given up, as far as descriptors allow."""
+        """Delete spares that the index has given up, as many as the free descriptors allow."""
         self._closed.extend(names)
         if self._closed:
             self.settle()
 
     def settle(self) -> None:
-        """Continue with the files that are due, and delete those that are no longer mapped."""
+        """Continue to retire the files that are due, and delete the zombies that are no longer mapped."""
         while True:
             opened = self._open(self._due, self._files.retire, attrgetter("target"))
             opened += self._open(self._closed, self._files.reopen, str)
@@ -74,7 +74,7 @@ class Retirement:
         return any(effect.source == source for effect in self._due)
 
     def _open(self, due: deque[T], begin: Callable[[T], None], name_of: Callable[[T], str]) -> int:
-        """Begin to remove files in `due` and return the number of successes. Failed files move to the end."""
+        """Begin to remove the files in `due` and return the number of successes. Files that fail move to the end."""
         count = 0
         for _ in range(min(len(due), self._batch)):
             one = due.popleft()

@@ -1,7 +1,7 @@
-"""Accounts for the bytes of a store's files in memory and in the spill, up to their deletion. The bytes in use never
-exceed a limit. The module uses no I/O and no clock.
+"""Accounts for the bytes of a store's files, in memory and in the spill, until the files are deleted. The bytes in use
+never exceed a limit. The module uses no I/O and no clock.
 
-A file that is removed first becomes a zombie: it is renamed so that no reader finds it, and counted until the kernel
+A file to be removed first becomes a zombie: it is renamed so that no reader finds it, and counted until the kernel
 reports that no process maps it. A zombie never becomes sealed again: names are not reused, and a spare lends its pages
 to a grant under the name of the grant.
 """
@@ -44,7 +44,9 @@ class Room:
     """Bytes in use by place, zombies and spares."""
 
     def __init__(self, name: str, memory_bytes: int, incarnation: int, spill_bytes: int) -> None:
-        """`memory_bytes` and `spill_bytes` are the limits. `incarnation` makes zombie names unique across lives."""
+        """`memory_bytes` and `spill_bytes` are the limits. `incarnation` makes the names of zombies unique across
+        restarts.
+        """
         self.limits = (memory_bytes, spill_bytes)
         """Indexed by `Tier`."""
         self._name = name

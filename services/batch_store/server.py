@@ -247,7 +247,9 @@ class StoreService(Service):
         self._retirement.take([self.index.recover_refuse(found.name, found.nbytes, found.place)])
 
     async def _ready(self) -> StoreFiles:
-        """Wait until a former life's files are recovered, and return the files. The caller's deadline limits this."""
+        """Wait until the files of a former life have been recovered, and return this store's files. The caller's
+        deadline limits the wait.
+        """
         return await asyncio.shield(self._scanned)
 
     # ---- requests
@@ -399,7 +401,7 @@ class StoreService(Service):
         self._relay.drop(self.index.is_collected)
         try:
             files.tombstones.compact(self.index.tombstones)
-        except OSError as error:  # the long list has the same content
+        except OSError as error:  # the list in use is longer but has the same content
             self.log.error("tombstones not compacted", error=str(error))
         tasks = self.telemetry.traced(task.task_id for task in request.tasks)
         self.telemetry.part("collect", self.loop.time() - began, {"tasks": tasks})
@@ -441,7 +443,7 @@ class StoreService(Service):
         return self._streams.open_line()
 
     async def _open_stream(self, request: OpenStream, call: Call) -> StreamOpened:
-        tasks = request.tasks[:MAX_STREAM_TASKS]  # the reply's `covered` tells the reader
+        tasks = request.tasks[:MAX_STREAM_TASKS]  # the reader learns of this from the reply's `covered`
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have at least one task, each once")
         if len(set(request.keys)) != len(request.keys):
@@ -514,7 +516,7 @@ class StoreService(Service):
 
 
 def _is_deleted(path: str) -> bool:
-    """Return whether no file has that name. Other disk errors do not count as a deletion."""
+    """Return whether no file has that name. Returns False if a disk error prevents the check."""
     try:
         os.stat(path)
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""Chooses the files whose pages a store keeps for later puts, and how long it keeps them. The module uses no I/O and no
-clock. A spare has no name that a reader could find.
+"""Decides which files' pages a store keeps for later puts, and for how long. The module uses no I/O and no clock. A
+spare has no name that a reader could find.
 
 A put spends three quarters of its time allocating fresh pages (per GiB, including checksums: 0.58 s into new pages,
 0.22 s into old ones, 0.13 s into old ones that the writer has mapped), and training puts similar sizes at every step.

@@ -21,7 +21,8 @@ from services.batch_store.state import StoreState
 from shared.rundir import RunDir, folder_id
 
 PAUSE_S = 1.0
-"""Seconds without a move after the disk failed (full or broken). Puts are answered with BUSY meanwhile."""
+"""Seconds for which no file is moved after the disk has failed (full or broken). Puts are answered with BUSY
+meanwhile."""
 _OWNER = "owner"
 
 
@@ -63,7 +64,7 @@ def _read(path: Path) -> str:
 
 
 class Spiller:
-    """Moves one file at a time. It belongs to the store's event loop."""
+    """Moves one file at a time. Use it only on the store's event loop."""
 
     def __init__(self, name: str, index: StoreState, files: StoreFiles, retirement: Retirement) -> None:
         self._index = index
@@ -92,7 +93,7 @@ class Spiller:
             await asyncio.wait({self._move})
 
     async def _move_one(self) -> bool:
-        """Move one file. Returns whether a file has left memory, though readers may still map it."""
+        """Move one file. Returns whether a file has left memory; readers may still map it."""
         loop = asyncio.get_running_loop()
         put_id = self._index.begin_move() if loop.time() >= self._resume_at else None
         if put_id is None:

@@ -94,8 +94,8 @@ class StoreState:
         self._refuse_collected(tasks)
 
     def begin(self, put_id: str, nbytes: int, tasks: Sequence[PutTask], now: float, spare: str | None = None) -> bool:
-        """Reserve room for a put. Returns True if the caller has to create its file, from `spare` if there is one, and
-        False if the same grant is open already.
+        """Reserve room for a put. Returns True if the caller must create the put's file, from `spare` if there is one,
+        and False if the same grant is already open.
 
         Raises RpcError: bad_request, collected (with `names`), conflict or busy. The spare then stays unused.
         """
@@ -121,7 +121,7 @@ class StoreState:
     def to_seal(self, put_id: str) -> int | None:
         """Return the granted size of a file to be sealed, or None if it is sealed already.
 
-        Raises RpcError(missing) for an unknown put, which the producer has to begin again.
+        Raises RpcError(missing) for an unknown put, which the producer must begin again.
         """
         grant = self._grants.get(put_id)
         if grant is not None:
@@ -153,9 +153,9 @@ class StoreState:
         """Drop the shards that a sealed file replaces: those of its tasks that differ only in their revision.
 
         A task's entry in another file is removed if this file has all shards of that entry. Otherwise a step that is
-        replayed many times would fill the store with unread shards and wait for room for ever. After a restart, this is
-        called in seal order and keeps the same entries as before: if a file that covered an entry is gone, a later file
-        covered it in turn, or it was cleared.
+        replayed many times would fill the store with unread shards and wait for room forever. After a restart, this is
+        called in seal order and keeps the same entries as before: if a file that covered an entry is gone, its shards
+        were covered by a later file in turn, or cleared.
         """
         effects: list[Retire] = []
         table = self._sealed[put_id].table
@@ -196,7 +196,7 @@ class StoreState:
     # ---- reads
 
     def locate(self, tasks: Sequence[PutTask]) -> tuple[list[str], list[list[int]]]:
-        """Return put ids and, for each task, the indices of those that hold it.
+        """Return put ids and, for each task, the indices of the puts that hold it.
 
         Raises RpcError(collected) or RpcError(missing), with `names`.
         """
@@ -487,7 +487,7 @@ class StoreState:
         return self._spill_queues[all(task_id.startswith(_WEIGHTS) for task_id in table.task_ids)]
 
     def _forget_tombstones(self) -> None:
-        """Limit the number of tombstones. Those that a file could contradict after a restart are kept."""
+        """Limit the number of tombstones. Tombstones that a file could contradict after a restart are kept."""
         if len(self.tombstones) <= MAX_TOMBSTONES:
             return
         needed = {

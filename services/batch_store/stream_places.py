@@ -15,7 +15,7 @@ most one range that was copied to be sent."""
 IDLE_S = 20.0
 """Seconds after which a proven connection ends if it has neither requested nor received anything."""
 PROVE_S = 10.0
-"""Seconds within which a new connection has to prove itself."""
+"""Seconds within which a new connection must prove itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,9 +45,9 @@ class Places:
         return len(self._held)
 
     def take(self, address: str, now: float) -> tuple[ReaderPlace | None, ReaderPlace | None]:
-        """Return the place of a newcomer, or None, and the place of the connection that has to end for it, or None.
+        """Return the place of a newcomer, or None, and the place of the connection that must end for it, or None.
 
-        The newcomer is turned away if its place is None. The connection that has to end is the oldest unproven one from
+        The newcomer is turned away if its place is None. The connection that must end is the oldest unproven one from
         the address that has the most of them. Strangers on one host therefore displace each other, not readers on other
         hosts that have just connected.
         """
@@ -70,7 +70,7 @@ class Places:
         self._held.pop(place, None)
 
     def overdue(self, now: float) -> set[ReaderPlace]:
-        """Return the places whose connections have to end, and count the unproven ones."""
+        """Return the places whose connections must end, and count the unproven ones among them."""
         found = {place for place in self._held if now - place.used > (IDLE_S if place.proven else PROVE_S)}
         self.unproven += sum(not place.proven for place in found)
         return found

@@ -2,7 +2,7 @@
 
 A reader has one connection, its line, and opens streams on it. It receives the ranges that it requested, in that order,
 and nothing else. Readers take turns, one range per turn: a stalled reader holds one range and its requests, at most
-`READER_BYTES`, and delays no other. A stream lasts until its last byte is sent, its reader closes it or its line ends.
+`READER_BYTES`, and delays no others. A stream lasts until its last byte is sent, its reader closes it or its line ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_LINES, MAX_STREAMS = 256, 256
 UNCLAIMED_S = 10.0
 """Seconds after which a line without a connection ends."""
 STREAM_IDLE_S = 60.0
-"""Seconds after which a stream ends if none of it was requested or sent, even if its line is in use."""
+"""Seconds after which a stream ends if no part of it was requested or sent, even if its line is in use."""
 BUSY_S = 0.2
 _KEPT_BUFFERS = 8
 _RECEIVE_BYTES = 1 << 16
@@ -95,7 +95,7 @@ class _ReaderLine:
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    """A range of a stream that was requested and is not being sent yet."""
+    """A requested range of a stream, which is not being sent yet."""
 
     stream: _Stream
     offset: int
@@ -104,7 +104,7 @@ class _Range:
 
 @dataclass(slots=True, eq=False)
 class _Reader:
-    """One connection. `line` is None until its HELLO has arrived."""
+    """One connection. `line` is None until the HELLO of the connection has arrived."""
 
     socket: socket.socket
     place: ReaderPlace
@@ -239,7 +239,7 @@ class StreamServer:
         )
 
     def look_again(self) -> None:
-        """Send what has become available since readers requested it. May be called on any thread."""
+        """Send the bytes that have become available since readers requested them. May be called on any thread."""
         if not self._closing:
             os.eventfd_write(self._wake, 1)
 
@@ -372,7 +372,7 @@ class StreamServer:
     # ---- messages from readers
 
     def _take_messages(self, reader: _Reader) -> None:
-        """Carry out the complete messages in the inbox until the reader is full. Raises WireError."""
+        """Carry out the complete messages in the inbox until the reader `is_full`. Raises WireError."""
         tag_bytes = 0 if self._plain else bulk.TAG_BYTES
         while len(reader.inbox) >= bulk.HEAD_BYTES and not reader.is_full:
             head = bulk.unpack_head(bytes(reader.inbox[: bulk.HEAD_BYTES]))
@@ -491,7 +491,7 @@ class StreamServer:
 
 
 def _is_available(wanted: _Range) -> bool:
-    """Return whether a range can be sent. Raises ConnectionAbortedError if it never will be."""
+    """Return whether a range can be sent. Raises ConnectionAbortedError if it can never be sent."""
     available = wanted.stream.source.available_bytes
     if available < 0:
         raise ConnectionAbortedError("the rest of the stream will not arrive")

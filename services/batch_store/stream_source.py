@@ -63,7 +63,7 @@ class StreamSource:
                 source = self._sources[run] + at - begin
                 found.append(self._views[run][source : source + upto - at])
             else:  # the zeros that align the next run
-                # After the last run they extend to the end of the file, if an empty shard ends it there.
+                # After the last run, the zeros extend to the end of the file if the file ends with an empty shard.
                 upto = min(end, self._targets[run + 1]) if run + 1 < len(self._targets) else end
                 found.append(self._gap[: upto - at])
             at = upto

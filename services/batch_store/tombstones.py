@@ -90,6 +90,6 @@ def replace(path: Path, text: str) -> int:
         scratch.replace(path)
     except BaseException:
         os.close(descriptor)
-        scratch.unlink(missing_ok=True)  # free the room that it took
+        scratch.unlink(missing_ok=True)  # frees the room that the scratch file took
         raise
     return descriptor

@@ -38,20 +38,20 @@ UNITS = {
     "updates": "updates",
     "shards": "shards",
 }
-"""The unit at the end of a name, keyed by the unit in docs/metrics.md."""
+"""The unit at the end of a Prometheus name, by the unit in docs/metrics.md."""
 COUNTERS = frozenset({"gc/tasks"})
-"""Metrics in rows that only grow."""
+"""Metrics of rows whose values only grow."""
 LIVE = frozenset({"step", "store/bytes", "store/shards", "policy/version"})
-"""Metrics in rows that are left out because the live status has them."""
+"""Metrics that are not exported from rows, because the live status has them."""
 
 
 @dataclass(frozen=True)
 class Topic:
-    """A service topic whose numbers are exported. The code chooses their names, not the users."""
+    """A service topic whose numbers are exported. The names of the numbers are chosen by the code, not by users."""
 
     prefix: str
     growing: frozenset[str] = frozenset()
-    """The numbers that only grow. Empty: all of them do."""
+    """The numbers that only grow. Empty: all numbers only grow."""
 
 
 TOPICS = {
@@ -89,7 +89,7 @@ class Metric:
 
     @cached_property
     def family(self) -> str:
-        """The metric's Prometheus name, without the `_total` of a counter."""
+        """The metric's Prometheus name, without the suffix `_total` of counters."""
         return family_name(_PLACEHOLDER.sub("", self.name), self.unit)
 
 
@@ -143,7 +143,7 @@ class Collected:
 
 
 def collect(rows: Iterable[TopicRow]) -> Collected:
-    """Return the Prometheus metrics for the monitor's last values."""
+    """Return the monitor's last values as Prometheus metrics."""
     found = Collected()
     for row in rows:
         match row.topic:

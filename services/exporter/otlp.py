@@ -1,7 +1,7 @@
 """Sends spans to an OpenTelemetry collector: OTLP over HTTP with protobuf bodies, from a bounded queue.
 
-A collector that is slow, unreachable or refuses spans delays nothing else. Spans that it does not take are dropped and
-counted.
+A collector that is slow or unreachable, or that refuses spans, delays nothing else. Spans that the collector does not
+take are dropped and counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OtlpSender:
     """The queue of one collector, and the connection to it."""
 
     def __init__(self, url: str, run: str, headers: Mapping[str, str]) -> None:
-        """If `url` has no path, the path is `/v1/traces`. `run` is the name of the run."""
+        """If `url` has no path, `/v1/traces` is used. `run` is the name of the run."""
         parts = urlsplit(url)
         self.url = url
         self._host, self._port = parts.hostname or "", parts.port
@@ -81,7 +81,7 @@ class OtlpSender:
             self._changed.notify()
 
     def close(self, limit_s: float) -> None:
-        """Send the queued spans, in one attempt that takes at most `limit_s` seconds."""
+        """Send the queued spans in one attempt, which takes at most `limit_s` seconds."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -121,7 +121,7 @@ class OtlpSender:
                 self._queue.extendleft(reversed(batch))
         if self.trouble != str(error):
             self.trouble = str(error)
-            self._log.warning("traces do not arrive; spans are dropped, the run goes on", cause=self.trouble)
+            self._log.warning("traces do not arrive; spans are dropped, but the run goes on", cause=self.trouble)
 
     def _post(self, body: bytes) -> None:
         """Post one request on the open connection, or on a new one if the collector has closed it."""

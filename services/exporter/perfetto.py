@@ -1,8 +1,8 @@
-"""Writes spans to a file that Perfetto and chrome://tracing load: Chrome's Trace Event Format, always valid JSON.
+"""Writes spans to a file in Chrome's Trace Event Format, for Perfetto and chrome://tracing: always valid JSON.
 
 The file has a track for each kind of work of each process, and tracks for each traced task. Work that overlaps other
-work of its kind gets another track, because the events of a track must nest. Once `trace.json` reaches half of the size
-limit, it is renamed `trace.1.json`, so that the two files together stay within the limit.
+work of the same kind gets another track, because the events of a track must nest. Once `trace.json` reaches half of the
+size limit, the file is renamed to `trace.1.json`, so that the two files together stay within the limit.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Tracks:
     def task_events(self, span: TraceSpan) -> Iterator[Event]:
         """Yield the begin and end events of a traced task. The task has its own track and one for each service.
 
-        Two services may work on a task at once: a lease ends when its holder hears from the scheduler. By then, the
-        scheduler may have leased the task to another service.
+        Two services may work on a task at once: a holder that has lost its lease works on until the scheduler tells it
+        so. By then, the scheduler may have leased the task to another service.
         """
         pid = self._pids.get(TASKS)
         if pid is None:
@@ -86,10 +86,10 @@ class Tracks:
 
 
 class TraceFile:
-    """The open file. Raises OSError if it cannot be written."""
+    """The open trace file. Its methods raise OSError if the file cannot be written."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Keep the file of an earlier process, which may have ended during a write, and open a new file."""
+        """Keep the file of an earlier process, which may have been killed during a write, and open a new file."""
         folder.mkdir(exist_ok=True)
         self._path, self._half = folder / FILE, limit_bytes // 2
         self._earlier = folder / EARLIER
@@ -100,7 +100,7 @@ class TraceFile:
         self._open()
 
     def write(self, placed: Sequence[tuple[Interval, list[TraceSpan]]]) -> None:
-        """Append the events of intervals and of their tasks, with one write."""
+        """Append the events of intervals and of their tasks in a single write."""
         data = self._encoded(placed)
         if self._size + len(data) > self._half - len(END):
             os.close(self._descriptor)
@@ -116,7 +116,10 @@ class TraceFile:
         self._size += len(data)
 
     def _encoded(self, placed: Sequence[tuple[Interval, list[TraceSpan]]]) -> bytes:
-        """Return the events as JSON, separated by commas. A comma precedes the first unless the file has no events."""
+        """Return the events as JSON, separated by commas.
+
+        A comma precedes the first event unless the file has no events yet.
+        """
         first = self._size == len(HEAD)
         lines = [json.dumps(event, ensure_ascii=False) for event in self._events(placed)]
         text = "".join(f",\n{line}" for line in lines)
@@ -131,7 +134,7 @@ class TraceFile:
         self._descriptor = os.open(self._path, flags, 0o644)
         os.pwrite(self._descriptor, HEAD + END.lstrip(), 0)
         self._size = len(HEAD)
-        """Bytes of the file before the end of the list."""
+        """Size of the file in bytes, without the end of the JSON list."""
 
     def _events(self, placed: Sequence[tuple[Interval, list[TraceSpan]]]) -> Iterator[Event]:
         for interval, spans in placed:

@@ -33,7 +33,7 @@ class Scrape:
     """An ASGI application. It answers each scrape from memory, so a slow scraper delays only its own connection."""
 
     def __init__(self, metrics: Callable[[], Awaitable[Iterable[Metric]]], token: str = "") -> None:
-        """`metrics` returns the present metrics. `token` is the bearer token, or an empty string if there is none."""
+        """`metrics` returns the current metrics. `token` is the bearer token, or an empty string if there is none."""
         self._metrics = metrics
         self._token = Secret(token) if token else None
 

@@ -1,7 +1,7 @@
 """The exporter: reads the monitor as any subscriber does, so that no scraper and no collector delays the monitor.
 
-For Prometheus it asks the monitor for its last values, at most once a second. For traces it follows the topics that
-report spans. Spans that it misses are absent from the traces, which affects nothing else.
+For Prometheus, the exporter asks the monitor for its last values, at most once a second. For traces, it follows the
+topics that report spans. Spans that the exporter misses are absent from the traces, with no other effect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MONITOR_STREAM = "monitor-pub"
 FOLDER = "traces"
 FLUSH_S = 1.0
 FRESH_S = 1.0
-"""Seconds for which the monitor's answer is reused for further scrapes."""
+"""Seconds during which further scrapes reuse the monitor's answer."""
 SNAPSHOT_S = 2.0
 LAST_S = 1.0
 """Maximum seconds for sending the last spans when the run ends."""
@@ -94,7 +94,10 @@ class ExporterService(Service):
         await super().close()
 
     async def _open_page(self, settings: Prometheus) -> None:
-        """Open /metrics. Raises a one-line RpcError if the library, the address or the token cannot be used."""
+        """Open /metrics.
+
+        Raises RpcError, with a one-line message, if the library, the address or the token cannot be used.
+        """
         try:
             from services.exporter.scrape import Scrape
         except ImportError as error:
@@ -167,7 +170,7 @@ class ExporterService(Service):
             self._report()
 
     def _lose_file(self, error: OSError) -> None:
-        self.log.warning("traces/ is no longer written, the run goes on", cause=error.strerror or str(error))
+        self.log.warning("traces/ is no longer written; the run goes on", cause=error.strerror or str(error))
         self._file = None
 
     def _report(self) -> None:

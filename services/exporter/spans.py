@@ -1,7 +1,8 @@
 """Turns rows of the monitor's stream into spans of traces. It does no I/O and has no clock.
 
-Each task has a trace, and so does each step. Every process reports its own part, so the spans of a trace arrive in any
-order, and some may be missing because telemetry may be dropped. Names and parents follow from the rows alone.
+Each task has a trace, and so does each step. Every process reports its own part of the work, so the spans of a trace
+arrive in any order, and some may be missing because telemetry may be dropped. The names and parents of spans follow
+from the rows alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_AT = 1e10
 
 @dataclass(frozen=True)
 class Interval:
-    """Something that a process did from `begin` to `end`, in seconds since 1970 by its own clock."""
+    """Something that a process did from `begin` to `end`, which are in seconds since 1970 by that process's clock."""
 
     process: str
     what: str
@@ -44,13 +45,13 @@ class Interval:
 
     @property
     def waits_for(self) -> str:
-        """The process or service that this process waited for, or an empty string if it worked."""
+        """The process or service that this process waited for, or an empty string if this process was working."""
         return str(self.facts.get("of", ""))
 
 
 @dataclass(frozen=True)
 class TraceSpan:
-    """A span as OpenTelemetry defines it. Ids have the sizes of W3C Trace Context."""
+    """A span as OpenTelemetry defines it. Ids have the sizes that W3C Trace Context requires."""
 
     trace: bytes
     id: bytes
@@ -64,7 +65,7 @@ class TraceSpan:
 
 
 def intervals(row: TopicRow) -> Iterator[Interval]:
-    """Yield the intervals that a row reports. A row with unexpected values yields none."""
+    """Yield the intervals that a row reports. A row with unexpected values yields no interval."""
     process, values = service_name(row.service, row.instance), row.values
     if not 0 <= row.at <= MAX_AT:
         return
@@ -84,7 +85,7 @@ def intervals(row: TopicRow) -> Iterator[Interval]:
 
 
 class Tracer:
-    """Places intervals in traces, and ends a task's trace once its shards are collected."""
+    """Assigns intervals to traces, and ends a task's trace once the task's shards are collected."""
 
     def __init__(self, run: str) -> None:
         self._run = run

@@ -1,4 +1,7 @@
-"""Turns the scheduler's status into the monitor's `cluster/*` topics. Ages are omitted: they change all the time."""
+"""Turns the scheduler's status into the monitor's `cluster/*` topics.
+
+Ages are omitted because they change all the time.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ SOURCE = "monitor"
 def rows_of(status: Status, at: float) -> list[TopicRow]:
     """Return `cluster/status`, `cluster/services`, `cluster/losses` and, if there are any metrics, `cluster/metrics`.
 
-    `at` is in seconds since 1970. `cluster/losses` holds the number of `dropped/<reason>` tasks and `lost/<reason>`
-    samples so far, and under `<service>/<kind>` the text of each current trouble.
+    `at` is in seconds since 1970. `cluster/losses` holds the numbers of `dropped/<reason>` tasks and `lost/<reason>`
+    samples so far and, under `<service>/<kind>`, the text of each current trouble.
     """
     values: dict[str, float | str] = {
         "reachable": 1.0,

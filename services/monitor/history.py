@@ -22,7 +22,7 @@ MAX_POINTS = 3 << 17
 
 
 class MonitorHistory:
-    """The metrics file as far as it has been read, and the newest spans."""
+    """The part of the metrics file that has been read, and the newest spans."""
 
     def __init__(self, metrics: Path) -> None:
         self._follower = MetricsFollower(metrics)
@@ -30,7 +30,7 @@ class MonitorHistory:
         self._spans: deque[TopicRow] = deque(maxlen=MAX_SPANS)
 
     def note(self, row: TopicRow) -> None:
-        """Keep a row if it is a span."""
+        """Keep the row if it is a span."""
         if row.topic == SPAN and row_bytes(row) <= MAX_SPAN_BYTES:
             self._spans.append(row)
 
@@ -46,7 +46,7 @@ class MonitorHistory:
             more = new.more
 
     def answer(self) -> History:
-        """Return the history as far as it has been read."""
+        """Return the part of the history that has been read."""
         columns = self._curves.columns(points=MAX_POINTS)
         return History(
             newest=self._curves.last,

@@ -1,10 +1,11 @@
 """The monitor: receives telemetry, keeps the last values and publishes every change to its subscribers.
 
-It does not block on subscribers, and training does not depend on it. A subscriber connects to `monitor-pub`, waits for
-its first update (every new subscription causes one, which proves that it is active), requests the snapshot, and
-continues after the snapshot's sequence number. After a gap in the sequence it requests a snapshot again. A full queue
-loses the newest updates, so a subscriber also requests a snapshot when the stream falls silent. Updates consist of
-[topic, envelope, body]; the topic frame serves subscribers that want a single prefix.
+The monitor does not block on subscribers, and training does not depend on the monitor. A subscriber connects to
+`monitor-pub`, waits for its first update (every new subscription causes an update, which proves that the subscription
+is active), requests the snapshot, and continues after the snapshot's sequence number. After a gap in the sequence, the
+subscriber requests another snapshot. A full queue loses the newest updates, so a subscriber also requests a snapshot
+when the stream falls silent. Updates consist of [topic, envelope, body]; the topic frame lets a subscriber select a
+single prefix.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class MonitorService(Service):
         endpoint = super().bind()  # claims the mailbox; only its owner may take the stream's path
         socket = open_socket(self.context, zmq.XPUB)
         socket.setsockopt(zmq.SNDHWM, SUBSCRIBER_MESSAGES)
-        socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription, not only the first of its prefix
+        socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # report every subscription, not only the first for each prefix
         socket.bind(self.run.endpoint(PUB, self.instance))
         socket.setsockopt(zmq.MAXMSGSIZE, SUBSCRIPTION_BYTES)
         self._pub = socket
@@ -92,7 +93,7 @@ class MonitorService(Service):
         return endpoint
 
     def open_door(self, gate: Gate) -> str:
-        """Open the mailbox and the stream to other hosts. Both admit observers; other services do not."""
+        """Open the mailbox and the stream to other hosts. Both admit observers; mailboxes of other services do not."""
         address = self.listen.rpartition(":")[0]
         lock(self._pub, gate.keys, Role.OBSERVER)
         self._connections = Connections(self._pub, f"{self.name} {PUB}")
@@ -115,7 +116,7 @@ class MonitorService(Service):
             await asyncio.sleep(max(0.0, begun + POLL_S - self.loop.time()))
 
     async def drain(self) -> None:
-        await self._warn()  # about the last steps of the run
+        await self._warn()  # the warnings about the last steps of the run
 
     async def close(self) -> None:
         if self._warnings is not None:
@@ -160,7 +161,7 @@ class MonitorService(Service):
                 supervisor = self.client(SUPERVISOR)
                 state = await supervisor.call(GetSupervisorState(), SupervisorState, deadline_s=STATUS_DEADLINE_S)
             except RpcError:
-                pass  # The supervisor has ended, and so does the run.
+                pass  # The supervisor has ended, and the run ends with it.
             else:
                 for row in process_rows(state, time.time()):
                     self._publish(self._state.put_changed(row))
@@ -174,7 +175,7 @@ class MonitorService(Service):
             self._watch(update.row)
         self._publish(update)
         if self._state.refused == 1 and refused == 0:
-            self.log.warning("too many topics, or too large ones: this one is discarded", topic=message.topic)
+            self.log.warning("too many or too large topics: values of this topic are discarded", topic=message.topic)
         return Ack()
 
     def _on_snapshot(self, _: GetSnapshot, call: Call) -> Snapshot:

@@ -1,6 +1,7 @@
-"""The last value of every topic, and one sequence of changes, without sockets or a clock.
+"""Keeps the last value of every topic, and numbers all changes in one sequence, without sockets or a clock.
 
-Its size is bounded by what one snapshot can carry. Rows that would exceed the bounds are refused and counted.
+The size of the state is limited to what one snapshot can carry. Rows that would exceed the bounds are refused and
+counted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ MAX_TOPICS = 20_000
 MAX_BYTES = 6 << 20
 """Maximum encoded bytes of all rows. A snapshot is one message of at most 8 MiB."""
 MAX_ROW_BYTES = 16 << 10
-"""Maximum encoded bytes of one row. It bounds the bytes of a subscriber's queue, whose own limit counts updates."""
+"""Maximum encoded bytes of one row. This bounds the bytes of a subscriber's queue, whose own limit counts updates."""
 MAX_SENDERS = 4_096
 MAX_DROPPED = 2**48
 """Maximum number of dropped messages that one sender can report, so that the sum over all senders fits a message."""
@@ -67,7 +68,7 @@ class MonitorState:
 
     @property
     def dropped(self) -> int:
-        """Number of messages that senders have dropped, over all their incarnations."""
+        """Total number of messages that senders have dropped, over all incarnations of each sender."""
         return self._dropped_before + sum(self._dropped.values())
 
     def snapshot(self) -> Snapshot:
@@ -75,7 +76,7 @@ class MonitorState:
         return Snapshot(sequence=self.sequence, rows=list(self._rows.values()), dropped=self.dropped)
 
     def _count_drops(self, incarnation: int, dropped: int) -> None:
-        # A sender counts from its own start, and its messages may arrive out of order after a reconnect.
+        # A sender counts drops from its own start, and its messages may arrive out of order after a reconnect.
         self._dropped[incarnation] = max(min(dropped, MAX_DROPPED), self._dropped.pop(incarnation, 0))
         while len(self._dropped) > MAX_SENDERS:
             before = self._dropped_before + self._dropped.pop(next(iter(self._dropped)))

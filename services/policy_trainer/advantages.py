@@ -1,4 +1,4 @@
-"""Per-sample advantage estimators: functions from rewards to advantages that use no tokens and no model tensors.
+"""Per-sample advantage estimators: functions that turn rewards into advantages, without tokens or model tensors.
 
 Each estimator takes `rewards` float [N], `groups` int [N] (the index of each sample's task, counted from 0 over the
 surviving tasks) and, where lengths matter, `loss_tokens` int [N]. It computes in float64 and returns float64 [N].
@@ -25,7 +25,7 @@ class Estimator:
     def __init__(self, options: Advantage) -> None:
         """Raises ValueError with a one-line message if a user-defined function cannot be used.
 
-        The function is called as `fn(rewards, groups, loss_tokens, **params)` with arrays of [N] and returns [N]
+        The function is called as `fn(rewards, groups, loss_tokens, **params)` with arrays of shape [N], and returns N
         numbers.
         """
         self._options = options
@@ -36,8 +36,8 @@ class Estimator:
     def __call__(self, rewards: Array, groups: Array, loss_tokens: Array) -> Array:
         """Return the advantages, float32 [N].
 
-        They contain infinities or NaN if rewards are near float32's limit or a user-defined function returns them.
-        Raises ValueError if a user-defined function does not return N numbers.
+        They contain infinities or NaN if rewards are near float32's limit or a user-defined function returns such
+        values. Raises ValueError if a user-defined function does not return N numbers.
         """
         if not len(rewards):
             return np.zeros(0, dtype=np.float32)
@@ -71,7 +71,7 @@ class Estimator:
 def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:
     """Return A = (r - group mean) / (group std + epsilon), without the division if `std_epsilon` is None.
 
-    The standard deviation is the unbiased one over the group's surviving samples. A group of one sample gets 0.
+    The standard deviation is unbiased and covers the group's surviving samples. In a group of one sample, A is 0.
     Sources: DeepSeekMath (arXiv 2402.03300), section 4.1.2. Without division: Dr. GRPO (arXiv 2503.20783), section 3.2.
     """
     counts = np.bincount(groups)
@@ -112,8 +112,8 @@ def opo(rewards: Array, groups: Array, loss_tokens: Array) -> Array:
 def reinforce_pp(rewards: Array, loss_tokens: Array) -> Array:
     """Return A = (r - mean) / sqrt(var + 1e-8), with statistics over all sampled tokens of the step.
 
-    Each sample counts once per token, and the variance is the unbiased one. Applied to rewards minus their group's
-    mean, this is the variant with a baseline.
+    Each sample counts once per token, and the variance is unbiased. Applied to rewards minus their group's mean, this
+    is the variant with a baseline.
     Source: REINFORCE++ (arXiv 2501.03262), global advantage normalisation; token-weighted statistics as in verl and
     OpenRLHF. There the reward is the return-to-go minus a per-token KL; here a KL in the reward is summed per sample.
     """

@@ -26,7 +26,7 @@ class BadSteps:
         self._log = structlog.get_logger("driver")
 
     def skip(self, step: int, error: RpcError) -> None:
-        """Log which update is skipped and why. Raises `error` if the run has to stop or the error is not bad data."""
+        """Log which update is skipped and why. Raises `error` if the run must stop or the error is not BAD_DATA."""
         if error.code != ErrorCode.BAD_DATA:
             raise error
         if self._policy == "stop":

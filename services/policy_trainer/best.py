@@ -1,8 +1,8 @@
 """Keeps the checkpoint with the best evaluation and exports its model (`checkpoint.keep_best`).
 
-Each version that is evaluated gets a checkpoint, because its weights are gone by the time its result is known. The
+Each version that is evaluated gets a checkpoint, because the weights are gone by the time the result is known. The
 candidates are the checkpoints on disk, and their results come from the journal, so a resumed driver makes the same
-choice. A mean over fewer rows (because some were dropped) ranks below a mean over more: the two are not comparable.
+choice. If some rows were dropped, the mean ranks below means over more rows, because the two are not comparable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rank = tuple[float, float]
 
 
 class BestCheckpoint:
-    """The best checkpoint of one driver life. Of several equally good ones, the first is the best."""
+    """The best checkpoint of one driver life. Of several equally good checkpoints, the first is the best."""
 
     def __init__(self, run: RunDir, topology: Topology, scheduler: SchedulerCalls, metric: str) -> None:
         """`metric` is `topology.checkpoint.keep_best`, a metric of an evaluation set."""
@@ -51,13 +51,13 @@ class BestCheckpoint:
 
     @property
     def keep(self) -> list[int]:
-        """The steps whose checkpoints have to be kept: the best one, and those that may turn out to be better."""
+        """The steps whose checkpoints must be kept: the best checkpoint, and those that may turn out to be better."""
         return sorted({*self.undecided, *([] if self._best is None else [self._best])})
 
     def add(self, step: int, saved: asyncio.Task[float] | None = None) -> None:
-        """Compare the checkpoint of `step` with the best one as soon as it is saved and evaluated.
+        """Once the checkpoint of `step` is saved and evaluated, compare it with the best checkpoint.
 
-        `saved` is the task that saves it, or None if it is already saved.
+        `saved` is the task that saves the checkpoint, or None if the checkpoint is already saved.
         """
         self.undecided.append(step)
         self.deciding = asyncio.create_task(self._decide(step, saved, after=self.deciding))
@@ -73,7 +73,8 @@ class BestCheckpoint:
         self.undecided.remove(step)
 
     async def _exported(self, step: int, results: Mapping[str, float]) -> bool:
-        """Export a checkpoint's model as the best one. Return True, or False without a change if it is damaged."""
+        """Export a checkpoint's model as the best one and return True. If the checkpoint is damaged, change nothing and
+        return False."""
         path = self._run.checkpoints / f"{CHECKPOINT_PREFIX}{step}"
         note = json.dumps({"step": step, "metric": self._metric, "value": results[self._metric]})
 

@@ -1,8 +1,8 @@
 """The driver's view of its workers: one object that trains and hides ranks and devices.
 
-Each call runs once. Calls run in the order in which they were made, which is given by the number assigned here and not
-by their arrival. A call may be made before the previous one is awaited. Batches are divided over the data-parallel
-ranks here, by tokens; only handles and per-sample numbers are sent.
+Each call runs once. Calls are numbered here and run in the order in which they were made, whatever their order of
+arrival. A call may be made before the previous one is awaited. Batches are divided over the data-parallel ranks here,
+by tokens; only handles and per-sample numbers are sent.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ Divided = messages.Forward | messages.ForwardBackward
 """Calls whose batch is divided over the data-parallel ranks. All ranks get the same request for every other call."""
 
 _RECOVERABLE = frozenset([ErrorCode.LOST, ErrorCode.MISSING, ErrorCode.DRAINING, ErrorCode.DEADLINE])
-"""Codes after which a reload helps. DEADLINE is included because workers answer it after waiting for a store."""
+"""Codes after which a reload helps. DEADLINE is included because workers answer with it after waiting for a store."""
 COMPUTE_S = 3600.0
 """Maximum seconds for one call to a worker, including its time in the queue."""
 TAKE_OVER_S = 120.0
 """Deadline in seconds for taking over a worker, which imports its libraries first if it restarts."""
 OTHER_ERRORS_S = 1.0
-"""Seconds to wait for the other ranks' answers after one rank has failed, because another may know the cause."""
+"""Seconds to wait for the other ranks' answers after one rank has failed, because another rank may know the cause."""
 _NOT_YET = 0
 """Placeholder for `driver` and `order` in a request that has not been numbered."""
 
 
 class WorkersLost(RpcError):
-    """A worker died, or shards that it needed were gone or their store was away for too long. The group has to be
-    brought back to a known step (`resume`)."""
+    """A worker died, or shards that it needed were gone or their store was away for too long. The group must be brought
+    back to a known step (`resume`)."""
 
 
 class WorkerDispatch:
-    """Asynchronous calls to the worker group, numbered when they are made. The caller has to await their results.
+    """Asynchronous calls to the worker group, numbered when they are made. The caller must await their results.
 
     Every call may raise WorkersLost, or RpcError(conflict) if the driver was replaced. The workers may be a group of
     ranks or another dispatch on the bus (`dispatch_service`), which answers like a single rank.
@@ -75,8 +75,8 @@ class WorkerDispatch:
         """Take control of the workers and return their state. They refuse other drivers and earlier calls from then on.
 
         `turn` is the driver's turn (`RunInfo.drivers`). It defaults to the turn of the previous call, or 0.
-        The state is dirty if the ranks are at different steps; a reload is needed to make them one group again. Its
-        snapshots are those that every rank holds.
+        The state is dirty if the ranks are at different steps; a reload is needed to make them one group again. The
+        state lists the snapshots that every rank holds.
         """
         self._turn = self._turn if turn is None else turn
         states = await self._take_over(self._order)
@@ -94,7 +94,7 @@ class WorkerDispatch:
         )
 
     async def go_on(self, step: int) -> None:
-        """Make workers accept calls again after they refused one without changing anything. They have to be at `step`.
+        """Make the workers accept calls again after they refused one and changed nothing. They must be at `step`.
 
         Raises WorkersLost if one of them is at another step, because it has restarted.
         """
@@ -144,9 +144,11 @@ class WorkerDispatch:
         return self._submit(request, messages.ForwardBackwardDone)
 
     def begin_step(self, updates: int, *, snapshot_lineage: int = -1) -> None:
-        """Combine the next `updates` optimizer steps into one training step. By default, each is its own training step.
+        """Combine the next `updates` optimizer steps into one training step. Without this call, each is a training step
+        of its own.
 
-        If `snapshot_lineage` is 0 or more, the last one keeps a snapshot in shared memory under this lineage.
+        If `snapshot_lineage` is 0 or more, the workers keep a snapshot in shared memory after the last one, under this
+        lineage.
         """
         self._updates_left, self._snapshot_lineage = updates, snapshot_lineage
 
@@ -195,7 +197,7 @@ class WorkerDispatch:
     def load_checkpoint(self, step: int, *, snapshot_lineage: int = -1) -> Awaitable[messages.WorkerReady]:
         """Load the weights and optimizer state after `step`, from shared memory if `snapshot_lineage` is not -1.
 
-        Raises RpcError: missing if there is no such state, conflict if it is damaged.
+        Raises RpcError: missing if there is no such state, conflict if the state is damaged.
         """
         self._step, self._updates_left = step, 0
         request = messages.LoadCheckpoint(driver=_NOT_YET, order=_NOT_YET, step=step, snapshot_lineage=snapshot_lineage)
@@ -222,7 +224,7 @@ class WorkerDispatch:
     def relay(self, request: WorkerRequest) -> Awaitable[Message]:
         """Forward a call made by another dispatch, with its driver and order replaced by this dispatch's own.
 
-        Raises ValueError for a batch that contains a task twice. The call then gets no number.
+        Raises ValueError for a batch that contains a task twice. Such a call gets no number.
         """
         if isinstance(request, Divided):
             Batch(request.batch)
@@ -256,7 +258,7 @@ class WorkerDispatch:
         return answer
 
     async def _call_all(self, requests: Sequence[WorkerRequest], reply: type[R]) -> list[R]:
-        """Send one request to each rank. If ranks fail, raise the error of one that knows the cause."""
+        """Send one request to each rank. If ranks fail, raise the error of a rank that knows the cause."""
         calls = [
             asyncio.ensure_future(client.call(request, reply, deadline_s=COMPUTE_S))
             for client, request in zip(self._clients, requests, strict=True)

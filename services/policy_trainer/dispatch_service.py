@@ -2,8 +2,8 @@
 
 It answers the calls of a single worker on behalf of the whole group, so that a server of another training API (or
 another algorithm) needs only a `WorkerDispatch` with one client and no knowledge of topology, ranks or devices. It
-starts no training by itself and does not run beside a driver, because it uses the driver's mailbox. It has one caller
-at a time: the last one that took over.
+starts no training by itself and cannot run alongside a driver, because it uses the driver's mailbox. It has one caller
+at a time: the one that took over last.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REQUESTS: tuple[type[WorkerRequest], ...] = (
 
 
 class DispatchService(Service):
-    """Relays calls in the caller's order without waiting for one to finish before it makes the next."""
+    """Relays calls in the caller's order without waiting for one call to finish before making the next."""
 
     NAME = "policy-trainer"
 

@@ -1,4 +1,4 @@
-"""The training algorithm, step by step. It knows no ranks, devices or micro-batches and holds no tokens."""
+"""The training algorithm, step by step. It deals with no ranks, devices or micro-batches and holds no tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def own_estimator(topology: Topology) -> Estimator:
 
 
 class Driver:
-    """Trains from `resumed` to the topology's last step. A new driver is made when the workers had to be reloaded."""
+    """Trains from `resumed` to the topology's last step. Each resume point needs a new driver."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Driver:
     async def train(self) -> None:
         """Run every step up to the last, publishing weights and saving checkpoints. Raises RpcError.
 
-        If the run is stopped, finish the open step and save the committed one.
+        If the run is stopped, finish the open step and save the last committed step.
         """
         checkpoint_now = await self.replay()
         version = self.resumed.committed
@@ -185,7 +185,7 @@ class Driver:
         return advantages
 
     async def update(self, batch: Batch, metrics: StepMetrics) -> None:
-        """Take one optimizer step. Both calls are sent at once; the workers keep their order."""
+        """Take one optimizer step. Both calls are sent at once; the workers run them in order."""
         gradient, update = await asyncio.gather(
             self.workers.forward_backward(batch, self.loss), self.workers.optim_step(), return_exceptions=True
         )

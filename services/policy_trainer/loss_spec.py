@@ -12,7 +12,8 @@ ADVANTAGES, WEIGHTS = "advantages", "weights"
 def loss_spec(topology: Topology) -> LossSpec:
     """Return the per-token settings of `algorithm`. Absent settings are off.
 
-    A step of one update needs no forward pass for the proximal policy, because the training pass has its log-probs.
+    A step of one update needs no separate forward pass for the proximal policy, because the training pass computes its
+    log-probs.
     """
     algorithm = topology.algorithm
     loss, kl, mask = algorithm.loss, algorithm.kl, algorithm.loss.ratio_mask

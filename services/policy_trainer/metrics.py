@@ -16,7 +16,7 @@ from services.policy_trainer.reward_shaping import KL_SCALAR
 from shared.stages import REFERENCE_SCALAR
 
 SYNC_ERROR, SYNC_BYTES, SYNC_SECONDS, SYNC_SENT = "sync_error", "sync_bytes", "sync_seconds", "sync_sent"
-"""Names of the scalars that describe the syncs of the weights from which the step was sampled."""
+"""Names of the scalars that describe the syncs of the weights with which the step was sampled."""
 SUMS = (
     *("tokens", "policy", "kl", "entropy", "clipped", "masked", "mismatch", "mismatch_max", "version"),
     *("engine_tokens", "engine", "engine_max", "lag_tokens", "lag"),
@@ -24,8 +24,9 @@ SUMS = (
 )
 """A worker's sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
 whether a ratio mask excluded the token, the log-prob mismatch with the rollout (and its maximum, see `worker.loss`),
-and the version that sampled the token. The mismatch is also kept separately for tokens sampled by the trained version
-and by earlier versions. The last row belongs to importance weights (`worker.losses.mismatch.importance_sums`)."""
+and the version that sampled the token. The mismatch is also kept separately for tokens sampled by the version being
+trained and by earlier versions. The names in the last row belong to importance weights
+(`worker.losses.mismatch.importance_sums`)."""
 FAILED = frozenset(DropReason) - {DropReason.FILTERED, DropReason.STALE}
 """Drop reasons that indicate a fixable problem."""
 _NO_SAMPLES = MappingProxyType({name: np.zeros(0) for name in ("reward", "length", "truncated")})
@@ -37,7 +38,7 @@ class StepMetrics:
     """The measurements of one training step. Times are in seconds.
 
     `publish_s` and `checkpoint_s` are the durations of the last publication and the last checkpoint before this row.
-    Both overlap the step after their own and appear in that step's row (0 if there was none since the previous row).
+    Both run during the step after their own and appear in that step's row (0 if none ended since the previous row).
     """
 
     step: int
@@ -48,7 +49,8 @@ class StepMetrics:
     publish_s: float = 0.0
     checkpoint_s: float = 0.0
     imbalance: float = 1.0
-    """Tokens of the fullest data-parallel rank divided by the mean number, in the step's least balanced mini-batch."""
+    """Tokens of the fullest data-parallel rank divided by the mean over ranks, in the step's least balanced
+    mini-batch."""
     skipped: int = 0
     """Number of updates skipped because of bad data. `sums` does not include their samples."""
     sums: dict[str, float] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class Publisher:
     def begin(self, version: int, *, checkpoint_now: bool = False) -> None:
         """Publish `version`, and save it if a checkpoint is due (or the scheduler needs one to make room).
 
-        The workers have to hold `version` when this is called.
+        The workers must hold `version` when this is called.
         """
         self._publishing = asyncio.create_task(self._publish(version))
         evaluated = self._best is not None and self._best.is_evaluated(version)
@@ -93,7 +93,8 @@ class Publisher:
         await asyncio.gather(*self._background())
 
     async def stop(self, version: int) -> None:
-        """End the run early at `version`, which the workers hold. Return once the scheduler knows of its checkpoint."""
+        """End the run early at `version`, which the workers hold. Return once the scheduler knows of that version's
+        checkpoint."""
         if version > max(self._newest_checkpoint, 0):
             self._newest_checkpoint = version
             self._saving = asyncio.create_task(self._save(version, after=self._saving, at_stop=True))
@@ -116,7 +117,7 @@ class Publisher:
     async def _publish(self, version: int) -> float:
         began = time.perf_counter()
         first, self._earlier = max(0, version - self._earlier), 0
-        # Request all versions before the next step's calls: if one of those is refused, so are all calls after it.
+        # Request all versions before the next step's calls: if one of those calls is refused, so are all later ones.
         versions = range(first, version + 1)
         asked = [self._workers.publish_weights(self._lineage, each, store=self._store) for each in versions]
         for ref in await asyncio.gather(*asked):

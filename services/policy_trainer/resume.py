@@ -1,9 +1,9 @@
 """Decides where a driver begins by comparing the journal with the workers' state, and reloads workers if necessary.
 
-Workers are trusted if they are at the committed step or have finished the one journaled step. In any other state
-(fresh, behind, within a step) they are reloaded: from the newest snapshot in shared memory that all of them hold and
-that the journal covers, or else from a checkpoint. They replay the journaled steps after it. If the tasks of those
-steps are gone, the scheduler takes the steps back.
+Workers are trusted if they are at the committed step or have finished the journaled step that follows it. In any other
+state (fresh, behind, within a step) they are reloaded: from the newest snapshot in shared memory that all of them hold
+and that the journal covers, or else from a checkpoint. They then replay the later journaled steps. If the tasks of
+those steps are gone, the scheduler takes the steps back.
 
 A snapshot belongs to the lineage in which its step was trained: taking steps back always begins a new lineage, so a
 snapshot of steps that were taken back is never loaded. A snapshot of the committed step is bit-identical to the
@@ -28,15 +28,15 @@ INITIAL_STEP = 0
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state in which a driver begins. The workers have `version` and replay up to `committed` without commits."""
+    """The state in which a driver begins. The workers hold `version` and replay up to `committed` without commits."""
 
     version: int
     committed: int
     lineage: int
     checkpoint: int
-    """Newest checkpoint that the scheduler knows, or -1 if there is none."""
+    """Newest checkpoint that the scheduler knows of, or -1 if there is none."""
     checkpoint_now: bool
-    """Whether `committed` has to be saved as soon as the workers hold it, because the stores have no room left."""
+    """Whether `committed` must be saved as soon as the workers hold it, because the stores have no room left."""
 
 
 async def resume(
@@ -67,7 +67,7 @@ async def resume(
     if loaded is None:
         usable = [step for step in checkpoints if step <= info.committed_step]
         loaded, source = await _load(workers, usable), "checkpoint"
-    # Version 0 is the model directory and has the same bits in every life.
+    # Version 0 comes from the model directory and has the same bits in every life.
     same_bits = loaded == info.committed_step and (source == "snapshot" or loaded == INITIAL_STEP)
     if not same_bits:
         info = await scheduler.reloaded(loaded)
@@ -95,7 +95,7 @@ def _resume_point(version: int, info: RunInfo) -> ResumePoint:
 async def _load_snapshot(workers: WorkerDispatch, info: RunInfo, held: Sequence[HeldSnapshot]) -> int | None:
     """Load the newest intact snapshot of a committed step and return its step, or None if there is none.
 
-    No snapshot is loaded if the reference's version has to be published again, because that would discard the snapshot.
+    No snapshot is loaded if the reference's version must be published again, because that would discard the snapshot.
     """
     usable = [each.step for each in held if each.lineage == info.lineage and each.step <= info.committed_step]
     if info.reference_step:

@@ -38,7 +38,7 @@ def shaped(topology: Topology, scalars: dict[str, Array]) -> Array:
 def normalised(rewards: Array) -> Array:
     """Return (r - mean) / (std + 1e-8) over all samples of the step; equal rewards become 0.
 
-    The statistics cover one step, because a running mean would be state that a restarted driver has to recover.
+    The statistics cover one step, because a running mean would be state that a restarted driver would have to recover.
     """
     found: Array = (rewards - rewards.mean()) / (rewards.std() + NORMALISE_EPSILON) if len(rewards) else rewards
     return found

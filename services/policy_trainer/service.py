@@ -1,4 +1,4 @@
-"""The driver as an actor, which resumes, trains, and resumes again after a worker was lost.
+"""The driver as an actor, which resumes, trains, and resumes again after a worker is lost.
 
 When the whole run is stopped, the driver saves the committed step before it ends. When only the driver is stopped, it
 ends at once, because the workers keep their state.
@@ -27,7 +27,7 @@ from shared.topology import TRAINER_STORE, Topology, stop_limit_s
 MAX_RECOVERIES = 5
 """Maximum number of consecutive worker losses without a committed step in between."""
 MAX_DAMAGES = 20
-"""Maximum number of times that lost shards are made again without a committed step in between."""
+"""Maximum number of recoveries from lost shards without a committed step in between."""
 SUPERVISOR_S = 2.0
 """Seconds to wait for the supervisor's answer. A killed supervisor does not answer."""
 
@@ -42,7 +42,7 @@ class PolicyTrainerService(Service):
         self._stop = Stop()
         self._ending = False
         self._trains = False
-        """Whether the workers may hold a step that has to be saved."""
+        """Whether the workers may hold a step that must be saved."""
         self._trained = (0.0, "")
         """The time at which the open step's batch arrived, and the traced tasks of that batch."""
 
@@ -58,7 +58,8 @@ class PolicyTrainerService(Service):
             super().request_stop()
 
     async def _end(self) -> None:
-        """If the whole run ends, first save the committed step within the time limit that the launcher also uses."""
+        """If the whole run is ending, first save the committed step within the time limit that the launcher also
+        uses."""
         if not await self._run_ends():
             super().request_stop()
             return
@@ -71,7 +72,7 @@ class PolicyTrainerService(Service):
         super().request_stop()
 
     async def _run_ends(self) -> bool:
-        """Return whether the whole run ends. Without a supervisor, return False: all services then end at once."""
+        """Return whether the whole run is ending. Without a supervisor, return False: all services then end at once."""
         supervisor = self.client("supervisor")
         try:
             state = await supervisor.call(GetSupervisorState(), SupervisorState, deadline_s=SUPERVISOR_S)
@@ -95,7 +96,7 @@ class PolicyTrainerService(Service):
                 self._trains = False
                 if error.code == ErrorCode.BAD_DATA:  # another life would fail on the same data
                     self.exit_status = UNUSABLE_STATUS
-                # A batch (WorkersLost) or a version (`NextBatch`) is missing.
+                # Shards of a batch are missing (WorkersLost), or a version is missing (reported by `NextBatch`).
                 damaged = error.code == ErrorCode.MISSING
                 if not damaged and not isinstance(error, WorkersLost):
                     raise
@@ -146,7 +147,7 @@ class PolicyTrainerService(Service):
     def _retire_later_checkpoints(self, committed: int) -> None:
         """Rename the checkpoints of steps after `committed`.
 
-        These steps were taken back, because a checkpoint is begun only after its step was committed.
+        These steps were taken back, because a checkpoint is started only after its step was committed.
         """
         for step in [each for each in checkpoint_steps(self.run.checkpoints) if each > committed]:
             folder = self.run.checkpoints / f"step-{step}"

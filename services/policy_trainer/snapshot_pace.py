@@ -5,7 +5,7 @@ from __future__ import annotations
 SHARE = 0.01
 """Maximum share of the time that snapshots take in the long run."""
 BURST_S = 0.1
-"""Maximum seconds that snapshots may take in advance, so that a single slow one does not delay the next."""
+"""Maximum seconds of unused time kept for later snapshots, so that a single slow one does not delay the next."""
 
 
 class SnapshotPace:

@@ -15,8 +15,9 @@ from proto.tensors import Array
 def trained_tokens(overlong: str, scalars: dict[str, Array]) -> Array:
     """Return int [N]: the number of tokens of each sample that count in the loss.
 
-    It is 0 for truncated samples if `overlong` is "mask". They are masked before sum(n) and B of `sample_weights` are
-    computed, so that they do not dilute the others. Source: overlong filtering of DAPO (arXiv 2503.14476), section 3.4.
+    It is 0 for truncated samples if `overlong` is "mask". Such samples are masked before sum(n) and B of
+    `sample_weights` are computed, so that they do not dilute the other samples. Source: overlong filtering of DAPO
+    (arXiv 2503.14476), section 3.4.
     """
     tokens = scalars["loss_tokens"]
     return np.where(scalars["truncated"] != 0, 0, tokens) if overlong == "mask" else tokens
@@ -36,7 +37,7 @@ def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int)
     | seq_mean_token_sum | 1 / B |
     | dr_grpo | 1 / (M L) (arXiv 2503.20783, section 3.2) |
 
-    Raises ValueError for another name.
+    Raises ValueError for any other name.
     """
     counts = loss_tokens.astype(np.float64)
     filled = counts > 0

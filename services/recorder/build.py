@@ -19,7 +19,8 @@ from shared.stages import ADVANTAGES, TEXT, TRAIN_LOGPROBS
 DECIMALS = 4
 """Number of decimals of log-probs."""
 LIMIT = float(np.finfo(np.float32).max)
-"""Replaces an infinite number, which JSON lacks. NaN, which JSON lacks too, is 0 in lists and left out elsewhere."""
+"""Replaces an infinite number, which JSON cannot represent. NaN becomes 0, or is left out of `rewards` and
+`metrics`."""
 
 
 def bare(ended: EndedTask, at: float) -> Record:
@@ -37,7 +38,7 @@ def bare(ended: EndedTask, at: float) -> Record:
 
 
 def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Record]:
-    """Return the records of all samples of a task. `shards` are those of its rollout and possibly of the trainer.
+    """Return the records of all samples of a task. `shards` holds those of its rollout, and possibly the trainer's.
 
     Raises ValueError, KeyError, IndexError or msgspec.DecodeError if the shards do not fit together.
     """
@@ -87,7 +88,10 @@ def _record(group: Record, shards: Mapping[str, Array], text: TaskText, number: 
 
 
 def _places(shards: Mapping[str, Array], number: int, ends: Array) -> Array:
-    """Return the positions of a sample's tokens, int64. Each of its sequences starts at its first sampled token."""
+    """Return the positions of a sample's tokens, int64.
+
+    Each sequence contributes its tokens from the first sampled one on.
+    """
     found = []
     for at in np.flatnonzero(shards["sample_index"] == number):
         first, end = int(ends[at] - shards["lengths"][at]), int(ends[at])

@@ -17,11 +17,11 @@ import msgspec
 from shared.samples.record import DISCARDED, SUFFIX, Record, file_of
 
 OPEN_FILES = 8
-"""Maximum number of files whose tasks are remembered. Others are read again."""
+"""Maximum number of files whose tasks are remembered. Other files are read again."""
 
 
 class _Line(msgspec.Struct):
-    """The record fields that show whether a task is complete, and its lineage."""
+    """The record fields that show the lineage of a task and whether the task is complete."""
 
     task: str
     samples: int = 1
@@ -32,7 +32,7 @@ _line = msgspec.json.Decoder(_Line).decode
 
 
 class SampleFiles:
-    """Writes `samples/`. Only one process does so at a time."""
+    """Writes `samples/`. Only one process may do so at a time."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._folder = folder
@@ -50,10 +50,10 @@ class SampleFiles:
         return sum(self._sizes.values())
 
     def append(self, records: Sequence[Record]) -> bool:
-        """Append all records of one task with one write. Return False, without any change, if the file has the task.
+        """Append all records of one task with one write. Return False, and change nothing, if the file has the task.
 
-        A task is also left out if its file alone would exceed the limit, unless it is the file's first. Raises OSError
-        if the disk is full; the file is then unchanged.
+        A task is also left out if its file alone would then exceed the limit, unless the task is the file's first.
+        Raises OSError if the disk is full; the file is then unchanged.
         """
         first = records[0]
         path = self._folder / file_of(first.split, first.step or 0)
@@ -82,9 +82,9 @@ class SampleFiles:
         return True
 
     def discard(self, lineage: int, step: int) -> int:
-        """Move the files of later steps and versions than `step` to `discarded/`. Return the number of moved files.
+        """Move the files of steps and versions after `step` to `discarded/`. Return the number of moved files.
 
-        Files of later lineages than `lineage`, and files that an earlier call has moved, stay where they are.
+        Files of lineages after `lineage`, and files that an earlier call has moved, stay where they are.
         """
         moved = 0
         for path in list(self._sizes):
@@ -100,7 +100,7 @@ class SampleFiles:
         return moved
 
     def _known(self, path: Path) -> set[str]:
-        """Return the tasks of a file. If its last task is incomplete, remove that task first."""
+        """Return the tasks of a file. If the file's last task is incomplete, remove that task first."""
         known = self._tasks.pop(path, None)
         if known is None:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -33,9 +33,10 @@ AGAIN_S = 0.5
 """Seconds before the scheduler is asked again after an error."""
 FETCH_S = 3.0
 READ_S = 5.0
-"""Maximum seconds to read the shards of one answer. Soon after that, the scheduler stops keeping the answer's tasks."""
+"""Maximum seconds to read the shards of one answer. Soon after this time, the scheduler stops keeping the tasks of the
+answer."""
 LATE_S = (0.1, 0.3, 0.9)
-"""Seconds to wait for the trainer's shards of a committed step. The trainer puts them while it computes."""
+"""Seconds to wait for the trainer's shards of a committed step. The trainer puts these shards while it computes."""
 LAST_S = 5.0
 """Maximum seconds to record the tasks that are due when the run ends."""
 Shards = dict[str, dict[str, Array]]
@@ -82,7 +83,7 @@ class RecorderService(Service):
         await super().close()
 
     async def _record(self, *, final: bool) -> bool:
-        """Ask the scheduler once, and record the tasks in its answer. Return whether there were any."""
+        """Ask the scheduler once, and record the tasks in its answer. Return whether the answer had any tasks."""
         request = TakeSamples(incarnation=self.incarnation, taken=self._taken, rewinds=self._rewinds, final=final)
         try:
             due = await self.scheduler.call(request, SamplesDue, deadline_s=ASK_S)
@@ -108,7 +109,7 @@ class RecorderService(Service):
         for ended in due.tasks:
             self._write(ended, shards.get(ended.task_id))
             self._taken.append(PutTask(ended.task_id, ended.fence))
-            await asyncio.sleep(0)  # let the event loop do other work between tasks
+            await asyncio.sleep(0)  # let the event loop do other work between two tasks
         if due.tasks:
             self.telemetry.emit(
                 "samples",

@@ -1,4 +1,4 @@
-"""A frozen model that only scores, complete on one rank."""
+"""A frozen model that only scores, held as a whole by one rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FrozenTorch:
         self._model: list[nn.Module] = []  # filled by `load`
 
     def load(self) -> None:
-        self._model.clear()  # there is one copy at a time
+        self._model.clear()  # so that two copies never exist at the same time
         self._model.append(load_model(self._path, self._dtype).eval().requires_grad_(False).to(self._device))
 
     @property

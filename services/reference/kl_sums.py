@@ -1,4 +1,4 @@
-"""Sums the KL to the reference over each sample, for a KL in the reward. Nothing here has a gradient."""
+"""Sums the KL to the reference over each sample, for a KL term in the reward. No gradients are computed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from proto.tensors import Array
 
 NEEDS = ("rollout_logprobs", "sample_index")
-"""Keys of the shards needed in addition to the keys of the reference stage."""
+"""Keys of the shards that are needed in addition to those of the reference stage."""
 
 
 def kl_sums(estimator: str, shards: dict[str, Array], ref: Array, samples: int) -> Array:

@@ -46,8 +46,9 @@ class FrozenScorer:
         """`make` creates the model on the compute thread. `source` is the model's directory, for error messages.
 
         `temperature` is the sampling temperature of training. With `deterministic`, the same tasks in the same order
-        give the same bits. `scratch` is a file for weights that leave the device, if the device is the host's memory.
-        If it is None, the weights stay on the device. `ranks` is the number of ranks that share the model.
+        give the same bits. Weights that leave a GPU move to host memory, and weights that leave a CPU move to the file
+        `scratch`. If `scratch` is None, the weights never leave the device. `ranks` is the number of ranks that share
+        the model.
         """
         self._make = make
         self._source = source
@@ -76,10 +77,10 @@ class FrozenScorer:
         await self._on_compute(self._load)
 
     async def init_model(self, ref: WeightsRef | None = None, weights: Mapping[str, Array] | None = None) -> float:
-        """Load the policy's `weights` of version `ref`, by Hugging Face name, or else the model directory's weights.
+        """Load `weights`, the policy's version `ref` by Hugging Face name, or by default the model directory's weights.
 
-        Returns the canary error, as `canary_error` computes it. Raises RpcError(conflict) if it exceeds the tolerance,
-        or if the names or shapes belong to another model. The scorer then holds no version.
+        Returns the canary error, as `canary_error` computes it. Raises RpcError(conflict) if that error exceeds the
+        tolerance, or if the names or shapes belong to another model. After this exception, the scorer holds no version.
         """
         if ref is None or weights is None:
             await self._on_compute(self._load)
@@ -90,7 +91,7 @@ class FrozenScorer:
         """Return the log-probs of each task, float32 [T], 0 where the mask is 0. All tasks are scored as one batch.
 
         Each task has `token_ids`, `lengths` and `loss_mask`. Once `cancel` is set, raises LeaseLost at the next
-        micro-batch, or at the end if other ranks compute, too.
+        micro-batch or, if other ranks compute as well, at the end.
         """
         return await self._on_compute(lambda: self._score(tasks, cancel))
 
@@ -99,7 +100,7 @@ class FrozenScorer:
         await self._on_compute(self._leave)
 
     async def come_back(self) -> None:
-        """Restore the weights to the memory in which they are used."""
+        """Move the weights back to the memory in which they are used."""
         if self._shelf is not None and self._shelf.holds:
             await self._on_compute(self._shelf.take)
 
@@ -125,7 +126,8 @@ class FrozenScorer:
             self._made.append(self._make())
         self._model.load()
         if self._shelf is not None:
-            # `come_back` does the same. Memory mapped from a file has another alignment, which changes the last bits.
+            # `come_back` also gives the tensors storages of their own. Memory mapped from a file is aligned
+            # differently, which changes the last bits.
             own_storages(self._model.tensors())
             self._shelf.renewed()
         self._version = BEGINNING
@@ -152,11 +154,11 @@ class FrozenScorer:
         mask[0] = 0
         found = self._model.logprobs(tokens, np.array([len(tokens)]), mask, 1.0, self._count)
         error = canary_error(ref.canary.logprobs, found[1:], ref.canary.quantile)
-        if not error <= ref.canary.tolerance:  # a NaN does not match, either
+        if not error <= ref.canary.tolerance:  # so that a NaN counts as a mismatch
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"reference: canary mismatch after version {ref.step} of lineage {ref.lineage}: error {error:.3g} over "
-                f"the tolerance {ref.canary.tolerance:.3g}; nothing is scored with it",
+                f"the tolerance {ref.canary.tolerance:.3g}; nothing is scored with this version",
             )
         self._version = (ref.lineage, ref.step)
         self._progress += 1
@@ -170,7 +172,7 @@ class FrozenScorer:
 
         def on_part() -> None:
             self._count()
-            if self._alone and cancel.is_set():  # with other ranks, no rank may leave a collective
+            if self._alone and cancel.is_set():  # if there are other ranks, no rank may leave a collective
                 raise LeaseLost("the block was given up between two micro-batches")
 
         logprobs = self._model.logprobs(

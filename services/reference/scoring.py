@@ -1,7 +1,8 @@
-"""Scores a block on all ranks that share the model: rank 0 holds the lease, the others follow.
+"""Scores a block on all ranks that share the model: rank 0 holds the lease, and the others follow.
 
 All ranks meet before they enter a collective. A rank that cannot get ready reports this when they meet, and the
-lease is handed back. If a rank dies, the whole group ends: all ranks exit and meet again after their restart.
+lease is handed back. If a rank dies, the whole group ends: all ranks exit, and meet again after they have been
+restarted.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _PARTS: Parts = frozenset({WEIGHTS})
 
 
 class Scoring:
-    """One rank's part in scoring, on the service's loop. A model on a single rank waits for no other rank."""
+    """One rank's part in scoring, on the service's loop. If the model has a single rank, there is no other rank to wait
+    for."""
 
     def __init__(
         self,
@@ -54,8 +56,8 @@ class Scoring:
         others: Sequence[Client],
         store: str,
     ) -> None:
-        """`turns` are turns on the scorer's devices. `others` are clients of the other ranks, used by rank 0. `store`
-        is the store of this host.
+        """`turns` manages the process's turns on the scorer's devices. `others` are clients of the other ranks, used by
+        rank 0. `store` is the store of this host.
         """
         self.turns = turns
         self._service = service
@@ -86,7 +88,7 @@ class Scoring:
                 request, self._weights(ref, lambda get: leases.persist(lease, "weights", get, WEIGHTS_CALL_S)), lease
             )
             await self._acquire_devices()
-            if not self._others:  # with other ranks, this one can no longer withdraw
+            if not self._others:  # if there are other ranks, this one can no longer withdraw
                 lease.check()
             return await self._group.together(_name(request), self._compute(ref, weights, shards, lease.cancel))
         except GroupEnded:
@@ -137,7 +139,7 @@ class Scoring:
     # ---- every rank
 
     async def _ready(self, request: ScoreTogether, preparation: Awaitable[T], lease: Lease | None = None) -> T:
-        """Return the result of `preparation` once every rank has its own. Raises RpcError if another rank failed.
+        """Return the result of `preparation` once every rank is prepared. Raises RpcError if another rank failed.
 
         The `lease` is renewed meanwhile, because the other ranks need time for their fetches, too.
         """
@@ -157,7 +159,7 @@ class Scoring:
     async def _weights(
         self, ref: WeightsRef | None, attempt: Callable[[Fetch], Awaitable[dict[str, Array]]]
     ) -> Weights | None:
-        """Fetch the weights of version `ref`, or return None if the scorer holds that version."""
+        """Fetch the weights of version `ref`, or return None if the scorer already holds that version."""
         if ref is None or self._scorer.version == _wanted(ref):
             return None
         return await attempt(
@@ -173,7 +175,7 @@ class Scoring:
         shards: Sequence[dict[str, Array]],
         cancel: threading.Event,
     ) -> tuple[list[Array], float]:
-        """Load the version, verify it with the canary, then score."""
+        """Load version `ref` if necessary, verify it with the canary, then score."""
         if self._scorer.version != _wanted(ref):
             error = await self._scorer.init_model(ref, weights)
             if ref is not None:

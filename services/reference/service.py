@@ -121,7 +121,7 @@ class ReferenceService(Service):
         if self._worker is not None:
             self._worker.leases.retired.set()
         elif self._group.rank == 0:
-            self.request_stop()  # it has not begun to lease
+            self.request_stop()  # this process has not yet leased anything
         return messages.Ack()  # the other ranks end with rank 0
 
     def _ask(self, request: messages.ScoreTogether, call: Call) -> Deferred:
@@ -174,7 +174,7 @@ class ReferenceWorker:
         """`scoring` computes the log-probs. `store` is the store for the shards, such as `batch-store/0`.
 
         `reward_kl` is the estimator of a KL in the reward, or "" for none. `refreshed` says whether the version that
-        scores changes (`algorithm.kl.refresh_every`).
+        scores changes during the run (`algorithm.kl.refresh_every`).
         """
         self._service = service
         self._data = data
@@ -216,7 +216,7 @@ class ReferenceWorker:
             self.rest(but=lease)
 
     def rest(self, but: Lease | None = None) -> None:
-        """End the turn on the devices if no lease needs the model. `but`, which is done, does not count."""
+        """End the turn on the devices if no lease other than `but`, which is done, needs the model."""
         if not self._computing and all(lease is but for lease in self.leases.uncomputed):
             self._turns.done()
 

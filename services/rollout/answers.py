@@ -1,4 +1,4 @@
-"""Samples leases of single-answer samples, and resumes unfinished answers from notes.
+"""Samples the tasks of leases whose samples are single answers, and resumes unfinished answers from notes.
 
 Notes are not used if their tokens are too old for the lease, or if the lease needs one exact version.
 """
@@ -92,7 +92,7 @@ def dataset_answers(tasks: Sequence[ReadyTask], samples: int, swaps: int) -> lis
 
     This runs supervised fine-tuning through the sampling path, without running a model. Each task has `samples` equal
     answers, and `swaps` is the engine's count of weight swaps. Log-probs are 0, as if the author of the data set had
-    been certain. They suit only losses that do not use the sampler's log-probs, such as
+    been certain. These log-probs suit only losses that do not use the sampler's log-probs, such as
     `algorithm.loss.name: cross_entropy`.
     """
     answers = [np.asarray(task.answer_ids, np.int32) for task in tasks if task.answer_ids is not None]

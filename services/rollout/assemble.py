@@ -38,7 +38,8 @@ def assemble(
     min_survivors: int,
     named: Sequence[Sequence[Mapping[str, float]]] | None = None,
 ) -> Assembled:
-    """Leave out failed samples, and drop tasks with fewer than `min_survivors` left. For `named`, see `Assembled`."""
+    """Leave out failed samples, and drop tasks that have fewer than `min_survivors` samples left. For `named`, see
+    `Assembled`."""
     survivors: list[tuple[Rolled, float]] = []
     results: list[TaskResult] = []
     shards: list[dict[str, Array]] = []

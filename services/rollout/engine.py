@@ -40,8 +40,9 @@ class Prompt:
 class SamplingParams:
     """Sampling settings for a block. Training samples from softmax(logits / temperature) without truncation.
 
-    `samples` is per prompt; `temperature` 0 is greedy; `max_new_tokens` counts the sampled EOS; `stop` lists texts that
-    end a completion; `block_rows` is the minimum number of rows to run, filled with padding (0: one row per sample).
+    `samples` is the number per prompt; `temperature` 0 is greedy; `max_new_tokens` includes the sampled EOS; `stop`
+    lists texts that end a completion; `block_rows` is the minimum number of rows to run, some of which may be padding
+    (0: one row per sample).
     """
 
     samples: int
@@ -99,7 +100,7 @@ class Engine(Protocol):
 
     @property
     def side_by_side(self) -> bool:
-        """Whether overlapping calls of `generate` are processed together rather than one after the other."""
+        """Whether overlapping calls of `generate` are processed together rather than one after another."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -122,18 +123,19 @@ class Engine(Protocol):
 
         Calls may overlap (see `side_by_side`).
 
-        The openai engine supports neither `watch` nor `resumed_ids` (`services.rollout.partial_s`). vllm finds a
-        stop text only within the tokens that it samples itself, not one that begins in `resumed_ids`.
+        The openai engine supports neither `watch` nor `resumed_ids` (`services.rollout.partial_s`). The vllm engine
+        finds a stop text only within the tokens that it samples itself, and misses one that begins in `resumed_ids`.
         """
 
     async def base_weights(self) -> dict[str, Array]:
         """Return the engine's current weights by parameter name, copying only what must be copied."""
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Run `work` where the engine computes, and return its result. It counts as progress. Call between blocks."""
+        """Run `work` where the engine computes, and return its result. `work` counts as progress. Call this only
+        between blocks."""
 
     async def set_weights(self, weights: Mapping[str, Array]) -> None:
-        """Replace every parameter. `verify` checks whether that worked.
+        """Replace every parameter. `verify` checks whether the replacement worked.
 
         Raises WeightsMismatch, before any parameter is changed, if names, shapes or types differ.
 
@@ -145,20 +147,21 @@ class Engine(Protocol):
 
         `given` contains the arrays passed to `set_weights`, and is empty if the engine received the weights itself.
         `announced` contains the trainer's digests by name (`shared.weights.digests`), and is empty if there are none.
-        At least one of the two is not empty. Raises WeightsMismatch naming the parameters.
+        At least one of the two is not empty. Raises WeightsMismatch, which names the parameters.
         """
 
     async def score(self, token_ids: Array) -> Array:
         """Return the log-probs at temperature 1, float32 [T - 1], of int32 `token_ids` [T] from the second token on."""
 
     async def sleep(self) -> None:
-        """Release all memory for weights, keys and values. Call only between blocks; nothing works until `wake`."""
+        """Release all memory for weights, keys and values. Call this only between blocks; nothing works until `wake` is
+        called."""
 
     async def wake(self, parts: Parts) -> None:
         """Allocate the memory for `engine.weights`, `engine.kv_cache` or both. Parts that are already allocated stay.
 
         Sleeping discards the weights, so generating and scoring require a new call of `set_weights`. Wake the keys and
-        values after the weights have been set; scoring may need both.
+        values after the weights have been set; scoring may need both parts.
         """
 
     async def pause(self) -> None:

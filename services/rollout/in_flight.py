@@ -6,8 +6,8 @@ The samples keep their tokens and continue under the new version from the next d
 version (evaluations) are not changed.
 
 Generation pauses only for the swap and its proof, not while the weights are fetched or the trainer is asked to send
-them. A transfer directly into an engine (vLLM) is part of the swap. If it fails, the shards are used for `SHARDS_S`,
-provided that loading from shards was drilled.
+them. A transfer directly into an engine (vLLM) is part of the swap. If such a transfer fails, the shards are used for
+`SHARDS_S`, provided that loading from shards was drilled.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class InFlight:
         self._under_way: dict[BlockVersions, bool] = {}
         """The leases that are being sampled, and whether each needs one exact version."""
         self._transfer_from = 0.0
-        """Time from which the trainer is asked to send again, by the loop's clock."""
+        """Time on the loop's clock from which the trainer is asked to send again."""
 
     @asynccontextmanager
     async def settled(self, may_begin: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:
         """Prevent swaps while weights are loaded or the engine's version is read.
 
-        Waits until no other task is inside and `may_begin` returns True. An exception from `may_begin` ends the wait
-        even while another task is inside, so a task that hangs inside does not hold up the waiting tasks.
+        Waits until no other task is inside this context and `may_begin` returns True. An exception from `may_begin`
+        ends the wait even while another task is inside, so a task that hangs inside does not hold up the waiting tasks.
         """
         while not may_begin() or self._taken:
             await self._changed.wait()
@@ -74,12 +74,13 @@ class InFlight:
         return not self._under_way
 
     def look_again(self) -> None:
-        """Wake the tasks that wait in `settled`: their condition may have become true, or may raise."""
+        """Wake the tasks that wait in `settled`: their condition may have become true, or may now raise an
+        exception."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def begin(self, version: int, *, exact: bool) -> BlockVersions:
-        """Register a lease that is about to be sampled with `version`, inside `settled`.
+        """Register a lease that is about to be sampled with `version`. Call this inside `settled`.
 
         Each swap adds its version to the result.
         """
@@ -116,7 +117,8 @@ class InFlight:
             await self._try_to_load(ref, self._source.from_store)
 
     async def _try_to_load(self, ref: WeightsRef, fetch: Callable[[WeightsRef], Awaitable[Delivery]]) -> bool:
-        """Load a version, or leave the samples as they are. Return False if a failed transfer needs a substitute."""
+        """Load a version, or leave the samples as they are. Return False if a transfer failed and the version is still
+        needed."""
         try:
             delivery = await fetch(ref)
         except RpcError as error:
@@ -129,7 +131,7 @@ class InFlight:
             await self._swap(ref, delivery)
         except TransferFailed as error:
             self._missed(ref, error)
-            return not self._can_use(ref, delivery.entry)  # a lease may have loaded it meanwhile
+            return not self._can_use(ref, delivery.entry)  # a lease may have loaded the version meanwhile
         return True
 
     def _can_use(self, ref: WeightsRef, entry: Entry) -> bool:

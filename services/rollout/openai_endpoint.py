@@ -2,8 +2,8 @@
 
 Each call is captured in the sample to whose base URL it was sent. The endpoint listens on the loopback interface only.
 A request may shorten an answer (max_tokens, stop) but cannot change the sampling distribution: its temperature, top_p,
-penalties and seed are overridden by the topology's sampling, and the response header `x-overridden` lists them. The
-first request changed in this way is also reported in the log and on the console.
+penalties and seed are overridden by the topology's sampling settings, and the response header `x-overridden` lists
+them. The first request changed in this way is also reported in the log and on the console.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BODY_LIMIT_BYTES = 16 << 20
 MOST_CHOICES = 128
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
 _NEUTRAL = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,)}
-"""Values of overridden fields that match what happens anyway."""
+"""Values of overridden fields that request what happens anyway."""
 _MARKUP = re.compile(r"\s*<tool_call>.*?</tool_call>\s*", re.DOTALL)
 _JSON = "application/json"
 _NO_SAMPLE = "no running sample has this address: use ctx.base_url of a running workflow"
@@ -59,7 +59,7 @@ class _Session:
 
 
 class OpenAIEndpoint:
-    """Serves the calls of running samples. It belongs to the service's loop; any thread may `open` and `close`."""
+    """Serves the calls of running samples. It belongs to the service's loop; any thread may call `open` and `close`."""
 
     def __init__(self, model: str) -> None:
         """`model` is the model name in answers; requests may name any model."""
@@ -80,7 +80,8 @@ class OpenAIEndpoint:
         await self._server.stop()
 
     def open(self, calls: SampleCalls) -> str:
-        """Return the base URL for one sample's calls, which never changes. Any client that knows it may make calls."""
+        """Return the base URL for one sample's calls. The URL never changes, and any client that knows it may make
+        calls."""
         token = self._tokens.get(calls)
         if token is None:
             token = self._tokens[calls] = secrets.token_urlsafe(16)
@@ -98,7 +99,7 @@ class OpenAIEndpoint:
         if not self._changed:
             return []
         asked = ", ".join(self._changed.values())
-        text = f"an agent asks for {asked}, which is overridden: sampling.temperature holds, and no token is excluded"
+        text = f"an agent asks for {asked}, which is overridden: sampling.temperature applies, and no token is excluded"
         return [Trouble(TroubleKind.OVERRIDDEN, text)]
 
     def _note_changed(self, asked: dict[str, Any], temperature: float) -> None:
@@ -307,7 +308,7 @@ async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
 
 
 def _message(session: _Session, message: Message) -> Message:
-    """Return the message for the chat template. An unedited answer of the policy becomes the text that was sampled."""
+    """Return the message for the chat template. An unedited answer of the policy is replaced by the sampled text."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -331,7 +332,7 @@ def _parsed(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chunks(whole: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:
-    """Yield a finished completion as a stream. Its text is one piece, because it is sampled in a block with others."""
+    """Yield a finished completion as a stream. Its text is one piece, because completions are sampled in blocks."""
     head = {**whole, "object": "chat.completion.chunk"}
     head.pop("usage")
     for choice in whole["choices"]:

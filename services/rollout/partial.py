@@ -3,8 +3,8 @@
 Blocks never wait for a note; losing a note only costs tokens. Each task has one file in the run directory, which is
 replaced by a rename, so a kill leaves either the previous note or the new one. Engines on one host share the files.
 Leases that require one exact version (evaluations, deterministic mode) are not noted. Only the newest note of a task
-waits to be written, so a slow disk makes notes rarer instead of piling them up. A note that was written after its task
-was completed (by an engine that hung and continued) is removed once it is STALE_S older than the newest note.
+waits to be written, so on a slow disk notes are written less often and do not pile up. A note that was written after
+its task was completed (by an engine that hung and continued) is removed once it is STALE_S older than the newest note.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0,
 
 @dataclass(frozen=True, slots=True)
 class ResumableNotes:
-    """The notes that a lease can resume: `samples` answers of at most `max_new_tokens`, at its temperature, sampled by
-    versions from `oldest` to `newest` of `lineage`."""
+    """The notes that a lease can resume: `samples` answers of at most `max_new_tokens` tokens, sampled at `temperature`
+    by the versions `oldest` to `newest` of `lineage`."""
 
     samples: int
     max_new_tokens: int

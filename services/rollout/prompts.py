@@ -70,7 +70,7 @@ class PromptBuilder:
         """Return the token ids of the row's prompt: raw text as it is, messages through the chat template.
 
         Raises a one-line ValueError if there is no prompt or the template rejects it, NoChatTemplate if there is no
-        template, and PromptTooLong, before all of it is tokenised, for a prompt well above `at_most` tokens.
+        template, and PromptTooLong for a prompt well above `at_most` tokens, before the whole prompt is tokenised.
         """
         prompt = row.get("prompt")
         try:
@@ -92,7 +92,7 @@ class PromptBuilder:
         return [int(token) for token in ids]
 
     def answer_ids(self, row: dict[str, Any]) -> list[int]:
-        """Return the token ids of the row's `answer` as the policy would have to say it, with the end-of-sequence
+        """Return the token ids of the row's `answer` as the policy would have to generate it, with the end-of-sequence
         token.
 
         Raises a one-line ValueError if there is no answer or the tokenizer has no end-of-sequence token.
@@ -114,9 +114,9 @@ class PromptBuilder:
     ) -> list[int]:
         """Return the token ids that `messages` add to a conversation whose tokens `held` end with the policy's answer.
 
-        They begin with what the template writes after an answer, unless the answer's last token already provides it (a
-        sampled end-of-turn token). Raises a one-line ValueError if the template rejects the messages, and PromptTooLong
-        for text well above `at_most` tokens.
+        These ids begin with what the template writes after an answer, unless the answer's last token already provides
+        it (a sampled end-of-turn token). Raises a one-line ValueError if the template rejects the messages, and
+        PromptTooLong for text well above `at_most` tokens.
         """
         try:
             ids = self._ids(self._after_an_answer(messages, tools), at_most)
@@ -130,8 +130,8 @@ class PromptBuilder:
         """Return the text that the template writes for `messages` after an answer, including the end of the answer."""
         # The messages are rendered after a stand-in conversation, because templates that rewrite earlier answers
         # (dropping their reasoning) would change the tokens that were sampled. The stand-in answer must occur exactly
-        # once, but tools and messages may contain digits, too. It contains each digit once, so that no two occurrences
-        # can overlap.
+        # once, but tools and messages may contain digits, too. The stand-in answer contains each digit once, so that no
+        # two occurrences can overlap.
         for digits in itertools.islice(itertools.permutations(_DIGITS), _STAND_INS):
             answer = "".join(digits)
             before = [{"role": "user", "content": "."}, {"role": "assistant", "content": answer}]
@@ -214,7 +214,7 @@ def tool_calls(text: str) -> list[ToolCall]:
 
 
 def messages_of(row: dict[str, Any], completion: str) -> list[dict[str, Any]]:
-    """Return the conversation with the assistant's answer. A raw-text prompt counts as one user message."""
+    """Return the conversation, which ends with the assistant's answer. A raw-text prompt counts as one user message."""
     prompt = row["prompt"]
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return [*before, {"role": "assistant", "content": completion}]

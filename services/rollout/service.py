@@ -70,7 +70,8 @@ class RolloutService(Service):
         self._source: TransferSource | None = None
 
     async def start(self) -> None:
-        """Start all parts. Users' code is first, so that a failing import is reported before the model is loaded."""
+        """Start all parts. Users' code is loaded first, so that a failing import is reported before the model is
+        loaded."""
         topology = await self._on_text(lambda: _load_topology(self.run))
         settings = _engine_settings(topology)
         self.telemetry.traced_share = topology.services.monitor.traced_share
@@ -247,7 +248,7 @@ class RolloutService(Service):
 
     def _retire(self, _: DrainService, call: Call) -> Ack:
         if self._worker is None:
-            self.request_stop()  # it has not begun to lease
+            self.request_stop()  # this process has not yet leased anything
         else:
             self._worker.leases.retired.set()
         return Ack()

@@ -1,6 +1,6 @@
 """Fetches each policy version once for all tasks that want it at the same time.
 
-A version is kept only while it is in use, because its store counts it until it is released.
+A version is kept only while it is in use, because the store counts the version until it is released.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Key = tuple[int, int, int]
 
 
 class _Fetching:
-    """The callers that wait for one version. Progress of its fetch is reported to all of them."""
+    """The callers that wait for one version. The progress of the fetch is reported to all of them."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -30,8 +30,8 @@ class _Fetching:
 
 
 class SharedSource:
-    """A `WeightsSource` on top of another one. The lease being prefetched, the leases waiting for their turn and an
-    in-flight swap share one delivery. It belongs to the service's loop."""
+    """A `WeightsSource` on top of another source. The lease being prefetched, the leases waiting for their turn and an
+    in-flight swap share one delivery. The source belongs to the service's loop."""
 
     def __init__(self, source: WeightsSource) -> None:
         self._source = source

@@ -90,7 +90,7 @@ class EngineTransfers:
     async def ask(self, ref: WeightsRef, receiver: Receiver[R]) -> TransferOffer:
         """Do the first half of `bring`, so that the caller can then wait for its turn. Raises TransferFailed.
 
-        Take or decline the offer within the deadline. Another transfer that begins meanwhile invalidates it.
+        Take or decline the offer within the deadline. Another transfer that begins meanwhile invalidates the offer.
         """
         async with self._busy:  # the trainer would abandon a running transfer
             pass
@@ -149,7 +149,7 @@ class EngineTransfers:
         self.communicator = 0
         receiver.leave()
         if why:
-            telling = asyncio.create_task(self._end(offer, why))  # does not wait for a dead trainer
+            telling = asyncio.create_task(self._end(offer, why))  # a task, so that nothing waits for a dead trainer
             self._telling.add(telling)
             telling.add_done_callback(self._telling.discard)
 
@@ -166,7 +166,8 @@ class EngineTransfers:
         )
 
     async def _end(self, offer: TransferOffer, failure: str) -> bool:
-        """Report the end and return whether the trainer received this. If not, the trainer acts at its deadline."""
+        """Report the end and return whether the trainer received the report. If not, the trainer acts at its
+        deadline."""
         request = EndTransfer(
             instance=self._instance,
             incarnation=self._incarnation,

@@ -1,4 +1,4 @@
-"""Loads the version that a lease needs into the engine, from fetching it to proving that it was loaded."""
+"""Brings the version that a lease needs into the engine: fetches it, loads it and proves that it was loaded."""
 
 from __future__ import annotations
 
@@ -60,13 +60,14 @@ class VersionLoader:
         return Fetched(await self._fetch(lease, ref) if ref is not None and self._needs_other(lease) else None)
 
     async def acquire(self, lease: Lease, fetched: Fetched, *, exact: bool) -> tuple[BlockVersions, int]:
-        """Load the version if needed and register the lease as being sampled. Return its versions and their lineage.
+        """Load the version if needed and register the lease as being sampled. Return the lease's versions and their
+        lineage.
 
-        With `exact`, the version stays until `release`. Raises WeightsGone, and LeaseLost.
+        With `exact`, the version stays until `release` is called. Raises WeightsGone, and LeaseLost.
         """
         async with self._settled(lease):
-            # Memory for the weights comes first: the trainer's parameters may stay in memory while the engine takes
-            # them over.
+            # Memory for the weights is acquired first: the trainer's parameters may stay in memory while the engine
+            # takes them over.
             await self._acquire_memory(_WEIGHTS)
             placed = await self._load_version(lease, fetched)
             await self._acquire_memory(ENGINE)
@@ -131,7 +132,7 @@ class VersionLoader:
         return True
 
     async def _verify_canary(self, lease: Lease) -> None:
-        """Check that the engine holds what was placed."""
+        """Check that the engine holds the weights that were placed."""
         ref = lease.grant.weights
         try:
             await self._sync.prove()

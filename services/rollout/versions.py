@@ -11,7 +11,7 @@ from proto.tensors import Array
 
 
 class BlockVersions:
-    """The versions that sample one lease. They are extended on the service's loop and read on any thread.
+    """The versions with which one lease is sampled. They are extended on the service's loop and read on any thread.
 
     Engines count how often their weights were replaced since they started (`Engine.swaps`) and report the count for
     each token, so it does not matter when a block of the lease began, as long as this object existed by then.
@@ -34,7 +34,7 @@ class BlockVersions:
     def of(self, swaps: Array) -> Array:
         """Return the version of each token, int32 [N], given int32 `swaps` [N].
 
-        Raises ValueError for a token from weights that were set earlier, or that are not proved.
+        Raises ValueError for a token that was sampled with earlier weights or with weights that are not proved.
         """
         known = np.fromiter(self._steps, np.int32)
         at = np.searchsorted(known, swaps).clip(max=len(known) - 1)

@@ -1,6 +1,6 @@
 """Sources of an engine's weights: the store's shards, or a transfer by the trainer with the shards as a fallback.
 
-Sources do not judge what arrives; `weights_sync` proves it.
+Sources do not check the weights that arrive; `weights_sync` proves them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from shared.weights.drill import noise_factors, perturb
 
 SHARDS = "shards"
 FETCH_S = 120.0
-"""Maximum seconds without data from a store. After that, what arrived is discarded and the store is asked again."""
+"""Maximum seconds without data from a store. After that, the data that arrived is discarded and the store is asked
+again."""
 Emit = Callable[[str, dict[str, float | str]], None]
 
 
@@ -42,7 +43,8 @@ class Entry(StrEnum):
 class Loaded:
     """The weights that were set in an engine, the route by which they arrived, and how they entered.
 
-    `names` lists the weights; `given` holds the arrays that were set and is empty if the engine received them itself.
+    `names` lists the weights; `given` holds the arrays that were set, and is empty if the engine received the weights
+    itself.
     """
 
     route: str
@@ -65,12 +67,14 @@ class Delivery(Protocol):
         """The way in which the weights will enter the engine."""
 
     async def begin(self) -> None:
-        """Do what is possible while the engine continues; `load` or `decline` follows. Raises TransferFailed."""
+        """Do what is possible while the engine continues to sample; `load` or `decline` follows. Raises
+        TransferFailed."""
 
     async def load(self, engine: Engine) -> Loaded:
         """Set the weights.
 
-        Raises WeightsMismatch, RpcError, or TransferFailed if they do not arrive, which leaves the engine unchanged.
+        Raises WeightsMismatch, RpcError, or, if the weights do not arrive, TransferFailed, which leaves the engine
+        unchanged.
         """
 
     def decline(self) -> None:
@@ -104,7 +108,8 @@ class WeightsSource(Protocol):
     """A source from which the rollout takes weights."""
 
     async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
-        """Return the weights of `ref`. Raises RpcError if they are not available, or nothing arrived for `FETCH_S`."""
+        """Return the weights of `ref`. Raises RpcError if they are not available, or if nothing arrives for
+        `FETCH_S`."""
 
     async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
         """Return the weights of `ref` from the store, after a failed transfer."""
@@ -117,7 +122,8 @@ class ShardSource:
     """A source that reads from this host's store, which fetches versions from other hosts."""
 
     def __init__(self, data: DataClient, store: str = "") -> None:
-        """`store` is the store of this host; without it, versions are read where the trainer put them."""
+        """`store` is the store of this host; without it, versions are read from the store where the trainer put
+        them."""
         self._data = data
         self._store = store
 
@@ -141,7 +147,8 @@ async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
     except ValueError as error:
         raise RpcError(ErrorCode.CONFLICT, f"weights {ref.task_id}: {error}") from None
     for name, values in base.items():
-        # Perturb one parameter at a time: a whole large model takes longer than a lease or a heartbeat may wait.
+        # Perturb one parameter at a time: perturbing a large model as a whole takes longer than a lease or a heartbeat
+        # may wait.
         perturbed[name] = await engine.compute(partial(perturb, name, values, ref.drill_seed, factors[name]))
     return Arrays(perturbed)
 
@@ -188,7 +195,7 @@ class TransferSource:
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
         if self._engine is not None:
-            if entry == Entry.SET:  # the shards were used instead
+            if entry == Entry.SET:  # the shards are used instead of a transfer
                 return await own_drill(engine, ref)
             return _IntoEngine(self, self._engine, ref, is_drill=True)
         try:
@@ -202,7 +209,7 @@ class TransferSource:
         self._memory.leave()
 
     def done(self, ref: WeightsRef, nbytes: int, seconds: float) -> None:
-        """Report that a version arrived."""
+        """Report that a version has arrived."""
         values: dict[str, float | str] = {"step": ref.step, "route": self.route, "bytes": nbytes, "seconds": seconds}
         self._emit("weights/transfer", values)
 
@@ -231,7 +238,7 @@ class _IntoEngine:
         if self._asked is None:
             self._asked = asyncio.create_task(self.source.transfers.ask(self.ref, self.receiver))
         try:
-            await asyncio.shield(self._asked)  # a concurrent `load` waits for it, too
+            await asyncio.shield(self._asked)  # a concurrent `load` waits for this task, too
         except TransferFailed as error:
             self._asked = None
             self.source.failed(self.ref, error)

@@ -2,9 +2,10 @@
 
 The engine never samples with weights whose loading was not verified, or that have not matched the trainer's canary.
 
-The start-up drill precedes the first version: a perturbed copy of the engine's own base weights takes the same way into
-the engine and must match the trainer's canary of that copy. This check finds parameters that an update never reaches. A
-failed engine does not recover by itself: there is no edge DEAD -> HEALTHY, only a new start with a new drill.
+The start-up drill precedes the first version: a perturbed copy of the engine's own base weights takes the same route
+into the engine and must match the trainer's canary of that copy. This check finds parameters that an update never
+reaches. A failed engine does not recover by itself: there is no edge DEAD -> HEALTHY, only a new start with a new
+drill.
 """
 
 from __future__ import annotations
@@ -128,12 +129,12 @@ class WeightsSync:
         return await self.prove()
 
     async def place(self, ref: WeightsRef, weights: Mapping[str, Array] | Delivery) -> None:
-        """Set `weights` (by parameter name, or as a delivery). The engine holds no version until `prove`.
+        """Set `weights` (by parameter name, or as a delivery). The engine holds no version until `prove` succeeds.
 
-        Raises RpcError(conflict) if they do not fit, after which the engine must not continue, and TransferFailed if
-        they do not arrive, which leaves the engine unchanged.
+        Raises RpcError(conflict) if the weights do not fit, after which the engine must not continue, and
+        TransferFailed if they do not arrive, which leaves the engine unchanged.
         """
-        self.holds = HeldVersion()  # it holds neither the old version nor the new one until the proof
+        self.holds = HeldVersion()  # until the proof, the engine holds neither the old version nor the new one
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
         self._coming = _Coming(ref, delivery, time.perf_counter())
         if delivery.entry in self._drilled:
@@ -171,9 +172,9 @@ class WeightsSync:
         return report
 
     async def _drilled_and_set(self, coming: _Coming) -> Loaded:
-        """Return the weights now in the engine, loaded by a drilled entry.
+        """Return the weights that are now in the engine. They have entered by a drilled entry.
 
-        Raises TransferFailed if the drill had to use another entry: the weights would most likely need that one, too.
+        Raises TransferFailed if the drill had to use another entry: the weights would most likely need that entry, too.
         """
         entry = coming.delivery.entry
         if entry not in self._drilled:
@@ -215,12 +216,12 @@ class WeightsSync:
         except WeightsMismatch as mismatch:
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"{self._who}: {what} is not what the engine holds: {mismatch}; it must not sample",
+                f"{self._who}: the engine does not hold {what}: {mismatch}; the engine must not sample",
             ) from None
         return time.perf_counter() - began
 
     async def _prove(self, canary: Canary, tolerance: float, parameters: int, what: str) -> float:
-        """Check that the engine, on verified weights, computes what the trainer does. Raises RpcError(conflict)."""
+        """Check that the engine, on verified weights, computes the trainer's log-probs. Raises RpcError(conflict)."""
         scores = await self._engine.score(canary.token_ids)
         if scores.shape != canary.logprobs.shape:
             raise RpcError(
@@ -229,12 +230,12 @@ class WeightsSync:
                 f"{len(canary.token_ids)} tokens, must be one less; trainer and engine are of different releases",
             )
         error = canary_error(canary.logprobs, scores, canary.quantile)
-        if not error <= tolerance:  # also refuses NaN
+        if not error <= tolerance:  # also rejects NaN
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"{self._who}: canary mismatch after {what}: error {error:.3g} over the tolerance {tolerance:.3g} "
-                f"with {parameters} parameters set; the engine holds them and does not compute "
-                "what the trainer does; it must not sample",
+                f"with {parameters} parameters set; the engine holds these weights but does not compute the "
+                "trainer's log-probs; the engine must not sample",
             )
         return error
 
@@ -244,7 +245,7 @@ class WeightsSync:
     def _calibrate(self, canary: Canary, noise: float) -> float:
         """Return the tolerance for an engine whose error was `noise` on verified weights, both perturbed and true ones.
 
-        Raises RpcError(conflict) if it would accept an engine that took none of the drill's weights.
+        Raises RpcError(conflict) if that tolerance would accept an engine that took none of the drill's weights.
         """
         tolerance = max(CALIBRATION * noise, canary.floor)
         values: dict[str, float | str] = {"tolerance": tolerance, "noise": noise, "limit": canary.tolerance}

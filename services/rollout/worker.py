@@ -1,4 +1,4 @@
-"""Works through leases, from loading the version that they need to completing the shards: prepare, sample, finish.
+"""Works through leases, from loading the version that a lease needs to completing the lease: prepare, sample, finish.
 
 Nothing is sampled with weights older than a lease allows.
 """
@@ -39,7 +39,8 @@ from shared.stages import ROLLOUT, TEXT, TRAIN
 
 DATA_CALL_S = 30.0
 SIDE_BY_SIDE = 2
-"""Maximum number of leases sampled together: the next one uses the rows that short samples of the first one leave."""
+"""Maximum number of leases sampled together: the next lease uses the rows that short samples of the first lease leave
+free."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class _Prepared:
 class RolloutWorker:
     """Works through the leases of one engine. It belongs to the service's loop, which it never blocks.
 
-    `VersionLoader` loads the version that a lease needs into the engine, and `report_lease` reports the samples.
+    `VersionLoader` brings the version that a lease needs into the engine, and `report_lease` reports the samples.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class RolloutWorker:
         on_text: OnText,
         texts: SampleTexts | None = None,
     ) -> None:
-        """Without a `workflow`, a sample is one answer to its prompt. `turns` are turns on the engine's devices.
-        `store` is where shards go (`batch-store/0`); `block_tasks` is the maximum number of tasks in a lease. `filters`
-        says whether the scheduler drops tasks whose rewards are all equal. `texts` makes the shards for the recorder,
-        if there is one."""
+        """Without a `workflow`, a sample is one answer to its prompt. `turns` manages the process's turns on the
+        engine's devices. `store` is the store for shards (`batch-store/0`); `block_tasks` is the maximum number of
+        tasks in a lease. `filters` says whether the scheduler drops tasks whose rewards are all equal. `texts` makes
+        the shards for the recorder, if there is one."""
         self._service = service
         self._engine = engine
         self._sync = sync
@@ -121,7 +122,7 @@ class RolloutWorker:
         await self._pipeline.run()
 
     async def drain(self) -> None:
-        """Stop sampling, finish the sampled leases if that is quick, and hand the rest back."""
+        """Stop sampling, finish the sampled leases if that is quick, and hand back the rest."""
         await self._pipeline.drain()
 
     def troubles(self) -> list[Trouble]:
@@ -163,7 +164,8 @@ class RolloutWorker:
     async def _sampled(
         self, lease: Lease, prepared: _Prepared, versions: BlockVersions, lineage: int
     ) -> Sampled | None:
-        """Generate, or return None if the lease was handed back. `versions` are the versions held while sampling."""
+        """Generate the samples, or return None if the lease was handed back. `versions` are the versions held while
+        sampling."""
         grant, held = lease.grant, versions.first
         if held < grant.min_step or (grant.exact and held != grant.min_step):
             why = f"the engine holds version {held}, {_needed(grant)}"

@@ -1,4 +1,4 @@
-"""Admission of training tasks, as many as staleness and the room in the stores allow. The module is pure."""
+"""Admits as many training tasks as staleness and the room in the stores allow. The module is pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADMITTED_AT_ONCE = 1024
 
 
 def admit(run: RunState) -> None:
-    """Admit tasks: those that were taken back first, then new ones in the order of the epochs."""
+    """Admit tasks: first the tasks of steps that were taken back, then new tasks in the order of the epochs."""
     more = 0 if run.finished else run.order.room(run)
     while more > 0:
         first = run.window.tail
@@ -40,7 +40,7 @@ def room_in_order(run: RunState) -> int:
     """Return the number of tasks to admit: up to `Plan.max_live`, if there is room for all the bytes they may need.
 
     The tasks of the next step are admitted even without room: only the run's own steps free room, so a run that waited
-    for it would stall. One event admits at most `ADMITTED_AT_ONCE` tasks, or one step's tasks if a step has more.
+    for room would stall. One event admits at most `ADMITTED_AT_ONCE` tasks, or one step's tasks if a step has more.
     """
     step_tasks, live = run.plan.tasks_per_step, run.window.live
     left = (run.config.steps - run.batched_step) * step_tasks

@@ -49,8 +49,8 @@ def sample_again(run: RunState, task: Task) -> None:
 def revive(run: RunState, task_ids: Iterable[str], first: int = EVALUATION) -> list[Task]:
     """Add or reset tasks that may have been sampled before, and return them.
 
-    They are PENDING under fences that no store has seen. Clears of earlier fences may still be in flight and do not
-    affect them. Their admission numbers count up from `first`, unless it is `EVALUATION`.
+    The tasks are PENDING under fences that no store has seen. Clears of earlier fences may still be in flight and do
+    not affect the new attempts. The admission numbers count up from `first`, unless `first` is `EVALUATION`.
     """
     revived: list[Task] = []
     for number, task_id in enumerate(task_ids):

@@ -1,8 +1,8 @@
 """Collection of tasks: clears that stores have yet to acknowledge, one ordered queue per store. The module is pure.
 
-A clear names `(task, fence)`: the store tombstones it and deletes every shard of the task up to that fence. No clear is
-lost or reordered, and it is kept until the store is gone for good. A task is COLLECTED once every store that may hold
-shards of it has acknowledged its last clear.
+A clear names `(task, fence)`: the store writes a tombstone and deletes every shard of the task up to that fence. No
+clear is lost or reordered: each is kept until its store acknowledges it or is gone for good. A task is COLLECTED once
+every store that may hold its shards has acknowledged the task's last clear.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ MAX_CLEARS = 1000
 """Maximum number of clears in one message."""
 
 Entry = tuple[str, int, bool]
-"""Task id, fence, and whether this is the last clear. The task is COLLECTED after all acknowledgements of it."""
+"""Task id, fence, and whether this is the last clear. The task is COLLECTED once all stores have acknowledged its last
+clear."""
 
 
 class ClearQueues:
@@ -50,7 +51,7 @@ class ClearQueues:
         self._queues.setdefault(store, deque())
 
     def remove_store(self, store: str) -> None:
-        """Remove the queue of a store that is gone. Call `pop` for its remaining clears first."""
+        """Remove the queue of a store that is gone. First call `pop` to take the remaining clears."""
         del self._queues[store]
         self._changed.pop(store, None)
 
@@ -87,7 +88,7 @@ class ClearQueues:
         return {name: list(queue) for name, queue in self._queues.items()}
 
     def extend(self, store: str, entries: Iterable[Entry]) -> None:
-        """Append entries of a snapshot to the queue of a store."""
+        """Append entries from a snapshot to the queue of a store."""
         self.add_store(store)
         self._queues[store].extend(entries)
         self._changed[store] = None
@@ -96,8 +97,8 @@ class ClearQueues:
 def clear(run: RunState, task: Task, *, last: bool) -> int:
     """Clear the shards made under the task's fence, and return the number of acknowledgements to wait for.
 
-    The clear goes to the stores of the task's results, of its lease, and of the trainer's ranks. Shards elsewhere (a
-    late put of an earlier attempt) are strays, which reconciliation finds.
+    The clear goes to the stores that hold the task's results, to those of its lease's holder, and to those of the
+    trainer's ranks. Shards elsewhere (a late put of an earlier attempt) are strays, which reconciliation finds.
     """
     if len(run.clears) > 1:
         may = dict.fromkeys([*run.trainer_stores, *(run.store_names[part.store] for part in task.made)])
@@ -145,9 +146,9 @@ def collect(run: RunState, task: Task) -> None:
 
 
 def take_samples(run: RunState, tasks: Iterable[PutTask], *, lost: bool) -> bool:
-    """Stop waiting for the recorder: it has taken these tasks, or has been given up (`lost`).
+    """Stop waiting for the recorder to take these tasks: it has taken them or, with `lost`, has been given up.
 
-    Return False, without any change, if none of them is due.
+    Return False, and change nothing, if none of the tasks is due.
     """
     count = 0
     for each in tasks:
@@ -166,9 +167,9 @@ def take_samples(run: RunState, tasks: Iterable[PutTask], *, lost: bool) -> bool
 
 
 def take_back_samples(run: RunState, step: int) -> None:
-    """Forget the due tasks of steps and versions after `step`, and note that the recorded ones must be discarded.
+    """Forget the due tasks of steps and versions after `step`, and note that recorded samples must be discarded.
 
-    In deterministic mode the recorded ones stay, because the repeated steps give the same samples.
+    In deterministic mode the recorded samples stay, because the repeated steps give the same ones.
     """
     records = run.records
     later = [PutTask(task_id, due.fence) for task_id, due in records.due.items() if due.step > step]
@@ -178,7 +179,7 @@ def take_back_samples(run: RunState, step: int) -> None:
 
 
 def _collect(run: RunState, task: Task) -> None:
-    """Clear a task at every store that may hold it. It is COLLECTED once all of them have acknowledged."""
+    """Clear a task at every store that may hold it. The task is COLLECTED once all these stores have acknowledged."""
     waits = clear(run, task, last=True)
     release(run, task)
     if waits:
@@ -214,7 +215,7 @@ def collect_steps(run: RunState, last: int) -> None:
 
 
 def is_stray(run: RunState, entry: PutTask) -> bool:
-    """Return whether a store's `entry` belongs to no accepted result, no live lease and no live version."""
+    """Return whether the store's `entry` belongs to none of the accepted results, live leases and live versions."""
     split, epoch, index = entry.task_id.rsplit("/", 2)
     if split == WEIGHTS:
         version = (int(epoch), int(index))

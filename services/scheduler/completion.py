@@ -183,8 +183,8 @@ def _count_lost(run: RunState, task: Task, result: TaskResult) -> None:
 def _filters(run: RunState, request: Complete) -> bool:
     """Return whether the filter of this step has room for all tasks in the request whose rewards are all equal.
 
-    The filter drops all of these tasks or none. They share a file, which a store frees only with its last task, so the
-    bytes of dropped tasks in a remaining file would not be counted.
+    The filter drops all of these tasks or none. Their shards share a file, which a store frees only when all its tasks
+    are cleared, so the bytes of dropped tasks in a remaining file would not be counted.
     """
     rewards = request.scalars.get("reward")
     if rewards is None or run.losses.filtered.tasks >= run.plan.filter_limit:
@@ -198,8 +198,8 @@ def _filters(run: RunState, request: Complete) -> bool:
 def _filter(run: RunState, task: Task) -> bool:
     """Drop a task whose rewards are all equal, because no group estimator learns from it. Admission replaces it.
 
-    At most `filter_limit` tasks are dropped per step, so a run whose tasks are all solved continues. Source: dynamic
-    sampling in DAPO (arXiv 2503.14476), section 3.2. Return whether the task was dropped.
+    At most `filter_limit` tasks are dropped per step, so a run continues even if all its tasks are solved. Source:
+    dynamic sampling in DAPO (arXiv 2503.14476), section 3.2. Return whether the task was dropped.
     """
     rewards = run.columns(task).get("reward")
     if rewards is None or (rewards != rewards[0]).any():

@@ -1,8 +1,8 @@
-"""The order in which steps consume tasks: a strategy, chosen once from the plan, and the default. The module is pure.
+"""The order in which steps consume tasks: the strategies' interface, and the default strategy. The module is pure.
 
-In admission order (the default), a step takes the oldest tasks, and the version of a lease follows from the step that
-will consume its tasks. `staleness.py` has the strategy for `consume: completion`, and `deterministic.py` has that for
-`run.deterministic`.
+The plan decides once which strategy applies. In admission order (the default), a step takes the oldest tasks, and the
+version of a lease follows from the step that will consume its tasks. `staleness.py` has the strategy for `consume:
+completion`, and `deterministic.py` has the one for `run.deterministic`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Consumption:
     takeable: Callable[[RunState], int]
     """Return the number of tasks that the next step could take."""
     take: Callable[[RunState], list[Task]]
-    """Remove the tasks of the next step from the window and return them. Enough must be takeable."""
+    """Remove the tasks of the next step from the window and return them. There must be enough takeable tasks."""
     choose: Callable[[RunState, int, int], list[Task]]
     """Return the waiting tasks of the next lease of a stage, given the maximum number."""
     choose_rows: Callable[[RunState, Evaluation, int], list[str]]
@@ -48,7 +48,8 @@ class Consumption:
     The arguments are the oldest step that the version may have, and the version that the engine should keep if allowed.
     """
     versions_needed: Callable[[RunState], tuple[int, int | None]]
-    """Return the oldest step that a lease may still need, and the step from which all versions are kept, or None."""
+    """Return the oldest step whose version a lease may still need, and the step from which all versions are kept, or
+    None."""
     retry: Callable[[RunState, Task, int, str], None]
     """End an attempt without a result, with its cost (see `attempts.FAILURE`) and the reason."""
     take_back: Callable[[RunState, int, list[Task]], None]
@@ -58,11 +59,11 @@ class Consumption:
     drop_stale: Callable[[RunState], None]
     """Drop all finished tasks that are too old for the next step. This runs after each batch."""
     metrics: Callable[[RunState], dict[str, float]]
-    """Return the values that the order adds to the metrics row of a step, and reset their counters."""
+    """Return the values that this order adds to the metrics row of a step, and reset the counters."""
 
 
 def _step_of(run: RunState, admission: int) -> int:
-    """Return the step of a task. It becomes earlier if tasks before this one are dropped."""
+    """Return the step of a task. The step becomes earlier if tasks before this one are dropped."""
     return run.batched_step + 1 + run.window.rank(admission) // run.plan.tasks_per_step
 
 

@@ -1,8 +1,8 @@
 """Deterministic mode: fixed blocks of tasks with fixed versions, regardless of killed processes. The module is pure.
 
-A step takes fixed admission numbers, a lease is one whole fixed block of them, and a version is used for sampling only
-after its evaluations. Arrival order, failures and drops never move a task into another block or step, because batch
-shapes and versions decide the last bits (docs/architecture.md, promise 9).
+A step takes fixed admission numbers, each lease holds one whole fixed block of tasks, and a version is used for
+sampling only after its evaluations. Arrival order, failures and drops never move a task into another block or step,
+because batch shapes and versions determine the last bits of the results (docs/architecture.md, promise 9).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def _take(run: RunState) -> list[Task]:
 def _block(run: RunState, stage: int, admission: int, most: int) -> list[Task]:
     """Return the live tasks of the fixed block that contains `admission`, or [] until the whole block is admitted.
 
-    For a stage after the rollout, return only the part of the block that holds `admission`, at most `most` numbers.
+    For a stage after the rollout, return only the part of the block that contains `admission`, with at most `most`
+    admission numbers.
     """
     size = run.plan.block_tasks
     first = admission // size * size
@@ -58,17 +59,17 @@ def _block(run: RunState, stage: int, admission: int, most: int) -> list[Task]:
 
 
 def _choose_block(run: RunState, stage: int, most: int) -> list[Task]:
-    """Return one whole block, or [] while any of its tasks is not waiting."""
+    """Return one whole block, or [] while not all of its tasks are waiting."""
     first = first_waiting(run, stage)
     block = _block(run, stage, first.admission, most) if first is not None else []
     return block if all(waits(run, stage, task) for task in block) else []
 
 
 def _version(run: RunState, exact: int, held: Version | None) -> Version | None:
-    """Return the version of exactly this step once it and all older ones are evaluated.
+    """Return the version of exactly this step once this version and all older ones are evaluated.
 
-    All evaluations of versions older than those of a checkpoint are therefore complete, so a run that returns to the
-    checkpoint misses none of them.
+    The evaluations of all versions that a run does not publish again after a return to a checkpoint are therefore
+    complete, so the run misses none of them.
     """
     evaluates = any(each.version[1] <= exact for each in run.evaluations.open.values())
     return None if evaluates else run.versions.at_step(exact)

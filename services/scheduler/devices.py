@@ -2,15 +2,15 @@
 
 The module is pure. Memory is granted only after the processes in the way have reported that they released it, or are
 known to be dead. Processes report what they hold, use and want (`HoldDevices`). Only the newest report of each process
-counts, and it is answered when the process has to change something. None of this is journaled: the content of a device
-is a fact about processes, not a decision, and they report it again to a restarted scheduler. Until a process has done
-so, it counts as holding everything it could hold (the journal knows which processes were registered), so a restart
-never grants memory twice.
+counts, and the scheduler answers it when the process must change something. None of this is journaled: the content of a
+device is a fact about processes, not a decision, and processes report it again to a restarted scheduler. Until a
+process has reported, it counts as holding everything that it could hold (the journal knows which processes were
+registered), so a restart never grants memory twice.
 
-There is no deadlock. Services queue in the order in which they began to want something. A waiting process uses nothing
-and releases what an earlier one waits for; a working process is left alone while it makes progress and is killed
-otherwise. The first service in the queue therefore always gets its turn. The processes of one service work together
-(ranks meet in collectives) and share one place in the queue.
+There is no deadlock. Services queue in the order in which they first requested something. A waiting process uses
+nothing and releases whatever a process earlier in the queue waits for; a working process is left alone while it makes
+progress and is killed otherwise. The first service in the queue therefore always gets its turn. The processes of one
+service work together (ranks meet in collectives) and share one place in the queue.
 """
 
 from __future__ import annotations
@@ -72,13 +72,16 @@ class DeviceTurns:
     # ---- events
 
     def begin(self, registry: Mapping[Holder, Register], now: float) -> None:
-        """Start a life of the scheduler: registered processes may hold anything until they report otherwise."""
+        """Handle the start of the scheduler: registered processes may hold anything until they report otherwise."""
         for holder, known in registry.items():
             if holder in self._limits_s:
                 self._members[holder] = _Member(known.incarnation, known.pid, now, known=False)
 
     def registered(self, request: Register, now: float) -> None:
-        """Register a new life of a process, which holds nothing. The previous life is dead, so its parts are free."""
+        """Register a new life of a process, which holds nothing yet.
+
+        The previous life is dead, so the parts it held are free.
+        """
         holder = (request.service, request.instance)
         if holder not in self._limits_s:
             return
@@ -88,13 +91,13 @@ class DeviceTurns:
             self._members[holder] = _Member(request.incarnation, request.pid, now, known=True)
 
     def gone(self, holder: Holder, incarnation: int) -> None:
-        """Remove a life of a process, because the supervisor has reported that it is over."""
+        """Remove a life of a process, because the supervisor has reported the end of this life."""
         member = self._members.get(holder)
         if member is not None and member.incarnation == incarnation:
             self._leave(holder)
 
     def beat(self, beat: Heartbeat, now: float) -> None:
-        """Handle a heartbeat. It shows progress if the working thread advanced or the process is still starting."""
+        """Handle a heartbeat. It counts as progress if the working thread advanced or the process is still starting."""
         member = self._members.get((beat.service, beat.instance))
         if member is None or member.incarnation != beat.incarnation:
             return
@@ -106,7 +109,7 @@ class DeviceTurns:
         """Record what a process holds, uses and wants. `settle` answers the call.
 
         Raises RpcError: lost for a life that is not registered, bad_request for parts that the process does not have,
-        conflict if it holds forbidden parts or the report is older than a previous one.
+        conflict if the process holds forbidden parts or the report is older than a previous one.
         """
         holder = (request.service, request.instance)
         name = service_name(*holder)
@@ -188,7 +191,10 @@ class DeviceTurns:
         return bool(self._members[holder].wants)
 
     def _keeps(self, holder: Holder, *, before: Holder) -> Parts:
-        """Return the parts that `holder` need not release for `before`: those it uses, or wants at an earlier place."""
+        """Return the parts that `holder` need not release for `before`.
+
+        A process keeps the parts that it uses, and those that it wants from an earlier place in the queue.
+        """
         member = self._members[holder]
         if member.wants and self._places[holder[0]] < self._places[before[0]]:
             return member.wants
@@ -197,7 +203,10 @@ class DeviceTurns:
         return member.using if member.known else PARTS_OF[holder[0]]
 
     def _peer_works(self, holder: Holder) -> bool:
-        """Return whether another process of the service uses these parts. It may wait for `holder` in a collective."""
+        """Return whether another process of the service uses the parts that `holder` wants.
+
+        That process may wait for `holder` in a collective.
+        """
         wants = self._members[holder].wants
         return any(
             other[0] == holder[0] and other != holder and wants <= member.using

@@ -1,8 +1,9 @@
 """Evaluations of policy versions: tasks outside admission, each sampled with one exact version and scored when done.
 
-A failed sample (no answer in time, a reward function or workflow that crashed) counts as a wrong answer with reward 0,
-as leaderboards count missing answers. A row that never reached the policy (broken, longer than the context) says
-nothing about the policy and is dropped. The metrics row counts both, so no failure is hidden.
+A failed sample (no answer in time, or a crash of the reward function or workflow) counts as a wrong answer with reward
+0, as leaderboards count missing answers. A row that never reached the policy (broken, longer than the context) says
+nothing about the policy and is dropped. The metrics row counts failed samples and dropped rows, so no failure is
+hidden.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Evaluation:
     """Ids of the tasks that wait for a lease."""
     dropped: int = 0
     failed: int = 0
-    """Number of failed samples in scored rows. They count as 0."""
+    """Number of failed samples in scored rows. Each counts as a reward of 0."""
 
     @classmethod
     def of(cls, name: str, version: Version, rows: int, samples: int) -> Evaluation:
@@ -68,10 +69,10 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this set: scored rows, dropped rows and failed samples.
 
-        If any row was scored, they include the accuracy, which would otherwise be NaN and cannot be written as JSON.
-        With k > 1 samples per row, they then also include avg@k, which equals the accuracy, and pass@k, the mean over
-        rows of the best of the k rewards. For rewards of 0 and 1, pass@k is the estimator of Chen et al. 2021
-        (arXiv 2107.03374) with n = k.
+        If any row was scored, the metrics include the accuracy; otherwise it would be NaN, which cannot be written as
+        JSON. With k > 1 samples per row, the metrics then also include avg@k, which equals the accuracy, and pass@k,
+        the mean over rows of the best of the k rewards. For rewards of 0 and 1, pass@k is the estimator of Chen et al.
+        2021 (arXiv 2107.03374) with n = k.
         """
         scored = self.rows_scored
         found = {
@@ -124,7 +125,7 @@ class Evaluations:
         return {key: value for found in self.done.get(step, {}).values() for key, value in found.items()}
 
     def take_back(self, step: int) -> list[str]:
-        """Remove the evaluations of versions after `step` and return their tasks that wait for a lease."""
+        """Remove the evaluations of versions after `step`, and return those of their tasks that wait for a lease."""
         gone = [one for one in self.open.values() if one.version[1] > step]
         self.open = {key: one for key, one in self.open.items() if one.version[1] <= step}
         self.done = {each: results for each, results in self.done.items() if each <= step}
@@ -132,7 +133,7 @@ class Evaluations:
 
 
 def score(run: RunState, task: Task, rewards: Array, failed: int) -> None:
-    """Score an evaluation task. `rewards` holds the rewards of its scored samples."""
+    """Score an evaluation task. `rewards` holds the rewards of the task's scored samples."""
     one = run.evaluations.of(task)
     one.score(bisect_left(_rows(run, one), task.row), rewards, failed)
     end_task(run, one)
@@ -151,7 +152,7 @@ def _rows(run: RunState, one: Evaluation) -> Sequence[int]:
 
 
 def end_task(run: RunState, one: Evaluation) -> None:
-    """Count a task that was scored or dropped. The last one completes the evaluation."""
+    """Count a task that was scored or dropped. The last task completes the evaluation."""
     one.left -= 1
     if one.left:
         return
@@ -172,7 +173,7 @@ def evaluated(run: RunState, step: int) -> dict[str, float] | None:
 
 
 def write_rows(run: RunState) -> None:
-    """Write metrics rows in step order, each once the evaluations due at its version are complete."""
+    """Write metrics rows in step order, each as soon as the evaluations due at its version are complete."""
     while run.next_row in run.waiting_rows and evaluated(run, run.next_row) is not None:
         row = run.waiting_rows.pop(run.next_row)
         found = run.evaluations.row(run.next_row)

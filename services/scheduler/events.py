@@ -59,14 +59,17 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leased(msgspec.Struct, frozen=True, tag=True):
-    """A lease was granted. `call` is (caller's incarnation, request id), so that a retry gets the same answer."""
+    """A lease was granted.
+
+    `call` is (the caller's incarnation, the request id), so that a retry gets the same answer.
+    """
 
     request: bytes
     call: tuple[int, int]
 
 
 class LeaseExpired(msgspec.Struct, frozen=True, tag=True):
-    """A lease made no progress for `lease_s`. `not_started` is true if its work had not begun."""
+    """A lease made no progress for `lease_s`. `not_started` is true if work on its tasks had not begun."""
 
     lease_id: int
     not_started: bool = False
@@ -86,7 +89,7 @@ class StoreGone(msgspec.Struct, frozen=True, tag=True):
 
 
 class TailLost(msgspec.Struct, frozen=True, tag=True):
-    """The end of the journal was lost, and what it held is known only from its traces.
+    """The end of the journal was lost, and its content is known only from traces in other files.
 
     `agreed` is the last step up to which no row of `metrics.jsonl` contradicts the journal. `reached`,
     `fence` and `lineage` are the newest committed step, the highest fence and the highest lineage that any trace shows.
@@ -106,7 +109,7 @@ class ShardsLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class SamplesTaken(msgspec.Struct, frozen=True, tag=True):
-    """The recorder has taken these tasks, or, with `lost`, they are no longer kept for it."""
+    """The recorder has taken these tasks or, with `lost`, the scheduler no longer keeps them for the recorder."""
 
     tasks: list[PutTask]
     lost: bool = False
@@ -137,7 +140,7 @@ Request = (
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. Leases may expire, and deferred calls are answered at their limit."""
+    """Time has passed. Leases may expire, and deferred calls are answered when their time is up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A store has read shards again, as ordered. `held` are the intact ones, or None if the store did not answer."""
+    """A store has read shards again, as ordered.
+
+    `held` names the intact shards, or is None if the store did not answer.
+    """
 
     order: CheckShards
     held: Held | None
@@ -196,7 +202,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGone:
-    """The supervisor confirmed that a life of a process is over (`KillProcess`)."""
+    """The supervisor confirmed that a life of a process has ended (`KillProcess`)."""
 
     service: str
     instance: int
@@ -241,7 +247,7 @@ class SendClear:
 
 @dataclass(frozen=True, slots=True)
 class StopClear:
-    """Cancel the tracked clear in flight to `store`. No `ClearDone` for it may follow."""
+    """Cancel the tracked clear in flight to `store`. No `ClearDone` for that clear may follow."""
 
     store: str
 
@@ -291,9 +297,10 @@ class WriteRow:
 
 @dataclass(frozen=True, slots=True)
 class Rewound:
-    """The run returned to `step`. Steps after it, up to `committed`, belonged to this lineage or earlier ones.
+    """The run returned to `step`. The steps after `step`, up to `committed`, belonged to this lineage or earlier ones.
 
-    `cause` is the reason in a few words. It is empty if the steps cannot be replayed without their shards.
+    `cause` is the reason in a few words. An empty `cause` means that the steps cannot be replayed because their shards
+    are gone.
     """
 
     lineage: int

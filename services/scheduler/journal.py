@@ -1,9 +1,10 @@
-"""The scheduler's journal on disk: every durable event in order, periodic snapshots, and readable tables for people.
+"""The scheduler's journal on disk: every durable event in order, periodic snapshots, and tables for human readers.
 
 The file is an SQLite database in WAL mode, committed once per burst. Effects are carried out only after their event is
-in it. A snapshot is written in parts, between which new events are accepted. It takes effect when its row is in the
-table `snapshot`; the events before it are then deleted, also in parts. The journal does not interpret events. A killed
-process loses nothing. Because of `synchronous=NORMAL`, a power cut may lose the last commits, but never their order.
+in the file. A snapshot is written in parts, and new events are accepted between the parts. The snapshot takes effect
+when its row is in the table `snapshot`; the events before it are then deleted, also in parts. The journal does not
+interpret events. A killed process loses nothing. Because of `synchronous=NORMAL`, a power cut may lose the last
+commits, but never their order.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from shared.rpc.errors import RpcError
 
 FORMAT = f"rlbus-scheduler-{LAYOUT}"
 SNAPSHOT_BYTES = 8 << 20
-"""A new snapshot is written after this many bytes of events, or after twice the size of the last one if that is more.
+"""A new snapshot is written after this many bytes of events, or after twice the size of the last snapshot if that is
+more.
 
 Replay is therefore bounded, and snapshots cost a constant share of all writing.
 """
@@ -72,7 +74,7 @@ _REMEDY = "restore the file from a backup or begin a new run"
 
 
 def rewinds(path: Path) -> list[tuple[int, int, str]]:
-    """Return `(step, committed, cause)` of each rewind of a run, oldest first, or [] if its journal cannot be read."""
+    """Return `(step, committed, cause)` of each rewind of a run, oldest first, or [] for an unreadable journal."""
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as journal:
             return journal.execute("SELECT step, committed, cause FROM rewinds ORDER BY lineage").fetchall()
@@ -93,18 +95,21 @@ class _SnapshotRow(NamedTuple):
 def reading(path: Path) -> Iterator[Recorded]:
     """Open the journal of a run read-only, in its current state. The run may be live.
 
-    Raises RpcError(bad_request) with a one-line message if there is no journal or it cannot be read.
+    Raises RpcError(bad_request) with a one-line message if the journal is missing or cannot be read.
     """
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)) as db:
-            db.execute("BEGIN")  # all queries see the state of the first one
+            db.execute("BEGIN")  # all queries see the state that the first one sees
             yield Recorded(db)
     except (sqlite3.Error, WireError, msgspec.MsgspecError) as error:
         raise RpcError(ErrorCode.BAD_REQUEST, f"journal {path}: cannot be read ({error})") from None
 
 
 class Recorded:
-    """The content of a journal, for readers other than its scheduler. `reading` translates errors that it raises."""
+    """The content of a journal, for readers other than its scheduler.
+
+    `reading` translates the errors of its methods.
+    """
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -209,7 +214,7 @@ class Journal:
             )
 
     def _check_rows(self, table: str) -> None:
-        """Raise RpcError if the checksum of a row does not match."""
+        """Raise RpcError if the checksum of any row in the table does not match."""
         with self._reading(f"table {table}"):
             columns = [name for _, name, *_ in self._db.execute(f"PRAGMA table_info({table})")][:-1]
             query = f"SELECT {columns[0]} FROM {table} WHERE sum IS NOT checksum({', '.join(columns)})"  # noqa: S608
@@ -225,7 +230,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Convert errors while reading into an RpcError that names the file and, if it is damaged, `what`."""
+        """Convert errors while reading into an RpcError that names the file and, if the file is damaged, `what`."""
         try:
             yield
         except _DAMAGE as error:
@@ -265,7 +270,7 @@ class Journal:
         return self._snapshot_row().seq > 0
 
     def snapshot(self) -> Iterator[bytes]:
-        """Yield the parts of the newest snapshot. Raises RpcError if one is missing or damaged."""
+        """Yield the parts of the newest snapshot. Raises RpcError if a part is missing or damaged."""
         seq, chain, parts, last = self._snapshot_row()
         for number in range(parts):
             with self._reading(f"part {number} of snapshot {seq}"):
@@ -279,7 +284,7 @@ class Journal:
             raise self.broken(f"snapshot {seq} is damaged: its parts are not those that it names; {_REMEDY}")
 
     def events(self) -> Iterator[Durable]:
-        """Yield every event after the snapshot, in order. Raises RpcError if one is missing or damaged."""
+        """Yield every event after the snapshot, in order. Raises RpcError if an event is missing or damaged."""
         last, chain, *_ = self._snapshot_row()
         with self._reading(f"event {last + 1}"):
             events = self._db.execute(
@@ -306,8 +311,8 @@ class Journal:
     def check(self, rows: range, steps: int, evals: set[tuple[str, int]]) -> None:
         """Raise RpcError unless the tables contain what the events imply.
 
-        These are the metrics rows of exactly the steps `rows`, the batches of at least the first `steps` steps, and at
-        least the results `evals`, each given as (set, version).
+        The events imply the metrics rows of exactly the steps `rows`, the batches of at least the first `steps` steps,
+        and at least the results `evals`, each given as (set, version).
         """
         with self._reading("table rows"):
             found = {step for (step,) in self._db.execute("SELECT step FROM rows")}
@@ -321,7 +326,7 @@ class Journal:
                 raise ValueError(f"the result {min(lost)} is missing")
 
     def append(self, event: Durable, at: float) -> None:
-        """Add a durable event. `at` is in seconds since 1970 and only for human readers."""
+        """Add a durable event. `at`, in seconds since 1970, is only for human readers."""
         kind = _KINDS.get(type(event))  # type: ignore[arg-type]
         if kind is not None:
             body = msgspec.msgpack.encode(event)
@@ -366,7 +371,10 @@ class Journal:
         return self._writing is None and self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes)
 
     def commit(self) -> None:
-        """Make everything since the last commit durable. Raises RpcError naming the file if it cannot be written."""
+        """Make everything since the last commit durable.
+
+        Raises RpcError, with the file's name, if the file cannot be written.
+        """
         if not self.dirty:
             return
         try:
@@ -405,7 +413,7 @@ class Journal:
         self._writing = self._replace_events(self.seq, self._chain, parts)
 
     def write_part(self) -> bool:
-        """Write a bounded part of the snapshot in progress. Return False if there is none or it is complete."""
+        """Write a bounded part of the snapshot in progress. Return False if there is no snapshot or it is complete."""
         if self._writing is None:
             return False
         try:
@@ -419,10 +427,10 @@ class Journal:
         return more
 
     def _replace_events(self, seq: int, chain: bytes, parts: Iterator[bytes]) -> Iterator[None]:
-        """Write the snapshot, then delete what it replaces. Each iteration is one transaction.
+        """Write the snapshot, then delete the parts and events that it replaces. Each iteration is one transaction.
 
-        A kill between two iterations leaves either the old snapshot or the new one complete. Parts of an unfinished
-        snapshot are replaced here.
+        After a kill between two iterations, either the old or the new snapshot is complete. Parts of an unfinished
+        snapshot are overwritten here.
         """
         last, part = chain, -1
         for part, body in enumerate(parts):

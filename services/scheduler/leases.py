@@ -1,4 +1,4 @@
-"""Live leases by id, holder, request and version. Decisions about tasks are made elsewhere."""
+"""Holds the live leases, by id, holder, request and version. Decisions about tasks are made elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Version = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class TaskLease:
-    """One live lease. `version` names the weights to use, and `call` the request that the lease answered."""
+    """One live lease. `version` names the weights to use, and `call` names the request that the lease answered."""
 
     lease_id: int
     stage: int
@@ -82,6 +82,6 @@ class Leases:
         return next(reversed(self._of.get(holder, {}).values()), None)
 
     def answering(self, holder: Holder, call: CallId) -> TaskLease | None:
-        """Return the live lease that was already granted to this same request, or None."""
+        """Return the live lease that this same request was already granted, or None."""
         lease = self._answered.get(call)
         return lease if lease is not None and lease.holder == holder else None

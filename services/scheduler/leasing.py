@@ -1,11 +1,10 @@
 """Decides which holder gets which block of tasks with which version, and what happens to the tasks of lost leases.
 
-The module is pure.
-Training generation continues during an evaluation: engines sample blocks of both in turn. An engine that holds the
-evaluated version also samples training blocks with it as long as that version is recent enough for their step. Once it
-is too old, the engine switches between the versions only after as many leases as a step has, so weights are seldom
-loaded back and forth. Evaluation goes first when a second version waits to be evaluated, so that evaluations do not
-pile up, and always in deterministic mode.
+The module is pure. Generation for training continues during an evaluation: engines alternate between training blocks
+and evaluation blocks. An engine that holds the evaluated version also samples training blocks with it as long as that
+version is recent enough for their step. Once the version is too old, the engine switches between the versions only
+after as many leases as a step has, so weights are seldom loaded back and forth. Evaluation goes first when a second
+version waits to be evaluated, so that evaluations do not pile up. In deterministic mode, evaluation always goes first.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def stage_of(run: RunState, request: LeaseRequest) -> int:
 
 
 def lease(run: RunState, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
-    """Lease a block of tasks, the oldest first. Return None, without any change, if there is nothing to lease."""
+    """Lease a block of tasks, the oldest first. Return None, and change nothing, if there is nothing to lease."""
     stage = stage_of(run, request)
     if run.finished:
         return None
@@ -58,9 +57,9 @@ def lease(run: RunState, request: LeaseRequest, call: CallId) -> LeaseGrant | No
 
 
 def training_version(run: RunState, request: LeaseRequest, measured: set[Version]) -> Version | None:
-    """Return the version for the oldest waiting task, or None if no task waits or its version is not published yet.
+    """Return the version for the oldest waiting task, or None if no task waits or the version is not published yet.
 
-    `measured` holds the versions under evaluation. An engine that holds one of them keeps it if allowed.
+    `measured` holds the versions under evaluation. An engine that holds one of these versions keeps it if allowed.
     """
     first = first_waiting(run, 0)
     if first is None:
@@ -116,8 +115,8 @@ def _lease_evaluation(run: RunState, one: Evaluation, request: LeaseRequest, cal
 def _lease_later_stage(run: RunState, stage: int, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
     """Lease tasks that share one version of the reference. Return None until that version is published.
 
-    A task of a step after a refresh waits for the version of the refresh. By then that version has been trained, so
-    drops of earlier tasks can no longer move the task to a step before the refresh.
+    A task of a step after a refresh waits for the version of the refresh. Once that version exists, the steps before it
+    have been trained, so drops of earlier tasks can no longer move the task to a step before the refresh.
     """
     first = first_waiting(run, stage)
     if first is None:
@@ -149,7 +148,7 @@ def first_waiting(run: RunState, stage: int) -> Task | None:
 def choose_in_order(run: RunState, stage: int, most: int) -> list[Task]:
     """Remove up to `most` waiting tasks, oldest first, from the waiting line and return them.
 
-    Tasks of the rollout stage are all of one step; those of later stages share one version of the reference.
+    For the rollout stage, the tasks all belong to one step; for later stages, they share one version of the reference.
     """
     chosen: list[Task] = []
     group = -1
@@ -163,7 +162,7 @@ def choose_in_order(run: RunState, stage: int, most: int) -> list[Task]:
             break
         group = key
         chosen.append(task)
-        while run.waiting[stage] and run.waiting[stage][0] == task.admission:  # it may have been added twice
+        while run.waiting[stage] and run.waiting[stage][0] == task.admission:  # the task may have been added twice
             heapq.heappop(run.waiting[stage])
     return chosen
 
@@ -182,11 +181,11 @@ def _grant(
 
 
 def describe(run: RunState, lease: TaskLease, lease_s: float = 0.0) -> LeaseGrant:
-    """Return the grant of a live lease. It is the same for every retry. `state.py` fills in `lease_s`."""
+    """Return the grant of a live lease, which is the same for every retry. `state.py` fills in `lease_s`."""
     stage = run.plan.stages[lease.stage]
     first = next(iter(lease.tasks.values()), None)
     evaluation = run.evaluations.of(first) if first is not None and measures(lease) else None
-    # An engine may still hold a later version of an earlier lineage, which was taken back.
+    # An engine may still hold a later version of an earlier lineage; that version was taken back.
     outlived = lease.version is not None and lease.version[0] < run.lineage
     exact = run.order.fixed or evaluation is not None or lease.stage > 0 or outlived
     oldest = 0
@@ -207,7 +206,10 @@ def describe(run: RunState, lease: TaskLease, lease_s: float = 0.0) -> LeaseGran
 
 
 def handles(run: RunState, tasks: Iterable[Task], *, needs: tuple[str, ...] | None = None) -> BatchMeta:
-    """Return handles of tasks. Their parts are the stages that make a key in `needs`, or all stages if it is None."""
+    """Return handles of tasks.
+
+    Their parts are the stages that make a key in `needs`, or all stages if `needs` is None.
+    """
     stages = run.plan.stages
     used = [i for i, stage in enumerate(stages) if needs is None or any(key in needs for key in stage.makes)]
     rows = [

@@ -17,13 +17,13 @@ _LOSSES = frozenset(LossReason)
 
 
 def drop_reason(why: str) -> DropReason:
-    """Return the reason that a peer gave, or OTHER if it is empty or of a later release."""
+    """Return the reason that a peer gave, or OTHER if the reason is empty or comes from a later release."""
     return DropReason(why) if why in _DROPS else DropReason.OTHER
 
 
 @dataclass
 class Filtered:
-    """Counts of tasks and samples that were dropped because all rewards of a task were equal, and their reward sum."""
+    """Counts of tasks and samples dropped because all rewards of a task were equal, and the sum of those rewards."""
 
     tasks: int = 0
     samples: int = 0
@@ -69,7 +69,7 @@ class Losses:
             self.open_lost[admission] = dict(counts)
 
     def batched(self, taken: Iterable[int], is_over: Callable[[int], bool]) -> None:
-        """Count the losses of a batch: those of the tasks `taken`, and the drops for which `is_over` is true.
+        """Count the losses of a batch: the losses of the tasks `taken`, and the drops for which `is_over` is true.
 
         `is_over` returns whether a drop belongs to this batch or an earlier one.
         """
@@ -79,7 +79,7 @@ class Losses:
         self.batch_filtered, self.filtered = self.filtered, Filtered()
 
     def put_back(self) -> None:
-        """Undo `batched`: the next batch counts again everything that the newest one has counted."""
+        """Undo `batched`: the next batch counts again everything that the newest batch has counted."""
         self.open_drops |= self.counted_drops
         self.open_lost |= self.counted_lost
         self.filtered += self.batch_filtered

@@ -1,9 +1,9 @@
 """The mark beside the journal, which records what the journal held at its last commit.
 
-SQLite replays a shortened write-ahead log without an error, as a shorter history. The mark, written after each commit,
-shows that the end is lost. It is not synced: it survives if the process is killed, and after a power cut an older mark
-only names events that the journal also has. Two slots are written alternately, so a torn write leaves the previous mark
-intact.
+SQLite replays a shortened write-ahead log without an error, as a shorter history. The mark, which is written after each
+commit, shows that the end is lost. The mark is not synced: it survives a kill of the process, and the older mark that a
+power cut may leave names only events that the journal also has. Two slots are written alternately, so a torn write
+leaves the previous mark intact.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Mark:
     """An open mark file. `found` is the mark of the previous life, or None if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file. Raises OSError."""
+        """Open or create the mark file. Raises OSError."""
         self._folder = path.parent
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         data = os.pread(self._fd, _SLOTS * SLOT_BYTES, 0)
         self.missing = not data
-        """Whether there was no mark, as in a new run or beside the copy of a journal."""
+        """Whether there was no mark, as in a new run or beside a copied journal."""
         slots = [_unpacked(data[at : at + SLOT_BYTES]) for at in range(0, _SLOTS * SLOT_BYTES, SLOT_BYTES)]
         self._number = 0
         self.found: Reached | None = None

@@ -1,9 +1,9 @@
 """`metrics.jsonl`: one flat JSON object per line, with each step's row exactly once, even if processes are killed.
 
-The journal holds every row. This file always holds the first rows, and all rows when no write is in progress. At
-start an incomplete last line is removed and missing rows are added. When the run returns to an earlier step, the rows
-of the steps taken back move to `metrics.discarded.jsonl`, each with the lineage of weights that ended then. They are
-durable there before they are removed here.
+The journal holds every row. This file always holds a prefix of these rows, and holds all of them when no write is in
+progress. At start an incomplete last line is removed and missing rows are added. When the run returns to an earlier
+step, the rows of the steps taken back move to `metrics.discarded.jsonl`, each with the lineage of weights that ended
+then. The rows are durable there before they are removed here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 def traces(path: Path, rows: Iterable[str]) -> tuple[int, int]:
-    """Compare the file with all rows of the journal (JSON), without changing either.
+    """Compare the file with all rows of the journal (JSON), and change neither.
 
-    Return two steps: the last one up to which no row of the file contradicts the journal (it may be beyond the last row
-    of both), and the newest one in the file. Incomplete and damaged lines count as absent.
+    Return two steps: the last step up to which no row of the file contradicts the journal (which may be beyond the last
+    row of both), and the newest step in the file. Incomplete and damaged lines count as absent.
     """
     expected: dict[int, dict[str, Any]] = {row["step"]: row for row in map(json.loads, map(tidy, rows))}
     agreed, newest = sys.maxsize, 0
@@ -44,8 +44,8 @@ class MetricsFile:
     def __init__(self, path: Path, missing_after: Callable[[int], Iterable[str]], last: int, lineage: int) -> None:
         """Remove an incomplete last line, then append the journal's rows of later steps.
 
-        `last` is the step of the journal's last row. Later rows in this file, which exist if a power cut removed the
-        end of the journal, are discarded under `lineage`.
+        `last` is the step of the journal's last row. Rows of later steps, which exist if a power cut removed the end of
+        the journal, are discarded under `lineage`.
         """
         self._discarded = path.with_name("metrics.discarded.jsonl")
         self._fd = os.open(path, _FLAGS, 0o644)
@@ -63,7 +63,7 @@ class MetricsFile:
             self.step = step
 
     def discard(self, lineage: int, after: int, waiting: Mapping[int, Mapping[str, float]]) -> None:
-        """Move the rows of all steps after `after` to the other file, along with the unwritten rows in `waiting`.
+        """Move the rows of all steps after `after`, and the unwritten rows in `waiting`, to `metrics.discarded.jsonl`.
 
         A row that a killed process has already moved is not added again.
         """
@@ -79,7 +79,7 @@ class MetricsFile:
         self.step = int(json.loads(lines[-1])["step"]) if lines else _NO_ROW
 
     def _save_discarded(self, lineage: int, rows: list[dict[str, Any]]) -> None:
-        """Append the discarded rows to the other file and make them durable."""
+        """Append the discarded rows to `metrics.discarded.jsonl` and make them durable."""
         if not rows:
             return
         descriptor = os.open(self._discarded, _FLAGS, 0o644)
@@ -144,7 +144,7 @@ def _discarded_keys(descriptor: int) -> Iterator[tuple[int, int]]:
 
 
 def tidy(row: str) -> str:
-    """Return the row with counts as integers, and null for NaN and infinities, which JSON does not have."""
+    """Return the row with counts as integers, and with null for NaN and infinities, which JSON cannot represent."""
     values: dict[str, float] = json.loads(row)
     out: dict[str, float | int | None] = {}
     for name, value in values.items():

@@ -39,7 +39,7 @@ class Paces:
             pace.deadline = now + self._lease_s
 
     def result(self, lease_id: int, now: float) -> None:
-        """Renew a lease because some of its tasks were completed."""
+        """Renew the deadline of a lease because some of its tasks were completed."""
         if lease_id in self._of:
             self._of[lease_id].deadline = now + self._lease_s
 
@@ -53,7 +53,10 @@ class Paces:
             yield lease_id, max(now - (pace.deadline - self._lease_s), 0.0)
 
     def expired(self, now: float) -> list[LeaseExpired]:
-        """Remove and return the leases whose deadline has passed. Some may have ended in another way."""
+        """Remove and return the leases whose deadline has passed.
+
+        Some of these leases may have ended in another way.
+        """
         found: list[LeaseExpired] = []
         while self._expiries and self._expiries[0][0] <= now:
             _, lease_id = heapq.heappop(self._expiries)

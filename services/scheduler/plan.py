@@ -41,7 +41,8 @@ class Plan:
     rows: Sequence[int]
     block_tasks: int = 1
     filter_limit: int = 0
-    """Maximum number of tasks with equal rewards that are dropped per step. 0: such tasks are trained on."""
+    """Maximum number of tasks per step that are dropped because their rewards are equal. 0: such tasks are trained
+    on."""
     by_completion: bool = False
     """Whether a step takes the tasks that finish first instead of those admitted first."""
     evals: tuple[EvalPlan, ...] = ()
@@ -55,7 +56,7 @@ class Plan:
     replay_bytes: int = 0
     """Bytes to reserve for the additional shards of a step that is replayed."""
     record_bytes: int = 0
-    """Bytes to reserve for what is put and kept for the recorder."""
+    """Bytes to reserve for the shards that are put and kept for the recorder."""
     weight_versions: int = 3
     weight_bytes: int = 0
     """Bytes of one weight version. Room is reserved for `weight_versions` versions of this size, or of the size of the
@@ -64,7 +65,7 @@ class Plan:
     """Steps between refreshes of the reference from the policy. 0: it remains the initial model."""
 
     def reference_version(self, step: int) -> int:
-        """Return the step of the policy version that is the reference of `step`, or 0 for the initial model."""
+        """Return the step of the policy version that serves as the reference for `step`, or 0 for the initial model."""
         return (step - 1) // self.reference_every * self.reference_every if self.reference_every else 0
 
     @property
@@ -101,7 +102,7 @@ class Plan:
 
 
 class EpochOrder:
-    """The endless sequence of training rows: every usable row once per epoch, in a different order in each.
+    """The endless sequence of training rows: every usable row once per epoch, in a different order in each epoch.
 
     With `shuffle`, the order of an epoch is a permutation drawn from Philox with key (seed, epoch), so it can be
     computed without the epochs before it.

@@ -38,7 +38,7 @@ _TEMPLATE_TOKENS = 256
 
 
 def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
-    """Return the plan and the unusable training rows, which it leaves out.
+    """Return the plan, and the unusable training rows, which the plan leaves out.
 
     `where` is the path of the topology. Raises RpcError(bad_request) if a source cannot be used.
     """
@@ -112,16 +112,16 @@ def configuration(topology: Topology) -> Configure:
 def heartbeat_s(topology: Topology) -> float:
     """Return the heartbeat interval of a process that holds leases, in seconds.
 
-    It is longer in large runs, but short enough for several heartbeats within a lease.
+    The interval is longer in large runs, but short enough for several heartbeats within a lease.
     """
     longest = min(topology.lease.lease_s / HEARTBEATS_A_LEASE, HEARTBEAT_MOST_S)
     return max(min(len(topology.services_plan()) / HEARTBEATS_A_SECOND, longest), HEARTBEAT_S)
 
 
 def device_limits(topology: Topology) -> dict[Holder, float]:
-    """Return how long each process that shares devices may make no progress while others wait, in seconds.
+    """Return, for each process that shares devices, the seconds it may go without progress while others wait.
 
-    A rank waits for the other ranks of its model, which may take `collective_s`. Other processes wait for no peer.
+    A rank may wait up to `collective_s` for the other ranks of its model. Other processes wait for no peer.
     """
     lease_s, services = topology.lease.lease_s, topology.colocated_services
     longest = {"policy-trainer-worker": max(lease_s, topology.services.policy_trainer.collective_s)}
@@ -144,8 +144,8 @@ def _usable(source: Source, first: int | None) -> list[int]:
 def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[RowError]) -> int:
     """Return an upper bound on the number of tokens in the longest training prompt.
 
-    Without `max_prompt_tokens`, one token per byte is assumed. Raises RpcError if the stores cannot hold what may then
-    be live, because such a run would stall later.
+    Without `max_prompt_tokens`, one token per byte is assumed. Raises RpcError if the stores then cannot hold all tasks
+    that may be live, because such a run would stall later.
     """
     prompt = topology.data.train.max_prompt_tokens
     if prompt is None:

@@ -1,8 +1,8 @@
 """Ended tasks whose samples the recorder has not taken yet. The module is pure.
 
-A chosen task becomes due when it is trained, scored, filtered or dropped. Its collection (`collection.py`) then waits
-until the recorder has taken it. The scheduler stops waiting if the recorder is away or too slow (`state.py`), or if the
-waiting tasks take more room than is reserved for them. Training does not wait for any of this.
+A chosen task becomes due when it is trained, scored, filtered or dropped. The task's collection (`collection.py`) then
+waits until the recorder has taken the task. The scheduler stops waiting if the recorder is away or too slow
+(`state.py`), or if the waiting tasks take more room than is reserved for them. Training never waits for the recorder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_DUE = 65_536
 
 
 class Due(msgspec.Struct):
-    """A task that is due. `nbytes` is above 0 if its collection waits for the recorder."""
+    """A task that is due. `nbytes` is above 0 if the task's collection waits for the recorder."""
 
     fence: int
     state: SampleState
@@ -48,7 +48,7 @@ class Records:
         """Bytes of the due tasks whose collection waits for the recorder."""
 
     def find(self, task: Task) -> Due | None:
-        """Return the entry of this attempt of a task."""
+        """Return the entry for the current attempt of a task."""
         due = self.due.get(task.task_id)
         return due if due is not None and due.fence == task.fence else None
 
@@ -83,12 +83,12 @@ def record_trained(run: RunState, step: int, tasks: list[Task]) -> None:
 
 
 def record_scored(run: RunState, task: Task, lineage: int) -> None:
-    """Make a scored evaluation task due. `lineage` is the lineage of its version."""
+    """Make a scored evaluation task due. `lineage` is the lineage of the evaluated version."""
     _add(run, task, Due(task.fence, SampleState.SCORED, task.epoch, lineage))
 
 
 def record_dropped(run: RunState, task: Task, why: DropReason, reason: str) -> None:
-    """Make a dropped task due, if it is chosen."""
+    """Make a dropped task due, if the task is chosen."""
     recording = run.config.recording
     step = run.committed_step + 1 if task.split == TRAIN else task.epoch
     if recording is not None and (task.split != TRAIN or recording.choice.takes_step(step)):

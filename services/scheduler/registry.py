@@ -1,4 +1,4 @@
-"""The registered life of every instance, found by instance, by store and by host. The module is pure."""
+"""Holds the registered life of every instance, indexed by instance, by store and by host. The module is pure."""
 
 from __future__ import annotations
 

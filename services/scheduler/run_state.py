@@ -1,9 +1,8 @@
-"""The durable state of a run: everything that the journal rebuilds. Pure: no clock, no I/O, no open calls.
+"""The durable state of a run: everything that the journal rebuilds. It has no clock, no I/O and no open calls.
 
-`RunState` holds the data; the rules for each subject are functions in the module of that name (`leasing`,
-`completion`, `steps`, ...). An event that is refused raises RpcError before it changes anything. Applying the same
-events in the same order gives the same state, bit for bit. Heartbeats, time and waiting calls are therefore handled in
-`state.py`.
+`RunState` holds the data; the rules for each subject are functions in a module named after it (`leasing`, `completion`,
+`steps`, ...). An event that is refused raises RpcError before it changes anything. Applying the same events in the same
+order gives the same state, bit for bit. Heartbeats, time and waiting calls are therefore handled in `state.py`.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class RunState:
         self.position = 0
         """Number of tasks that were admitted from the epoch order."""
         self.highest_fence = 1
-        """The highest fence of any task so far. A collected task that is sampled again gets a higher one."""
+        """The highest fence of any task so far. A collected task that is sampled again gets a higher fence."""
 
         self.driver = 0
         self.old_drivers: list[int] = []
@@ -124,7 +123,7 @@ class RunState:
         self.trainer_stores: tuple[str, ...] = (TRAINER_STORE,)
         """The stores into which trainer ranks put log-probs (`stores.trainer_stores`)."""
         self.gone: dict[str, str] = {}
-        """Joined stores that are gone for good, each with its `data_id`."""
+        """The `data_id` of each joined store that is gone for good."""
         self.lost_version = ""
         """Task id of a version that its store has lost, or an empty string. It is reset when the driver resumes."""
         self.eval_lease_debt = 0
@@ -134,7 +133,8 @@ class RunState:
         self.next_row = 0 if plan.evals else 1
 
         self.dropped_in_a_row = 0
-        """Number of training tasks dropped in this life since the last one with enough samples. No event uses it."""
+        """Number of training tasks dropped in this life since the last task with enough samples. No event uses this
+        number."""
         self.last_drop = ""
         """The last dropped task and the reason why it was dropped."""
         self.checked = 0
@@ -147,7 +147,7 @@ class RunState:
     def apply(self, event: Durable) -> Reply | None:
         """Apply one durable event, live or replayed, and return the reply to its sender.
 
-        None means that nothing changed, so the event is not journaled. Raises RpcError, without any change, if the
+        None means that nothing changed, so the event is not journaled. Raises RpcError, and changes nothing, if the
         event is refused.
         """
         self.tasks.cause = type(event).__name__
@@ -228,7 +228,10 @@ class RunState:
             note_trainer_stores(self)
 
     def _expire(self, event: LeaseExpired) -> bool:
-        """End a lease without progress and retry its tasks. It counts as a failed attempt if their work had begun."""
+        """End a lease that made no progress and retry its tasks.
+
+        This counts as a failed attempt if work on the tasks had begun.
+        """
         lease = self.leases.get(event.lease_id)
         if lease is not None:
             leasing.give_up(self, lease, 0 if event.not_started else FAILURE)
@@ -262,13 +265,13 @@ class RunState:
             self.waiting[stage] = [number for number, task in tasks if leasing.waits(self, stage, task)]
 
     def story(self, task_id: str) -> list[Transition]:
-        """Return the state changes of a task, oldest first, as far as this life of the process remembers them."""
+        """Return those state changes of a task that this life of the process remembers, oldest first."""
         return self.tasks.story(task_id)
 
     def validate(self) -> None:
         """Check the invariants that hold after every event.
 
-        Raises AssertionError. If one task is at fault, the error names the task and its state changes.
+        Raises AssertionError. If a single task is at fault, the error names that task and its state changes.
         """
         counts = dict.fromkeys(TaskState, 0) | {TaskState.COLLECTED: self.tasks.counts[TaskState.COLLECTED]}
         batched = {task.task_id: step for step, tasks in self.batches.items() for task in tasks}
@@ -299,7 +302,7 @@ class RunState:
     def _problem(self, task: Task, waits: bool, batched: int) -> str:
         """Return a description of what is wrong with a task, or an empty string.
 
-        `waits` is true if the window or an evaluation has the task. `batched` is the step that consumed it, or 0.
+        `waits` is true if the window or an evaluation has the task. `batched` is the step that consumed the task, or 0.
         """
         lease = self.leases.get(task.lease)
         due = self.records.find(task)

@@ -1,4 +1,4 @@
-"""Per-sample values of a task (reward, length, ...): columns joined to bytes, and arrays over a batch for the driver.
+"""Per-sample values of a task (reward, length, ...): columns packed into bytes, and arrays over a batch for the driver.
 
 A layout, which many tasks share, describes the columns. Per-token values are not stored here.
 """
@@ -40,8 +40,8 @@ def unpack(layout: Layout, samples: int, data: bytes) -> dict[str, Array]:
 def flatten(layouts: Sequence[Layout], packed: Sequence[tuple[int, int, bytes]]) -> dict[str, Array]:
     """Return arrays over all samples, given `(layout, samples, bytes)` of each task in order.
 
-    A column that some task lacks is left out, because it does not describe the whole batch. Float columns with a
-    slash in their name (`NAMED`) are always kept, with NaN for missing values.
+    A column that any task lacks is left out, because it does not describe the whole batch. Float columns with a slash
+    in their name (`NAMED`) are always kept, with NaN for missing values.
     """
     used = list(dict.fromkeys(layouts[layout] for layout, _, _ in packed))
     names = [column for column in used[0] if all(column in layout for layout in used)] if packed else []

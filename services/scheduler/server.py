@@ -70,7 +70,7 @@ SUPERVISOR_CALL_S = 5.0
 
 
 def rebuild(journal: Journal, state: Scheduler) -> int:
-    """Bring a new state machine to the end of the journal and return the number of events after its snapshot.
+    """Replay the journal into a new state machine, and return the number of events after the snapshot.
 
     Raises an RpcError that names what is missing or damaged.
     """
@@ -114,7 +114,7 @@ class SchedulerService(Service):
     # ---------------------------------------------------------------------------------------------- life
 
     def bind(self) -> str:
-        """Rebuild the state, then open the mailbox, so that no request is answered from a partly replayed journal."""
+        """Rebuild the state, then open the mailbox, so that no request arrives before the journal has been replayed."""
         self._failed = asyncio.get_running_loop().create_future()
         self._open()
         for kind in get_args(Request):
@@ -137,7 +137,7 @@ class SchedulerService(Service):
             heartbeat_s=heartbeat_s(topology),
         )
         self._journal = Journal(self.run.journal, plan.fingerprint())
-        gc.disable()  # objects made from the journal stay alive: garbage collections would only traverse them
+        gc.disable()  # objects made from the journal stay alive: garbage collections would traverse them in vain
         try:
             events = rebuild(self._journal, self._state)
         finally:
@@ -155,7 +155,7 @@ class SchedulerService(Service):
         self._take(self._state.begin(configuration(topology), self._now(), lost))
 
     def _lost_tail(self) -> TailLost | None:
-        """Return what the traces of a lost end of the journal show, or None if the journal is complete."""
+        """Return what is known of a lost end of the journal from its traces, or None if the journal is complete."""
         cause = self._journal.lost
         if not cause:
             return None
@@ -251,7 +251,7 @@ class SchedulerService(Service):
         if self._failed.done():
             return
         try:
-            for discard in self._discards:  # before the commit: the file has no row that the journal lacks
+            for discard in self._discards:  # before the commit, so that the file never has a row that the journal lacks
                 self._metrics.discard(discard.lineage, discard.step, discard.waiting)
             self._discards.clear()
             run = self._state.run
@@ -334,14 +334,14 @@ class SchedulerService(Service):
                 self.log.warning("clear not acknowledged", store=effect.store, error=str(error))
                 if not effect.tracked:
                     return
-                await asyncio.sleep(max(error.retry_after_s, TICK_S))  # the error may have been immediate: do not spin
+                await asyncio.sleep(max(error.retry_after_s, TICK_S))  # the error may have come at once: do not spin
                 continue
             if effect.tracked:
                 self._happened(ClearDone(effect.store, len(effect.tasks)))
             return
 
     async def _check(self, order: CheckShards) -> None:
-        """Have a store read shards again, and report what it holds intact."""
+        """Have a store read shards again, and report the shards that are intact."""
         client = self.client(*parse_service_name(order.store))
         held: dict[tuple[str, int], list[int]] = {}
         try:
@@ -357,7 +357,7 @@ class SchedulerService(Service):
             self._happened(Checked(order, held))
 
     async def _list(self, store: str) -> None:
-        """Read the inventory of a store once. After a failure the next round reads it again."""
+        """Read the inventory of a store once. If reading fails, the next round reads the inventory again."""
         client = self.client(*parse_service_name(store))
         cursor = 0
         try:

@@ -1,13 +1,12 @@
-"""Handles shards that a store has lost. Its inventory or a reader reveals the loss, and the store always confirms it.
+"""Handles shards that a store has lost. The store's inventory or a reader reveals a loss, which the store must confirm.
 
-The module is pure.
-An unfinished task is sampled again under a higher fence, at no cost to its attempts. A task of a step is only marked,
-because its shards may no longer be needed:
+The module is pure. An unfinished task is sampled again under a higher fence, which does not count as a failed attempt.
+A task that belongs to a step is only marked, because its shards may no longer be needed:
 
 - open step: the failed read starts a new driver life, which finds the step reopened. The other tasks of the step keep
   their results, so in order of admission the step gets the same tasks in the same order. Workers that had begun
   the step are reloaded (`services/policy_trainer/resume.py`), so no task is trained twice (promise 2).
-- committed step: a checkpoint is ordered. A trainer that has to reload before the checkpoint is saved returns to the
+- committed step: a checkpoint is ordered. A trainer that must reload before the checkpoint is saved returns to the
   previous one.
 
 If a version is lost, `NextBatch` tells the driver to resume, and the driver publishes the version again.
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 AUDITED_AT_ONCE = 8192
-"""Maximum number of tasks that are compared with inventories between two ticks, which bounds the delay of requests."""
+"""Maximum number of tasks compared with inventories between two ticks. This bounds the delay of requests."""
 _HOLDING = frozenset({TaskState.ROLLED_OUT, TaskState.READY, TaskState.BATCHED, TaskState.TRAINED})
 
 
 def claims(run: RunState, store: str, tasks: Iterable[PutTask]) -> list[Claim]:
-    """Return a claim on the store for each of these tasks that is current under its fence."""
+    """Return a claim on the store for each of these tasks whose fence is current."""
     found: list[Claim] = []
     for each in tasks:
         if _is_live_version(run, store, each):
@@ -111,7 +110,8 @@ class Audits:
     def compare(self, run: RunState) -> list[Audit]:
         """Compare as many tasks as are allowed now, and return the completed audits.
 
-        `missing` may also contain results accepted after the inventory began, so the store is asked again about each.
+        `missing` may also contain results accepted after the inventory began, so the store is asked again about each of
+        these.
         """
         over: list[Audit] = []
         while self._room > 0 and (self._compared or self._complete):
@@ -138,7 +138,10 @@ class Audits:
 
 
 def lose_shards(run: RunState, event: ShardsLost) -> bool:
-    """Sample again, or mark, the tasks whose shards the store has lost. Return False if none of them is current."""
+    """Sample again, or mark, the tasks whose shards the store has lost.
+
+    Return False if none of the tasks is current.
+    """
     store, count = event.store, 0
     for each in event.tasks:
         if _is_live_version(run, store, each):
@@ -177,9 +180,12 @@ def _is_live_version(run: RunState, store: str, each: PutTask) -> bool:
 
 
 def _lose_version(run: RunState, each: PutTask) -> None:
-    """Forget a version. The store holds nothing of it, so it may be put again under the same fence."""
+    """Forget a version.
+
+    Its store holds nothing of the version, which may therefore be put again under the same fence.
+    """
     version = _version(each.task_id)
     if version is not None and run.versions.remove(version) is not None:
-        run.clears.push((each.task_id, each.fence, False), away_stores(run))  # they may hold damaged copies
+        run.clears.push((each.task_id, each.fence, False), away_stores(run))  # these stores may hold damaged copies
         run.lost_version = each.task_id
         lose_evaluations(run, run.committed_step)

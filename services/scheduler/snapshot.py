@@ -1,7 +1,8 @@
 """Conversion of the durable state to bytes and back, with msgpack and without pickle. The module is pure.
 
-A snapshot shows the run at the moment when it is begun. Everything except tasks and clears is packed at once. The tasks
-are packed part by part while the run continues, and a task that changes meanwhile is copied first (`Tasks.edit`).
+A snapshot shows the run at the moment when the snapshot begins. Everything except tasks and clears is packed at once.
+The tasks are packed part by part while the run continues, and a task that changes meanwhile is copied first
+(`Tasks.edit`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from services.scheduler.stores import trainer_stores
 from services.scheduler.tasks import Row, TaskState
 
 LAYOUT = 14
-"""Version of the journal, raised with every change to its tables or to what `begin` writes. Others are refused."""
+"""Version of the journal, raised with every change to its tables or to what `begin` writes. Other versions are
+refused."""
 PART_ROWS = 2048
 
 _VALUES = (
@@ -63,12 +65,12 @@ class _Head(msgspec.Struct):
 
 
 def begin(run: RunState) -> Iterator[bytes]:
-    """Return an iterator over the parts of a snapshot of the run as it is now. Only one may be in progress."""
+    """Return an iterator over the parts of a snapshot of the run as it is now. Only one snapshot may be in progress."""
     return _parts(_head(run), run.tasks.begin_copy(), run.clears.entries())
 
 
 def dump(run: RunState) -> list[bytes]:
-    """Return all parts. They are equal for two runs with the same history."""
+    """Return all parts of a snapshot. The parts are equal for two runs with the same history."""
     return list(_parts(_head(run), run.tasks.rows(), run.clears.entries()))
 
 

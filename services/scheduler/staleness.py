@@ -1,10 +1,9 @@
 """`consume: completion`: a step takes the tasks that finished first, unless their tokens are too old.
 
-The module is pure.
-In admission order, leases alone bound the staleness, because the step that takes a task determines the oldest version
-that its lease allows. In order of completion, a task may be overtaken by others, so the oldest token of every finished
-task is checked before each step that might take it. Only finished tasks are dropped as stale, so no other service
-holds any of them.
+The module is pure. In admission order, leases alone bound the staleness, because the step that takes a task determines
+the oldest version that its lease allows. In order of completion, a task may be overtaken by others, so the oldest token
+of every finished task is checked before each step that might take it. Only finished tasks are dropped as stale, so no
+other service holds any stale task.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ def _drop_stale(run: RunState) -> None:
 
 
 def _oldest_version(run: RunState, task: Task) -> int:
-    """Return the oldest version of the task's tokens. A result without `version_min` is too old for any step."""
+    """Return the oldest version among the task's tokens. A result without `version_min` is too old for any step."""
     versions = run.columns(task).get("version_min")
     return int(versions.min()) if versions is not None and len(versions) else -1 - run.plan.staleness
 
 
 def _metrics(run: RunState) -> dict[str, float]:
-    """Return the number of staleness checks since the last commit, and the number of tasks that they dropped."""
+    """Return the number of staleness checks since the last commit, and of the tasks that these checks dropped."""
     counts = {"rollout/tasks_checked": float(run.checked), "rollout/tasks_stale": float(run.stale)}
     run.checked = run.stale = 0
     return counts
@@ -56,7 +55,7 @@ BY_COMPLETION = replace(
     IN_ORDER,
     takeable=lambda run: len(run.window.finished),
     take=lambda run: run.window.take(islice(run.window.finished, run.plan.tasks_per_step)),
-    # A lease may outlive its use: tasks sampled with an older version are dropped.
+    # No older version is kept, even for a live lease: tasks sampled with it would be dropped.
     versions_needed=lambda run: (run.batched_step - run.plan.staleness, None),
     drop_if_stale=_drop_if_stale,
     drop_stale=_drop_stale,

@@ -106,13 +106,14 @@ too. The scheduler does not give up the trainer's store: the run needs it, and t
 ABSENT_S = 3.0
 """Seconds without a heartbeat after which a store is no longer named to other stores as a source of weights."""
 MARGIN_S = 0.5
-"""Seconds before its deadline when a deferred call is answered, but at most a quarter of the time that it had left."""
+"""A deferred call is answered this many seconds before its deadline, or a quarter of its time before if that is
+less."""
 TELL_S = 1.0
 HOLD_S = 5.0
 """Maximum seconds for which the collection of an ended task waits for the recorder. If the recorder has been silent for
 longer than this, the collection does not wait at all."""
 RECORD_S = 3.0
-"""Minimum seconds between two answers to the recorder if no collection waits for it."""
+"""Minimum seconds between two answers to the recorder if no collection waits for the recorder."""
 RECORDED_AT_ONCE = 256
 """Maximum number of tasks that the recorder takes at once."""
 ANSWERED_AT_ONCE = 256
@@ -122,7 +123,7 @@ requests. The next event, at the latest a tick, continues."""
 
 @dataclass(eq=False)
 class Waiting:
-    """A deferred call, and the function that answers it if that is possible now."""
+    """A deferred call, and a function that answers the call if that is possible now."""
 
     asked: Asked
     attempt: Callable[[], bool]
@@ -157,7 +158,7 @@ class Scheduler:
         self._leasing: list[deque[Waiting]] = [deque() for _ in plan.stages]
         """Deferred lease requests by stage. They are answered in the order in which they arrived."""
         self._deferred: dict[Holder, list[Waiting]] = {}
-        """The same requests by process, including some that have been answered."""
+        """The requests in `_leasing` by process, including some that have been answered."""
         self._polls: list[Waiting] = []
         """Deferred requests of the driver and of the recorder."""
         self._paces = Paces(lease_s)
@@ -170,7 +171,7 @@ class Scheduler:
         self._clearing: dict[str, float] = {}
         """Stores with a clear in flight, and the time at which it was sent."""
         self._awaited: dict[tuple[str, int], float] = {}
-        """Times at which the driver first asked for what it waits for, by (request, step)."""
+        """Times at which the driver first made the requests that it waits for, by (request, step)."""
         self._held_since: dict[tuple[str, int], float] = {}
         """Times at which the collection of each task began to wait for the recorder, by (task id, fence)."""
         self._recorder_at = 0.0
@@ -184,7 +185,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- life
 
     def replay(self, event: Durable) -> None:
-        """Apply a journaled event. Its effects, which an earlier life carried out, are discarded."""
+        """Apply a journaled event and discard its effects, which an earlier life carried out."""
         self.run.apply(event)
         for effect in self.run.out:
             if isinstance(effect, WriteRow):
@@ -319,7 +320,7 @@ class Scheduler:
                     self._out.append(SendClear(store, tasks, tracked=True))
 
     def _retry(self, waiting: Waiting) -> bool:
-        """Try to answer a deferred call. Return whether it has been answered, now or earlier."""
+        """Try to answer a deferred call. Return whether the call has been answered, now or earlier."""
         if waiting.open:
             try:
                 waiting.open = not waiting.attempt()
@@ -346,7 +347,7 @@ class Scheduler:
         self._polls.append(Waiting(asked, attempt, self._answer_by(asked)))
 
     def waits(self, now: float) -> list[WaitRow]:
-        """Return rows that tell people what the run waits for at `now`."""
+        """Return rows that tell human readers what the run waits for at `now`."""
         asked = [each.asked.request for each in self._polls if each.open]
         awaited = {
             (type(each).__name__, each.step): now - self._awaited.get((type(each).__name__, each.step), now)
@@ -481,8 +482,10 @@ class Scheduler:
             self._ending[holder] = ends
 
     def is_over(self, service: str, instance: int, incarnation: int, now: float) -> bool:
-        """Return whether a life of a process counts as over at `now` although its end was not observed: another
-        life has registered, or this one was silent for `GONE_S`."""
+        """Return whether a life of a process counts as ended at `now` although its end was not observed.
+
+        A life counts as ended if another life of the process has registered, or if the life was silent for `GONE_S`.
+        """
         known, seen = self.run.registry.get((service, instance)), self._seen.get((service, instance))
         return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S
 
@@ -501,7 +504,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- shards
 
     def _listed(self, page: Listed) -> None:
-        """Clear the strays on an inventory page. After the last page, find out what is missing."""
+        """Clear the strays on an inventory page. After the last page, find out which shards are missing."""
         strays = [entry for entry in page.tasks if is_stray(self.run, entry)]
         if strays:
             self._out.append(SendClear(page.store, strays, tracked=False))
@@ -520,7 +523,7 @@ class Scheduler:
         accused = claims(self.run, request.store, whole_steps(self.run, request.tasks))
         if accused:
             self._out.append(CheckShards(request.store, accused, asked.ref))
-        else:  # these attempts are over
+        else:  # these attempts have ended
             self._answer(asked, Ack())
 
     def _checked(self, checked: Checked) -> None:
@@ -528,7 +531,7 @@ class Scheduler:
         order, held = checked.order, checked.held
         lost = [claim.task for claim in order.claims if held is not None and not claim.met(held)]
         if lost and self._durable(ShardsLost(order.store, lost)) is not None:
-            self._out.append(RequestInventory(order.store))  # the damage may affect more than was asked about
+            self._out.append(RequestInventory(order.store))  # more shards than those checked may be damaged
         if order.ref is None:
             return
         if held is None:
@@ -615,7 +618,7 @@ class Scheduler:
         check_driver(self.run, request.driver)
         check_versions(self.run)
         results = evaluated(self.run, request.step)
-        # Rows are written in step order: without the earlier evaluations, the run would end before this is complete.
+        # Rows are written in step order: without the earlier evaluations, the run would end before this row is written.
         earlier = any(step < request.step for _, step in self.run.evaluations.open)
         if results is None or earlier:
             self._check_troubles()
@@ -626,7 +629,7 @@ class Scheduler:
         return True
 
     def _check_troubles(self) -> None:
-        """Raise RpcError(bad_data) if a service gave up waiting for something that tasks need."""
+        """Raise RpcError(bad_data) if a service has given up waiting for something that the tasks need."""
         for holder, text in self._ending.items():
             raise RpcError(ErrorCode.BAD_DATA, f"{service_name(*holder)}: {text}")
 

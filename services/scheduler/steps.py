@@ -33,7 +33,7 @@ HOPELESS_STEPS, HOPELESS_TASKS = 10, 256
 
 
 def check_driver(run: RunState, driver: int) -> None:
-    """Raise RpcError(conflict) unless this is the driver of the run."""
+    """Raise RpcError(conflict) unless `driver` is the current driver of the run."""
     if driver != run.driver:
         raise RpcError(ErrorCode.CONFLICT, f"driver {driver}: a newer driver has taken over, or GetRunInfo is due")
 
@@ -53,7 +53,7 @@ def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
         loaded = max(run.checkpoint_step, 0) if request.loaded_step < 0 else request.loaded_step
         if not all(replayable(run, step) for step in range(loaded + 1, run.committed_step + 1)):
             rewind(run, loaded)
-            # The trainer refused later checkpoints, which hold the weights of the steps taken back.
+            # The trainer refused later checkpoints, which hold weights of steps that were taken back.
             run.checkpoint_step = min(run.checkpoint_step, loaded or -1)
         run.lineage += 1
     return RunInfo(
@@ -91,9 +91,9 @@ def reopen(run: RunState) -> None:
 def rewind(run: RunState, step: int, *, reached: int = 0, cause: str = "") -> None:
     """Return the run to `step`: the weights of later steps are lost and their tasks cannot be replayed.
 
-    Their tasks are sampled again before all others. Their metrics rows are discarded, except in deterministic mode,
-    where the steps produce the same bits again. The caller begins a new lineage. If the journal no longer has the
-    newest committed step, `reached` is that step. `cause` is described at `Rewound`.
+    The tasks of these steps are sampled again before all others. The steps' metrics rows are discarded, except in
+    deterministic mode, where the steps produce the same bits again. The caller begins a new lineage. If the journal no
+    longer has the newest committed step, `reached` is that step. `Rewound` describes `cause`.
     """
     taken_back: list[Task] = []
     take_back_samples(run, step)
@@ -120,11 +120,12 @@ def rewind(run: RunState, step: int, *, reached: int = 0, cause: str = "") -> No
 
 
 def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
-    """Put the tasks of the steps after `step` before the waiting ones, which are sampled again, too.
+    """Put the tasks of the steps after `step` before the waiting tasks, which are sampled again, too.
 
     The versions of the waiting tasks were taken back, or were chosen for steps to which the tasks no longer belong.
     Evaluations of versions after `step` are discarded: scores of old and new weights are not mixed, and each set is
-    evaluated again as a whole when its version is published again. None of these tasks may be leased.
+    evaluated again as a whole when its version is published again. When this is called, none of these tasks may be
+    leased.
 
     If only the initial model is left, and the tasks of the first steps are no longer remembered because a checkpoint
     covered them, every task that was ever admitted is sampled again.
@@ -147,9 +148,9 @@ def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
 
 
 def check_hope(run: RunState) -> None:
-    """Raise RpcError(bad_data) if the next step waits for tasks and too many in a row were dropped.
+    """Raise RpcError(bad_data) if the next step waits for tasks and too many consecutive tasks were dropped.
 
-    Deterministic mode is exempt: dropped tasks are not replaced, so its steps do not wait for others.
+    Deterministic mode is exempt: dropped tasks are not replaced, so its steps do not wait for other tasks.
     """
     most = max(HOPELESS_STEPS * run.plan.tasks_per_step, HOPELESS_TASKS)
     if run.dropped_in_a_row < most or run.order.fixed or run.order.takeable(run) >= run.plan.tasks_per_step:
@@ -192,7 +193,7 @@ def batch(run: RunState, request: NextBatch) -> StepBatch | None:
 
 
 def form_batch(run: RunState, request: NextBatch) -> StepBatch | None:
-    """Form the batch of the next step. Return None, without any change, while there are too few tasks."""
+    """Form the batch of the next step. Return None, and change nothing, while there are too few tasks."""
     if run.order.takeable(run) < run.plan.tasks_per_step:
         return None
     tasks = run.order.take(run)
@@ -237,7 +238,10 @@ def _step_batch(run: RunState, step: int, tasks: Sequence[Task]) -> StepBatch:
 
 
 def commit(run: RunState, request: CommitStep) -> bool:
-    """Mark the tasks of a step as TRAINED, once. Return False, without any change, if it was committed before."""
+    """Mark the tasks of a step as TRAINED, once.
+
+    Return False, and change nothing, if the step was already committed.
+    """
     check_driver(run, request.driver)
     step = request.step
     if step <= run.committed_step:
@@ -266,7 +270,7 @@ def commit(run: RunState, request: CommitStep) -> bool:
 
 
 def checkpoint(run: RunState, request: CheckpointSaved) -> None:
-    """Collect the steps that are covered by the oldest checkpoint to which recovery may fall back."""
+    """Collect the steps covered by the oldest checkpoint to which recovery may fall back."""
     check_driver(run, request.driver)
     if not 0 <= request.step <= run.committed_step:
         raise RpcError(ErrorCode.CONFLICT, f"checkpoint of step {request.step}: step {run.committed_step} is committed")

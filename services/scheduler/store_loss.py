@@ -1,19 +1,19 @@
 """Recovery from lost data: a store returns without its data or not at all, or the end of the journal is lost.
 
-The module is pure.
-A store returns without its data if its host is lost or the run is resumed elsewhere.
-The unfinished tasks of the store are sampled again under higher fences. If it held shards of a batched step or a
-version, the run returns to the newest checkpoint: later steps cannot be replayed, so their tasks are reopened and
-trained again (docs/architecture.md, promise 1; in deterministic mode from the same versions). The trainer reloads the
-checkpoint, too, so no weight update from tasks that are trained again is kept (promise 2). If the store held nothing
-of a batched step, no step is taken back.
+The module is pure. A store returns without its data if its host is lost or the run is resumed elsewhere. The unfinished
+tasks of the store are sampled again under higher fences. If it held shards of a batched step or a version, the run
+returns to the newest checkpoint: later steps cannot be replayed, so their tasks are reopened and trained again
+(docs/architecture.md, promise 1; in deterministic mode from the same versions). The trainer reloads the checkpoint,
+too, so no weight update from tasks that are trained again is kept (promise 2). If the store held no such data, no step
+is taken back.
 
-Permanently losing the store of a joined host costs less. Its shards of trained tasks matter only to a trainer that
-reloads, so a checkpoint is ordered and the run continues without waiting for the store.
+Permanently losing the store of a joined host costs less. The shards of trained tasks in such a store matter only to a
+trainer that reloads, so a checkpoint is ordered and the run continues without waiting for the store.
 
-After a power cut the end of the journal may be missing. What it recorded is unknown: tasks may have been sampled,
-trained and collected, versions published, and leases granted. The run returns to the newest checkpoint of the journal
-with fences, lineages and lease ids above all of those, so stores and peers do not take lost state for current state.
+After a power cut the end of the journal may be missing. What the missing part recorded is unknown: tasks may have been
+sampled, trained and collected, versions published, and leases granted. The run returns to the newest checkpoint of the
+journal with fences, lineages and lease ids above all that may have been used, so stores and peers do not mistake lost
+state for current state.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 TAIL_LOST = "the end of the journal was lost"
 MARGIN = 1 << 16
-"""Distance by which fences, lineages and lease ids jump beyond the highest numbers that a trace shows. The mark of a
-lost end names the highest numbers at its last commit, but it may be an older mark, or unreadable."""
+"""Distance by which fences, lineages and lease ids jump beyond the highest numbers that a trace shows. The mark beside
+the journal names the highest numbers at the last commit, but the mark may be out of date or unreadable."""
 
 
 def lost_data(run: RunState, old: Register | None, new: Register) -> bool:
-    """Return whether a store registers again without the data that the run still needs."""
+    """Return whether a store registers again without data that the run still needs."""
     if old is not None:
         return old.data_id != new.data_id
     name = service_name(new.service, new.instance)
@@ -79,7 +79,10 @@ def _lose_store(run: RunState, store: str, why: str) -> None:
 
 
 def _go_back(run: RunState, step: int, why: str, *, reached: int = 0, cause: str = "") -> None:
-    """Return to `step`, discarding all results of later steps and of waiting tasks. See `rewind` for the options."""
+    """Return to `step`, discarding all results of later steps and of waiting tasks.
+
+    See `rewind` for the keyword arguments.
+    """
     for lease in list(run.leases):
         give_up(run, lease, 0)
     rewind(run, step, reached=reached, cause=cause)
@@ -112,10 +115,10 @@ def lose_tail(run: RunState, event: TailLost) -> None:
 
 
 def remove_departed_store(run: RunState, store: str) -> bool:
-    """Remove a joined store that is gone for good. Return False, without any change, if it is not registered.
+    """Remove a joined store that is gone for good. Return False, and change nothing, if the store is not registered.
 
     Its pending clears count as done and its room is no longer used. Unfinished tasks with shards there are sampled
-    again. So are tasks leased on its host if the host has no other store, because no store could take their results.
+    again. So are tasks that are leased on its host, if the host has no other store that could take their results.
     """
     row = run.registry.remove(parse_service_name(store))
     if row is None:
@@ -156,8 +159,8 @@ def _sample_without(run: RunState, store: str, why: str) -> int:
 def lose_evaluations(run: RunState, step: int) -> None:
     """Drop the open tasks of evaluations whose versions will not be published again; their rows stay unscored.
 
-    These are lost versions before `step`, or in deterministic mode lost versions that are too old for sampling. Other
-    open evaluations continue when their version is published again. Scored rows keep their scores.
+    Such versions are lost versions before `step` or, in deterministic mode, lost versions that are too old for
+    sampling. Other open evaluations continue when their version is published again. Scored rows keep their scores.
     """
     first = step - run.plan.staleness if run.order.fixed else step
     evaluations = [each for each in run.evaluations.open.values() if run.versions.get(each.version) is None]

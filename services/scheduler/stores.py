@@ -1,8 +1,8 @@
 """The room left in each store, and the stores that hold shards of each task. The module is pure.
 
-The room of different stores is not added up, because each put goes into a single store: rollouts, references and
+The room in different stores is not added up, because each put goes into a single store: rollouts, references and
 trainer ranks put into the store of their host, and weights are put into `TRAINER_STORE`. The bytes counted here are an
-upper bound on those that a store holds.
+upper bound on the bytes that a store holds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FULL_SHARE = 0.8
 
 
 def stores_of(run: RunState, holder: Holder) -> list[str]:
-    """Return the stores on the host of `holder`, or all stores if there are none."""
+    """Return the stores on the host of `holder`, or all stores if that host has none."""
     row = run.registry.get(holder)
     there = run.registry.on_host(row.host_id) if row is not None else []
     return [service_name(*each) for each in there if each[0] == STORE] or list(run.registry.stores)
@@ -77,7 +77,10 @@ def trainer_stores(run: RunState) -> tuple[str, ...]:
 
 
 def note_trainer_stores(run: RunState) -> None:
-    """Bring `run.trainer_stores` up to date. If it has changed, recount the bytes that wait for a checkpoint."""
+    """Bring `run.trainer_stores` up to date.
+
+    If the stores have changed, recount the bytes that wait for a checkpoint.
+    """
     stores = trainer_stores(run)
     if stores != run.trainer_stores:
         run.trainer_stores = stores
@@ -86,7 +89,7 @@ def note_trainer_stores(run: RunState) -> None:
 
 
 def lies_in(run: RunState, task: Task, store: str) -> bool:
-    """Return whether the store has accepted shards of a task."""
+    """Return whether the store holds shards of the task's accepted results."""
     for part in task.parts:  # noqa: SIM110  # called for every live task when a store is lost: a generator takes longer
         if part is not None and run.store_names[part.store] == store:
             return True
@@ -102,7 +105,7 @@ def replayable(run: RunState, step: int) -> bool:
 
 
 def store_index(run: RunState, store: str) -> int:
-    """Return the number by which tasks name a store."""
+    """Return the index by which tasks refer to a store."""
     if store not in run.store_names:
         run.store_names.append(store)
     return run.store_names.index(store)
@@ -119,7 +122,7 @@ def limits(run: RunState) -> dict[str, int]:
 def room_for_tasks(run: RunState) -> int:
     """Return the number of tasks for which there is room, in addition to those of the open batch.
 
-    The location of a task's shards is unknown until it is leased, so each store has to have room for all of it.
+    The location of a task's shards is unknown until the task is leased, so each store must have room for all of them.
     """
     if not run.plan.task_bytes:
         return run.plan.max_live
@@ -169,7 +172,7 @@ def count_uncovered(run: RunState, tasks: Iterable[Task], sign: int) -> None:
 
 
 def wants_checkpoint(run: RunState, batch: Mapping[str, int]) -> bool:
-    """Return whether trained steps that no checkpoint covers cannot be replayed, or are about to limit admission.
+    """Return whether any trained steps that no checkpoint covers cannot be replayed or are about to limit admission.
 
     `batch` holds, by store, the bytes of a step that is about to be trained.
     """

@@ -52,7 +52,7 @@ _EVENT = struct.Struct("<qqd")
 
 
 def link(chain: bytes, seq: int, kind: int, at: float, body: bytes) -> bytes:
-    """Return the chain after an event: the checksum over the previous chain and the event."""
+    """Return the chain after an event, which is the checksum of the previous chain and the event."""
     return xxhash.xxh3_128_digest(b"".join((chain, _EVENT.pack(seq, kind, at), body)))
 
 

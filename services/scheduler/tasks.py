@@ -155,7 +155,7 @@ class Tasks:
         return self._by_id[task_id]
 
     def add(self, task_id: str, admission: int, fence: int = 1) -> Task:
-        """Add a PENDING task, under at least this fence."""
+        """Add a PENDING task whose fence is at least `fence`."""
         fence = max(fence, self.least_fence)
         task = self._by_id[task_id] = Task(task_id, admission, self._nothing, fence=fence)
         self.counts[TaskState.PENDING] += 1
@@ -163,7 +163,10 @@ class Tasks:
         return task
 
     def edit(self, task: Task) -> Task:
-        """Return `task` to change its fields. Without this call, a snapshot in progress would see the change."""
+        """Return `task` so that its fields can be changed.
+
+        Without this call, a snapshot in progress would see the change.
+        """
         if self._copies is not None and task not in self._copies:
             self._copies[task] = _row_of(task)
         return task
@@ -182,7 +185,7 @@ class Tasks:
             del self._by_id[task.task_id]
 
     def story(self, task_id: str) -> list[Transition]:
-        """Return the state changes of a task, oldest first, as far as `log` still has them."""
+        """Return those state changes of a task that `log` still has, oldest first."""
         return [each for each in self.log if each.task_id == task_id]
 
     def told(self, task_id: str) -> str:
@@ -199,7 +202,10 @@ class Tasks:
         task.lost = False
 
     def begin_copy(self) -> Iterator[Row]:
-        """Return the rows of all tasks as they are now. Each row is made when requested or before its task changes."""
+        """Return the rows of all tasks as they are now.
+
+        Each row is made when it is requested or before its task changes.
+        """
         copies: dict[Task, Row] = {}
         self._copies = copies
 

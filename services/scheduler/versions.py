@@ -1,4 +1,7 @@
-"""Published policy versions: those in a store, the newest, and those that can be removed. The module is pure."""
+"""Published policy versions: which are in a store, which is the newest, and which can be removed.
+
+The module is pure.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,9 @@ class Versions:
     def unnamed(self, named: set[Version], oldest_exact: int | None, steps: Container[int] = ()) -> list[WeightsRef]:
         """Remove and return all versions but the newest, those in `named`, and those of a step in `steps`.
 
-        In deterministic mode, `oldest_exact` is the oldest step that a task not yet sampled may need; that version and
-        all later ones are kept. For each of these steps and those in `steps`, only the newest lineage is kept.
+        In deterministic mode, `oldest_exact` is the oldest step whose version a task not yet sampled may need; the
+        versions of that step and all later steps are kept. For each of these steps and for each step in `steps`, only
+        the version of the newest lineage is kept.
         """
         newest = self.newest
         gone = [
@@ -110,14 +114,14 @@ def _open_evaluations(run: RunState, version: Version) -> None:
     step = version[1]
     for begun in run.evaluations.open.values():
         if begun.version[1] == step and run.versions.get(begun.version) is None:
-            begun.version = version  # the step was published again because its store lost the first version
+            begun.version = version  # the step was published again because the store lost the first version
     for each in due(run.plan, run.config.steps, step):
         if run.evaluations.known(each.name, step):
             continue
         one = Evaluation.of(each.name, version, len(each.rows), each.samples)
         one.waiting = [make_task_id(each.name, step, row) for row in each.rows]
         run.evaluations.open[each.name, step] = one
-        if run.lineage:  # the tasks may exist already, for a version that was taken back
+        if run.lineage:  # the tasks may already exist, for a version that was taken back
             revive(run, one.waiting)
         else:
             for task_id in one.waiting:
@@ -142,6 +146,6 @@ def _reference_steps(run: RunState) -> Container[int]:
 
 
 def lost_reference(run: RunState) -> int:
-    """Return the step of the version that the reference needs if no store has that version, else 0."""
+    """Return the step of the version that the reference needs, if no store has that version, else 0."""
     step = run.plan.reference_version(run.committed_step + 1)
     return step if step and run.versions.at_step(step) is None else 0

@@ -1,4 +1,7 @@
-"""The view of a run for people: the answer to `GetStatus`, and telemetry when it changes. It modifies no state."""
+"""The view of a run for human readers: the answer to `GetStatus`, and telemetry when values change.
+
+It modifies no state.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +96,8 @@ def waits(
 ) -> list[WaitRow]:
     """Return one row for each thing that the run waits for.
 
-    Three mappings hold seconds: `awaited` since the driver first made a deferred request, by (request, step); `idle`
-    since the last progress of a lease, by id; and `clearing` since an unacknowledged clear was sent, by store.
+    Three mappings hold elapsed seconds: `awaited` since the driver first made a deferred request, by (request, step);
+    `idle` since the last progress of a lease, by id; and `clearing` since an unacknowledged clear was sent, by store.
     """
     found: list[WaitRow] = []
     for (request, step), since_s in awaited.items():
@@ -125,7 +128,7 @@ def waits(
 
 
 def _step_waits(run: RunState, step: int, since_s: float) -> Iterator[WaitRow]:
-    """Yield a row for each process or service that the tasks of the next step wait for."""
+    """Yield a row for each process or service for which the tasks of the next step wait."""
     wanted = run.plan.tasks_per_step
     first = run.window.tasks.values() if run.plan.by_completion else islice(run.window.tasks.values(), wanted)
     late = [task for task in first if task.state != TaskState.READY]
@@ -172,7 +175,7 @@ class Teller:
         self._told: dict[str, dict[str, float | str]] = {}
 
     def tell(self, topic: str, values: dict[str, float | str]) -> list[Tell]:
-        """Return the effect, or [] if these values are the same as the last ones."""
+        """Return the effect, or [] if the topic's values have not changed since the last call."""
         if self._told.get(topic) == values:
             return []
         self._told[topic] = values

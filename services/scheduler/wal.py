@@ -1,8 +1,8 @@
-"""Checkpoints of the journal's write-ahead log into its file, on a separate thread and connection.
+"""Checkpoints, which copy the journal's write-ahead log into its file, on a separate thread and connection.
 
 Copying and syncing may take long and would otherwise delay the writer. SQLite restarts the log once a pass has copied
-all of it and nothing was written in the meantime. If writing never paused, the log would grow, so beyond `HARD_BYTES`
-the writer makes a pass itself.
+all of it and nothing was written in the meantime. If writing never paused, the log would grow without limit, so beyond
+`HARD_BYTES` the writer makes a pass itself.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ SOFT_BYTES = 16 << 20
 HARD_BYTES = 512 << 20
 """Size of the log, in bytes, beyond which the writer makes a pass itself."""
 PASSES = 3
-"""Maximum number of consecutive passes. What is written during a pass is left to the next one."""
+"""Maximum number of consecutive passes. Data written during a pass is left to the next pass."""
 _CHECKPOINT = "PRAGMA wal_checkpoint(PASSIVE)"
 
 
 class WalCheckpoints:
-    """Checkpoints of a database in WAL mode with a single writer, which has automatic checkpoints turned off."""
+    """Checkpoints of a database in WAL mode whose single writer has automatic checkpoints turned off."""
 
     def __init__(self, path: Path, page_bytes: int) -> None:
         self.error = ""
@@ -37,7 +37,10 @@ class WalCheckpoints:
         self._thread.start()
 
     def wrote(self, nbytes: int, db: sqlite3.Connection) -> None:
-        """Record that the writer has committed `nbytes` through `db`. Raises sqlite3.Error if its own pass fails."""
+        """Record that the writer has committed `nbytes` through `db`.
+
+        Raises sqlite3.Error if the writer's own pass fails.
+        """
         self._written += nbytes
         if self._written < SOFT_BYTES or self._running:
             return

@@ -46,7 +46,7 @@ class AdmissionWindow:
         self.finished[admission] = None
 
     def mark_unready(self, admission: int) -> None:
-        """Mark a task as not ready because it has to be sampled again. It need not have been ready."""
+        """Mark a task as not ready because it must be sampled again. The task need not have been ready."""
         self.finished.pop(admission, None)
         self._settled = min(self._settled, admission)
 
@@ -68,13 +68,19 @@ class AdmissionWindow:
         return taken
 
     def reopen(self, tasks: Sequence[Task]) -> None:
-        """Insert tasks of steps that were taken back. They go before the head, the last one directly before it."""
+        """Insert tasks of steps that were taken back.
+
+        They go before the head, with the last task directly before it.
+        """
         self.tasks = {task.admission: task for task in tasks} | self.tasks
         self.head -= len(tasks)
         self._settled = self.head
 
     def put_back(self, tasks: Sequence[Task]) -> None:
-        """Insert the READY tasks of a batch again, in their former places. They count as finished before all others."""
+        """Insert the READY tasks of a batch again, in their former places.
+
+        They count as finished before all other tasks.
+        """
         first = min(task.admission for task in tasks)
         finished = [*(task.admission for task in tasks), *self.finished]
         self.restore(min(first, self.head), self.tail, [*tasks, *self.tasks.values()], finished)
@@ -86,7 +92,7 @@ class AdmissionWindow:
         return tasks
 
     def restore(self, head: int, tail: int, tasks: Iterable[Task], finished: Iterable[int]) -> None:
-        """Replace the whole content. Evaluation tasks and tasks that are already batched or over are skipped."""
+        """Replace the whole content. Evaluation tasks, and tasks that are already batched or ended, are skipped."""
         open_ = [each for each in tasks if each.admission != EVALUATION and each.state not in _BATCHED_OR_OVER]
         self.tasks = {task.admission: task for task in sorted(open_, key=lambda task: task.admission)}
         self.head, self.tail, self._settled = head, tail, head

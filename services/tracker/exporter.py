@@ -26,7 +26,10 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Unusable(Exception):
-    """The tracker refuses this run, and retries cannot help: a wrong key, project or entity. The text is one line."""
+    """The tracker refuses this run, and retrying cannot help, for example because of a wrong key, project or entity.
+
+    The text is one line.
+    """
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Subject:
     """The run as it is presented to the tracker."""
 
     id: str
-    """Identifies the run in the tracker. It is chosen once, before it is first sent to the tracker."""
+    """Identifies the run in the tracker. The id is chosen once, before it is first sent to the tracker."""
     name: str
     path: Path
     folder: Path
@@ -66,15 +69,15 @@ class Subject:
     configuration: Mapping[str, Any]
     """The resolved topology without secrets."""
     sent: int
-    """Number of rows that were handed over before."""
+    """Number of rows that were handed over by earlier processes."""
     predecessor: int
     """Process id of the previous tracker process, or 0."""
 
 
 class Exporter(Protocol):
-    """The client of one tracker. It may block and raise any exception; nothing waits for it.
+    """The client of one tracker. Its methods may block and raise any exception; nothing waits for them.
 
-    The tracker is certain to have a row once `send` returns if `SURE`, and otherwise once `close` returns.
+    The tracker is certain to have a row once `send` returns if `SURE` is true, and otherwise once `close` returns.
     """
 
     SURE: bool
@@ -88,13 +91,13 @@ class Exporter(Protocol):
         """
 
     def send(self, rows: Sequence[Row]) -> None:
-        """Report rows in order. They follow the rows that the tracker holds, without gaps."""
+        """Report rows in order. These rows follow those that the tracker holds, without gaps."""
 
     def annotate(self, note: Note) -> None:
         """Report a note. Repeating a note has no effect in trackers that can recognize it."""
 
     def show(self, table: Table) -> None:
-        """Report samples. They may be lost if this process is killed; the run directory has all samples."""
+        """Report samples. Some may be lost if this process is killed; the run directory has all samples."""
 
     def close(self, end: End) -> None:
         """Finish the run in the tracker, so that it shows how the run ended."""
@@ -106,6 +109,6 @@ def missing(name: str) -> list[str]:
 
 
 def make(name: str, section: Tracker) -> Exporter:
-    """Return the exporter of tracker `name`. Its library is imported here, which takes seconds."""
+    """Return the exporter of tracker `name`. This imports the tracker's library, which takes seconds."""
     make_exporter: Callable[[Tracker], Exporter] = importlib.import_module(f"services.tracker.exporters.to_{name}").make
     return make_exporter(section)

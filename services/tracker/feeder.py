@@ -1,8 +1,8 @@
 """Feeds one tracker from the files of the run directory: rows in the order of their commits, then warnings.
 
-Everything in this module may block, so it runs on a thread or in a process that nothing waits for. Rows stay in the run
-directory until the tracker takes them. If this process is killed, the next one continues after the rows that the
-tracker has.
+Everything in this module may block, so it runs on a thread, or in a process, that nothing waits for. Rows stay in the
+run directory until the tracker takes them. If this process is killed, the next process continues after the rows that
+the tracker has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shared.warnings import parse
 BATCH_ROWS = 50
 POLL_S = 1.0
 FIRST_RETRY_S, RETRY_S = 1.0, 30.0
-"""Seconds between attempts to reach a tracker: the first ones, and the maximum."""
+"""Seconds between attempts to reach a tracker: at first, and at most."""
 LINE_CHARS = 300
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Feeder:
         self.refused = ""
         """The reason why the tracker will never take this run, in one line, or an empty string."""
         self.busy_since: float | None = None
-        """Monotonic time at which the current call of the tracker library began, or None if there is none."""
+        """Monotonic time at which the current call of the tracker library began, or None if no call is in progress."""
         self.rows_sent = 0
         self.done = threading.Event()
         """Set once `run` has returned."""
@@ -134,7 +134,7 @@ class Feeder:
             if lineage != self._ledger.lineage:
                 self._annotate(exporter, self._rewound(rows[0]))
             rows = [row for row in rows if row.lineage == lineage]
-            self._show(exporter)  # only for steps before these rows, because their samples have been written
+            self._show(exporter)  # only for steps before these rows, because their samples are already written
             self._call(functools.partial(exporter.send, rows))
             self._evaluated += [row for row in rows if exporter.samples and is_evaluated(row)]
             self._ledger.sent, self._ledger.step = rows[-1].position + 1, rows[-1].step
@@ -198,7 +198,10 @@ class Feeder:
         self._call(lambda: exporter.annotate(note))
 
     def _call(self, work: Callable[[], T]) -> T:
-        """Call the tracker library and return the result of `work`. During the call, `busy_since` is its start time."""
+        """Call the tracker library and return the result of `work`.
+
+        During the call, `busy_since` is the call's start time.
+        """
         self.busy_since = time.monotonic()
         try:
             return work()
@@ -206,9 +209,9 @@ class Feeder:
             self.busy_since = None
 
     def _told(self, problem: str) -> str:
-        """Save the problem so that it can be read after the end of the run, and return it."""
+        """Return the problem, after saving it so that it can be read after the end of the run."""
         self._ledger.problem = problem.partition("; ")[0].removeprefix(f"{self.name}: ")
-        with contextlib.suppress(OSError):  # the problem itself may be that the disk is full
+        with contextlib.suppress(OSError):  # the problem itself may be a full disk
             self._save()
         return problem
 
@@ -230,7 +233,7 @@ def start(feeder: Feeder) -> threading.Thread:
 
 
 def end_of(run: RunDir) -> End:
-    """Return how the run ended, as its supervisor recorded it at the beginning of the end."""
+    """Return how the run ended, as its supervisor recorded when the run began to end."""
     try:
         found = json.loads(run.outcome.read_bytes())
         return End(str(found["outcome"]), str(found["cause"]))

@@ -4,7 +4,7 @@
 the two files contain the whole history, which only grows: the rows before the first return, then the rows after it, and
 so on. The position of a row in the history therefore never changes, and no two rows share a position.
 
-The lineage of a row is 0 before the first return, and then follows the lineage that was last taken back.
+The lineage of a row is 0 before the first return, and afterwards is one more than the lineage that was last taken back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Line:
-    """The place of a row in its file, so that the rows of long runs need not be kept in memory."""
+    """The position of a row in its file, so that the rows of long runs need not be kept in memory."""
 
     file: str
     offset: int
@@ -48,7 +48,8 @@ class History:
         self._read_to = 0
         """Bytes of `metrics.jsonl` that are in `_lines`."""
         self._discarded_bytes = 0
-        """Size of `metrics.discarded.jsonl` when both files were read. It grows before `metrics.jsonl` is truncated."""
+        """Size of `metrics.discarded.jsonl` when both files were read. This file grows before `metrics.jsonl` is
+        truncated."""
         self._pending = False
         """Whether `metrics.jsonl` still had discarded rows when both files were read."""
         self._lineage = 0
@@ -57,7 +58,7 @@ class History:
         return len(self._lines)
 
     def refresh(self) -> None:
-        """Read the new lines of the files. After a return to an earlier step, read both files again from the start."""
+        """Read the new lines of `metrics.jsonl`. After a return to an earlier step, read both files from the start."""
         if self._pending or self._is_outdated() or _size(self._folder / METRICS) < self._read_to:
             self._rebuild()
             return

@@ -19,16 +19,16 @@ FOLDER = "trackers"
 
 
 class Ledger(msgspec.Struct, kw_only=True):
-    """The state of one tracker. A file that is missing or damaged counts as empty."""
+    """The data that one tracker has received. A missing or damaged file counts as empty."""
 
     id: str = ""  # identifies the run in the tracker
-    pid: int = 0  # the process that feeds the tracker, or the last one that did
+    pid: int = 0  # id of the process that feeds the tracker, or that fed it last
     sent: int = 0  # number of rows in the run's history that were handed over
     step: int = 0  # the training step of the last row that was handed over
     sure: int = 0  # number of rows that the tracker is known to hold
     lineage: int = 0  # lineage of the last row
     warnings: int = 0  # number of lines of warnings.jsonl that were sent
-    warnings_sure: int = 0  # number of those lines that the tracker is known to hold
+    warnings_sure: int = 0  # number of these warnings that the tracker is known to hold
     ended: str = ""  # the outcome reported to the tracker, empty while the run continues
     problem: str = ""  # the reason why rows are waiting, in one line; empty if none are waiting
 
@@ -60,7 +60,7 @@ def write(run: Path, name: str, ledger: Ledger) -> None:
 def hold(run: Path, name: str) -> int:
     """Lock tracker `name`, so that only one process at a time feeds it. Return the descriptor of the lock file.
 
-    The process keeps the lock until it dies. Raises RpcError(busy) if another process has it.
+    The process keeps the lock until it dies. Raises RpcError(busy) if another process has the lock.
     """
     path = file_of(run, name).with_suffix(".lock")
     path.parent.mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True)
 class Table:
-    """Samples of one row's step, with the columns `COLUMNS`."""
+    """Samples of the step of one row, in the columns `COLUMNS`."""
 
     position: int
     step: int
@@ -28,7 +28,7 @@ class Table:
 
 
 def is_evaluated(row: Row) -> bool:
-    """Return whether any evaluations ended with the step of this row."""
+    """Return whether the row has results of evaluations."""
     return bool(_sets(row))
 
 

@@ -1,7 +1,7 @@
-"""The tracker service: one instance for each tracker in the topology. The run does not depend on it or wait for it.
+"""The tracker service: one instance for each tracker in the topology. The run neither depends on it nor waits for it.
 
-The tracker library runs on a thread that may hang; the mailbox answers all the same. If the library hangs for too long,
-a new process replaces this one and continues after the rows that the tracker has.
+The tracker library runs on a thread that may hang; the mailbox still answers. If the library hangs for too long, a new
+process replaces this one and continues after the rows that the tracker already has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The HTTP interface of the page. It is private to the page and may change; `launch.monitor --json` is for scripts.
+"""The HTTP interface of the page. It is private to the page and may change; scripts should use `launch.monitor --json`.
 
 GET  /api/stream                                        server-sent events: head, services, pipeline, notices
 GET  /api/metrics?run=&name=&name=&after=&epoch=        metric points of this run or of a run beside it
@@ -71,7 +71,7 @@ def application(page: Page, token: Secret | None, operator: Secret | None) -> AS
     routes = [Route("/", files.answer), *(Route(f"{API}{name}", answer) for name, answer in gets.items())]
     routes.append(Route(f"{API}operate", handlers.operate, methods=["POST"]))
     routes.append(Route("/{name}", files.answer))
-    # The streams are server-sent events, which this middleware leaves alone.
+    # The streams are server-sent events, which this middleware does not compress.
     app = Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, compresslevel=4)])
     return Guard(app, token)
 

@@ -1,7 +1,7 @@
 """`python -m launch.monitor --web`: the page of any run on this machine, live or ended, until Ctrl-C.
 
-It answers requests from this machine only, and changes nothing. The printed address contains a new token, without which
-other users of this machine see no data.
+The page answers requests from this machine only, and changes nothing. The printed address contains a new token, without
+which other users of this machine see no data.
 """
 
 from __future__ import annotations

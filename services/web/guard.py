@@ -1,4 +1,4 @@
-"""Decides which requests reach the application, and adds the headers that confine the page in the browser."""
+"""Decides which requests reach the application, and adds headers that restrict the page in the browser."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Guard:
         await answer(scope, receive, send_confined)
 
     def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
-        """Return the HTTP status and the reason why a request is refused, or None if it is not refused."""
+        """Return the HTTP status and the reason for refusing a request, or None if the request is admitted."""
         host = headers.get("host", "")
         if not self._is_own_name(host):
             return 421, f"{host[:100]!r} is not a name of this page; use its IP address or {', '.join(self._names)}"
@@ -58,8 +58,10 @@ class Guard:
         return None
 
     def _is_own_name(self, host: str) -> bool:
-        """Return whether `host` is an IP address or a name of this machine. If other names were accepted, a site whose
-        name was pointed at this address (DNS rebinding) could read the answers."""
+        """Return whether `host` is an IP address or a name of this machine.
+
+        If other names were accepted, a site whose name resolves to this address (DNS rebinding) could read the answers.
+        """
         name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
         try:
             ipaddress.ip_address(name)

@@ -1,7 +1,7 @@
 """The live parts of the page, sent to any number of browsers as server-sent events.
 
-Only the newest version of each part is kept. A slow browser therefore misses versions, but delays nothing and costs no
-memory.
+Only the newest version of each part is kept. A slow browser therefore misses versions, but delays no other browser and
+costs no memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE_S = 15.0
 SEND_S = 30.0
-"""Maximum seconds that a browser may take to receive an update. A slower browser is disconnected, and reconnects."""
+"""Maximum seconds that a browser may take to receive an update. A browser that takes longer is disconnected, and then
+reconnects."""
 MAX_STREAMS = 32
 """Maximum number of browsers that follow the run at the same time."""
 _HEADERS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
@@ -46,7 +47,7 @@ class LiveParts:
             self._changed = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one browser, as an ASGI application, until it disconnects or is too slow."""
+        """Serve one browser, as an ASGI application, until the browser disconnects or is too slow."""
         self.watchers += 1
         sending = asyncio.create_task(self._send_all(send))
         gone = asyncio.create_task(_disconnected(receive))

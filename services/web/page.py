@@ -1,6 +1,6 @@
 """The page of a run: follows the monitor's stream and the run files, and serves both to browsers.
 
-It needs nothing but the run directory. A run that has ended, or has not begun, is shown from its files alone.
+The page needs nothing but the run directory. A run that has ended, or has not begun, is shown from its files alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_RUNS = 200
 
 
 class Page:
-    """The live view of one run, and the metrics of its siblings."""
+    """The live view of one run, and the metrics of the other runs in its folder."""
 
     def __init__(self, path: Path, *, operable: bool) -> None:
         """If `operable`, the page offers the operator's buttons."""
@@ -45,7 +45,7 @@ class Page:
         self._log = structlog.get_logger("web")
 
     async def run(self) -> None:
-        """Follow the run until cancelled, across its restarts."""
+        """Follow the run, across its restarts, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow())
             group.create_task(self._tick())

@@ -1,4 +1,4 @@
-"""The contents of the run files: metrics, warnings and logs, in the model that the terminal view uses too."""
+"""The contents of the run files: metrics, warnings and logs, in the same model that the terminal view uses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RunFiles:
         self.view.apply(row)
 
     def points(self, names: Iterable[str], after: float) -> dict[str, list[tuple[float, float]]]:
-        """Return the points of these metrics at steps after `after`, by metric name."""
+        """Return, by metric name, the points of these metrics at steps after `after`."""
         return {
             name: [point for point in points if point[0] > after] for name, points in self.view.curves(names).items()
         }

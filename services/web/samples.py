@@ -25,9 +25,9 @@ MAX_TOKENS = 8000
 
 
 def listed(run: Path, split: str, step: int | None) -> dict[str, Any]:
-    """Return the samples of a step, or of the newest step, with the splits and steps that have samples."""
+    """Return the samples of a step (None: the newest step), with the splits and steps that have samples."""
     splits = reader.splits(run)
-    if split not in splits:  # it becomes part of a path
+    if split not in splits:  # the split becomes part of a path
         split = splits[0] if splits else ""
     steps = reader.steps(run, split) if split else []
     if step not in steps:

@@ -1,4 +1,4 @@
-"""The page's calls to the supervisor: process states, and commands from a visitor with the operator token."""
+"""The page's calls to the supervisor: process states, and commands from visitors who have the operator token."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ CONSOLE_FIELDS = ("service", "instance", "incarnation", "run")
 class _Tee:
     """Writes each event as one JSON line to a file and, if there is a console, as one readable line to it.
 
-    Failures to write (a full disk, a closed console) are not raised. Lines lost to the file are counted.
+    Failures to write (a full disk, a closed console) are not raised. Lines that were not written to the file are
+    counted.
     """
 
     def __init__(self, file: int, console: TextIO | None) -> None:
@@ -30,7 +31,7 @@ class _Tee:
         self._file = file
         self._console = console
         self._lost = 0
-        """Number of lines lost since the last one that was written."""
+        """Number of lines lost since the last line that was written."""
         self._torn = False
         self._to_json = structlog.processors.JSONRenderer(sort_keys=False, default=str)
         self._to_text = structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0)

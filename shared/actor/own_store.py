@@ -20,9 +20,9 @@ LOOK_S = 5.0
 
 
 async def own_store(service: Service) -> str:
-    """Return the name of a store: the trainer's on the run's own host, elsewhere the one registered from this host.
+    """Return the name of a store: on the run's own host the trainer's store, elsewhere the store of this host.
 
-    Raises RpcError(missing) if none registers within `WAIT_S`.
+    Raises RpcError(missing) if this host's store does not register within `WAIT_S` seconds.
     """
     if not service.run.scheduler:
         return TRAINER_STORE
@@ -39,8 +39,8 @@ async def own_store(service: Service) -> str:
 
 
 async def own_store_stays(service: Service, store: str) -> None:
-    """Watch the store on a host that joined; run it with `Service.keep`. On the run's own host, where the supervisor
-    restarts the store, return at once.
+    """Watch the store on a host that joined; run this coroutine with `Service.keep`. On the run's own host, where the
+    supervisor restarts the store, return at once.
 
     Raises RpcError(missing) once the scheduler has given up `store`.
     """

@@ -1,7 +1,7 @@
 """The life of a service: STARTING once its mailbox is open, READY, DRAINING, then STOPPED or FAILED.
 
 A service sends heartbeats throughout. Heavy work runs on its own threads, not on the loop's thread, so that the mailbox
-and the heartbeats keep going. A hung worker thread is noticed by the lack of progress of its lease.
+and the heartbeats keep going. A hung worker thread is noticed because its lease makes no progress.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ that its work cannot continue."""
 
 
 class ProcessState(StrEnum):
-    """The states of a process. Services report STARTING to FAILED; only the supervisor knows of the others."""
+    """The states of a process. Services report STARTING to FAILED; only the supervisor knows the other states."""
 
     WAITING = "WAITING"
     STARTING = "STARTING"
@@ -70,8 +70,8 @@ class ProcessState(StrEnum):
 class Service:
     """Base of every actor. Override `start`, `serve`, `drain`; add handlers to `self.mailbox` in `__init__`.
 
-    It runs in a process through `shared.actor.process.run_process`, or on a thread in tests. All methods belong to one
-    event loop; other threads call them with `asyncio.run_coroutine_threadsafe(..., self.loop)`.
+    An actor runs in a process through `shared.actor.process.run_process`, or on a thread in tests. All methods belong
+    to one event loop; other threads call them with `asyncio.run_coroutine_threadsafe(..., self.loop)`.
     """
 
     NAME: ClassVar[str] = ""

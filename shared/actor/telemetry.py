@@ -1,7 +1,7 @@
 """Sends telemetry to the monitor. Training does not depend on it: messages may be dropped, and drops are counted.
 
-`report_refusals` emits the offences of a process's peers: unknown peers, unreadable messages, requests above their
-role. It only reports counts; the mailbox and the gate decide on admission.
+`report_refusals` emits the offences of a process's peers: unknown peers, unreadable messages, requests that a peer's
+role does not allow. It only reports counts; the mailbox and the gate decide on admission.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class TelemetrySender:
         """Share of the tasks that are named in spans, 0 to 1 (`monitor.traces`), or None if the run has no traces."""
 
     def connect(self, client: Client) -> None:
-        """Send to the monitor behind `client` from now on."""
+        """From now on, send to the monitor through `client`."""
         self._client = client
 
     def span(self, what: str, seconds: float, about: Mapping[str, float | str] = _NOTHING, *, of: str = "") -> None:
-        """Report that `what` has just ended after `seconds`, for the run's time line. Call it on the loop's thread.
+        """Report that `what` has just ended after `seconds`, for the run's timeline. Call it on the loop's thread.
 
         `of` is the process (`rollout/0`) or service that a wait was for; it is empty for work. `about` says what the
         span belongs to: `tasks` (see `traced`), `lease`, `step`.
@@ -50,7 +50,7 @@ class TelemetrySender:
     def part(self, what: str, seconds: float, about: Mapping[str, float | str]) -> None:
         """Report a part of the life of traced tasks or of a step, which may contain spans and waits.
 
-        It is for traces only: nothing is sent if the run has none, or if none of the `tasks` is traced.
+        The report is for traces only: nothing is sent if the run has no traces, or if none of the `tasks` is traced.
         """
         if self.traced_share is not None and about.get("tasks") != "":
             self.emit(PART, {"what": what, "seconds": seconds, **about})

@@ -1,1 +1,1 @@
-"""Shares devices between processes: the parts allowed on them together, turns, and moving memory off and back."""
+"""Shares devices between processes: the parts allowed there together, turns, and moving memory off and back."""

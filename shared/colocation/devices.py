@@ -1,10 +1,10 @@
-"""The parts that processes keep on shared devices, and the pairs that may not be there together.
+"""The parts that processes keep on shared devices, and the pairs that must not be there at the same time.
 
 The module is pure: it moves no memory, calls no service and reads no clock.
 
 The order of a step is not stated explicitly; it follows from `FORBIDDEN`. The optimizer and the gradients leave before
-the engine's weights arrive, the parameters and the reference leave before its key/value cache arrives, and the whole
-engine leaves before the gradients return. "Device" means GPU memory on CUDA, and host memory otherwise.
+the engine's weights arrive, the parameters and the reference leave before the engine's key/value cache arrives, and the
+whole engine leaves before the gradients return. "Device" means GPU memory on CUDA, and host memory otherwise.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ FORBIDDEN: tuple[tuple[str, str], ...] = (
     (REFERENCE, GRADIENTS),
     (REFERENCE, OPTIMIZER),
 )
-"""Pairs of parts of different services that may not be on the devices together. Pairs are omitted on purpose where both
-parts are needed: the engine copies its weights while the parameters are on the device, and the reference may stay
-meanwhile."""
+"""Pairs of parts of different services that must not be on the devices at the same time. Pairs are omitted on purpose
+where both parts are needed: the engine copies its weights while the parameters are on the device, and the reference may
+stay there, too."""
 
 _BARRED: Mapping[str, Parts] = MappingProxyType(
     {
@@ -90,7 +90,8 @@ def barred_by(parts: Iterable[str]) -> Parts:
 
 
 class ForbiddenPair(ValueError):
-    """Two parts may not be on the devices together. The message is one line and names the parts and their holders."""
+    """Two parts must not be on the devices at the same time. The message is one line and names the parts and their
+    holders."""
 
 
 class DeviceLedger:
@@ -162,7 +163,8 @@ class Holding:
             self.number += 1
 
     def obey(self, number: int, allowed: Parts, *, granted: bool) -> Parts:
-        """Apply the answer to report `number`, and return the parts that must leave. Older answers are ignored."""
+        """Apply the answer to report `number`, and return the parts that must leave. Answers to older reports are
+        ignored."""
         if number != self.number:
             return NOTHING
         leaving = self.holds - allowed

@@ -1,4 +1,4 @@
-"""Moves tensors off the device and back, bit for bit, to free their memory for a time, or only frees their memory.
+"""Moves tensors off the device and back, bit for bit, to free their memory for a while, or only frees their memory.
 
 On CUDA the shelf is page-locked host memory, which the shelf keeps. On a CPU, where device and host share memory, it is
 a file, so that the memory is really freed. Models and optimizers keep their tensor objects, whose storage is emptied
@@ -99,7 +99,7 @@ class Shelf:
             return
         sizes = [storage.nbytes() for storage in storages]
         if self._locked is None or self._locked.sizes != sizes:
-            self._locked = None  # frees the old one first
+            self._locked = None  # frees the old memory first
             self._locked = LockedMemory(sizes)
         for storage, piece in zip(storages, self._locked.pieces, strict=True):
             piece.copy_(_device_bytes(storage), non_blocking=True)
@@ -143,7 +143,7 @@ def give_back() -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that is on this rank, over the same memory."""
+    """Return the part of a tensor that is on this rank, without a copy."""
     local: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local
 
@@ -153,7 +153,7 @@ def _device_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:
-    """Return the memory of a storage as a writable view. A storage that was shared with numpy could not be resized."""
+    """Return the memory of a storage as a writable view. A storage shared with numpy could not be resized."""
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 

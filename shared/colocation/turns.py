@@ -18,11 +18,12 @@ from shared.rpc.errors import RpcError
 POLL_S = 20.0
 BACKOFF_S = 0.05
 _AGAIN = (ErrorCode.DEADLINE, ErrorCode.BUSY, ErrorCode.DRAINING, ErrorCode.NOT_READY, ErrorCode.LOST)
-"""Codes after which the report is sent again: no order yet, or the scheduler restarts or does not know the process."""
+"""Codes after which the report is sent again: there is no order yet, or the scheduler is restarting or does not know
+the process."""
 
 
 class Turns(Protocol):
-    """Turns on devices, one at a time. It belongs to the service's loop."""
+    """Turns on devices, one at a time. This object belongs to the service's loop."""
 
     @property
     def waiting(self) -> bool:

@@ -22,7 +22,7 @@ _CACHED_ENTRIES = 4096
 
 
 class GymEntries:
-    """Entries of one data set by index. They are generated from the seed and not stored in rows."""
+    """Entries of one data set by index. They are generated from the seed, not read from stored rows."""
 
     def __init__(self, source: str, *, where: str) -> None:
         """`source` is the name in the topology. Raises DataError for an unknown data set or parameter, or if the

@@ -30,8 +30,11 @@ _PACKAGES = Path(__file__).parents[2]
 
 
 class RowMaker:
-    """The client of the process. It first reads `{"rows"}`, then requests `{"question", "answer"}` by index. It
-    replaces a process that has ended. Any thread may call its methods."""
+    """The client of the process.
+
+    The process first sends `{"rows"}`, then answers requests for an index with `{"question", "answer"}`. The client
+    replaces a process that has ended. Any thread may call its methods.
+    """
 
     def __init__(self, source: str, *, where: str) -> None:
         """Raises DataError for an unknown data set or parameter, and SourceLost if no process starts."""
@@ -43,8 +46,11 @@ class RowMaker:
         self._process, self.rows = self._start()
 
     def entry(self, index: int) -> dict[str, Any]:
-        """Return entry `index`. Raises DataError if the data set cannot make it within ANSWER_S, and SourceLost if the
-        process cannot make another row, either."""
+        """Return entry `index`.
+
+        Raises DataError if the data set cannot make this entry within ANSWER_S seconds, and SourceLost if the process
+        cannot make another one, either.
+        """
         with self._lock:
             if index in self._failed_rows:
                 raise DataError(self._failed_rows[index])
@@ -89,7 +95,10 @@ class RowMaker:
 
 
 class _ProcessEnded(Exception):
-    """The process has ended by itself, or was killed for being late. The message completes a sentence: `it {error}`."""
+    """The process has ended by itself, or was killed because its answer was late.
+
+    The message completes a sentence: `it {error}`.
+    """
 
     def __init__(self, why: str, *, late: bool) -> None:
         super().__init__(why)
@@ -148,7 +157,7 @@ class _Process:
 
 
 def _pipe(pipe: Any) -> Any:
-    """Return `pipe`. Raises DataError if it is None."""
+    """Return `pipe`. Raises DataError if `pipe` is None."""
     if pipe is None:
         raise DataError("the process that makes rows has no pipes")
     return pipe

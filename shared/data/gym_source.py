@@ -34,5 +34,5 @@ class GymSource:
         return f"{self.name} row {index}"
 
     def validate(self) -> list[RowError]:
-        """Return no errors without making the rows, which would take too long."""
+        """Return no errors: making all rows to check them would take too long."""
         return []

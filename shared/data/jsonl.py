@@ -14,7 +14,7 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 
 
 class JsonlSource:
-    """A JSONL file. It keeps 16 bytes per row (offset, line number) and parses a row when it is read.
+    """A JSONL file. The source keeps 16 bytes per row (offset, line number) and parses each row when that row is read.
 
     Reads are positional, so threads may share one source. A file that changes while it is open is refused,
     because its offsets, and with them the task ids, would no longer identify the same rows.

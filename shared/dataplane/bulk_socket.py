@@ -71,8 +71,8 @@ def quick(line: socket.socket) -> None:
 def unpaced(line: socket.socket) -> None:
     """Send to a peer on this host as fast as it reads.
 
-    On loopback, bbr (the default of some hosts) keeps the pace of a reader that was once busy computing, which is a
-    tenth to a fifth of the possible rate. Connections to other hosts keep the host's congestion control.
+    Once a reader on loopback has been busy computing, bbr (the default of some hosts) keeps to the pace of that time:
+    a tenth to a fifth of the possible rate. Connections to other hosts keep the host's congestion control.
     """
     with contextlib.suppress(OSError):  # the peer is gone, or the kernel has no cubic
         if line.family == socket.AF_INET and line.getsockname()[0] == line.getpeername()[0]:

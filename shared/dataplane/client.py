@@ -93,7 +93,9 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class _ReadRequest:
-    """Tasks with the same keys to read from one store. `keys` None means all; `at` lists their result positions."""
+    """Tasks with the same keys to read from one store. `keys` None means all keys; `at` lists the positions of the
+    tasks in the result.
+    """
 
     store: str
     keys: tuple[str, ...] | None
@@ -116,10 +118,10 @@ class DataClient:
     ) -> None:
         """`client_of` returns the bus client of (service, instance), as `Service.client` does.
 
-        With `reports`, missing and damaged shards are reported to the scheduler, so that they are made again. The
-        other arguments concern stores on other hosts. With `plain`, unencrypted streams are accepted, too.
-        `inflight_bytes` limits the bytes that are requested but not yet received. `cached_rows` limits the tables of
-        files that are kept for a process that fetches from a file several times; None: `mapping.CACHED_ROWS`.
+        With `reports`, missing and damaged shards are reported to the scheduler, so that they are made again. The other
+        arguments concern stores on other hosts. With `plain`, unencrypted streams are accepted, too. `inflight_bytes`
+        limits the bytes that are requested but not yet received. `cached_rows` limits the file tables that are kept in
+        case the process fetches from a file again; None: `mapping.CACHED_ROWS`.
         """
         raise_descriptor_limit()
         self._client_of = client_of
@@ -169,7 +171,7 @@ class DataClient:
             except OSError as error:
                 if error.errno not in DISK_FULL_ERRNOS:
                     raise
-                # The store counts these reports. A producer that reports keeps its grant.
+                # The store counts these requests with `full`. A producer that sends them keeps its grant.
                 again = msgspec.structs.replace(begin, full=True)
                 grant = await _ask(client, again, PutGrant, deadline)
                 await _wait_for_mount(grant.path, layout.file_bytes, deadline)
@@ -217,9 +219,11 @@ class DataClient:
     async def hold(
         self, task: PutTask, *, store: str, origin: str, stall_s: float, on_progress: OnProgress = ignore_progress
     ) -> None:
-        """Have `store` fetch a version that the trainer put into `origin`, and return once it has all of it.
+        """Have `store` fetch a version that the trainer put into `origin`, and return once `store` has the whole
+        version.
 
-        Calls `on_progress` on progress. Raises DeadlineExceeded after `stall_s` without progress, and `Hold`'s errors.
+        Calls `on_progress` when there is progress. Raises DeadlineExceeded after `stall_s` without progress, and
+        RpcError with the errors of `Hold`.
         """
         loop = asyncio.get_running_loop()
         client = self._client_of(*parse_service_name(store))
@@ -300,7 +304,7 @@ class DataClient:
         target = self._write_mappings.of(descriptor, layout.file_bytes)
         if target is None:
             return write_block(descriptor, layout, self._helper)
-        # With two cores, the other core computes the canary of large weights at this time.
+        # With two cores, the other core is then computing the canary of large weights.
         helper = self._helper if layout.file_bytes < LARGE_BYTES or len(os.sched_getaffinity(0)) > 2 else None
         return copy_block(target, layout, helper)
 
@@ -329,7 +333,9 @@ class DataClient:
         return found
 
     async def _report(self, wants: _ReadRequest, why: str) -> None:
-        """Report to the scheduler that these shards cannot be read. Once it answers, they will be made again."""
+        """Report to the scheduler that these shards cannot be read. Once the scheduler answers, the shards will be made
+        again.
+        """
         log = structlog.get_logger("dataplane")
         log.error("shards not readable", store=wants.store, tasks=len(wants.tasks), why=why[:400])
         request = ReportShards(store=wants.store, tasks=wants.tasks)
@@ -350,7 +356,7 @@ class DataClient:
             found = await loop.run_in_executor(self._threads, read)
             if found is not None:
                 return found
-            await asyncio.sleep(AGAIN_S)  # the file was collected after the answer; the store will report that now
+            await asyncio.sleep(AGAIN_S)  # the file was collected after the answer; the next answer will say so
 
     def _read(self, located: Located, wants: _ReadRequest) -> list[dict[str, Array]] | None:
         found: list[dict[str, Array]] = [{} for _ in wants.tasks]

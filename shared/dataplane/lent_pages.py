@@ -1,8 +1,8 @@
-"""Keeps mappings of files whose pages stores lend repeatedly, for reading and for writing.
+"""Keeps mappings, for reading and for writing, of files whose pages stores lend repeatedly.
 
 A store lends the pages of a collected file to the next put of similar size. A new mapping costs a page fault per page
-written, or per 64 KiB read, and as much again to unmap. Per GiB, a put with checksums takes 0.13 s through a kept
-mapping and 0.22 s with `pwrite`; mapping and faulting a file again takes 0.24 s, and checking a kept mapping 0.015 s.
+written, or per 64 KiB read, and unmapping costs as much again. Per GiB, a put with checksums takes 0.13 s through a
+kept mapping and 0.22 s with `pwrite`; mapping and faulting a file again takes 0.24 s, and checking a kept one 0.015 s.
 
 The interface is `WriteMappingPool.of` and `ReadMappingPool.of`; both return None where a mapping would not pay off.
 Kept mappings do not pin a file's pages: a store truncates such a file before it deletes it, and the descriptors here
@@ -35,8 +35,8 @@ DESCRIPTOR_SHARE = 8
 per file and direction."""
 _SWEEP = 64
 POPULATE_BYTES = 8 << 20
-"""Bytes to populate per call. A call takes 3 to 6 ms, in which no other thread of this process runs, not even its event
-loop."""
+"""Bytes to populate per call. A call takes 3 to 6 ms, during which no other thread of this process runs, not even that
+of its event loop."""
 HELP_BYTES = 256 << 20
 """Minimum size of a mapping whose pages are checked by two threads."""
 _POPULATE_WRITE = 23
@@ -72,7 +72,7 @@ class KeptMapping:
 
 
 class KeptMappings:
-    """Kept mappings by inode. The least recently used one is dropped first. This is not thread-safe."""
+    """Kept mappings by inode. The least recently used mapping is dropped first. This is not thread-safe."""
 
     def __init__(self) -> None:
         self._by_inode: OrderedDict[Inode, KeptMapping] = OrderedDict()
@@ -184,7 +184,8 @@ def _populate(data: mmap.mmap, nbytes: int) -> None:
 class ReadMappingPool:
     """The private mappings that a reader keeps. Any thread may use them.
 
-    A mapping is not given out while it is in use or after it was written to, and its file is locked while it is read.
+    A mapping is not given out while it is in use or after it was written to, and the file is locked while the mapping
+    is read.
     """
 
     def __init__(self, helper: Executor) -> None:
@@ -195,11 +196,11 @@ class ReadMappingPool:
         self._released: deque[tuple[Inode, KeptMapping]] = deque()
 
     def of(self, locked: int) -> tuple[Array, bool] | None:
-        """Return a private mapping of the file, uint8 [file size], and whether it was kept from before, with its pages.
+        """Return a private mapping of the file, uint8 [file size], and whether it was already kept, with its pages.
 
-        `locked` is a descriptor that holds the lock of the sealed file. The array takes ownership of it and closes it
-        with the last view. If the file is small, or is already being read in this process (each reader needs private
-        arrays, to which it may write), returns None, and the descriptor stays with the caller.
+        `locked` is a descriptor that holds the lock of the sealed file. The array takes ownership of the descriptor and
+        closes it with the last view. If the file is small, or is already being read in this process (each reader needs
+        private arrays, to which it may write), returns None, and the descriptor stays with the caller.
         """
         status = os.fstat(locked)
         if status.st_size < MIN_BYTES:
@@ -222,7 +223,7 @@ class ReadMappingPool:
         return array_over(kept.data, status.st_size, release), again
 
     def _release(self, inode: Inode, kept: KeptMapping, locked: int) -> None:
-        self._released.append((inode, kept))  # runs on any thread; the next fetch does the rest
+        self._released.append((inode, kept))  # this runs on any thread; the next fetch does the rest
         os.close(locked)
 
     def close(self) -> None:
@@ -231,7 +232,7 @@ class ReadMappingPool:
             self._kept.close()
 
     def _take_back(self) -> None:
-        """Take back mappings without arrays. Those that were written to are dropped, with their private pages."""
+        """Take back mappings without arrays. Mappings that were written to are dropped, with their private pages."""
         while self._released:
             inode, kept = self._released.popleft()
             kept.in_use = False

@@ -80,7 +80,7 @@ class KnownTable(NamedTuple):
 
 
 class TableCache:
-    """Parsed headers of the latest files by path, at most `most_rows` rows of 60 bytes (None: `CACHED_ROWS`, 16 MB).
+    """Parsed headers of recent files by path, at most `most_rows` rows of 60 bytes (None: `CACHED_ROWS`, 16 MB).
 
     Files do not change, and their names, which contain a random put id, are not reused: when the pages of a collected
     file are lent to another put, they get another name. Rows verified under a name therefore stay verified.
@@ -116,10 +116,10 @@ class TableCache:
 
 
 class MappingCache:
-    """Read-only mappings of the most recently read files. Mapping a file is half of the cost of sending it.
+    """Read-only mappings of the most recently read files. Mapping a file accounts for half of the cost of sending it.
 
-    The cache keeps at most `CACHED_FILES` mappings. Together with those that streams still send, there are at most
-    `most_files`, which leaves descriptors for other uses. A mapping pins its file, which is not deleted while the
+    The cache keeps at most `CACHED_FILES` mappings. Together with the mappings that streams still use, there are at
+    most `most_files`, which leaves descriptors for other uses. A mapping pins its file, which is not deleted while the
     mapping or a view of it lives. Code that retires a file must `drop` it here. Any thread may use the cache.
     """
 

@@ -42,8 +42,8 @@ class _Base:
 def array_over(data: mmap.mmap, nbytes: int, release: Callable[[], object]) -> Array:
     """Return the first `nbytes` bytes of `data` as an array, uint8 [nbytes], without a copy.
 
-    When the last array over the memory is gone, `release` is called, on any thread. It must keep `data` alive until
-    then. `nbytes` may exceed the length of `data`, up to the end of its last page.
+    When the last array over the memory is gone, `release` is called, on any thread. `release` must keep `data` alive
+    until then. `nbytes` may exceed the length of `data`, up to the end of its last page.
     """
     return np.asarray(_Base(data, nbytes, release))
 

@@ -1,4 +1,4 @@
-"""Fetches shards from stores on other hosts: opens streams, reads them over lines, and reopens those that were lost.
+"""Fetches shards from stores on other hosts: opens streams, reads them over lines, and reopens lost streams.
 
 A fetch returns complete, checked shards in their own memory, or raises. It keeps nothing for the next fetch.
 """
@@ -119,7 +119,7 @@ class StreamReader:
     ) -> list[dict[str, Array]]:
         """Return the arrays under `keys` (all arrays if it is empty) of each task. They are private to the caller.
 
-        `on_progress` is called when data has arrived, at least every `stall_s`. Raises RpcError, which has
+        While data arrives, `on_progress` is called at least every `stall_s`. Raises RpcError, which has
         `names` if its code is missing or collected, and DeadlineExceeded if nothing arrives for `stall_s`.
         """
         load = _Load(store, self._client_of(store), _once(tasks), keys)
@@ -221,7 +221,7 @@ class StreamReader:
         """Receive the bytes that `target` lacks, from a stream of all shards of `task`. Return the outcome and reason.
 
         The line is not used again after a failure. Nothing is written to `target` after this method returns. Raises
-        RpcError and WireError if no such stream opens within `open_s`.
+        RpcError or WireError if no such stream opens within `open_s`.
         """
         load = _Load(store, self._client_of(store), [task], ())
         try:
@@ -308,7 +308,7 @@ class StreamReader:
 
 
 async def _ask(client: Client, request: Request, reply: type[R]) -> R:
-    """Repeat a request until the store answers. It has no deadline of its own; the fetch that needs it has one."""
+    """Repeat a request until the store answers. Only the fetch that needs the answer has a deadline."""
     while True:
         try:
             return await client.call(request, reply, deadline_s=CALL_S)
@@ -321,7 +321,7 @@ async def _ask(client: Client, request: Request, reply: type[R]) -> R:
 
 
 def _once(tasks: Sequence[PutTask]) -> list[PutTask]:
-    """Return the tasks without duplicates, which have the same task id and fence."""
+    """Return the tasks without duplicates, that is, tasks with the same task id and fence."""
     if len({task.task_id for task in tasks}) == len(tasks):
         return list(tasks)
     return list({(task.task_id, task.fence): task for task in tasks}.values())

@@ -103,7 +103,7 @@ class RequestWindow:
 
     @property
     def share_bytes(self) -> int:
-        """Return the maximum bytes that each line may have requested."""
+        """Return the maximum number of bytes that each line may have requested."""
         return self._limit_bytes // max(1, self._lines)
 
     def take(self, nbytes: int, mine: int) -> bool:
@@ -193,7 +193,7 @@ class StreamLine:
         incoming.settle(StreamOutcome.LOST, "its line had ended")
 
     def cancel(self, incoming: Incoming) -> None:
-        """Stop receiving `incoming`. Settle it as LOST unless it is settled. After that, nothing is written to it."""
+        """Stop receiving `incoming`. Settle it as LOST if it is not yet settled. Then nothing more is written to it."""
         self._orders.put((self._drop, incoming))
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class StreamLine:
         self._turns.setdefault(incoming.group, deque()).append(incoming)
 
     def _drop(self, incoming: Incoming) -> None:
-        """Cancel a stream. Its ranges that are due are received and discarded."""
+        """Cancel a stream. The ranges of the stream that are still due are received and discarded."""
         if incoming.is_over:
             return
         incoming.is_over = True
@@ -371,7 +371,7 @@ class StreamLine:
             view = view[received:]
 
     def _wait(self, line: socket.socket, nbytes: int) -> None:
-        """Sleep until `nbytes` bytes, which are due, can be read, or for one tick."""
+        """Sleep until `nbytes` of the bytes that are due can be read, or until a tick has passed."""
         if nbytes != self._low:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._low = nbytes
@@ -399,7 +399,7 @@ class StreamLine:
 def _unhex(text: str, nbytes: int) -> bytes:
     """Return the bytes of `text`. Raises WireError unless it is exactly 2 * `nbytes` hexadecimal digits.
 
-    The length is checked, too, because `fromhex` skips blanks: a secret of blanks would be an empty secret.
+    The length is checked, too, because `fromhex` skips blanks: a secret of blanks only would be an empty secret.
     """
     try:
         made = bytes.fromhex(text)

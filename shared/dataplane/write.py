@@ -44,7 +44,7 @@ def write_block(descriptor: int, layout: BlockLayout, helper: Executor | None = 
 def copy_block(target: Array, layout: BlockLayout, helper: Executor | None = None) -> list[int]:
     """Write the file to `target` (uint8 [file_bytes], a mapping with all pages allocated). Return the row checksums."""
     if layout.file_bytes < SMALL_BYTES * len(layout.arrays):
-        helper = None  # it would only wait for the interpreter lock
+        helper = None  # the helper would only wait for the interpreter lock
     checksums = _in_halves(lambda begin, end: _copy_rows(target, layout, begin, end), layout, helper)
     head = np.frombuffer(layout.head(checksums), np.uint8)
     target[: len(head)] = head
@@ -110,7 +110,7 @@ def _write_rows(descriptor: int, layout: BlockLayout, begin: int, end: int) -> l
         pieces: list[Buffer] = [_NO_BYTES] * (2 * (upto - first))
         pieces[::2] = flat[first:upto]
         pieces[1::2] = [_PADDINGS[gap] for gap in gaps[first:upto]]
-        pieces.pop()  # padding after the last row is written with the next rows, or not read
+        pieces.pop()  # the padding after the last row is written with the next rows, or is never read
         _write(descriptor, pieces, int(starts[first]))
         first = upto
     return checksums

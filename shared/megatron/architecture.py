@@ -26,7 +26,8 @@ _PAD_TO = 8
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder of one of the families above. Sizes are in elements; `windows` [layers] are look-backs (None: all)."""
+    """A decoder of one of the families above. Sizes are in elements; `windows` [layers] limit how far back each layer
+    attends (None: no limit)."""
 
     layers: int
     hidden: int

@@ -18,7 +18,7 @@ from shared.model.context import Cut, attend_cut
 
 class PackedAttention(torch.nn.Module):
     """`core_attention` of a ModuleSpec. megatron-core passes `attention_mask` through unchanged. Here it is the `Trees`
-    or `Cut` of the micro-batch, in which no token attends to another micro-batch.
+    or `Cut` of the micro-batch, whose tokens attend only to one another.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Converts Llama, Qwen2 and Qwen3 weights between Hugging Face and megatron-core names, whole or split over tp and pp.
 
-This is pure arithmetic on tensors, without process groups or files. Every rule has its exact inverse, so it serves
-weights, gradients and optimizer moments alike. With H heads and G key-value heads of D elements, megatron keeps the
-queries of a group beside its key and value: rows [G, (H/G + 2) * D]; a tensor-parallel rank has whole groups. Padding
-rows of the vocabulary are zero and are dropped on the way back.
+This is pure arithmetic on tensors, without process groups or files. Every rule has an exact inverse, so the converter
+serves weights, gradients and optimizer moments alike. With H heads and G key-value heads of D elements, megatron keeps
+the queries of a group beside its key and value: rows [G, (H/G + 2) * D]; a tensor-parallel rank has whole groups.
+Padding rows of the vocabulary are zero and are dropped on the way back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 from shared.megatron.architecture import Architecture
 
 Rule = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocab"]
-"""Layout of the full tensor on tensor-parallel ranks: on all, cut in dimension 0 or 1, or as described above."""
+"""Layout of the full tensor on tensor-parallel ranks: whole on each, cut along dimension 0 or 1, or as described
+above."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Converter:
             Weight(last, "decoder.final_layernorm.weight", "whole", ("model.norm.weight",), ((model.hidden,),))
         )
         self.copies: list[Weight] = []
-        """Second copies of weights on another stage, which are written when weights are loaded and never read."""
+        """Second copies of weights on another stage, which are written when weights are loaded and are never read
+        back."""
         if not model.tied:
             self.weights.append(Weight(last, "output_layer.weight", "vocab", ("lm_head.weight",), (table,)))
         elif pp > 1:

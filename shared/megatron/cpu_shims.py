@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 _TYPES = {
     torch.float32: "torch.cuda.FloatTensor",
-    torch.float64: "torch.cuda.FloatTensor",  # the distributed optimizer's sign of "needs no float32 master"
+    torch.float64: "torch.cuda.FloatTensor",  # tells the distributed optimizer that no float32 master is needed
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
     torch.float16: "torch.cuda.HalfTensor",
 }
@@ -52,7 +52,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def megatron_device() -> Iterator[None]:
-    """Run megatron-core inside this context, on the compute thread only, because it patches `torch.cuda`."""
+    """Run megatron-core inside this context, on the compute thread only, because the context patches `torch.cuda`."""
     if torch.cuda.is_available():
         yield
         return

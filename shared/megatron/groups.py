@@ -22,7 +22,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Groups:
-    """The groups of this rank. All ranks create their Groups at the same time, with one layout per process."""
+    """The groups of this rank. All ranks must create their Groups at the same time. A process can have only one
+    layout."""
 
     def __init__(self, place: Place) -> None:
         """Raises ValueError if the process has groups of another layout, or no process group yet for several ranks."""

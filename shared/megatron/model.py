@@ -1,7 +1,7 @@
 """megatron-core's GPTModel over packed nodes with explicit positions: one stage of one tensor-parallel rank.
 
-It runs micro-batches and knows no loss. Logits exist only where a token is scored, and never for the whole vocabulary
-at once.
+It runs micro-batches and computes no loss. Logits exist only where a token is scored, and never for the whole
+vocabulary at once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def transformer_config(model: Architecture, dtype: torch.dtype, place: Place, *,
         fp16=dtype == torch.float16,
         pipeline_dtype=dtype,
         variable_seq_lengths=True,  # micro-batches are packed, with different numbers of nodes
-        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no effect without experts; others reject the line above
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no effect without experts; others forbid the line above
         calculate_per_token_loss=True,  # neither the loss nor the gradient is divided
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # weights are always loaded

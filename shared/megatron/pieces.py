@@ -1,8 +1,8 @@
 """Holds this rank's pieces of a Llama, Qwen2 or Qwen3 model, and runs micro-batches through the ranks of a model copy.
 
-It knows no optimizer, no loss and no bus. Transformer Engine is used if it is installed and CUDA is available, with
-sequence parallelism if tp > 1. On CPU the same layers run on gloo through `cpu_shims`, so everything here is called
-inside `megatron_device`.
+It deals with no optimizer, loss or bus. Transformer Engine is used if it is installed and CUDA is available, with
+sequence parallelism if tp > 1. On a CPU the same layers run on gloo through `cpu_shims`, so everything here must be
+called inside `megatron_device`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Pieces:
     def __init__(self, model_dir: Path, dtype: str, place: Place, *, device: str, max_tokens: int) -> None:
         """`max_tokens` is the limit of one micro-batch. The process group of all ranks must be open.
 
-        Raises RpcError(bad_request) if the model cannot be loaded, and ValueError for degrees that do not divide it.
+        Raises RpcError(bad_request) if the model cannot be loaded, and ValueError for degrees that do not divide the
+        model.
         """
         if dtype not in DTYPES:
             raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: backend megatron supports float32 and bfloat16")
@@ -119,7 +120,7 @@ class Pieces:
         one = torch.ones((), dtype=torch.int, device=self._device)
 
         def calculate(scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            return on_scores(scores), one, {}  # three values and per-token loss, so that the schedule divides nothing
+            return on_scores(scores), one, {}  # three values, with per-token loss, keep the schedule from dividing
 
         def step(packed: Iterator[Packed], model: Any) -> tuple[Any, Callable[[Scores], Any]]:
             return model(next(packed)), calculate

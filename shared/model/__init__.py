@@ -1,1 +1,2 @@
-"""Loads the language model from a folder and scores tokens. It needs torch, so light services do not import it."""
+"""Loads the language model from a folder and scores tokens. It needs torch, so lightweight services do not import
+it."""

@@ -77,7 +77,7 @@ def supports_trees(model: nn.Module) -> bool:
 
 @contextmanager
 def using(model: nn.Module, name: str) -> Iterator[None]:
-    """Run `model` with the attention registered as `name` inside the block, and then restore its own attention."""
+    """Run `model` inside the block with the attention registered as `name`, and then restore its own attention."""
     config: Any = model.config
     before = config._attn_implementation
     config._attn_implementation = name
@@ -100,7 +100,8 @@ def attend_trees(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Map `query` [1, H, N, D] and `key`, `value` [1, G, N, D] to [1, N, H, D]. Raises ValueError for unknown terms."""
+    """Map `query` [1, H, N, D] and `key`, `value` [1, G, N, D] to [1, N, H, D]. Raises ValueError for unsupported
+    terms."""
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, dim = query.shape[1], value.shape[3]

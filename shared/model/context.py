@@ -69,7 +69,8 @@ def local_slots(longest: int, rank: int, size: int) -> np.ndarray[Any, np.dtype[
 
 
 def cut(batch: MicroBatch, rank: int, size: int) -> CutBatch:
-    """Return the part of `batch` that `rank` of `size` holds. Rows are chains: the batch is planned without sharing.
+    """Return the part of `batch` that `rank` of `size` holds. Rows are chains, because the batch was planned without
+    sharing.
 
     A rank without nodes gets a dummy node, so that it takes part in the collectives of every layer.
     """
@@ -146,7 +147,7 @@ def attend_cut(
 ) -> tuple[Tensor, None]:
     """Map `query` [1, H, N, D] and `key`, `value` [1, G, N, D] of this rank's nodes to [1, N, H, D].
 
-    Raises ValueError for unknown terms.
+    Raises ValueError for unsupported terms.
     """
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")

@@ -104,13 +104,13 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def mismatched_weights(mine: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the names of weights that are missing from one mapping or differ in shape, as for another model."""
+    """Return the names of weights that are missing from one mapping or differ in shape, as with another model."""
     reshaped = [name for name in sorted(mine.keys() & given.keys()) if tuple(mine[name]) != tuple(given[name])]
     return sorted(mine.keys() ^ given.keys()) + reshaped
 
 
 def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
-    """Return the parameters or buffers that hold each weight of `named_weights`. A tied weight has several.
+    """Return the parameters or buffers that hold each weight of `named_weights`. A tied weight has several holders.
 
     To move a weight to other memory (`holder.data = tensor`), assign to all its holders. Otherwise they would differ.
     """
@@ -126,7 +126,7 @@ def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def require_deterministic_algorithms() -> None:
-    """Make operations without a deterministic form raise in this process. Call it before the first kernel.
+    """Make operations without a deterministic form raise an error in this process. Call it before the first kernel.
 
     Source: torch's notes on reproducibility. cuBLAS requires a fixed workspace before its first use.
     """

@@ -25,11 +25,11 @@ Entropy = Literal["none", "value", "gradient"]
 """How entropies are computed: not at all, as values for a metric, or with gradients for a loss."""
 
 MAX_LOGITS = 1 << 26
-"""Maximum elements of one float32 block of logits (256 MiB). Above it, the head runs in blocks, which are recomputed in
-the backward pass."""
+"""Maximum number of elements of one float32 block of logits (256 MiB). Above it, the head runs in blocks, which are
+recomputed in the backward pass."""
 GPU_LOGITS = 4
-"""Factor by which this limit is higher on a GPU: with a vocabulary of 152k, a block has 1,766 rows instead of 441. Not
-measured yet."""
+"""Factor by which this limit is higher on a GPU: with a vocabulary of 152k, a block has 1,766 rows instead of 441. The
+effect has not been measured yet."""
 _HEAD_TERMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Settings of models whose logits are not just the output embedding times the hidden state."""
 

@@ -1,6 +1,6 @@
 """The forward pass of plain decoders (Llama, Mistral, Qwen2, Qwen3), written out for inference on a CPU. It launches a
-third as many operations per token as the model's modules; operations dominate the cost of small batches. It reads the
-model's parameters at every pass and keeps no weights. `is_plain` checks whether it supports a model.
+third as many operations per token as the model's modules; launching operations dominates the cost of small batches. It
+reads the model's parameters at every pass and keeps no weights. `is_plain` checks whether it supports a model.
 
 Shapes: R rows, T tokens per row, N = R * T, H query heads, G key heads, D head_dim, L keys so far.
 """
@@ -44,7 +44,7 @@ def is_plain(model: nn.Module) -> bool:
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A replacement of `functional.linear`. It maps rows [N, in], weight [out, in] and bias [out] or None to [N, out]."""
+"""A replacement for `functional.linear`. It maps rows [N, in], weight [out, in] and bias [out] or None to [N, out]."""
 
 
 @dataclass
@@ -59,7 +59,8 @@ class PlainDecoder:
     """The forward pass of one model. Use it under `torch.inference_mode` or `no_grad`."""
 
     def __init__(self, model: nn.Module, product: Product | None = None) -> None:
-        """`model` must be plain (`is_plain`). `product` computes its linear layers, with different last bits."""
+        """`model` must be plain (`is_plain`). If given, `product` computes its linear layers; the last bits then
+        differ."""
         known: Any = model
         self._product = product
         self._model = known

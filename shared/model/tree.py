@@ -2,8 +2,8 @@
 last scored one are not computed. It does not import torch.
 
 The samples of a group share their prompt and often much of their answer, and a causal model gives equal prefixes equal
-hidden states. Sorted sequences form a trie in pre-order: a row of nodes, in which node j is an ancestor of node i
-exactly if j <= i < end[j]. A row that holds one sequence is a plain causal chain. In the tree, a sequence ends before
+hidden states. Sorted sequences form a trie in pre-order: a row of nodes, in which node j is an ancestor of node i if
+and only if j <= i < end[j]. A row that holds one sequence is a plain causal chain. In the tree, a sequence ends before
 its last scored token, which is a target but not a node; the tokens after it are neither.
 """
 
@@ -17,7 +17,8 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_ROW_NODES = 2048
-"""Maximum number of nodes of a row with branches. Its attention mask has the square of this size."""
+"""Maximum number of nodes of a row with branches. The number of entries of its attention mask is the square of this
+number."""
 MIN_FILL = 0.8
 """Minimum fill of an attention block, which bounds its padding. Only attention is padded."""
 
@@ -42,9 +43,9 @@ class MicroBatch:
     is a node together with a token that follows it.
 
     `token_ids` and `depths` int64 [N] describe the nodes, and `scatter` int64 [N] is a node's slot among the slots of
-    all `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. `child_predictor` and `child_token`
-    int64 [C] are an index into `predictors` and the token scored there. `tokens` int64 [M] are the positions
-    of the scored tokens in the caller's flat [T] arrays, and `token_child` int64 [M] is the child of each.
+    all `blocks`. `predictors` int64 [P] are the nodes whose logits are needed. For each child, `child_predictor` int64
+    [C] is an index into `predictors`, and `child_token` int64 [C] is the token scored there. `tokens` int64 [M] are the
+    positions of the scored tokens in the caller's flat [T] arrays, and `token_child` int64 [M] is the child of each.
     """
 
     token_ids: Array
@@ -85,9 +86,9 @@ def plan(
     """Return micro-batches that score each token with mask 1 exactly once.
 
     A micro-batch has at most `max_tokens` nodes, unless it holds one longer sequence. `token_ids` is int [T], `lengths`
-    int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` weighs attention against the linear layers when rows
-    are formed. Without `share` every sequence is a row of its own. Raises ValueError if the sizes of the arrays differ
-    or the first token of a sequence is to be scored.
+    int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` determines the relative costs of attention and linear
+    layers, by which rows are formed. Without `share`, every sequence is a row of its own. Raises ValueError if the
+    sizes of the arrays differ or the first token of a sequence is to be scored.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     tokens = np.asarray(token_ids, dtype=np.int64)
@@ -137,7 +138,7 @@ def _cut_rows(common: Array, lengths: Array, max_nodes: int, hidden_size: int) -
     """Return the number of leading tokens that each sorted sequence shares with its row, or -1 where a row begins.
 
     A token in the linear layers costs about as much as 6 * hidden_size attention pairs (24 h^2 and 4 h multiply-adds
-    per layer), which decides whether joining a row saves time.
+    per layer). This ratio decides whether joining a row saves time.
     """
     shared = np.full(len(lengths), -1, dtype=np.int64)
     nodes = 0

@@ -1,8 +1,8 @@
 """A rank's side of its group: it joins the group, meets the other ranks before every collective, and detects the end of
 the group. Everything here belongs to the event loop.
 
-Ranks communicate through their mailboxes, with deadlines and names. Only the collectives themselves, which begin when
-all ranks have met, run in the process group.
+Ranks communicate through their mailboxes, so that waits have deadlines and errors name ranks. Only the collectives
+themselves, which begin when all ranks have met, run in the process group.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Group:
             raise RpcError(ErrorCode.LOST, f"{round_name} refused: {'; '.join(met.failures)}"[:1000])
 
     async def withdraw(self, cause: str) -> None:
-        """Make the round in which this rank waits, if any, fail on every rank, unless all have met already."""
+        """Make the round in which this rank waits, if any, fail on every rank, unless all ranks have already met."""
         if self._round:
             await self._ask(self._meet(self._round, cause), self.deadline_s)
 
@@ -187,7 +187,8 @@ class Group:
             raise GroupEnded(f"{what}; {', '.join(lost)} died or does not answer") from error
 
     async def until_ended(self, work: Awaitable[None]) -> None:
-        """Run `work` until it completes or the group ends, after which the state of this rank cannot be trusted."""
+        """Run `work` until it completes or the group ends. Once the group has ended, this rank's state cannot be
+        trusted."""
         tasks = {asyncio.ensure_future(work), asyncio.ensure_future(self.watch())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

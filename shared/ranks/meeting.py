@@ -1,8 +1,9 @@
 """Determines where the ranks of a process group meet, and which network interface they then use.
 
-The ranks of one host meet at a file in its private folder and use the loopback interface. The ranks of several hosts
-meet at a port that rank 0 opens at the announced address of its host, and each rank uses the interface that has the
-announced address of its own host. Neither torch's store nor gloo nor NCCL authenticates its peers (docs/security.md).
+Ranks that are all on one host meet through a file in the run's private folder and use the loopback interface. The ranks
+of several hosts meet at a port that rank 0 opens at the announced address of its host, and each rank uses the interface
+that has the announced address of its own host. Neither torch's store nor gloo nor NCCL authenticates its peers
+(docs/security.md).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Meeting:
     interface: str
     """Network interface that the collectives use."""
     file: Path | None = None
-    """File at which the ranks of one host meet."""
+    """File through which the ranks of one host meet."""
     store: str = ""
     """Address `HOST:PORT` at which the ranks of several hosts meet."""
     listener: socket.socket | None = None
@@ -42,7 +43,7 @@ async def join(group: Group, service: Service, hosts: Collection[str | None]) ->
     """Wait until all ranks have joined `group`, and return the information to open the process group.
 
     `hosts` are the hosts of the ranks. Raises DeadlineExceeded, GroupEnded, and RpcError(bad_request) if this process
-    answers no other host.
+    does not answer other hosts.
     """
     if len(set(hosts)) == 1:
         await group.join()
@@ -75,21 +76,22 @@ def announced_interface(listen: str) -> str:
 def reach_hosts_by_nccl(listen: str) -> None:
     """Make NCCL use the interface on which this process answers other hosts. Call it before NCCL is first used.
 
-    If the environment names another interface, it is kept. Raises RpcError(bad_request) as `announced_address` does.
+    If the environment names another interface, that one is kept. Raises RpcError(bad_request) as `announced_address`
+    does.
     """
     if os.environ.get(NCCL_INTERFACE, LOOPBACK) == LOOPBACK:
         os.environ[NCCL_INTERFACE] = exactly(announced_interface(listen))
 
 
 def exactly(interface: str) -> str:
-    """Return the value of NCCL_SOCKET_IFNAME for this interface. Without "=" it would be a prefix."""
+    """Return the value of NCCL_SOCKET_IFNAME for this interface. Without "=", the name would be taken as a prefix."""
     return f"={interface}"
 
 
 def announced_address(listen: str) -> str:
     """Return the IPv4 address in `tcp://ADDRESS:PORT`, where this process answers other hosts.
 
-    Raises RpcError(bad_request) if it answers none, or the name has no address.
+    Raises RpcError(bad_request) if this process does not answer other hosts, or if the name has no address.
     """
     name = listen.removeprefix("tcp://").rpartition(":")[0]
     if not name:

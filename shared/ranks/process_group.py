@@ -36,9 +36,10 @@ def own_device(kind: str, rank: int) -> str:
     """
     if kind != "cuda":
         return kind
-    # cuDNN's attention, which torch prefers on Hopper, builds a plan for every new shape, and each batch has some.
+    # cuDNN's attention, which torch prefers on Hopper, builds a plan for every new shape, and every batch has new
+    # shapes.
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    # The launcher shows a rank one GPU; a rank started by hand may see all of them.
+    # The launcher makes only one GPU visible to a rank; a rank started by hand may see all of them.
     index = rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return f"cuda:{index}"

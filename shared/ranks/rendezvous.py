@@ -1,8 +1,8 @@
 """Rank 0's side of the rendezvous before every collective: a pure state machine over arrivals.
 
-No rank enters a collective that another rank cannot join: a rank that failed reports it here and all ranks refuse the
-call, with their process group intact. An ended group cannot be revived. A rank that joins again after a restart ends
-the group, and all ranks form a new one.
+No rank enters a collective that another rank cannot join: a rank that failed reports the failure here, and all ranks
+refuse the call, leaving their process group intact. An ended group cannot be revived. A rank that joins again after a
+restart ends the group, and all ranks form a new one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Rendezvous:
                 self._decide(request.round, [])
 
     def next_deadline(self) -> float | None:
-        """Return the next time at which `expire` has to be called, or None if no rank waits."""
+        """Return the next time at which `expire` must be called, or None if no rank waits."""
         return min((each.deadline for each in self._rounds.values()), default=None)
 
     def expire(self, now: float) -> None:
@@ -98,7 +98,7 @@ class Rendezvous:
 
     def _join(self, request: Meet, answer: Answer) -> None:
         if self._formed:
-            # The rank gets no answer: its client asks again until rank 0 is in its next life, too, and admits it.
+            # The rank gets no answer: its client asks again until rank 0 has restarted, too, and admits the rank.
             self.end(f"{self._names[request.rank]} was restarted: the group is formed again")
             return
         self._parked[request.rank] = answer

@@ -10,7 +10,7 @@ from shared.ranks.meeting import Meeting
 
 
 def open_store(meeting: Meeting, ranks: int, limit: timedelta) -> Store:
-    """Return the store of `ranks` ranks. A wait that takes longer than `limit` raises RuntimeError."""
+    """Return the store for `ranks` ranks. A wait that takes longer than `limit` raises RuntimeError."""
     if meeting.file is not None:
         store = FileStore(str(meeting.file), ranks)
         store.set_timeout(limit)

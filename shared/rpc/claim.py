@@ -1,4 +1,4 @@
-"""Exclusive ownership of ipc endpoints: a lock file beside each socket, which the kernel releases when its holder dies.
+"""Exclusive ownership of ipc endpoints: a lock on a file beside each socket, released by the kernel if its holder dies.
 
 libzmq's bind silently takes over the path of a live peer, and its close unlinks that path some time later. Sockets are
 therefore bound to a scratch path and renamed under the lock, and only the holder of the lock unlinks the final path.
@@ -32,7 +32,7 @@ class Claim:
 
     @classmethod
     def take(cls, path: Path) -> Claim | None:
-        """Lock `path` for this process. Return None if a live owner has it. Raises OSError for a missing folder."""
+        """Lock `path` for this process. Return None if a live process owns it. Raises OSError for a missing folder."""
         lock = Path(f"{path}{LOCK_SUFFIX}")
         while True:
             descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -48,7 +48,10 @@ class Claim:
             os.close(descriptor)
 
     def scratch(self, salt: int) -> Path:
-        """Return the path to bind before `publish`. `salt` differs between lives, which unlink their own paths."""
+        """Return the path to bind before `publish`.
+
+        `salt` differs between lives, so that each life unlinks only its own path.
+        """
         return Path(f"{self._path}.{salt & 0xFFFF:04x}")
 
     def publish(self, scratch: Path) -> None:

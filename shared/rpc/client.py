@@ -43,7 +43,7 @@ STILL_REFUSED_S = 3.0
 
 @dataclass(slots=True)
 class _Refusals:
-    """Requests of one kind that the peer has refused for lack of room since it last answered one otherwise."""
+    """The peer's consecutive refusals, for lack of room, of requests of one kind."""
 
     began: float
     last: float

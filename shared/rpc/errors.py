@@ -11,7 +11,10 @@ MAX_NAMES = 64
 
 
 class RpcError(Exception):
-    """An `Error` with which a peer replied, or a handler replies. `code` is one of `proto.messages.ErrorCode`."""
+    """An `Error` that a peer sent as its reply, or with which a handler replies.
+
+    `code` is one of `proto.messages.ErrorCode`.
+    """
 
     def __init__(self, code: str, message: str, *, retry_after_s: float = 0.0, names: list[str] | None = None) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
-"""The server side of the bus: one mailbox per process. Handlers must not block its thread, so that it always answers.
+"""The server side of the bus: one mailbox per process. Handlers must not block the mailbox's thread.
 
-It listens on ipc, where the private directory of the run decides who may connect, and on tcp for other hosts, where
-only peers with a key of the run are admitted. Forbidden and unreadable messages are counted. After too many of them,
-the peer is ignored for a while.
+A mailbox thus always answers. It listens on ipc, where the private directory of the run decides who may connect, and on
+tcp for other hosts, where only peers with a key of the run are admitted. Forbidden and unreadable messages are counted.
+After too many of them, the peer is ignored for a while.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from shared.security.roles import Role, least_role
 from shared.security.zap import Gate
 
 REMOTE_MESSAGES = 128
-"""Maximum number of unread messages on a connection from another host. Further ones wait at the sender."""
+"""Maximum number of unread messages on a connection from another host. Further messages wait at the sender."""
 MAX_RUNNING = 65_536
-"""Maximum number of requests that are handled or deferred at once. Further ones are answered with BUSY."""
+"""Maximum number of requests that are handled or deferred at once. Further requests are answered with BUSY."""
 BUSY_S = 1.0
 LOGGED_STRIKES = 3
 """Maximum number of offences of one account that are logged individually."""
@@ -95,7 +95,7 @@ class Call:
         self._mailbox = mailbox
         self.door = door
         self.sender = sender
-        """The peer to answer. It and `door` change when the client reconnects and retries."""
+        """The peer to answer. `sender` and `door` change when the client reconnects and retries."""
         self.request = request
         """Fingerprint of the content of the request."""
         self.incarnation = head.incarnation
@@ -362,7 +362,10 @@ class Mailbox:
         call.fail(RpcError(ErrorCode.INTERNAL, text[:1000]))
 
     def _is_known(self, key: Key, call: Call) -> bool:
-        """Return whether the key was used before. If so, serve a retry of the same request or refuse another one."""
+        """Return whether the key was used before.
+
+        If so, serve a retry of the same request or refuse a different one.
+        """
         running = self._running.get(key)
         if running is not None:
             if running.request != call.request:

@@ -12,7 +12,7 @@ STRIKES = 32
 WINDOW_S = 60.0
 QUARANTINE_S = 10.0
 MAX_PEERS = 1024
-"""Maximum number of remembered accounts. The one with the oldest last offence is forgotten first."""
+"""Maximum number of remembered accounts. The account whose last offence is oldest is forgotten first."""
 
 
 @dataclass(slots=True)

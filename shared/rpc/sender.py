@@ -1,4 +1,5 @@
-"""The sender of a message: where answers go, the proved role, and the account that offences are charged to."""
+"""The sender of a message: the routing id for answers, the proved role, and the account to which offences are
+charged."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ class Sender(NamedTuple):
     """The sender of one message."""
 
     peer: bytes
-    """Routing id that answers are sent to."""
+    """Routing id to which answers are sent."""
     role: Role
     account: Account
 

@@ -70,7 +70,8 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
 
 
 class MessagePump(Protocol):
-    """Moves messages between one socket and an event loop: `Pump` for libzmq, another class in a simulated network."""
+    """Moves messages between one socket and an event loop: `Pump` does so for libzmq, another class in a simulated
+    network."""
 
     def send(self, frames: Sequence[Buffer | zmq.Frame]) -> bool: ...
 
@@ -108,7 +109,7 @@ def open_pump(
 
 
 class Pump:
-    """Moves messages between one socket and the event loop on which it was made. It is not thread-safe."""
+    """Moves messages between one socket and the event loop on which the pump was made. It is not thread-safe."""
 
     def __init__(
         self,
@@ -171,7 +172,10 @@ class Pump:
         return True
 
     def send_tracked(self, frames: Sequence[Buffer]) -> zmq.MessageTracker | None:
-        """Send as `send` does. Return a tracker, done when libzmq has released the whole message, or None if lost."""
+        """Send as `send` does.
+
+        Return a tracker that is done when libzmq has released the whole message, or None if the message is lost.
+        """
         # libzmq does not copy a tracked frame, so it must be immutable: bytes.
         last = zmq.Frame(bytes(frames[-1]), track=True, copy=False)
         return last.tracker if self.send([*frames[:-1], last]) else None

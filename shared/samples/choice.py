@@ -32,7 +32,10 @@ class Choice(msgspec.Struct, frozen=True):
         return cls(samples.every, samples.per_step, topology.algorithm.tasks_per_step)
 
     def takes(self, task_id: str) -> bool:
-        """Return whether the samples of a task can be recorded. If so, its rollout puts their text."""
+        """Return whether the samples of a task can be recorded.
+
+        If so, the rollout also puts their text into the store.
+        """
         if not task_id.startswith(f"{TRAIN}/"):
             return True
         return xxhash.xxh3_64_intdigest(task_id.encode()) % self.tasks_per_step < self.per_step

@@ -1,4 +1,4 @@
-"""Limits on the text that a rollout puts for the recorder."""
+"""Limits on the text that a rollout puts into the store for the recorder."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ SAMPLE_BYTES = 1024
 
 
 def text_limit_bytes(tokens: int, samples: int) -> int:
-    """Return the maximum bytes of the shard of a task with this number of tokens, including prompts, and samples."""
+    """Return the maximum bytes of the shard of a task with this number of tokens (including prompts) and of samples."""
     return TOKEN_BYTES * tokens + SAMPLE_BYTES * samples

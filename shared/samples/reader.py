@@ -51,7 +51,8 @@ def read(
 
 
 def _is_split(split: str) -> bool:
-    """Return whether `split`, which may come from a stranger, is the name of a split and leads to no other folder."""
+    """Return whether `split`, which may come from an untrusted request, is the name of a split and leads to no other
+    folder."""
     name = split.removeprefix(EVAL_PREFIX)
     return split == TRAIN or (name != split and "/" not in name and name not in ("", ".", ".."))
 

@@ -74,7 +74,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def group_scores(record: Record) -> dict[str, float]:
     """Return the mean and the highest reward of the sample's group by name, or {} if the group has one sample.
 
-    They are avg@k and pass@k of an evaluated row, unless samples failed: those count as 0 there.
+    For an evaluated row these equal avg@k and pass@k unless samples failed: avg@k and pass@k count failed samples as 0.
     """
     if record.group_mean is None or record.group_best is None or record.samples < 2:
         return {}

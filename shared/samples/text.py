@@ -41,7 +41,7 @@ _decode = msgspec.msgpack.Decoder(TaskText).decode
 
 
 def pack(text: TaskText, tokens: int) -> Array:
-    """Return the shard, uint8 [N]. If it exceeds its limit, leave out pieces first, then messages, then text."""
+    """Return the shard, uint8 [N]. If the shard exceeds its limit, leave out pieces first, then messages, then text."""
     limit = text_limit_bytes(tokens, len(text.samples))
     packed = _encode(text)
     for shorten in (_drop_pieces, _drop_messages):
@@ -73,7 +73,7 @@ def _encode(text: TaskText) -> bytes:
 
 
 def _clean(value: Any) -> Any:
-    """Return JSON data without lone surrogates and integers of more than 64 bits."""
+    """Return JSON data without lone surrogates or integers of more than 64 bits."""
     match value:
         case str():
             return value.encode("utf-8", "replace").decode()

@@ -22,7 +22,7 @@ from shared.os_limits import raise_descriptor_limit
 from shared.rpc.transport import Pump
 
 MOST_CONNECTIONS = 1024
-"""Maximum number of connections on one endpoint. Further ones are closed at once."""
+"""Maximum number of connections on one endpoint. Further connections are closed at once."""
 DESCRIPTOR_SHARE = 8
 """Divisor of the descriptor limit that gives the maximum number of connections of an endpoint. Each connection has two
 descriptors, libzmq's and a duplicate. A process has up to two endpoints. Connections that have not been examined yet
@@ -170,7 +170,7 @@ def most_connections(descriptors: int) -> int:
 
 
 def _duplicate(descriptor: int) -> sockets.socket:
-    """Return a duplicate of `descriptor`. Raises OSError if it is not a socket or no descriptor is left."""
+    """Return a duplicate of `descriptor`. Raises OSError if it is not a socket, or if no descriptor is left."""
     copy = os.dup(descriptor)
     try:
         return sockets.socket(fileno=copy)

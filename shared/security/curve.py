@@ -33,7 +33,10 @@ def check_listen(endpoint: str) -> None:
 
 
 def lock(socket: zmq.Socket[bytes], keys: Keyring, admits: Role) -> None:
-    """Accept only CURVE and roles of at least `admits` at the next bind. Without a `Gate` no peer is accepted."""
+    """At the next bind, accept only peers that use CURVE and whose role is at least `admits`.
+
+    Without a `Gate`, accept no peer.
+    """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, admits.label.encode())

@@ -42,7 +42,7 @@ class Role(enum.IntEnum):
 
     @classmethod
     def of_label(cls, label: str) -> Role:
-        """Return the role called `label`. Raises ValueError if there is none."""
+        """Return the role called `label`. Raises ValueError if no role has that name."""
         for role in cls:
             if role.label == label:
                 return role

@@ -23,7 +23,7 @@ LOGGED_REFUSALS = 20
 
 
 class Gate:
-    """The gate of one context. It belongs to the event loop that made it. Make it before the first locked bind."""
+    """The gate of one context. It belongs to the event loop that created it. Create it before the first locked bind."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keyring) -> None:
         self.keys = keys

@@ -131,9 +131,9 @@ def held_tasks(topology: Topology) -> int:
 def live_versions(staleness: int) -> int:
     """Return the maximum number of versions that train leases name, plus the newest and the one being written.
 
-    A lease of step s names version s - 1 - staleness or a later one, and while it lives the run does not get past step
-    s - 1 (with consume completion it does, but then the scheduler frees the version). Thus all of them are within
-    `staleness` of the version being written, and the newest version is counted in addition.
+    A lease of step s names version s - 1 - staleness or a later one, and while that lease lives, the run does not get
+    past step s - 1 (with consume completion the run does, but then the scheduler frees the version). Thus all named
+    versions are within `staleness` of the version being written, and the newest version is counted in addition.
     """
     return max(staleness, 1) + 1
 
@@ -157,7 +157,7 @@ def weight_versions(topology: Topology) -> int:
 
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:
     """Return the bytes that each batch-store must be able to hold, so that the run never waits for room that cannot
-    become free: all tasks may be leased to the services of one host, which put into its store.
+    become free: all tasks may be leased to the services of one host, which put all shards into that host's store.
 
     The sum is `held_tasks` times `task_bytes`, `weight_versions` times `weight_bytes`, `replay_bytes` and
     `record_bytes`. Further trained tasks that wait for a checkpoint are not counted, because lack of room orders an

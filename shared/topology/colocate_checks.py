@@ -10,7 +10,8 @@ _COLOCATE = ("placement", "colocate")
 
 
 def check(topology: Topology) -> Found:
-    """Yield names that share nothing, places that differ, and settings that a rollout cannot follow between turns."""
+    """Yield names that cannot take turns, hosts or numbers of GPUs that differ, and settings that a rollout cannot
+    follow between turns."""
     names = topology.placement.colocate
     if not names:
         return

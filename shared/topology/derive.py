@@ -82,9 +82,10 @@ def _takes_turns(data: dict[str, Any]) -> bool:
 
 
 def lease_block(tasks_per_step: int, group_size: int, instances: int, samples: int = _LEASE_SAMPLES) -> int:
-    """Return the task count of a lease: the largest divisor of a step that feeds all engines within `samples` samples.
+    """Return the task count of a lease: the largest divisor of `tasks_per_step` with which every engine gets a lease
+    and no lease exceeds `samples` samples.
 
-    It is a divisor because a lease that spans two steps would have two oldest versions to sample with.
+    A divisor is needed because a lease that spans two steps would have two oldest versions to sample with.
     """
     most = min(math.ceil(tasks_per_step / instances), samples // group_size)
     return max((d for d in range(1, most + 1) if tasks_per_step % d == 0), default=1)

@@ -63,7 +63,7 @@ def inside(folder: FilePath, file: DistributedFile) -> FilePath:
 
 
 def _places(data: Mapping[str, Any]) -> dict[str, str]:
-    """Return a map from each path at home to its place under the folder of a host, which ends with the same name."""
+    """Return a map from each path at home to its place under a host's folder; the place ends with the same name."""
     paths = dict.fromkeys(path for _, path in _keys(data))
     return {path: f"{number}/{FilePath(path).name}" for number, path in enumerate(paths)}
 

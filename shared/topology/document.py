@@ -159,7 +159,7 @@ class Document:
 
 
 def read(path: str | os.PathLike[str]) -> Document:
-    """Read the document at `path` as far as possible. Errors such as duplicate keys are listed in `problems`.
+    """Read as much of the document at `path` as possible. Errors such as duplicate keys are listed in `problems`.
 
     Raises TopologyError if nothing can be read: the file is missing, not UTF-8, not YAML, or not a mapping.
     """

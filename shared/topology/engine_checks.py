@@ -56,7 +56,8 @@ def check(topology: Topology) -> Found:
 
 
 def transfer_floor_s(route: WeightsRoute, nbytes: int, engines: int) -> float:
-    """Return the minimum planned time in seconds to send a version of `nbytes` to `engines` over the trainer's line."""
+    """Return the minimum seconds, at the planned rate, for sending a version of `nbytes` bytes to `engines` engines
+    over the trainer's line."""
     return nbytes * engines / PLANNED_BYTES_PER_S[route]
 
 

@@ -1,7 +1,7 @@
 """Computes the memory that a topology's model takes on each host and GPU: parameters, gradients and optimizer state.
 
-Everything else (activations, the cache of an engine, the libraries) comes in addition, so a run that this arithmetic
-refuses cannot fit. It is pure. `elements` is the number of parameters (`model_files.parameter_count`).
+Everything else (activations, the cache of an engine, the libraries) needs additional memory, so a run that this
+arithmetic refuses cannot fit. It is pure. `elements` is the number of parameters (`model_files.parameter_count`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def per_place(topology: Topology, elements: int, gpus: Mapping[Key, str]) -> dic
     """Return the bytes of the model on every host and GPU. `gpus` is CUDA_VISIBLE_DEVICES by process.
 
     Colocated services take turns, so the largest of them counts. On GPUs, the trainer's parts wait in host memory
-    during the turns of the others, except for gradients of backend torch, which last for a step.
+    during the turns of the others, except for gradients of backend torch, which exist only during a step.
     """
     gone = _LAST_A_STEP[topology.services.policy_trainer.backend]
     waiting = math.ceil(elements * sum(n for part, n in training_parts(topology).items() if part not in gone))

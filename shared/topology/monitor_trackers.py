@@ -27,7 +27,7 @@ class Wandb(Section):
 class Tensorboard(Section):
     directory: LocalPath | None = Field(
         default=None,
-        description="folder in which a folder of this run holds its event files; default: the run directory",
+        description="folder in which this run makes a folder for its event files; default: the run directory",
     )
     samples: SampleCount = 8
 

@@ -33,7 +33,8 @@ def model_folder(value: str, folder: str) -> str:
 
 
 def source(value: str, folder: str) -> str:
-    """Make the path of a file or folder source absolute; keep other sources. Raises ValueError for other text.
+    """Make the path of a file or folder source absolute; return other sources unchanged. Raises ValueError for other
+    text.
 
     A source on the hub becomes the source of its files in the local cache, if they are there.
     """

@@ -54,8 +54,8 @@ class Run(Section):
     spares_after_s: float = Field(
         default=30.0,
         ge=0,
-        description="seconds from the moment all services are ready to the first spare, whose imports take a part of "
-        "the processors' time",
+        description="seconds from the moment all services are ready to the first spare, whose imports use processor "
+        "time",
     )
     on_bad_step: Literal["stop", "skip"] = Field(
         default="stop",
@@ -127,7 +127,8 @@ class RewardRetry(Section):
     )
     backoff_s: Seconds = Field(default=1.0, description="seconds before the first retry of a judge, above 0")
     max_backoff_s: Seconds = Field(
-        default=30.0, description="maximum seconds between two retries, as each pause doubles; backoff_s or more"
+        default=30.0,
+        description="maximum seconds between two retries, up to which each pause doubles; backoff_s or more",
     )
 
 
@@ -242,7 +243,10 @@ class Topology(Section):
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the trainer puts log-probs of a separate pass. A step of one update gets them from its only pass."""
+        """Whether the trainer puts log-probs that a separate pass computes.
+
+        A step of one update gets them from its only pass.
+        """
         return self.algorithm.loss.anchor == "proximal" and not self.algorithm.ratio_is_one
 
     @property

@@ -50,7 +50,7 @@ class Placed(Section):
 
     @property
     def world_size(self) -> int:
-        """Total number of ranks. On CPU they hold exactly one copy of the model."""
+        """Total number of ranks. On the CPU, they hold exactly one copy of the model."""
         return self.gpus or self.parallel.model_ranks
 
     @property

@@ -70,7 +70,7 @@ class _Curve:
                 column[:half] = column[:half:2]
 
     def cut(self, step: float) -> None:
-        """Remove the points of `step` and later ones."""
+        """Remove the points of `step` and of later steps."""
         at = bisect_left(self.steps, step)
         del self.steps[at:], self.values[at:]
 
@@ -86,7 +86,10 @@ class Curves:
         """Number of times that rows replaced earlier rows of the same steps."""
 
     def add(self, row: Mapping[str, float | None]) -> None:
-        """Add a row. If its step is known, replace it and all later steps. The same row again changes nothing."""
+        """Add a row. A row of a known step replaces that step and all later steps.
+
+        Adding the newest row again changes nothing.
+        """
         values = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
         step = values.get(STEP)
         if step is None or values == self.last:

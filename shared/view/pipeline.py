@@ -12,7 +12,7 @@ class Progress:
 
     run: str
     reachable: bool
-    """Whether the scheduler answered the monitor's last request, as far as is known."""
+    """Whether the scheduler answered the monitor's last request; True if this is unknown."""
     step: int | None
     steps: int | None
     version: int | None

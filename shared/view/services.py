@@ -55,7 +55,7 @@ class ServiceView:
     gpu_bytes: float | None
     """GPU memory that the process has reserved, or None if it uses none."""
     progress_age_s: float | None
-    """Seconds since its work last advanced, or None if it has not done any or has no such counter."""
+    """Seconds since its work last advanced, or None if it has done no work or has no progress counter."""
     silent_s: float | None
     """Seconds since its last report about itself."""
 

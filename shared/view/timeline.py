@@ -1,4 +1,4 @@
-"""The time line of a run: when each process worked, on what, and which process it waited for."""
+"""The timeline of a run: when each process worked, on what, and which process it waited for."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Timeline:
         return max((lane[-1].end for lane in self._lanes.values() if lane), default=0.0)
 
     def lanes(self, begin: float, end: float) -> list[Lane]:
-        """Return a lane for each process with a span between `begin` and `end`, cut at these times."""
+        """Return a lane for each process with a span between `begin` and `end`. Spans are clipped to these times."""
         found = []
         for name, lane in sorted(self._lanes.items()):
             spans = tuple(

@@ -1,7 +1,8 @@
 """Additive digests of weights: the digest of a tensor is the sum, modulo 2^64, of the digests of its slices. Slices on
-several ranks, and fused parameters that hold several weights, can be compared with the whole without gathering it.
+several ranks, and fused parameters that hold several weights, can be compared with whole tensors without being
+gathered.
 
-A tensor is a matrix [rows, columns] (`matrix_shape`). With byte j of row r as a signed number b, its digest is
+A tensor is a matrix [rows, columns] (`matrix_shape`). With b_rj as the signed value of byte j in row r, its digest is
 
     sum over r, j of u_r * g_j * b_rj  modulo 2^64,    g_j = sum over k < 8 of w_k * v_jk.
 
@@ -23,7 +24,7 @@ from torch.nn import functional
 
 _FORMS = 8  # columns of v, the minimum of CUDA's int8 product
 _INNER = 65536  # bytes of a row per product: 65536 * 128 * 63 fits an int32
-_MIN_ROWS = 17  # minimum of CUDA's int8 product, whose rows must also be aligned, with a multiple of _ALIGNMENT bytes
+_MIN_ROWS = 17  # minimum of CUDA's int8 product, whose rows must also be aligned and a multiple of _ALIGNMENT bytes
 _ALIGNMENT = 16
 _MASK = (1 << 64) - 1
 

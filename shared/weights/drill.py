@@ -23,9 +23,9 @@ SHORT_CANARY_TOKENS = 8
 SHORT_CANARY_BYTES = 256 << 20
 """Bytes of float32 weights from which `SHORT_CANARY_TOKENS` are used. From this size on, reading the weights dominates
 the cost of a canary, and more tokens slow down every sync. A short canary still involves every layer, every row of the
-output and the attention between positions, and the float32 tolerance is narrow: one stale parameter of the quickstart
-model in the drill gives at least ten times the tolerance, but with 4 tokens only 1.2 times. The drill itself keeps all
-tokens."""
+output and the attention between positions, and the float32 tolerance is narrow: in the drill, one stale parameter of
+the quickstart model moves a log-prob by at least ten tolerances, but with 4 tokens by only 1.2. The drill itself keeps
+all tokens."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -66,7 +66,8 @@ def noise(name: str, size: int, seed: int) -> Array:
 def noise_factors(names: Iterable[str], factors: Sequence[float]) -> dict[str, float]:
     """Return the `factor` of each parameter for `perturb`. `factors` is `WeightsRef.drill_factors`.
 
-    These hold one factor per sorted name, or none, in which case all are 1. Raises ValueError for any other number.
+    The sequence holds one factor per sorted name, or none, in which case all factors are 1. Raises ValueError for any
+    other number.
     """
     ordered = sorted(names)
     if factors and len(factors) != len(ordered):
@@ -75,7 +76,7 @@ def noise_factors(names: Iterable[str], factors: Sequence[float]) -> dict[str, f
 
 
 def canary_error(logprobs: Array, scores: Array, quantile: float) -> float:
-    """Return the `quantile` of |scores - logprobs|, where 1 is the maximum, or NaN if any of them is NaN."""
+    """Return the `quantile` of |scores - logprobs| (1 is the maximum), or NaN if any difference is NaN."""
     differences = np.abs(scores.astype(np.float64) - logprobs)
     return float(np.quantile(differences, quantile, method="higher"))
 

@@ -28,7 +28,7 @@ def room(nbytes: int, device: str) -> Tensor:
 
 
 def pack_into(memory: Tensor, tensors: Iterable[Tensor]) -> int:
-    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n]. When done, return their number."""
+    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n]. When done, return the number of bytes."""
     end = 0
     for each in tensors:
         begin, end = end, end + each.nbytes
@@ -81,7 +81,8 @@ def opening(memory: DeviceMemory) -> tuple[Any, ...]:
 
 
 def withdraw(memory: DeviceMemory) -> None:
-    """Stop waiting for the reader of `memory`. The reader is gone, or has not opened the memory and no longer may.
+    """Stop waiting for the reader of `memory`. The reader is gone, or has not opened the memory and must no longer open
+    it.
 
     `give_back` then frees the memory. A reader that closes it later does no harm: only a count above 0 keeps memory.
     """

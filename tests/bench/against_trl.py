@@ -1,5 +1,5 @@
-"""The same GRPO work by the cluster and by TRL's GRPOTrainer, in samples/s. `peers/trl_grpo.py` lists the settings that
-are equal on both sides and those that differ.
+"""Compares the cluster with TRL's GRPOTrainer on the same GRPO work, in samples/s. `peers/trl_grpo.py` lists the
+settings that are equal on both sides and those that differ.
 
 TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
 alternates between generation and training. With a generation batch of at most one step's samples it is on policy, and
@@ -108,8 +108,8 @@ def measure_cluster(work: Work, model: Path, staleness: int, limit_s: float) -> 
 
 
 def measure_trl(work: Work, model: Path, settings: Settings, limit_s: float) -> Side:
-    """Measure one run of GRPOTrainer. Raises BenchError if it fails or exceeds `limit_s`."""
-    # A cycle is the number of steps per generation; the run is a multiple of it.
+    """Measure one run of GRPOTrainer. Raises BenchError if the run fails or exceeds `limit_s`."""
+    # A cycle is the number of steps per generation; the run has a whole number of cycles.
     cycle = max(settings.generation_batch // work.samples, 1)
     command = [str(PEER_PYTHON), str(PEER), "--model", str(model), "--samples", str(work.samples)]
     command += ["--steps", str(work.steps // cycle * cycle), "--warm-up", str(-(-work.warm_up // cycle) * cycle)]
@@ -191,7 +191,7 @@ def sweep(
 
 
 def record_of(work: Work) -> dict[str, Any]:
-    """Return the record of the sweep of `work`. Raises BenchError if there is none."""
+    """Return the record of the sweep of `work`. Raises BenchError if no sweep was recorded."""
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if work.name not in recorded:
         raise BenchError(f"{RECORD.relative_to(ROOT)} has no sweep of {work.name!r}: run this command with --sweep")
@@ -240,15 +240,15 @@ def model_of(work: Work, folder: Path) -> Path:
     """Return the model of `work`; a random one is created in `folder`."""
     if work.trained:
         return MODEL
-    from tests.bench.random_model import save_random  # This imports torch, which the sides import themselves.
+    from tests.bench.random_model import save_random  # This imports torch, which only the compared programs need.
 
     save_random(folder / "model")
     return folder / "model"
 
 
 def compare(work: Work, turns: int, limit_s: float, only: str | None = None) -> None:
-    """Print the table of `work`: the cluster at each staleness, TRL, and the ratios. `only` restricts it to cluster or
-    trl.
+    """Print the table of `work`: the cluster at each staleness, TRL, and the ratios. `only` restricts the comparison to
+    cluster or trl.
 
     Raises BenchError.
     """

@@ -36,7 +36,8 @@ COLUMNS, LINES = 80, 24
 
 
 def attach(run: RunDir) -> tuple[float, float]:
-    """Return the seconds from the start of the process to the whole picture, and its CPU seconds until then."""
+    """Return the seconds from the start of the process to the whole picture, and the CPU seconds of the process until
+    then."""
     begun = time.monotonic()
     pid, descriptor = pty.fork()
     if pid == 0:

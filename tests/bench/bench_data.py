@@ -1,4 +1,5 @@
-"""The data plane against the machine's limits and its peers in one command, as absolute figures alone mean little.
+"""Compares the data plane with the machine's limits and its peers in one command, as absolute figures alone mean
+little.
 
     python -m tests.bench.bench_data [--sizes 1,4,16] [--rounds N] [--firsts N] [--no-peers] [--no-scheduler]
     python -m tests.bench.bench_data --sweep        find the peers' fastest settings and record them
@@ -19,10 +20,12 @@ later puts  The store lends the pages of collected files, as in every step of a 
 get + read  The first fetch of new files, which verifies every checksum, and the xxh3 of each array (the cheapest call
             that reads every byte: 13 GB/s, against 4 for a sum in float64). Its limits hash the same slices of mapped
             files: cold, including the page faults, and warm, through the same mappings again. "get again" is the same
-            fetch without verification, which a process does once per file. Readers keep their mappings of lent pages.
+            fetch without the verification, which a process performs once per file. Readers keep their mappings of lent
+            pages.
 TCP get     Time until every array is received and checked, against a plain `recv` of as many bytes from one connection
-            into memory that was touched before (a ring of at most 512 MB, because a hot buffer of one chunk would omit
-            the cost of memory). Neither side reads the data again. The limit's sender sends one hot block repeatedly.
+            into memory that was touched before (a ring of at most 512 MB, because with a hot buffer of one chunk the
+            cost of memory would not be measured). Neither side reads the data again. The limit's sender sends one hot
+            block repeatedly.
 peers       Each runs with newly started processes and alternates with a fresh store of ours, with the settings that a
             recorded sweep found fastest (`peers/data_sweep.json`); `peers/data_peers.py` describes what they do.
 

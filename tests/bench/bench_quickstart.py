@@ -1,5 +1,5 @@
-"""The quickstart's speed against TRL's GRPOTrainer, alternating on this machine. The only changes to the quickstart are
-its staleness, its number of steps, and the omission of its evaluations.
+"""Compares the quickstart's speed with that of TRL's GRPOTrainer, in alternating runs on this machine. The only changes
+to the quickstart are its staleness, its number of steps, and the omission of its evaluations.
 
     python -m tests.bench.bench_quickstart                (needs `make peers`)
     python -m tests.bench.bench_quickstart --sweep        find TRL's fastest settings and record them
@@ -7,7 +7,7 @@ its staleness, its number of steps, and the omission of its evaluations.
 
 Both sides train the quickstart's model on the same rows with 512 samples per step. The cluster also saves its
 checkpoints; TRL does not. The cluster computes a prefix that samples of a group share only once (`shared.model.tree`);
-TRL pads every sample. The ratios therefore hold for this work, short answers that are similar within a group.
+TRL pads every sample. The ratios therefore hold only for such work: short answers that are similar within a group.
 `against_trl` describes how the sides are measured.
 """
 

@@ -1,4 +1,5 @@
-"""`make bench-train`: a table of the training step against its peer and its own limits. It asserts nothing.
+"""`make bench-train`: prints a table that compares the training step with its peer and its own limits. It asserts
+nothing.
 
     python -m tests.bench.bench_train                (needs `make peers`)
     python -m tests.bench.bench_train --sweep        find TRL's fastest micro-batch and record it

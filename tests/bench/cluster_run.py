@@ -35,7 +35,8 @@ SHOWN_LINES = 15
 
 
 class BenchError(Exception):
-    """Error of a side of a benchmark. The message is one line, then the last lines of its output."""
+    """An error of one side of a benchmark. The message is one line, followed by the last lines of that side's
+    output."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def failed(what: str, output: Path) -> BenchError:
 
 
 def last_line(command: Sequence[str], what: str, limit_s: float) -> dict[str, Any]:
-    """Run `command` and return the JSON object on its last line. Raises BenchError if it fails or takes longer."""
+    """Run `command` and return the JSON object on its last line. Raises BenchError if the command fails or exceeds
+    `limit_s`."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         output = Path(name) / "child.out"
         with running(list(command), output) as process:
@@ -126,7 +128,7 @@ def run_cluster(
     """Run the quickstart without evaluations and return the rows of its training steps with their arrival times.
 
     `settings` are added as `--set`. `watch` is called with the launcher's pid after each poll of the rows. The run ends
-    early once `enough(rows)` is true. Raises BenchError if it fails or exceeds `limit_s`.
+    early once `enough(rows)` is true. Raises BenchError if the run fails or exceeds `limit_s`.
     """
     run_dir, output = folder / "run", folder / "cluster.out"
     command = [sys.executable, "-m", "launch.cluster", str(TOPOLOGY), "--run-dir", str(run_dir)]

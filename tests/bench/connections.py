@@ -2,7 +2,7 @@
 
 N clients connect to a real scheduler over TCP with CURVE, as the services of other hosts do, and send each kind of
 request. For each kind it prints a JSON object with the size of a request and its answer in bytes, and the CPU time that
-the scheduler's process used for it: transport, decoding, the state machine, the journal and the answer.
+the scheduler's process used for the request: transport, decoding, the state machine, the journal and the answer.
 """
 
 from __future__ import annotations

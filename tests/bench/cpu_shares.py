@@ -4,7 +4,7 @@
 
 The quickstart runs without its evaluations. A figure is a process's user and system time between two metrics rows,
 divided by that of all processes of the run. "journal and supervision" is an upper bound: the launcher, its guard and
-the whole scheduler, whose work is more than its journal.
+the whole scheduler, which does more than write its journal.
 """
 
 from __future__ import annotations

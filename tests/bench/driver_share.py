@@ -93,7 +93,7 @@ def cpu_s(group: WorkerGroup) -> float:
 
 
 async def measure(run: RunDir, group: WorkerGroup) -> dict[str, float]:
-    """Return the CPU seconds of the driver's calls and of the workers over STEPS steps. The step before them is not
+    """Return the CPU seconds of the driver's calls and of the workers over STEPS steps. One step before these is not
     measured.
     """
     async with bench_of(run) as bench:

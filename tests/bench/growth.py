@@ -3,10 +3,10 @@ run.
 
     python -m tests.bench.growth [--steps 300] [--from 100] [--turns 1]
 
-The quickstart runs without its evaluations, and each process is sampled several times a second. A figure is the median
-over WINDOW steps: those after `--from`, and the last of the run. WINDOW is the whole interval between checkpoints, over
-which a store's contents rise and fall. Resident memory (RSS) includes shared memory that a process has mapped and
-touched.
+The quickstart runs without its evaluations, and each process is sampled several times a second. Each figure is the
+median over WINDOW steps: the steps after `--from`, or the last steps of the run. WINDOW is the whole interval between
+checkpoints, over which a store's contents rise and fall. Resident memory (RSS) includes shared memory that a process
+has mapped and touched.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Watch:
 
 
 def name_of(command: list[str]) -> str:
-    """Return a name such as `services.rollout/0`, otherwise the name of the script or program."""
+    """Return a name such as `services.rollout/0`, or the name of the script or program if the process is no service."""
     module = next((part for part in command if part.startswith(("services.", "launch."))), "")
     script = next((Path(part).name for part in command if part.endswith(".py")), "")
     instance = command[command.index("--instance") + 1] if "--instance" in command else ""

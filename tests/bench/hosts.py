@@ -102,7 +102,8 @@ def _agent(path: Path, launcher: subprocess.Popen[str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Loss:
-    """Seconds from the kill of a node until Ray noticed it, and from then until its work was leased elsewhere."""
+    """Seconds from the kill of a node until Ray noticed the loss, and from then until the node's work was leased
+    elsewhere."""
 
     noticed_s: float
     leased_s: float

@@ -53,7 +53,7 @@ def subscribe(endpoint: str, count: int, pipe: Connection) -> None:
     sockets = []
     for _ in range(count):
         socket = context.socket(zmq.SUB)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")  # a loss is only seen in the whole sequence
+        socket.setsockopt(zmq.SUBSCRIBE, b"")  # only the whole sequence shows a loss
         socket.connect(endpoint)
         sockets.append(socket)
     poller = zmq.Poller()
@@ -72,7 +72,7 @@ def subscribe(endpoint: str, count: int, pipe: Connection) -> None:
             while socket.poll(0):
                 frames = socket.recv_multipart()
                 received[at] += frames[0].startswith(b"bench/")
-                if at == 0 or count == 1:  # decoding for all of them would measure this process
+                if at == 0 or count == 1:  # decoding the updates of all subscribers would measure this process
                     body = codec.decode(frames[1:]).body
                     assert isinstance(body, Update)
                     lost[at] += max(body.sequence - last[at] - 1, 0) if last[at] else 0
@@ -90,7 +90,7 @@ class Subscribers:
         self._pipe.recv()
 
     def end(self) -> tuple[int, int, int]:
-        """Return the fewest and the most updates that a subscriber received, and the number that the first lost."""
+        """Return the fewest and the most updates that a subscriber received, and how many the first subscriber lost."""
         self._pipe.send("end")
         least, most, lost = self._pipe.recv()
         self.process.join()

@@ -124,7 +124,7 @@ class Host:
 
 @dataclass(eq=False)
 class Process:
-    """A simulated life of a store or a rollout."""
+    """One life of a simulated store or rollout."""
 
     key: Key
     incarnation: int
@@ -443,7 +443,7 @@ class Population:
                 self.ask(gone)
 
     def lose(self, share: float) -> list[Host]:
-        """Kill a share of the hosts at this moment. All of these deaths are noticed at once, `NOTICED_S` later."""
+        """Kill a share of the hosts at this moment. All of these deaths are noticed together, `NOTICED_S` later."""
         lost = self._chance.sample(self.hosts, max(int(len(self.hosts) * share), 1))
         for host in lost:
             host.alive = False

@@ -29,7 +29,7 @@ def save_random(folder: Path, **sizes: int) -> None:
 
 
 def save_random_of(folder: Path, mib: int) -> None:
-    """Save a model with about `mib` MiB of weights, which set its number of layers."""
+    """Save a model with about `mib` MiB of weights; the number of layers is chosen accordingly."""
     width = 1024 if mib > 256 else 512
     layer_mib = (2 * width * 16 * 64 + 2 * width * 4 * 64 + 3 * width * 4 * width) * 4 / 2**20
     save_random(

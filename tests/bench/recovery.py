@@ -5,9 +5,9 @@
     python -m tests.bench.recovery --only rollout --timeline    what the processes log until the run goes on
 
 A service is killed by SIGKILL once all services are READY, its spare process (if it has one) is warm, and `CALM_STEPS`
-steps were committed since. Two times are taken. `next commit` ends with the next row of metrics.jsonl; training may
-continue for a while with data that the killed service produced before. `with it` ends with the first row after the new
-process is READY. A row is seen at most `POLL_S` late.
+steps have been committed since then. Two times are taken. `next commit` ends with the next row of metrics.jsonl;
+training may continue for a while with data that the killed service produced before. `with it` ends with the first row
+after the new process is READY. A row is seen at most `POLL_S` late.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time until every host has a new version of the weights: `python -m tests.bench.relay [--hosts 5]`.
 
-The hosts are network namespaces behind a switch, with lines of RATE MB/s in each direction. The stores and the
+The hosts are network namespaces behind a switch, with links of RATE MB/s in each direction. The stores and the
 scheduler are the real services. It prints the time until one host has the version, in seconds, and the time until all
 hosts have it: by the relay's chain, by a binary tree, and with the trainer's store as the only source. All hosts begin
 at the same time.

@@ -54,7 +54,7 @@ def measure(hosts: int, seconds: float) -> Iterator[dict[str, Any]]:
     yield {"phase": "steady", **size, **done, **_taken(population, seconds)}
     lost = population.lose(LOST_SHARE)
     population.run_until(WARM_S + 2 * seconds)
-    waiting = sum(row.state == "WAITING" for row in book.rows())  # with the stores of the lost hosts
+    waiting = sum(row.state == "WAITING" for row in book.rows())  # including the stores of the lost hosts
     yield {
         "phase": "loss",
         **size,

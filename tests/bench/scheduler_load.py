@@ -190,7 +190,7 @@ class StateLoad:
 
 
 def measure_state(tasks: int) -> Figures:
-    """Measure `tasks` tasks live at once (a multiple of STEP_TASKS), leased, rolled out, trained and collected."""
+    """Measure the leasing, rollout, training and collection of `tasks` live tasks (a multiple of STEP_TASKS)."""
     gc.collect()
     before = psutil.Process().memory_info().rss
     load = StateLoad(tasks)
@@ -463,7 +463,7 @@ def table(rows: list[Figures]) -> str:
 
 
 def in_own_process(what: str, tasks: int) -> Figures:
-    """Run a measurement in its own process: reusing memory that an earlier one freed would hide growth."""
+    """Run a measurement in its own process: reusing memory that an earlier measurement freed would hide growth."""
     command = [sys.executable, "-m", "tests.bench.scheduler_load", f"--{what}", str(tasks)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ, timeout=1800)
     return Figures(**json.loads(done.stdout.splitlines()[-1]))

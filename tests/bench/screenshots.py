@@ -2,7 +2,7 @@
 
 docs/web-curves.png     two runs over each other, zoomed charts, light
 docs/web-services.png   processes and pipeline of a live run, dark
-docs/web-timeline.png   the time line of a live run
+docs/web-timeline.png   the timeline of a live run
 docs/web-sample.png     a sample with its tokens
 docs/web-phone.png      curves on a phone, dark
 """

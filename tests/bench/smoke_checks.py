@@ -140,7 +140,8 @@ def _slowest_kernel(call: Callable[[], None]) -> str:
 
 
 def locked_memory(device: str) -> Measured:
-    """Measure how much memory the optimizer's shelf takes for its bytes, and how fast it is filled and emptied."""
+    """Measure how much memory the optimizer's shelf takes relative to its content, and how fast it is filled and
+    emptied."""
     from shared.colocation.locked import LockedMemory
 
     on_gpu = device.startswith("cuda")
@@ -295,7 +296,7 @@ def _counted_waits(device: str) -> Iterator[list[Any]]:
 
 
 async def _beside_a_loop(work: Callable[[], object]) -> tuple[float, float]:
-    """Run work on a thread. Return how long it takes and the longest gap between two turns of the loop, in seconds."""
+    """Run `work` on a thread. Return its duration and the longest gap between two turns of the loop, in seconds."""
     loop = asyncio.get_running_loop()
     began = last = loop.time()
     gap = 0.0

@@ -48,7 +48,7 @@ def run(name: str, device: str, limit_s: float) -> dict[str, Any]:
         try:
             output, errors = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that the check has started
+            os.killpg(process.pid, signal.SIGKILL)  # This also kills the processes that the check has started.
             return line | {"seconds": round(limit_s, 1), "error": f"not done within {limit_s:.0f} s"}
     line["seconds"] = round(time.monotonic() - began, 1)
     said = output.splitlines()[-1] if output.strip() else ""

@@ -61,7 +61,7 @@ def speed(batch: Path, model: Path) -> dict[str, Any]:
 
 
 def small_or_qwen3(on_gpu: bool) -> Any:
-    """Return the configuration of a model of the size of Qwen3-0.6B, or of a small one."""
+    """Return the configuration of a model as large as Qwen3-0.6B, or of a small model."""
     from transformers import AutoConfig
 
     sizes = (1024, 3072, 28, 16, 8, 128, 151_936) if on_gpu else (64, 192, 2, 4, 2, 16, 512)
@@ -73,10 +73,10 @@ def small_or_qwen3(on_gpu: bool) -> Any:
 def utilisation(device: str) -> dict[str, Any]:
     """Return operations per second of forward and backward in bfloat16, and MFU where the device's peak is known.
 
-    Both are means over the rounds, which are returned too, for each way to count attention (`model_flops`). Every round
-    has new lengths, like every step of a run, so a library that prepares itself for each shape does so in every round.
-    On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to 4,096 tokens; on a CPU, a small trial
-    model is used.
+    Both are means over the rounds, whose own values are returned too, for each way to count attention (`model_flops`).
+    Every round has new lengths, like every step of a run, so a library that prepares itself for each shape does so in
+    every round. On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to 4,096 tokens; on a CPU,
+    a small trial model is used.
     """
     from transformers import AutoModelForCausalLM
 

@@ -51,7 +51,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class One:
-    """Duration of each part of a sync, and from the start of the first part to the end of the last, in seconds."""
+    """Duration in seconds of each part of a sync, and of the whole sync from the start of its first part to the end of
+    its last."""
 
     parts: tuple[float, ...]
     total: float

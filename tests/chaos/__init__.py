@@ -1,1 +1,1 @@
-"""Disturbs real runs and checks that no acknowledged data is lost. `make chaos MINUTES=10` runs it for ten minutes."""
+"""Disturbs real runs and checks that no acknowledged data is lost. `make chaos MINUTES=10` does so for ten minutes."""

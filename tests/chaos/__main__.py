@@ -1,7 +1,8 @@
-"""Disturbs deterministic runs for some minutes, and compares each with an undisturbed one: `make chaos MINUTES=10`.
+"""Disturbs deterministic runs for some minutes, and compares each with an undisturbed run: `make chaos MINUTES=10`.
 
-Prints every disturbance, and at the end kills and recovery times per service, parity and violations. `--seed` repeats
-the draws of an earlier call. Exit status: 1 if a promise was broken. Needs root, for mounts of limited size.
+Prints every disturbance and, at the end, kills and recovery times per service, parity and violations. `--seed` repeats
+the draws of an earlier call. The exit status is 1 if a promise was broken. Needs root to mount file systems of limited
+size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="no round begins later than this")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first round (default: a random one)")
     given = parser.parse_args()
-    # Otherwise, a script's `&` would make the launchers inherit them as ignored.
+    # Otherwise, the launchers would inherit these signals as ignored if a script has started this process with `&`.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed

@@ -1,8 +1,7 @@
-"""Disturbances of a run: kills, stops, full disks and memory, clock jumps, damage. Each function returns a description
-of what it did.
+"""Disturbances of a run: kills, stops, full disks and memory, clock jumps, damage.
 
-A later call (`Round.later`) ends a disturbance that lasts. A disturbance after which a run may end by design says so
-(`Round.may_end`), and the run is then resumed.
+Each function returns a description of what it did. A later call (`Round.later`) ends a disturbance that lasts. A
+disturbance after which a run may end by design says so (`Round.may_end`), and the run is then resumed.
 """
 
 from __future__ import annotations
@@ -47,21 +46,21 @@ class Round:
     run: Cluster
     chance: random.Random
     clock: Path
-    """File with the jump of the wall clock."""
+    """File that contains the jump of the wall clock."""
     services: tuple[str, ...] = tuple(SERVICES)
     """Services that may be killed."""
     kills: list[tuple[str, float]] = field(default_factory=list)
     """Service and monotonic time of each kill so far."""
     done: Counter[str] = field(default_factory=Counter)
     later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
-    """Ends of disturbances that last, with the monotonic time at which they are due."""
+    """Functions that end lasting disturbances, with the monotonic times at which they are due."""
     may_end: str = ""
     """Cause that may end the run by design, or an empty string."""
     ending: bool = False
     """Whether the run is about to end, so that no other disturbance follows."""
     before_resume: Callable[[], Callable[[], None] | None] = lambda: None
-    """Function that is called when every process has ended. It may return a function that undoes its damage, which the
-    next launch may refuse."""
+    """Function that is called when every process has ended. It may return a function that undoes its damage, in case
+    the next launch refuses the damage."""
     rewound: bool = False
     damaged: bool = False
 
@@ -112,7 +111,7 @@ def _kill(each: Round, names: Sequence[str], gap_s: float = 0.0) -> str:
 
 
 def stop_and_go_on(each: Round) -> str:
-    """Stop a process for less time than the limit of silence."""
+    """Stop a process for less time than it may be silent."""
     name, seconds = each.chance.choice(tuple(SERVICES)), each.chance.uniform(0.5, 6)
     pid = each.pid(name)
     if pid is None:
@@ -204,8 +203,8 @@ def kill_the_launcher(each: Round) -> str:
 
 
 def damage_the_newest_checkpoint(each: Round) -> str:
-    """Flip a byte, and kill the worker that would restore it. The checkpoint before it, or the initial model, is used
-    instead.
+    """Flip a byte of the newest checkpoint, and kill the worker that would restore it. The checkpoint before, or the
+    initial model, is used instead.
     """
     folders = sorted(each.run.run.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     if not folders:
@@ -228,7 +227,7 @@ def delete_the_checkpoints(each: Round) -> str:
 
 
 def damage_a_shard(each: Round) -> str:
-    """Flip a byte of a sealed file, and kill its store, which then drops the file."""
+    """Flip a byte of a sealed file, and kill the file's store, which then drops the file."""
     files = [*each.run.run.shm.glob("*/*.blk")]
     if not files:
         return "there is none"
@@ -248,7 +247,7 @@ def delete_the_shared_memory(each: Round) -> str:
 
 
 def cut_the_journal(each: Round) -> str:
-    """Discard the end of the journal, as a power cut does. The run returns to a state on which all files agree."""
+    """Discard the end of the journal, as a power cut can do. The run returns to a state on which all files agree."""
     kill_the_launcher(each)
     _kill(each, ("scheduler",))
 
@@ -262,7 +261,10 @@ def cut_the_journal(each: Round) -> str:
 
 
 def flip_the_journal(each: Round) -> str:
-    """Flip a bit of the journal at rest. The next launch names the damage, unless the bit was not part of any data."""
+    """Flip a bit of the journal at rest.
+
+    The next launch reports the damage, unless the bit was not part of any data.
+    """
     kill_the_launcher(each)
 
     def damage() -> Callable[[], None]:
@@ -280,7 +282,7 @@ def _restore(path: Path, data: bytes) -> None:
 
 
 def flip(path: Path, chance: random.Random) -> None:
-    """Flip one bit in the second half of a file, which holds values."""
+    """Flip one bit in the second half of a file, where the values are."""
     with path.open("r+b") as file:
         size = path.stat().st_size
         at = chance.randrange(size // 2, size)
@@ -298,7 +300,7 @@ GENTLE: dict[Callable[[Round], str], int] = {
     full_shared_memory: 2,
     few_descriptors: 2,
 }
-"""Disturbances after which a run continues without its operator, with their weights."""
+"""Disturbances after which a run continues without an operator, with their weights."""
 
 ROUGH: dict[Callable[[Round], str], int] = {
     **GENTLE,

@@ -1,4 +1,4 @@
-"""Checks the records of the processes of one launch (`hook/chaos_history.py`) against the promises."""
+"""Checks the records that the processes of one launch made (`hook/chaos_history.py`) against the promises."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Task = tuple[str, int]
 
 
 def read(folder: Path) -> list[Record]:
-    """Return the records of all processes, ordered by the time at which each ended. A line cut off by a kill is
-    skipped.
+    """Return the records of all processes, ordered by the time at which the recorded call ended. A line cut off by a
+    kill is skipped.
     """
     records = []
     for file in folder.glob("*.jsonl"):
@@ -27,10 +27,10 @@ def read(folder: Path) -> list[Record]:
 
 
 def violations(records: list[Record], *, resampled: bool = False, damaged: bool = False) -> list[str]:
-    """Return one line for each contradiction of the promises.
+    """Return one line for each contradiction between the records and the promises.
 
     With `resampled`, the run went back to an earlier step or lost a lease of a later stage, so accepted tasks were
-    sampled again. With `damaged`, the test destroyed shards, so they may be missing.
+    sampled again. With `damaged`, the test destroyed shards, so shards may be missing.
     """
     found = list(_reads_after_collection(records))
     if not damaged:

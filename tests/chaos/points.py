@@ -27,7 +27,7 @@ class Point:
     match: str = ""
     """Part of the name of an argument's type, for functions that handle messages of many types."""
     mark: str = ""
-    """File that is created when the signal is sent, so that no other process is sent it. If the path is empty, every
+    """File that is created when the signal is sent, so that the signal is sent only once. If the path is empty, every
     life of the process is sent the signal.
     """
 
@@ -54,7 +54,7 @@ DRIVER, WORKER = "services.policy_trainer", "services.policy_trainer.worker"
 ROLLOUT, REFERENCE = "services.rollout", "services.reference"
 BOTH = ("before", "after")
 _PLACES = (
-    # Each entry has a process, a function, the type of an argument, and the largest n of "the n-th call".
+    # Each entry has a process, a function, the type of an argument, and the maximum n of "the n-th call".
     (SCHEDULER, "services.scheduler.journal:Journal.commit", "", 400),
     (SCHEDULER, "services.scheduler.metrics_file:MetricsFile.write", "", 8),
     (SCHEDULER, "shared.rpc.mailbox:Mailbox.answer", "StepBatch", 8),
@@ -82,7 +82,7 @@ _PLACES = (
 
 
 def drawn(chance: random.Random, marks: Path, count: int, processes: Collection[str] = ()) -> list[Point]:
-    """Return `count` different points of `processes` (default: all), each of which kills one process once."""
+    """Return `count` different points in `processes` (default: all), each of which kills one process once."""
     places = [place for place in _PLACES if not processes or place[0] in processes]
     points = []
     for number, (process, function, match, most) in enumerate(chance.sample(places, min(count, len(places)))):

@@ -1,4 +1,4 @@
-"""One round: a run that is disturbed until it is done, resumed when a disturbance ended it, and then checked."""
+"""One round: a run is disturbed until it is done, resumed whenever a disturbance has ended it, and then checked."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Result:
 
 
 def clock_library(folder: Path) -> Path | None:
-    """Compile the library that moves the wall clock. Return None if there is no C compiler."""
+    """Compile the library that moves the wall clock. Return its path, or None if there is no C compiler."""
     library = folder / "clock.so"
     if shutil.which("cc") is None:
         return None
@@ -81,7 +81,7 @@ def overrides(steps: int, shm: Path) -> tuple[str, ...]:
 
 
 def undisturbed(folder: Path, steps: int = STEPS) -> Path:
-    """Run to the end without a disturbance. Return the run directory, with which others are compared."""
+    """Run to the end without a disturbance. Return the run directory, with which other runs are compared."""
     with cluster(QUICKSTART, folder, *overrides(steps, folder / "shm"), limit_s=LIMIT_S) as run:
         assert run.end() == 0, run.output()
         return run.path
@@ -188,8 +188,8 @@ def _disturb(
 ) -> list[float]:
     """Disturb the run until `calm_at`, and wait until its launcher has ended or the limit has expired.
 
-    The next disturbance is one of those done least often relative to their weight, so every kind is drawn before one is
-    repeated. Returns the monotonic times of the commits.
+    The next disturbance is one of those that were done least often relative to their weight, so every kind is drawn
+    before any is repeated. Returns the monotonic times of the commits.
     """
     run, chance = each.run, each.chance
     next_at = time.monotonic() + chance.uniform(2, 2 * PATIENCE_S)
@@ -200,7 +200,7 @@ def _disturb(
         each.end_due(now)
         step = int(run.rows()[-1]["step"]) if run.rows() else 0
         if step != last:
-            commits += [now] if step > last else []  # If the step is lower, the run went back.
+            commits += [now] if step > last else []  # If the step is lower, the run has gone back.
             last = step
             next_at = min(next_at, now + chance.uniform(*pause_s))
         if next_at <= now < calm_at and not each.ending and (run.path / "run.json").exists():
@@ -232,7 +232,7 @@ def _kills_at_points(
 
 
 def _checked(run: Cluster, records: list[list[history.Record]], steps: int, disk: Path, shm: Path) -> list[str]:
-    """Return the promises that a finished run broke, and what it left behind."""
+    """Return the promises that a finished run broke, and the files and processes that it left behind."""
     everything = [record for launch in records for record in launch]
     rows = [{"step": 0}, *run.rows()]
     found = history.journal_violations(run.path / "journal.sqlite", rows, everything, steps)

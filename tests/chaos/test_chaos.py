@@ -1,4 +1,4 @@
-"""A short disturbed run, and tests that the checks of a history detect broken promises."""
+"""A short disturbed run, and tests of the checks, which must detect histories that break a promise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEED = 11
 def test_a_short_disturbed_run_keeps_the_promises(tmp_path: Path) -> None:
     """Kills at named points and at random, stops, jumps of the clock, full memory, and a store without descriptors.
 
-    Only services that are back within seconds are killed. Setting CHAOS_SEED repeats the draw of that seed.
+    Only services that are back within seconds are killed. CHAOS_SEED sets the seed of the draw.
     """
     try:
         with rounds.mounted(tmp_path / "try", 1 << 20):

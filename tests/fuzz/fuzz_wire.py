@@ -1,4 +1,4 @@
-"""A coverage-guided fuzz target for everything that decodes foreign bytes: `python -m tests.fuzz.fuzz_wire [libFuzzer
+"""A coverage-guided fuzz target for all code that decodes bytes from peers: `python -m tests.fuzz.fuzz_wire [libFuzzer
 options]`. It needs atheris.
 
 For any bytes, a decoder raises WireError or returns a value that can be encoded again.

@@ -1,4 +1,4 @@
-"""Files, messages and streams that hostile stores and readers may send over bulk connections, made of fuzzed bytes.
+"""Files, messages and streams, made of fuzzed bytes, that hostile stores and readers may send over bulk connections.
 
 Each function raises WireError or returns a consistent result; anything else is a defect.
 """

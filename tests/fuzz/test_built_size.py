@@ -1,4 +1,4 @@
-"""For every type of message, the objects decoded from a body take a small multiple of its length."""
+"""For every type of message, the objects decoded from a body take at most a small multiple of the body's length."""
 
 from __future__ import annotations
 

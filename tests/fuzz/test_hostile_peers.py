@@ -1,4 +1,4 @@
-"""Peers with a key that attack a mailbox over tcp. The mailbox survives, keeps answering other peers, and its memory
+"""Peers that hold a key attack a mailbox over tcp. The mailbox survives, keeps answering other peers, and its memory
 stays small."""
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def test_a_body_is_not_decoded_if_its_sender_may_not_send_it_or_no_handler_takes
     assert server.most_rss_bytes() - before < GROWTH_BYTES
 
 
-def test_large_valid_and_invalid_messages_in_a_row_do_not_accumulate(server: Server) -> None:
+def test_large_invalid_messages_in_a_row_do_not_accumulate(server: Server) -> None:
     body = b"\x80" + b"\xc0" * (7 << 20)
     head = codec.envelope.Envelope(
         type=GetSnapshot.TYPE, request_id=1, incarnation=2, body_bytes=len(body), total_bytes=len(body)
@@ -350,7 +350,8 @@ def test_connections_over_the_limit_are_closed_at_once_and_the_others_stay(serve
 
 def test_a_service_with_few_descriptors_accepts_new_peers_however_many_strangers_connect(tmp_path: Path) -> None:
     """libzmq ends a process that has no descriptor left when a peer connects over ipc. Here strangers without a key try
-    to use them up."""
+    to use up the descriptors.
+    """
     raise_descriptor_limit()
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
     keys.create(run.keys)

@@ -44,7 +44,7 @@ DTYPES = (np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_)
 
 @dataclass
 class Attacker:
-    """A peer that makes bodies of any type. `known` maps field names to values that pass the first checks."""
+    """A peer that makes message bodies of any type. `known` maps field names to values that pass the first checks."""
 
     dice: random.Random
     known: dict[str, list[Any]]
@@ -118,7 +118,7 @@ async def attack(bench: Bench) -> None:
 
 
 async def sent(message: Message, client: Client, outcomes: Counter[str], *, deadline_s: float) -> str:
-    """Send `message` and count its outcome. Return the defect that it showed, or an empty string."""
+    """Send `message` and count its outcome. Return the defect that the outcome shows, or an empty string."""
     try:
         if isinstance(message, Request):
             await client.exchange(message, deadline_s=deadline_s)

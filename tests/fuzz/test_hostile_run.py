@@ -146,7 +146,7 @@ def send_garbage_until_unheard(context: zmq.Context[zmq.Socket[bytes]], endpoint
         for number in range(2 * STRIKES):
             peer.send_multipart(kinds[number % len(kinds)])
         peer.send_multipart(message(Ping(), 99))
-        # Some of the messages are answered with the reason.
+        # Some of the messages are answered with the reason for the refusal.
         heard = [codec.decode(answer_of(peer)).body for _ in range(2)]
         while peer.poll(300):
             heard.append(codec.decode(peer.recv_multipart()).body)
@@ -196,7 +196,7 @@ async def send_hostile_values(clients: dict[str, Client], requests: int) -> list
     async def one(name: str, kind: type[Message]) -> None:
         body = attacker.body(kind)
         if isinstance(body, Meet) and body.rank in (0, 1):
-            return  # With a service's key, it is a restarted rank, for which the group is formed again.
+            return  # With a service's key, the peer counts as a restarted rank, for which the group is formed again.
         defect = await sent(body, clients[name], outcomes, deadline_s=2.0)
         if defect:
             defects.add(f"{name}: {defect}")

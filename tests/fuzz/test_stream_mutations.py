@@ -1,4 +1,4 @@
-"""Damaged files, bulk messages and streams raise WireError or are consistent, with little memory.
+"""Damaged files, bulk messages and streams raise WireError or yield consistent values, and take little memory.
 
 The checksums of damaged data are made valid again, because otherwise only checksums would be tested.
 """

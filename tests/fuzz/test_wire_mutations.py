@@ -1,4 +1,4 @@
-"""Damaged messages raise WireError or decode to a valid message, with little memory."""
+"""Damaged messages raise WireError or decode to a valid message, and take little memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Writes the message catalogue of proto/SPEC.md from the code: `python -m tests.golden.catalogue`.
 
-Purposes, fields, meanings and errors are taken from the classes and comments in proto/messages. Only routes, titles and
-meanings that fields of the same name share are written here. A test fails while the document and the code differ.
+Purposes, fields, meanings and errors are taken from the classes and comments in proto/messages. This module itself
+contains only the routes, the titles, and the meanings that fields of the same name share. A test fails while the
+document and the code differ.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ SHARED = {
     "service": "name of a service, such as `batch-store`",
     "instance": "number of the instance, from 0",
     "incarnation": "incarnation of that instance",
-    "pid": "its process id, on its host",
-    "rss_bytes": "its resident memory",
+    "pid": "id of the process, on its host",
+    "rss_bytes": "resident memory of the process",
     "driver": "incarnation of the driver",
     "lease_id": "number of the lease",
     "task_id": "id of the task (section 8)",

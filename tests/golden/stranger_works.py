@@ -1,4 +1,5 @@
-"""A rollout service from proto/SPEC.md alone, which does the work of one task. It uses the client in stranger.py.
+"""A rollout service, written from proto/SPEC.md alone, which does the work of one task. It uses the client in
+stranger.py.
 
     python tests/golden/stranger_works.py RUN_DIR OUT.json
 

@@ -1,4 +1,4 @@
-"""Documents: links have a target, commands exist, and the README is short."""
+"""Documents: links lead to existing targets, commands exist, and the README is short."""
 
 from __future__ import annotations
 

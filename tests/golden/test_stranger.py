@@ -39,7 +39,7 @@ LINES = 100
 
 
 def stranger(program: str, *arguments: str) -> None:
-    """Run a program beside this file, in another directory and without this process's environment (-I)."""
+    """Run a program from this folder, with another working directory and without this process's environment (-I)."""
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv = {[program, *arguments]!r}; "
         f"runpy.run_path({str(FOLDER / program)!r}, run_name='__main__')"
@@ -90,7 +90,7 @@ async def _exchange(run: RunDir, scheduler: str, folder: Path) -> Exchange:
         assert [(task.task_id, task.fence) for task in grant.batch.tasks] == [(made["task"], made["fence"])]
         [found] = await reference.data.fetch(grant.batch, list(ROLLOUT.makes), deadline_s=CALL_S)
         copied = {key: np.array(array) for key, array in found.items()}
-        logprobs = np.linspace(-1, 0, 700_001, dtype=np.float32)  # The array takes three chunks of a stream.
+        logprobs = np.linspace(-1, 0, 700_001, dtype=np.float32)  # The array fills three chunks of a stream.
         shards = TaskShards(made["task"], made["fence"], {"ref_logprobs": logprobs})
         await reference.data.put([shards], store=STORE, deadline_s=CALL_S)
         which = (made["task"], str(made["fence"]), "ref_logprobs")

@@ -63,7 +63,7 @@ def default_of(field: FieldInfo) -> str:
 
 
 def refused(key: str) -> str:
-    """Return a sentence if this version refuses the key or some of its values."""
+    """Return a sentence that says so if this version refuses the key or some of its values, else an empty string."""
     found = [each for each in UNSUPPORTED if fnmatch(key, each.path) or key.startswith(f"{each.path}.")]
     return "".join(f". *Not available in this version; use {each.use}.*" for each in found)
 

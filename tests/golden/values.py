@@ -15,8 +15,9 @@ EXACT = 2**53
 
 
 def plain(value: Any) -> Any:
-    """Return a value in JSON: structs as maps by field name, inline arrays as {dtype, shape, hex}, integers above
-    2^53 as decimal digits."""
+    """Return a value in JSON: structs as maps by field name, inline arrays as {dtype, shape, hex}, integers above 2^53
+    as strings of decimal digits.
+    """
     if isinstance(value, np.ndarray):
         return {
             "dtype": value.dtype.str,

@@ -88,7 +88,7 @@ class Vector:
 def _canary(length: int) -> Canary:
     logprobs = -np.arange(1, length, dtype=np.float32) / 4
     token_ids = np.arange(length, dtype=np.int32)
-    if length == 3:  # An older trainer makes the same message.
+    if length == 3:  # A trainer of an earlier release would send this message.
         return Canary(token_ids=token_ids, logprobs=logprobs, tolerance=1e-4)
     return Canary(
         token_ids=token_ids,
@@ -160,7 +160,7 @@ def vectors() -> list[Vector]:
         ),
         Vector(
             "heartbeat",
-            "negative integers, booleans' neighbours, records as arrays",
+            "negative and large integers, booleans, records as arrays",
             Heartbeat(
                 service="rollout",
                 instance=1,

@@ -15,8 +15,8 @@ _COPIED_AT = 96
 
 
 def cut(journal: Path, chance: random.Random, least: float = 0.0, most: float = 1.0) -> bool:
-    """Cut the log of a journal that no process has open. Between the shares `least` and `most` of the frames that are
-    not yet copied into the database are removed.
+    """Cut the log of a journal that no process has open. Of the frames that are not yet copied into the database, a
+    share between `least` and `most` is removed.
 
     Return False, without any change, if all frames are copied.
     """

@@ -83,7 +83,8 @@ def damage(run: Cluster, key: str, wanted: Callable[[str], bool]) -> str:
 
 
 def unread(run: Cluster) -> Callable[[str], bool]:
-    """Return whether a task is not in any step yet. A worker that is stopped at that time has not read its shards."""
+    """Return whether a task is not in any step yet. A worker that is stopped at that time has not read the task's
+    shards."""
     journaled = {task_id for _, names in run.journaled_steps().values() for task_id in names}
     return lambda task_id: task_id not in journaled
 

@@ -95,8 +95,8 @@ class RelayRun:
             return await client.call(Hold(task=version, origin=STORE), Held, deadline_s=WITHIN_S)
 
     async def take(self, host: int, version: PutTask = VERSION) -> tuple[dict[str, Array], float]:
-        """Take a version from the store of a host as its rollouts do. Return the version and how long it took, in
-        seconds.
+        """Take a version from the store of a host as its rollouts do. Return the version and how long the fetch took,
+        in seconds.
         """
         began = time.monotonic()
         async with peer_of(self.run_of(host), host) as peer:
@@ -159,7 +159,7 @@ def relay_run(
 
 
 def _told(log: str) -> list[str]:
-    """Return the predecessors that a store was told last."""
+    """Return the predecessors that the scheduler last told a store."""
     rows = [json.loads(line) for line in log.splitlines()]
     told = [row["stores"] for row in rows if row["event"] == "weights come from"]
     return told[-1] if told else []

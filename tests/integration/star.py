@@ -1,4 +1,4 @@
-"""Any number of hosts on one machine: network namespaces joined by a switch over lines with a limited rate."""
+"""Any number of hosts on one machine: network namespaces joined by a switch over links with a limited rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integration import netns
 from tests.integration.two_hosts import command, inside
 
 QUEUE_S = 0.02
-"""Maximum length of the queue at each end of a line, in seconds of traffic. Further packets are lost."""
+"""Maximum length of the queue at each end of a link, in seconds of traffic. Further packets are lost."""
 
 
 class Unavailable(Exception):
@@ -22,10 +22,10 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Host(netns.Host):
-    """A host and its line."""
+    """A host and its link."""
 
     def set_line(self, state: str) -> None:
-        """Set the line `up` or `down`."""
+        """Set the link `up` or `down`."""
         command("ip", "-n", self.namespace, "link", "set", "star0", state)
 
 
@@ -38,9 +38,9 @@ def limit(namespace: str, link: str, bytes_per_s: int) -> None:
 
 @contextlib.contextmanager
 def star(count: int, bytes_per_s: int) -> Iterator[Sequence[Host]]:
-    """Create `count` hosts, each with a line of `bytes_per_s` in each direction. Raises Unavailable.
+    """Create `count` hosts, each with a link of `bytes_per_s` in each direction. Raises Unavailable.
 
-    The line of host i ends as `star0` in its namespace.
+    The link of host i ends as `star0` in the host's namespace.
     """
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:

@@ -104,7 +104,7 @@ class StoreProcess:
 
 @dataclass
 class Peer:
-    """A bus client and a data client, as a service that uses the store has them."""
+    """A bus client and a data client, like those of a service that uses the store."""
 
     store: Client
     data: DataClient

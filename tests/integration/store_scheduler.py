@@ -134,7 +134,7 @@ class Process:
 
 
 def ask_again(error: RpcError) -> None:
-    """Return if a long poll found nothing, so that it is repeated; raise any other refusal."""
+    """Return if a long poll found nothing, so that the caller repeats it; raise any other refusal."""
     if error.code not in (ErrorCode.NOT_READY, ErrorCode.DEADLINE):
         raise error
 

@@ -135,7 +135,8 @@ Message = list[bytes]
 
 
 class Meddler:
-    """A man in the middle of the bulk protocol: `meddle` maps each message from the store to those passed on.
+    """A man in the middle of the bulk protocol: `meddle` maps each message from the store to the messages that are
+    passed on.
 
     Each connection has one thread per direction. Broken framing makes the reader disconnect and connect again.
     """

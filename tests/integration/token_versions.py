@@ -1,4 +1,5 @@
-"""Reads token versions from the shards of a run while it runs, because its store ends with it. Asserts nothing."""
+"""Reads token versions from a run's shards before the run ends, because the store ends with the run. Asserts
+nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class TokenVersions:
         assert self._run.end() == 0, self._run.output()
 
     def by_step(self) -> dict[int, list[list[Array]]]:
-        """Return, for every journaled step, the sequences of each of its tasks as last put."""
+        """Return, for every journaled step, the sequences of each of its tasks from the task's last put."""
         newest = dict(sorted(self.of))
         return {
             step: [self.of[task, newest[task]] for task in tasks if task in newest]

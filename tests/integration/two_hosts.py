@@ -50,13 +50,14 @@ class Hosts:
         command(*inside(self.switch), "tc", "qdisc", "add", "dev", "rlb3", *shape.split())
 
     def use_cubic(self) -> None:
-        """Let the store's host use TCP CUBIC whatever the machine's default: how streams share a link depends on it."""
+        """Let the store's host use TCP CUBIC whatever the machine's default, because how streams share a link depends
+        on the algorithm."""
         for route in command(*inside(self.store), "ip", "route", "show", "dev", "rlb0").splitlines():
             words = [*route.split(), "dev", "rlb0", "congctl", "cubic"]
             command(*inside(self.store), "ip", "route", "replace", *words)
 
     def firewall(self, action: str, *rule: str) -> None:
-        """Apply a rule to incoming packets on both ends."""
+        """Apply a rule to incoming packets at both ends."""
         for host in (self.store, self.reader):
             command(*inside(host), "iptables", action, "INPUT", *rule)
 

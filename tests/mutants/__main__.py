@@ -1,8 +1,8 @@
 """Applies each listed defect to a copy of the tree and runs the test that must find it.
 
 `python -m tests.mutants [WORD...]` runs only those whose name or file contains one of the words. The exit status is 1
-when a mutant survives, does not apply, or its test fails without it. JOBS copies of the working tree are used
-concurrently; the tree itself is never changed.
+when a mutant survives, does not apply, or has a test that fails without the mutation. JOBS copies of the working tree
+are used concurrently; the tree itself is never changed.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ HOSTS = [
 """,
         """        queue = self._queues[store]
 """,
-        f"{LARGE}::test_clears_that_do_not_fit_into_one_message_are_sent_after_its_acknowledgement",
+        f"{LARGE}::test_clears_beyond_one_message_are_sent_once_the_message_is_acknowledged",
     ),
     Mutation(
         "the scheduler ends before the processes of other hosts",

@@ -45,7 +45,7 @@ LAUNCHER = [
         WATCH,
         "max(SILENCE_S, SLOWNESS * self._longest_gap_s.get(key[0], 0.0))",
         "SILENCE_S",
-        f"{LAUNCH}::test_the_limit_of_silence_grows_with_the_gaps_between_a_services_signs_of_life",
+        f"{LAUNCH}::test_the_time_limit_for_an_answer_grows_with_the_gaps_between_a_services_answers",
     ),
     Mutation(
         "time in which the launcher was stopped counts as silence",

@@ -39,7 +39,7 @@ SAMPLES = [
         COLLECTION,
         "for task_id, due in records.due.items() if due.step > step]",
         "for task_id, due in records.due.items() if False]",
-        f"{DUE}::test_samples_of_steps_taken_back_are_not_due_and_the_recorder_learns_once_to_discard_them",
+        f"{DUE}::test_samples_of_steps_taken_back_are_not_due_and_the_recorder_is_told_once_to_discard_them",
     ),
     Mutation(
         "a task is written twice",

@@ -72,7 +72,7 @@ SCHEDULER = [
         COMPLETING,
         "result.samples < min(2, run.plan.group_size)",
         "result.samples < 1",
-        f"{LEASES}::test_one_surviving_sample_drops_a_train_task",
+        f"{LEASES}::test_a_training_task_with_only_one_surviving_sample_is_dropped",
     ),
     Mutation(
         "the next attempt of a task keeps the previous fence",
@@ -114,7 +114,7 @@ SCHEDULER = [
         LEASING,
         "task.admission) - 1 - run.plan.staleness",
         "task.admission) - 2 - run.plan.staleness",
-        f"{ADMITTED}::test_a_lease_names_the_oldest_version_its_step_may_be_sampled_with",
+        f"{ADMITTED}::test_a_lease_names_the_oldest_version_with_which_its_step_may_be_sampled",
     ),
     Mutation(
         "consume completion trains on tokens that are older than staleness allows",
@@ -278,7 +278,7 @@ SCHEDULER = [
         "services/scheduler/tasks.py",
         "if self._copies is not None and task not in self._copies:",
         "if False:",
-        "tests/property/test_scheduler_model.py::test_a_snapshot_shows_the_run_at_its_beginning_whatever_happens_later",
+        "tests/property/test_scheduler_model.py::test_a_snapshot_shows_the_run_as_it_was_when_the_snapshot_began",
     ),
     Mutation(
         "the chain does not cover the body of an event",
@@ -344,21 +344,21 @@ SCHEDULER = [
         "services/scheduler/tasks.py",
         "fence = max(fence, self.least_fence)",
         "fence = max(fence, 1)",
-        f"{LOST_END}::test_a_journal_that_ends_anywhere_continues_without_the_effects_of_later_events",
+        f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
     ),
     Mutation(
         "waiting tasks keep their fences when the end of the journal is lost",
         "services/scheduler/store_loss.py",
         "if task.state == TaskState.PENDING:",
         "if False:",
-        f"{LOST_END}::test_a_journal_that_ends_anywhere_continues_without_the_effects_of_later_events",
+        f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
     ),
     Mutation(
         "lease numbers do not jump when the end of the journal is lost",
         "services/scheduler/store_loss.py",
         "run.leases.next_id += MARGIN",
         "run.leases.next_id += 0",
-        f"{LOST_END}::test_a_journal_that_ends_anywhere_continues_without_the_effects_of_later_events",
+        f"{LOST_END}::test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events",
     ),
     Mutation(
         "the run keeps steps whose rows contradict metrics.jsonl when the end of the journal is lost",

@@ -68,7 +68,7 @@ TRAINER = [
         f"{WORKER}/losses/mismatch.py",
         "weight = ratio(prox - data.rollout)",
         "weight = ratio(data.rollout - prox)",
-        "tests/unit/policy_trainer/test_loss_terms.py::test_loss_is_the_stated_formula",
+        "tests/unit/policy_trainer/test_loss_terms.py::test_loss_follows_the_stated_formula",
     ),
     Mutation(
         "GSPO counts only the tokens of its own context rank",
@@ -187,7 +187,7 @@ TRAINER = [
         f"{WORKER}/losses/mismatch.py",
         '"weight_squared": truncated.square().sum()',
         '"weight_squared": weight.square().sum()',
-        "tests/unit/policy_trainer/test_losses.py::test_importance_weights_are_measured_by_their_formulas",
+        "tests/unit/policy_trainer/test_losses.py::test_metrics_of_importance_weights_follow_their_formulas",
     ),
     Mutation(
         "the last checkpoint is deleted before the new one is whole",

@@ -42,7 +42,7 @@ WEB = [
         "services/web/samples.py",
         "if split not in reader.splits(run):",
         "if False:",
-        "tests/unit/web/test_samples.py::test_a_split_that_is_a_path_out_of_the_samples_is_not_read",
+        "tests/unit/web/test_samples.py::test_a_split_that_names_a_path_outside_the_samples_is_not_read",
     ),
     Mutation(
         "a browser that takes nothing keeps its place",

@@ -86,7 +86,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Return cases with four aggregations over ragged, unevenly masked samples, a rank whose tokens are all masked, an
+    """Yield cases with four aggregations over ragged, unevenly masked samples, a rank whose tokens are all masked, an
     empty rank, sequence ratios, sequence masks and answers of a single token."""
     for index, aggregation in enumerate(AGGREGATIONS):
         yield _case(aggregation, PPO, aggregation, seed=index, owner=np.arange(9), masked_rows=())
@@ -98,7 +98,7 @@ def cases() -> Iterator[Case]:
 
 
 def nothing_trained() -> Iterator[Case]:
-    """Return a batch whose samples are all masked, and one without a sample."""
+    """Yield a batch whose samples are all masked, and one without samples."""
     yield _case("all-masked", PPO, "token_mean", seed=13, owner=np.arange(9), masked_rows=tuple(range(9)))
     yield _case("empty", PPO, "token_mean", seed=13, owner=np.full(9, -1), masked_rows=tuple(range(9)))
 

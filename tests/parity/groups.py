@@ -38,7 +38,8 @@ def sums_of(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
 
 
 def run_group(function: str, layout: Layout, folder: Path, device: str = "cpu") -> None:
-    """Start `layout.world_size` processes and wait for them. A rank that fails fails the test with its output."""
+    """Start `layout.world_size` processes and wait for them. If a rank fails, the test fails with that rank's
+    output."""
     folder.mkdir(parents=True)
     context = _server()
     processes = []

@@ -1,4 +1,4 @@
-"""Tiny models of the families that backend megatron supports, saved as folders, and backends over them."""
+"""Tiny models of the families that backend megatron supports, saved as folders, and backends for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def hf_model(family: str, dtype: str = "float32") -> Any:
-    """Return a model that always has the same weights for a family. Its biases are not zero."""
+    """Return the model of `family`, which always has the same weights. Its biases are not zero."""
     model = make_model(**FAMILIES[family], dtype=getattr(torch, dtype))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -39,7 +39,7 @@ def hf_model(family: str, dtype: str = "float32") -> Any:
 
 
 def save(family: str, folder: Path, dtype: str = "float32") -> Path:
-    """Return the folder of the model, with exactly the weights of `hf_model`."""
+    """Save the model with exactly the weights of `hf_model`, and return its folder."""
     target = folder / f"{family}-{dtype}"
     target.mkdir(parents=True, exist_ok=True)
     model = hf_model(family, dtype)
@@ -61,7 +61,7 @@ def megatron(
 
 
 def alone(family: str, folder: Path, place: Place, *, dtype: str = "float32", **given: Any) -> TorchBackend:
-    """Return the torch backend of one process over the same weights."""
+    """Return the torch backend of one process with the same weights."""
     settings = Optimizer(**{"lr": 1e-3, **given})
     return TorchBackend(
         folder, dtype, settings, options(folder / "scratch"), place, load=lambda _, name: hf_model(family, name)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 LAYOUTS = {"tp2": Layout(2, tp=2), "pp2xcp2": Layout(4, pp=2, cp=2)}
 LIMIT = 1e-5
 MAX_TOKENS = 10
-"""Maximum tokens of a micro-batch, small enough for several micro-batches."""
+"""Maximum tokens of a micro-batch, small enough to give several micro-batches."""
 
 
 def other_weights(model: Path) -> dict[str, Array]:

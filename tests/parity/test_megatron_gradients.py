@@ -33,7 +33,7 @@ LAYOUTS = {
 PRODUCTS = {"dp2xtp2": Layout(4, tp=2), "dp2xpp2": Layout(4, pp=2), "tp2xpp2": Layout(4, tp=2, pp=2)}
 FAMILY = "qwen3-tied"
 ALONE = Layout(1).place(0)
-# With a smaller eps, AdamW's first updates have full size however small a gradient is, including rounding errors.
+# With a smaller eps, AdamW's first updates have full size even where a gradient is only a rounding error.
 TRAINING = {"clip_norm": 0.05, "weight_decay": 0.1, "warmup_steps": 2, "lr": 3e-3, "eps": 1e-5}
 
 

@@ -1,5 +1,5 @@
-"""The megatron backend against plain transformers: the whole next-token distribution of every family, for every split
-of the model."""
+"""The megatron backend compared with plain transformers: the whole next-token distribution of every family, for every
+split of the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUTS = {
 
 
 def work(place: Place, folder: Path) -> None:
-    """Return the log-probs of every family."""
+    """Save the log-probs of every family."""
     sequences = every_next_token()
     for family in FAMILIES:
         backend = megatron(folder.parent / "models" / f"{family}-float32", place, max_tokens=600)

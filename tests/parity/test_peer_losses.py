@@ -1,4 +1,4 @@
-"""Advantages, losses, KL and their gradients against the values that TRL and verl computed for the same batch
+"""Advantages, losses, KL and their gradients compared with the values that TRL and verl computed for the same batch
 (vectors/*.npz).
 
 See README.md for how the vectors were made and where conventions differ.
@@ -178,8 +178,8 @@ def test_sequence_masks_keep_the_same_sequences(level: str) -> None:
 
 
 def test_sequence_mask_matches_trl_when_its_weight_is_applied() -> None:
-    """TRL multiplies by the ratio of the sequence where we keep the ratio of the token. Their quotient is the whole
-    difference."""
+    """TRL multiplies by the ratio of the sequence where we keep the ratio of the token. The quotient of the two ratios
+    is the whole difference."""
     trl = load("trl")
     mask = trl["input/mask"].astype(bool)
     sequence_ratio = np.broadcast_to(trl["is_ratio/sequence_mask"], mask.shape)[mask]

@@ -32,14 +32,14 @@ do."""
 LARGE = 1e4
 TRAINING = {"clip_norm": 0.05, "lr": 1e-3}
 MAX_TOKENS = 60
-"""Maximum tokens of a micro-batch, small enough for several micro-batches, so that accumulated gradients are scaled,
-too.
+"""Maximum tokens of a micro-batch, small enough to give several micro-batches, so that accumulated gradients are
+scaled, too.
 """
 
 
 def case() -> tuple[Case, int]:
-    """Return a batch of token_mean, with W = 1/N, and its N. N is not a power of two, because scaling by a power of two
-    does not round."""
+    """Return a batch aggregated by token_mean, so that W = 1/N, together with N. N is not a power of two, because
+    scaling by a power of two does not round."""
     made = next(cases())
     count = int(made.flat["loss_mask"].sum())
     assert count & (count - 1)

@@ -1,4 +1,5 @@
-"""Loading a model onto several ranks: rank 0 reads it and sends the pieces, and no other rank ever holds the whole."""
+"""Loading a model onto several ranks: rank 0 reads it and sends the pieces, and no other rank ever holds the whole
+model."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from tests.unit.tiny_models import make_model
 
 LAYOUT = Layout(4)
 ROOM = 0.6
-"""Maximum growth of a rank's peak memory while it loads, as a share of the whole model in float32. Its pieces are 0.25,
-and one tensor of the model 0.12."""
+"""Maximum growth of a rank's peak memory while it loads, as a share of the whole model in float32. The rank's pieces
+take 0.25, and one tensor of the model 0.12."""
 
 
 def resident_bytes(what: str) -> int:

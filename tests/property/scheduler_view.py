@@ -1,4 +1,4 @@
-"""Views of the scheduler's durable state for property tests, and checks that hold after every event."""
+"""Views of the scheduler's durable state for property tests, and checks to make after every event."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def leased(run: RunState) -> list[Task]:
 
 
 def waits_for_clears(run: RunState) -> bool:
-    """Return whether a task waits for a store to acknowledge its last clear."""
+    """Return whether any task waits for a store to acknowledge the task's last clear."""
     return any(task.clears for task in run.tasks)
 
 
@@ -47,7 +47,7 @@ def could_train(run: RunState, request: LeaseRequest) -> bool:
 
 
 def replayed(plan: Plan, events: Iterable[Durable]) -> tuple[Scheduler, dict[int, dict[str, float]], set[str]]:
-    """Return a machine after `events`, the metrics rows that they leave by step, and the tasks that they drop."""
+    """Return a machine after `events`, the metrics rows by step that they leave, and the tasks that they drop."""
     machine = Scheduler(plan, lease_s=5.0, incarnation=2)
     rows: dict[int, dict[str, float]] = {}
     dropped: set[str] = set()
@@ -65,5 +65,5 @@ def replayed(plan: Plan, events: Iterable[Durable]) -> tuple[Scheduler, dict[int
 
 
 def validate(run: RunState) -> None:
-    """Check the rules that hold after every event."""
+    """Check the rules that must hold after every event."""
     run.validate()

@@ -1,5 +1,7 @@
-"""Colocated processes that request devices, work, die and hang at any moment. No forbidden combination of parts is
-ever on the devices, and all processes finish their work."""
+"""Colocated processes that request devices, work, die and hang at any moment.
+
+No forbidden combination of parts is ever on the devices, and every process finishes its work.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ POLL_S = 20.0
 
 @dataclass
 class Process:
-    """One process with turns to take. `there` has the parts that are actually on the device, even while they are being
-    moved off it.
+    """One process with turns to take. `there` holds the parts that are actually on the device, including parts that are
+    being moved off it.
     """
 
     holder: Holder
@@ -79,9 +81,9 @@ class World:
         self.lives = 1
         self.killed = 0
         self.told: list[tuple[str, Parts]] = []
-        """Changes of the ledger, each with the holder and its parts from then on."""
+        """Changes of the ledger, each as the holder and the parts that it has from then on."""
         self.fair = False
-        """Let every process that does not hang make progress, so that only hanging processes may be killed."""
+        """Whether every process that does not hang makes progress, so that only hanging processes may be killed."""
         holders = [(service, i) for service, count in services.items() for i in range(count)]
         self.limits = dict.fromkeys(holders, LIMIT_S)
         self.turns = DeviceTurns(self.limits)
@@ -273,9 +275,9 @@ def test_forbidden_parts_never_share_the_devices_and_all_work_is_done(
 
 @given(seed=st.integers(0, 2**32))
 def test_a_step_runs_in_the_same_order_with_any_timing(seed: int) -> None:
-    """The optimizer leaves, the engine wakes with weights, parameters leave, the key/value memory wakes, the engine
-    sleeps, the reference scores, the trainer returns. The test specifies only which process has work and the order
-    in which the work becomes possible."""
+    """The optimizer leaves, the engine wakes with its weights, the parameters leave, the key/value memory wakes, the
+    engine sleeps, the reference scores, and the trainer returns. The test specifies only which process has work and the
+    order in which the work becomes possible."""
     world = World(seed, {WORKER: 1, SCORER: 1, ENGINE: 1})
     for process in world.processes.values():
         process.turns = []
@@ -290,7 +292,7 @@ def test_a_step_runs_in_the_same_order_with_any_timing(seed: int) -> None:
     work(WORKER, train)
     for _ in range(2):
         del world.told[:]
-        work(WORKER, publish)  # The parameters are already there, so nothing moves.
+        work(WORKER, publish)  # The parameters are already on the device, so nothing moves.
         work(ENGINE, sampling)
         work(SCORER, scoring)
         work(WORKER, train)
@@ -308,13 +310,13 @@ def test_a_step_runs_in_the_same_order_with_any_timing(seed: int) -> None:
         ]
 
 
-def test_a_hung_process_is_killed_at_once_while_busy_and_once_others_need_the_device_while_idle() -> None:
+def test_a_hung_process_is_killed_at_once_if_busy_or_when_others_need_the_device_if_idle() -> None:
     world = World(0, {WORKER: 1, ENGINE: 1})
     engine, worker = world.processes[(ENGINE, 0)], world.processes[(WORKER, 0)]
     worker.turns, engine.turns = [], [TURNS[ENGINE][0]]
     while engine.turns or engine.sent != engine.holding.number:
         world.round()
-    engine.hung = True  # The engine is idle, and its weights are still there.
+    engine.hung = True  # The engine is idle, and its weights are still on the device.
     assert engine.there
     for _ in range(50):
         world.round()
@@ -350,7 +352,7 @@ def test_a_ledger_refuses_exactly_the_forbidden_pairs(parts: list[str]) -> None:
 
 
 class Desk:
-    """A desk that sends reports by hand, for conditions that must hold in one exact situation."""
+    """A desk that sends individual reports, for conditions that must hold in one exact situation."""
 
     def __init__(self, *holders: Holder) -> None:
         self.turns = DeviceTurns(dict.fromkeys(holders, LIMIT_S))
@@ -392,7 +394,7 @@ def test_a_later_request_does_not_overtake_one_that_it_would_block() -> None:
     desk.report(ENGINE_0, set(), wants={WEIGHTS, KV_CACHE})
     desk.report(
         RANK_0, set(), wants={PARAMETERS}
-    )  # The rank's parameters may be there together with the reference, but not with the engine's cache.
+    )  # The rank's parameters may share the device with the reference, but not with the engine's cache.
     assert desk.granted == [SCORER_0]
     desk.report(SCORER_0, {REFERENCE})
     assert desk.recalled[SCORER_0] == {REFERENCE}

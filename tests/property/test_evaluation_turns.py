@@ -35,7 +35,7 @@ TRAIN = "train"
 
 
 class Engine:
-    """An engine that holds the lease that it samples and the next one, and loads weights as
+    """An engine that holds its current lease and the next one, and that loads weights as
     `services.rollout.weights_sync` does."""
 
     def __init__(self, bench: Bench, instance: int) -> None:
@@ -93,7 +93,7 @@ class Engine:
 
 
 class Run:
-    """Engines at random paces, and a trainer that takes a step as soon as it can or some time later."""
+    """Engines that work at random paces, and a trainer that takes each step as soon as it can, or some time later."""
 
     def __init__(self, *, engines: int, staleness: int, rows: int, every: int, seed: int, lazy: float) -> None:
         made = plan(

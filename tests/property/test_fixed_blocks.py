@@ -87,7 +87,7 @@ class Run:
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.clears: list[SendClear] = []
         self.tombstones: dict[str, int] = {}
-        """Highest tombstoned fence of each task. The store refuses puts at or below it."""
+        """Highest tombstoned fence of each task. The store refuses puts at or below this fence."""
         self.checkpoints: list[int] = []
         self.holds = 0
         """Version that the trainer's workers hold."""
@@ -128,7 +128,7 @@ class Run:
     # ---- invariants
 
     def task_ids(self, first: int, end: int) -> list[str]:
-        """Return the tasks with these admission numbers whose rows can be sampled."""
+        """Return those tasks with admission numbers from `first` up to `end` whose rows can be sampled."""
         places = [self.order.at(each) for each in range(first, end) if each // TASKS != EMPTY_STEP - 1]
         return [make_task_id("train", *place) for place in places if place[1] not in (2, 5)]
 
@@ -279,7 +279,7 @@ class Run:
             self.resume(info.committed_step)
 
     def reload(self) -> None:
-        """Lose the workers. Sometimes their newest checkpoint, or every checkpoint, is damaged."""
+        """Lose the workers. Sometimes the newest checkpoint, or every checkpoint, is damaged."""
         known = [0, *self.checkpoints]
         self.holds = self.chance.choices([known[-1], known[-2 % len(known)], 0], [7, 2, 1])[0]
         self.checkpoints = [step for step in self.checkpoints if step <= self.holds]
@@ -301,8 +301,10 @@ class Run:
         self.new_driver()
 
     def lose_end(self) -> None:
-        """Kill the scheduler in a power cut that loses the last events. The store still has the effects of these
-        events."""
+        """Kill the scheduler in a power cut that loses its last events.
+
+        The store still has the effects of these events.
+        """
         fence = self.machine.run.highest_fence
         lineage, reached = self.machine.run.lineage, self.machine.run.committed_step
         del self.journal[len(self.journal) - self.chance.randrange(min(len(self.journal), 40)) :]

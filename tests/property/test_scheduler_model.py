@@ -78,7 +78,7 @@ HOME, AWAY = "batch-store/0", "batch-store/1"
 
 
 class Model:
-    """A model that drives the machine at random and checks every promise after each event."""
+    """A model that drives the machine with random events and checks every promise after each event."""
 
     def __init__(self, staleness: int, seed: int, *, by_completion: bool, collect_at_commit: bool) -> None:
         self.chance = random.Random(seed)
@@ -104,16 +104,16 @@ class Model:
         self.dropped: set[str] = set()
         """Training tasks that will never be trained."""
         self.rows: list[tuple[int, int]] = []
-        """Step of each row in the journal, and the number of the commit that made it."""
+        """Step of each row in the journal, and the number of the commit that made the row."""
         self.makings = 0
-        """Number of commits so far. The row of a step names the commit that made it."""
+        """Number of commits so far. The row of a step names the commit that made the row."""
         self.sampled: dict[str, int] = {}
         self.saved: list[int] = []
         """Steps with checkpoints that the trainer can load."""
         self.lineage = 0
         self.clears: list[SendClear] = []
         self.away = False
-        """Whether a host with a store of its own takes part at present."""
+        """Whether another host, which has its own store, is part of the run."""
         self.config = Configure(1000, 50, 2, collect_at_commit)
         self.data_id = ""
         """Data id of the first store."""
@@ -250,8 +250,10 @@ class Model:
         self.away = True
 
     def away_is_gone(self) -> None:
-        """End the other host, permanently or until `away_joins`. No task waits for that host afterwards, and no waiting
-        task has data only there."""
+        """Lose the other host, permanently or until `away_joins`.
+
+        No task waits for that host afterwards, and no waiting task has data only there.
+        """
         self.now += GONE_S + 1
         self.take(self.machine.handle(Tick(), self.now))
         self.away = False
@@ -289,11 +291,14 @@ class Model:
             self.ask(CheckpointSaved(driver=1, step=step, kept=self.saved))
 
     def reload(self) -> None:
-        """Lose the trainer's weights. It loads the newest checkpoint and replays, or trains the same tasks again."""
+        """Lose the trainer's weights.
+
+        The trainer loads the newest checkpoint and replays, or trains the same tasks again.
+        """
         self.load(self.saved[-1] if self.saved else 0)
 
     def fall_back(self) -> None:
-        """Reload while the newest checkpoint is damaged. There is nothing to return to before the oldest one."""
+        """Reload while the newest checkpoint is damaged, unless it is the only one."""
         if len(self.saved) > 1:
             self.saved.pop()
             self.load(self.saved[-1])
@@ -310,8 +315,10 @@ class Model:
         self.reload()
 
     def end_is_lost(self) -> None:
-        """Kill the scheduler in a power cut that loses the last events. Stores and workers still have the effects of
-        these events."""
+        """Kill the scheduler in a power cut that loses its last events.
+
+        Stores and workers still have the effects of these events.
+        """
         del self.journal[len(self.journal) - self.chance.randrange(min(len(self.journal), 40)) :]
         self.machine, rows, self.dropped = view.replayed(self.plan, self.journal)
         run = self.machine.run
@@ -330,7 +337,7 @@ class Model:
         self.register("rollout", self.life)
         self.saved = [step for step in self.saved if step <= run.committed_step]
         self.reload()
-        if not self.saved:  # No task is in the weights; dropped tasks may have been sampled again, too.
+        if not self.saved:  # No task is in the weights, and dropped tasks may have been sampled again, too.
             self.dropped -= {*view.live_ids(run), *view.taken_back_ids(run)}
 
     def damage(self) -> None:
@@ -352,7 +359,7 @@ class Model:
         self.publish(info.committed_step, spare=1)
 
     def step(self) -> None:
-        """Take all actions that lead to a trained step when nothing goes wrong."""
+        """Take all actions that lead to a trained step if nothing goes wrong."""
         for _ in range(2):
             self.lease()
             self.finish()
@@ -417,7 +424,7 @@ def test_every_history_keeps_the_promises_and_replays_to_the_same_state(
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_a_snapshot_shows_the_run_at_its_beginning_whatever_happens_later(
+def test_a_snapshot_shows_the_run_as_it_was_when_the_snapshot_began(
     before: list[str], during: list[str], staleness: int, seed: int, by_completion: bool
 ) -> None:
     model = Model(staleness, seed, by_completion=by_completion, collect_at_commit=False)

@@ -1,7 +1,7 @@
 """Store and scheduler together, with any events between them: promises 1 to 4 are invariants, and the state is
 compared with a plain model.
 
-Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages that are
+Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages, which may be
 delivered late, twice or not at all. Either side may be killed, even in the middle of a put: the scheduler returns from
 its journal, or from a snapshot and the rest of the journal; the store from its files (sealed, granted, being retired,
 kept for their pages) and tombstones. Files may be damaged. A producer may be killed between its grant and its seal.
@@ -119,11 +119,14 @@ class Writing:
 
 
 class Both(RuleBasedStateMachine):
-    """`accepted` are the shards that the scheduler has accepted and not collected. Promise 1 applies to them."""
+    """`accepted` holds the shards that the scheduler has accepted and not collected.
+
+    Promise 1 applies to these shards.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        # Here, files of a page or two are worth keeping.
+        # In this test, files of a page or two are worth keeping.
         self.small = mock.patch.object(spares, "SPARE_BYTES", 1)
         self.small.start()
         self.now = 0.0
@@ -136,8 +139,8 @@ class Both(RuleBasedStateMachine):
         self.grants: list[tuple[LeaseGrant, int]] = []
         self.writing: dict[str, Writing] = {}
         self.granted: dict[str, int] = {}
-        """Unsealed files and their sizes. Some of their producers are dead, and some files were lost with an earlier
-        life of the store."""
+        """Unsealed files and their sizes. Some of the producers are dead, and some files were lost with an earlier life
+        of the store."""
         self.files: dict[str, tuple[Table, int, Tier]] = {}
         """Sealed files, in the order of their seals."""
         self.zombies: dict[str, tuple[Tier, int]] = {}
@@ -236,8 +239,10 @@ class Both(RuleBasedStateMachine):
         return put_id
 
     def finish(self, put_id: str) -> str:
-        """Write and seal. Begin if there is no grant, because none was requested yet or the store died. Return the
-        last code."""
+        """Write and seal.
+
+        Begin if there is no grant, because none was requested yet or the store has died. Return the last code.
+        """
         code = self.seal(put_id)
         if code == ErrorCode.MISSING:
             code = self.begin(put_id) or self.seal(put_id)
@@ -290,7 +295,7 @@ class Both(RuleBasedStateMachine):
             self.store.room.reaped(name)
 
     def take_back(self, now: float) -> None:
-        """Withdraw overdue grants whose producers hold no lock."""
+        """Withdraw those overdue grants whose producers hold no lock."""
         for put_id in self.store.overdue(now):
             if put_id not in self.writing:
                 self.retire([self.store.abandon(put_id)])
@@ -439,7 +444,7 @@ class Both(RuleBasedStateMachine):
         if not isinstance(batch, StepBatch):
             return
         tasks = [(task.task_id, task.fence) for task in batch.batch.tasks]
-        assert self.batches.setdefault(step, tasks) == tasks  # The tasks are the same at any time.
+        assert self.batches.setdefault(step, tasks) == tasks  # The tasks of a step never change.
         self.store.locate([PutTask(*task) for task in tasks])  # By promise 1, all shards can be read.
         self.forward(tasks)
         for _ in range(2):  # The answer may be lost, so the request is sent again.
@@ -451,8 +456,8 @@ class Both(RuleBasedStateMachine):
         self.forget_gone()
 
     def forward(self, tasks: list[tuple[str, int]]) -> None:
-        """Put the trainer's own log-probs. They never wait for room that cannot become free, however often they are
-        made.
+        """Put the trainer's own log-probs. These puts never wait for room that cannot become free, however often they
+        are repeated.
         """
         self.life += 1
         key = f"prox:{self.life}"
@@ -471,7 +476,7 @@ class Both(RuleBasedStateMachine):
     @rule()
     def trainer_is_killed(self) -> None:
         """The trainer loads the newest checkpoint and replays the steps committed since, with the same tasks and all
-        shards. If some of those are lost, the run returns to the checkpoint."""
+        shards. If some of these shards are lost, the run returns to the checkpoint."""
         run = self.machine.run
         committed = run.committed_step
         loaded = self.checkpoints[-1] if self.checkpoints else 0
@@ -499,7 +504,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.mail)
     @rule(data=st.data(), twice=st.booleans(), answered=st.booleans())
     def clear(self, data: st.DataObject, twice: bool, answered: bool) -> None:
-        """Deliver a clear. Its acknowledgement may be lost; then it is sent again."""
+        """Deliver a clear. The acknowledgement may be lost; the clear is then sent again."""
         sent = self.mail.pop(data.draw(st.integers(0, len(self.mail) - 1)))
         if twice or not answered:
             self.deliver(sent, answered=False)
@@ -511,7 +516,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.grants)
     @rule(data=st.data(), listed=st.booleans())
     def put_and_say_nothing(self, data: st.DataObject, listed: bool) -> None:
-        """Put without a completion. A worker that has lost its lease is refused."""
+        """Put shards without completing their tasks. A worker that has lost its lease is refused."""
         grant, _ = self.grants[data.draw(st.integers(0, len(self.grants) - 1))]
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         code = self.put(tasks, KEYS[grant.stage])
@@ -647,8 +652,11 @@ class Both(RuleBasedStateMachine):
 
     @rule()
     def everything_is_killed(self) -> None:
-        """Resume the run with empty stores. It returns to its checkpoint and trains the steps after it again, on the
-        same tasks and before any others."""
+        """Resume the run with empty stores.
+
+        The run returns to its checkpoint and trains the steps after it again, on the same tasks and before any other
+        tasks.
+        """
         loaded = self.checkpoints[-1] if self.checkpoints else 0
         again = [task_id for step, tasks in self.batches.items() if step > loaded for task_id, _ in tasks]
         self.life += 1
@@ -727,8 +735,8 @@ class Both(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_those_of_the_files(self) -> None:
-        """Check that counted bytes equal those of all sealed, unsealed, mapped collected and kept files, in every life
-        of the store."""
+        """Check that the counted bytes equal those of all files (sealed, unsealed, mapped collected and kept), in every
+        life of the store."""
         stats = self.store.stats()
         assert stats.files == len(self.files)
         assert stats.zombie_bytes == sum(nbytes for _, nbytes in self.zombies.values())

@@ -38,11 +38,11 @@ def written(tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> 
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A model that drives StoreState beside a plain record of the files that exist and the shards that they hold."""
+    """A model that drives StoreState and keeps a plain record of the existing files and the shards in them."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Here, files of a page or two are worth keeping.
+        # In this test, files of a page or two are worth keeping.
         self.small = mock.patch.object(spares, "SPARE_BYTES", 1)
         self.small.start()
         self.now = 0.0
@@ -105,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
     def granted(
         self, tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int, *, room: bool, claimed: bool, made: bool
     ) -> str | None:
-        """Begin a put and return its id, or None if it was refused or its file could not be made."""
+        """Begin a put and return its id, or None if the put was refused or its file could not be made."""
         table, nbytes = written(tasks, keys, value)
         self.puts += 1
         put_id = f"{self.puts:032x}"
@@ -130,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
         full = used + held_bytes(nbytes) > LIMIT
         assert code == (ErrorCode.COLLECTED if buried else ErrorCode.BUSY if full else "")
         if code:
-            return None  # A file that was a spare is still one.
+            return None  # A file that was a spare is still a spare.
         if spare is not None:
             del self.spares[spare]
         if not made:
@@ -146,13 +146,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(tasks=TASKS, keys=KEYS, value=st.integers(0, 1))
     def put(self, tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> None:
-        """Do a whole put at once, as most puts happen, so that later rules find sealed ones."""
+        """Do a whole put at once, as in most real puts, so that later rules find sealed puts."""
         put_id = self.granted(tasks, keys, value, room=True, claimed=True, made=True)
         if put_id is not None:
             self.end(put_id, renamed=True)
 
     def make_room(self, put_id: str, nbytes: int) -> None:
-        """Check that spares never block a put, and that no more of them are freed than it needs."""
+        """Check that spares never block a put, and that no more of them are freed than the put needs."""
         before = dict(self.spares)
         names = self.state.make_room(put_id, nbytes)
         self.given_up(names)
@@ -181,7 +181,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.end(data.draw(st.sampled_from(sorted(self.open))), renamed=renamed)
 
     def end(self, put_id: str, *, renamed: bool) -> None:
-        """Request a seal as the producer does. Without `renamed`, the store dies in the middle of it."""
+        """Request a seal as the producer does. Without `renamed`, the store dies in the middle of the seal."""
         table, nbytes = self.open[put_id]
         mine = {
             (task_id, fence, key): digest
@@ -214,7 +214,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.retire([self.state.abandon(put_id)])
 
     def supersede(self, put_id: str) -> None:
-        """Check that a task keeps only the last shard of a key with revisions, and that files without shards are
+        """Check that a task keeps only the last shard of each key that has revisions, and that files without shards are
         gone."""
         self.retire(self.state.supersede(put_id))
         table = self.sealed[put_id][0]
@@ -301,7 +301,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.lendable.clear()
         self.lent = 0
         self.recovering = True
-        self.moving.clear()  # Partly copied files are deleted before anything is counted.
+        self.moving.clear()  # Partially copied files are deleted before anything is counted.
         self.state.recall([PutTask(task_id, fence) for task_id, fence in self.tombs.items()])
         self.order = [put_id for put_id in self.sealed if put_id not in self.disk]
         for put_id, (table, nbytes) in list(self.sealed.items()):

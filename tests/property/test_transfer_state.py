@@ -25,8 +25,11 @@ ENGINES = st.integers(0, 2)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Transfers in any order. `holds` and `life` are the state from each engine's point of view; `open` has the
-    communicators of the trainer's threads."""
+    """Transfers in any order.
+
+    `holds` and `life` are the state from each engine's point of view; `open` holds the communicators of the trainer's
+    threads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +46,7 @@ class AnyOrder(RuleBasedStateMachine):
         """Engine and life of each communicator."""
         self.closed: set[int] = set()
         self.sending: dict[int, tuple[int, float]] = {}
-        """Number of the present transfer of each communicator, and the time by which it must be over."""
+        """Number of the current transfer of each communicator, and the time by which the transfer must be over."""
 
     def take(self, event: Event, *, only: int | None = None) -> list[GrantTransfer | RefuseTransfer]:
         """Handle an event and carry out its effects. `only` is the one engine that may be affected."""
@@ -75,7 +78,7 @@ class AnyOrder(RuleBasedStateMachine):
         (grant,) = self.take(TransferAsked(engine, self.life[engine], held), only=engine)
         assert isinstance(grant, GrantTransfer)
         self.known.add(self.life[engine])
-        assert grant.new != healthy  # A communicator is kept exactly as long as nothing went wrong with it.
+        assert grant.new != healthy  # A communicator is kept exactly as long as nothing has gone wrong with it.
         if heard:
             self.holds[engine] = grant.communicator
 
@@ -91,7 +94,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(engine=ENGINES)
     def begin_a_new_life(self, engine: int) -> None:
-        """Kill an engine and start it again. The trainer learns of it with the engine's first request."""
+        """Kill an engine and start it again. The trainer learns of the restart from the engine's first request."""
         old = self.life[engine]
         self.life[engine] = next(self.lives)
         self.holds[engine] = 0

@@ -1,4 +1,4 @@
-"""Noise around a level never causes a warning about a change, whatever its scale, sign and order."""
+"""Noise around a level never causes a warning about a change, whatever the noise's scale, sign and order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEVELS = {
     "reward/length_correlation": 0.9,
 }
 QUIET = {"reward-flat"}
-"""Warnings that may appear: a reward that does not change for 100 steps is flat, which causes its own warning."""
+"""Warnings that may appear: a reward that does not change for 100 steps is flat, and this kind reports it."""
 SERIES = st.lists(st.floats(-1.0, 1.0), min_size=120, max_size=120)
 
 

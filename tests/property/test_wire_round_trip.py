@@ -63,7 +63,7 @@ def test_big_endian_and_strided_arrays_keep_their_values_on_the_wire(array: Arra
 
 
 @given(array=any_array())
-def test_inline_array_survives_a_round_trip_or_is_refused_with_its_type_named(array: Array) -> None:
+def test_inline_array_survives_a_round_trip_or_is_refused_with_an_error_that_names_its_type(array: Array) -> None:
     if array.dtype.str not in inline.INLINE_TYPES:
         with pytest.raises(WireError, match=str(array.dtype)):
             inline.to_map(array)

@@ -69,7 +69,7 @@ def any_message() -> st.SearchStrategy[Message]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return whether two values are equal, where NaN equals NaN, and arrays and structs are compared by content."""
+    """Return whether two values are equal. NaN equals NaN, and arrays and structs are compared by content."""
     if isinstance(left, np.ndarray):
         return (
             isinstance(right, np.ndarray)

@@ -1,4 +1,4 @@
-"""`python -m tests.sim SEED [--trace]` runs one seed; `--seeds N [--first F]` runs many and shrinks the first failure.
+"""`python -m tests.sim SEED [--trace]` runs a seed; `--seeds N [--first F]` runs N seeds and shrinks the first failure.
 
 The exit status is 1 if a promise was broken.
 """
@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="in N processes")
     parser.add_argument("--keep-going", action="store_true", help="name every failing seed instead of shrinking one")
     arguments = parser.parse_args()
-    # The order of sets of names depends on the hash seed, which a scenario must fix.
+    # The order of sets of names depends on the hash seed, which must therefore be fixed.
     if os.environ.get("PYTHONHASHSEED") != "0":
         again = [sys.executable, "-m", "tests.sim", *sys.argv[1:]]
         os.execve(sys.executable, again, os.environ | {"PYTHONHASHSEED": "0"})  # noqa: S606  # this program

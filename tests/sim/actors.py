@@ -1,5 +1,5 @@
-"""The actors of a simulated run. The scheduler, the store, the driver and the trainer's workers are the services
-themselves; a rollout and a reference have the production workers with a simulated engine and scorer.
+"""The actors of a simulated run. The scheduler, the store, the driver and the trainer's workers are the real services;
+a rollout and a reference have the production workers with a simulated engine and scorer.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class SimRollout(Service):
 
 
 class SimScoring:
-    """Replacement for `Scoring` and for the model that it asks."""
+    """Replacement for `Scoring` and for its model."""
 
     def __init__(self) -> None:
         self.turns: Turns = OwnDevices()

@@ -34,27 +34,27 @@ Held = tuple[tuple[str, int], ...]
 
 
 class Checks:
-    """Knowledge of an observer of a run, across the lives of its processes."""
+    """What an observer of a run knows, across the lives of the run's processes."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._scheduler: SchedulerService | None = None
         self._store: StoreService | None = None
         self.batches: dict[int, Held] = {}
-        """Tasks of each step, as a driver was told."""
+        """Tasks of each step, as reported to a driver."""
         self._trained: set[int] = set()
         self._requests: WeakKeyDictionary[Call, object] = WeakKeyDictionary()
         self._uncommitted: list[Effect] = []
         self._drivers: list[int] = []
         """Incarnations of the drivers that have taken over, in order."""
         self._leases: dict[int, tuple[int, Held]] = {}
-        """Incarnation of the holder, tasks and fences of each granted lease."""
+        """For each granted lease, the incarnation of its holder, and its tasks with their fences."""
         self._accepted: set[tuple[str, int]] = set()
-        """Task ids and fences of the results that their holders completed."""
+        """Task ids and fences of the results that lease holders completed."""
         self._asked: dict[tuple[int, int], int] = {}
         """Last lease given to each request, by incarnation and id of the request."""
         self._fences: dict[tuple[str, int], int] = {}
-        """Lease of the rollout of each task and fence."""
+        """Rollout lease of each task and fence."""
         self._newest: dict[str, int] = {}
         """Highest fence given to each task."""
         self._puts: dict[tuple[str, int], str] = {}
@@ -137,7 +137,7 @@ class Checks:
                 pass
 
     def _answered(self, request: Any, body: object) -> None:
-        """Check that the sender of a granted request may make it."""
+        """Check that the sender of a granted request may make this request."""
         check = self._world.check
         if isinstance(request, Complete) and isinstance(body, CompleteAck):
             for task_id, fence in sorted(_done(request, body)):
@@ -149,8 +149,10 @@ class Checks:
             check(request.driver == newest, f"a {type(request).__name__} of a driver that was replaced is obeyed")
 
     def _accept(self, request: Complete, answer: CompleteAck) -> None:
-        """Note the tasks that a lease's holder has completed. The holder may not learn of it, because the scheduler may
-        be killed."""
+        """Note the tasks that a lease's holder has completed.
+
+        The holder may never learn of the acceptance, because the scheduler may be killed first.
+        """
         holder, held = self._leases.get(request.lease_id, (0, ()))
         if holder == request.incarnation:
             self._accepted |= {each for each in _done(request, answer) & set(held) if each[1] == self._newest[each[0]]}
@@ -158,10 +160,10 @@ class Checks:
     def _completed(self, request: Complete, task_id: str, fence: int) -> None:
         check = self._world.check
         if (task_id, fence) in self._accepted:
-            return  # The same result again changes nothing.
+            return  # A repeated result changes nothing.
         holder, held = self._leases.get(request.lease_id, (0, ()))
         check(
-            holder == request.incarnation, f"{task_id}: a completion was accepted from another process than the holder"
+            holder == request.incarnation, f"{task_id}: a completion was accepted from a process other than the holder"
         )
         check((task_id, fence) in held, f"{task_id}: a completion was accepted under a lease that does not hold it")
         newest = self._newest.get(task_id, 0)
@@ -202,7 +204,7 @@ class Checks:
                     check(first == body.lease_id, text)
 
     def _covered(self, tasks: list[PutTask]) -> None:
-        """Check that a trained task is collected only once recovery cannot return to a step before its own."""
+        """Check that a trained task is collected only once recovery cannot return to a step before the task's."""
         keeps, kept = self._world.scenario.size.keeps, checkpoint_steps(self._world.run_dir.checkpoints)
         covered = kept[-keeps:][0] if kept else 0
         for step, batch in self.batches.items():
@@ -215,7 +217,7 @@ class Checks:
     # ---- the store
 
     def clearing(self, tasks: list[PutTask]) -> None:
-        """Note that the store is about to collect shards: from now on they may be gone."""
+        """Note that the store is about to collect shards, which may be gone from now on."""
         self._nothing_leased(tasks)
         for task_id, fence in list(self._puts):
             if any(each.task_id == task_id and each.fence >= fence for each in tasks):
@@ -272,7 +274,7 @@ class Checks:
             )
 
     def shards_are_readable(self) -> None:
-        """Check promise 1: shards that the scheduler has accepted and not ordered to be collected are in the store."""
+        """Check promise 1: the store has all shards that the scheduler has accepted and not ordered to be collected."""
         if self._store is None or self._scheduler is None or not self._store._scanned.done():
             return
         for task in self._scheduler._state.run.tasks:
@@ -315,7 +317,7 @@ class Checks:
 
 
 def _done(request: Complete, answer: CompleteAck) -> set[tuple[str, int]]:
-    """Return tasks and fences of the results that were accepted."""
+    """Return the tasks and fences of the accepted results."""
     refused = {(each.task_id, each.fence) for each in answer.refused}
     return {(each.task_id, each.fence) for each in request.results if each.outcome == Outcome.DONE} - refused
 
@@ -333,5 +335,5 @@ def _close_store(service: StoreService) -> None:
 
 
 def _quietly(close: Callable[[], None]) -> None:
-    with contextlib.suppress(OSError):  # The process itself has closed the file before.
+    with contextlib.suppress(OSError):  # The process itself has already closed the file.
         close()

@@ -1,8 +1,8 @@
-"""A virtual clock: an event loop that jumps to its next timer, and nodes, the processes that live on it.
+"""A virtual clock: an event loop that jumps to its next timer, and nodes, which are the processes that run on it.
 
 All actors of a world share one loop and one thread. Each callback belongs to the node in whose context it was
-scheduled; the callbacks of a killed node never run. Functions for executors run on the loop after a virtual delay, in
-order per executor.
+scheduled; the callbacks of a killed node never run. Functions submitted to an executor run on the loop instead, after a
+virtual delay; those of one executor run in order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ THREAD_S = 0.001
 
 
 class Killed(BaseException):
-    """Exception that unwinds the code of a process that was killed while it ran."""
+    """Exception that unwinds the code of a process that was killed while the code ran."""
 
 
 class Stuck(Exception):
@@ -61,7 +61,10 @@ class Node:
             self._tasks = [each for each in self._tasks if (found := each()) is not None and not found.done()]
 
     def kill(self) -> None:
-        """End the process at once. Its coroutines are closed, as their frames would be unmapped, and send nothing."""
+        """End the process at once.
+
+        Its coroutines are closed, just as a dead process loses its frames, and send nothing.
+        """
         if not self.alive:
             return
         self.alive = False
@@ -78,13 +81,13 @@ class Node:
 
 
 def _close(coroutine: Any) -> None:
-    # The coroutine may await or send something on its way out, or may be running.
+    # The coroutine may await or send something while it is being closed, or may be running.
     with contextlib.suppress(Exception, Killed):
         coroutine.close()
 
 
 class Callback:
-    """A callback of a node, as `call_soon` and `call_at` return it."""
+    """A callback of a node, which `call_soon` and `call_at` return."""
 
     __slots__ = ("args", "call", "context", "node", "when")
 
@@ -110,7 +113,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Numbers that order timers for the same time."""
         self._free_at: weakref.WeakKeyDictionary[Executor, float] = weakref.WeakKeyDictionary()
         self.before_waiting: list[Callable[[], object]] = []
-        """Functions that are called once each, when no callback is ready."""
+        """Functions that are each called once, as soon as no callback is ready."""
         self.set_exception_handler(lambda *_: None)
 
     def time(self) -> float:
@@ -119,7 +122,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # ---- one round of the loop
 
     def _run_once(self) -> None:
-        """Run what is ready, and whatever that makes ready. If nothing is left, jump to the next timer.
+        """Run the ready callbacks, and those that become ready meanwhile. If none is left, jump to the next timer.
 
         The callbacks of a dead process do not run. The callbacks of a stopped process run when it continues.
         """
@@ -202,7 +205,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 def _execute(future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
     if future.cancelled():
-        return  # An executor does the same with work that has not begun.
+        return  # An executor also skips cancelled work that has not begun.
     try:
         result = func(*args)
     except StopIteration as error:

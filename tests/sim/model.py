@@ -1,6 +1,6 @@
 """The model of simulated runs: arithmetic that can be checked exactly, behind the interfaces of the real backends.
 
-The weights are one 64-bit number, a chain of digests over all tokens that were ever trained, and their steps. Equal
+The weights are one 64-bit number: a chain of digests over all tokens that were ever trained on, and their steps. Equal
 numbers mean equal histories. Samples are digests of the weights and the task, so a task that is sampled again with the
 same version gives the same bits. The training state also lists the tasks that were applied, in order.
 """
@@ -46,7 +46,7 @@ ROWS = 10_000
 """Number of rows. A prompt is one token: epoch * ROWS + index."""
 VOCABULARY = 1 << 30
 MOST_APPLIED = 1024
-"""Maximum number of tasks that a simulated run trains."""
+"""Maximum number of tasks that a simulated run trains on."""
 CANARY_TOKENS = np.arange(4, dtype=np.int32)
 
 
@@ -81,7 +81,7 @@ class SimBackend:
         self._world = world
         self._ranks = place.layout.world_size
         self._group: dict[tuple[int, int], tuple[int, list[int]]] = world.groups.setdefault(generation, {})
-        """Gradients by (updates so far, rank), which the ranks of a group exchange in collectives."""
+        """Gradients that the ranks of a group exchange in collectives, by (updates so far, rank)."""
         world.members.setdefault(generation, {})[place.rank] = world.current()
         self._generation = generation
         self._there, self._away = {"parameters"}, set[str]()
@@ -101,7 +101,7 @@ class SimBackend:
         return len(moved)
 
     def _use(self, *parts: str) -> None:
-        """Check that none of `parts` was moved off the device, and note that they are there from now on."""
+        """Check that none of `parts` was moved off the device, and note that they are on the device from now on."""
         away = self._away & set(parts)
         self._world.check(not away, f"a call uses {', '.join(sorted(away))}, which are off the device")
         self._there |= set(parts)
@@ -186,7 +186,7 @@ class SimBackend:
 
 
 class SimCanaries:
-    """The canaries of a simulated run. Integers are not perturbed, so the drill is the first version."""
+    """The canaries of a simulated run. Integers cannot be perturbed, so the drill is the first version itself."""
 
     drill_seed = 1
     drill_factors: tuple[float, ...] = ()
@@ -285,7 +285,7 @@ class SimEngine:
 
 
 class SimTasks:
-    """Replacement for the data sets, in which the prompt of a task is its number."""
+    """Replacement for the data sets, in which the prompt of a task is the task's number."""
 
     def prepare(self, grant: LeaseGrant) -> PreparedTasks:
         sampling = SamplingParams(

@@ -1,7 +1,7 @@
 """A network between nodes that loses, repeats, delays, reorders and cuts off messages, in place of libzmq's sockets.
 
-`SimContext` replaces a `zmq.Context`. Its sockets have their own pump (`shared.rpc.transport.SelfPumped`).
-`Mailbox` and `Client` run unchanged above them, with encoding, deadlines, retries and answers that are given once.
+`SimContext` replaces a `zmq.Context`. Its sockets have their own pump (`shared.rpc.transport.SelfPumped`). `Mailbox`
+and `Client` run unchanged above them, with encoding, deadlines, retries and answers that are computed only once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 IN_PIPE = 0.5
-"""Probability that a message is lost if its sender dies while it is under way."""
+"""Probability that a message is lost if its sender dies while the message is in transit."""
 TURN_S = 0.0005
-"""Interval in seconds. Messages arrive at its multiples, so that some arrive in one burst."""
+"""Interval in seconds. Messages arrive at multiples of this interval, so that some arrive in one burst."""
 RECONNECT_S = 0.05
 STORE_ENDPOINT = "sim://batch-store-0"
 TENSOR_BYTES = 64 << 10
@@ -58,7 +58,7 @@ class Network:
         self.cut: set[frozenset[str]] = set()
         """Pairs of nodes, by name, between which no message passes."""
         self.ghosts: set[str] = set()
-        """Processes whose next completion is also sent by another process."""
+        """Processes whose next completion another process also sends."""
         self.last_words: dict[str, float] = {}
         """Processes that are killed once they have sent their next completion, with the delay of that message in
         seconds."""
@@ -73,7 +73,7 @@ class Network:
         """Context that belongs to no process, so that a message arrives even if its sender has died or is stopped."""
 
     def carry(self, source: SimSocket, target: SimSocket, frames: list[bytes], header: bytes) -> None:
-        """Send a message. Its fate is drawn now."""
+        """Send a message. Whether and when it arrives is drawn now."""
         self.sent += 1
         name = source.node.name
         if (name in self.ghosts or name in self.last_words) and kind_of(header) == (Complete.TYPE, False):
@@ -116,7 +116,7 @@ class Network:
         if target.closed or not target.node.alive:
             return
         if target.peers is None and self.bound.get(target.endpoint, source) is not source:
-            return  # The client has disconnected from this server meanwhile.
+            return  # Meanwhile, the client has disconnected from this server.
         if not source.node.alive and self._rng.random() < IN_PIPE:
             return
         self._world.note("to", source.node.name, target.node.name, header)
@@ -124,7 +124,7 @@ class Network:
 
 
 class SimContext:
-    """Context that makes the sockets of one node."""
+    """Context that creates the sockets of one node."""
 
     def __init__(self, network: Network, node: Node) -> None:
         self._network = network
@@ -236,14 +236,14 @@ class SimSocket:
         self._network._loop.call_later(RECONNECT_S, self._writable, context=self.node.context)
 
     def name_of(self, client: SimSocket) -> bytes:
-        """Return the routing id of a client, as in the handshake."""
+        """Return the routing id that a client sends in the handshake."""
         if client not in self._names and self.peers is not None:
             self._names[client] = next(self._network.numbers).to_bytes(5, "big")
             self.peers[self._names[client]] = client
         return self._names[client]
 
     def receive(self, frames: list[bytes]) -> None:
-        """Hand over a message. `on_drained` follows after all that arrived at the same time."""
+        """Hand over a message. `on_drained` is called after all messages that arrived at the same time."""
         self._inbox.append(frames)
         if len(self._inbox) == 1:
             self._network._loop.call_soon(self._drain, context=self.node.context)

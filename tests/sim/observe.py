@@ -1,4 +1,4 @@
-"""Observation of a world's processes: the calls that checks are told about, and the operations at which a process may
+"""Observes a world's processes: the calls that are reported to the checks, and the operations at which a process may
 die."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _handled(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _committed(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Journal.commit` under observation. A commit that writes something may be the last operation."""
+    """Return `Journal.commit` under observation. A commit that writes something may be the process's last operation."""
 
     @functools.wraps(real)
     def commit(self: Any) -> None:
@@ -66,7 +66,7 @@ def _committed(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _carried_out(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `SchedulerService._carry_out` under observation by the checks."""
+    """Return `SchedulerService._carry_out` under observation."""
 
     @functools.wraps(real)
     def carry_out(self: Any, effect: Any) -> None:
@@ -96,7 +96,7 @@ def _once(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _failed(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Mailbox._fail` under observation: handlers raise nothing but answers."""
+    """Return `Mailbox._fail` under observation: handlers of living processes raise only RpcError."""
 
     @functools.wraps(real)
     def fail(self: Any, call: Any, body: Any, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Runs seeds, replays the failing one and makes it smaller."""
+"""Runs seeds, replays a failing seed and shrinks its scenario."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _undisturbed: dict[Size, int] = {}
 
 
 def run(scenario: Scenario, folder: Path, *, tracing: bool = False) -> Outcome:
-    """Run a scenario. In deterministic mode also compare its weights with those of an undisturbed run.
+    """Run a scenario. In deterministic mode, also compare the weights with those of an undisturbed run.
 
-    That run has the fewest processes: the simulated model does not depend on how the work is divided.
+    The undisturbed run has the fewest processes, because the simulated model does not depend on how the work is
+    divided.
     """
     outcome = World(scenario, folder, tracing=tracing).run()
     if outcome.violation or not (scenario.size.deterministic and scenario.size.trains):
@@ -39,7 +40,7 @@ def run(scenario: Scenario, folder: Path, *, tracing: bool = False) -> Outcome:
 
 
 def warm_up(folder: Path) -> None:
-    """Run code once that imports modules at its first use, so that the garbage collector can ignore these modules."""
+    """Run once the code that imports modules on first use, so that the garbage collector can ignore these modules."""
     run(Scenario(0, Size(ranks=2, reference=True, deterministic=True, colocated=True), ()), folder)
 
 

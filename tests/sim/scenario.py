@@ -142,7 +142,7 @@ class Storm(Fault):
 
 @dataclass(frozen=True)
 class Ghost(Fault):
-    """A forged message: the next completion of a rollout arrives first as if another process had sent it."""
+    """A forged message: a copy of a rollout's next completion, with another process as its sender, arrives first."""
 
     key: Key
 
@@ -166,7 +166,7 @@ class LastWords(Fault):
 
 @dataclass(frozen=True)
 class Damage(Fault):
-    """A damaged checkpoint: the newest one, if there is an older one. The trainer's first rank is killed."""
+    """A damaged checkpoint: the newest, if there is an older one. The trainer's first rank is killed."""
 
     def __str__(self) -> str:
         return f"{self.at_s:7.3f} s  damage the newest of several checkpoints and kill policy-trainer-worker/0"
@@ -247,7 +247,7 @@ def draw(seed: int) -> Scenario:
     if size.evaluates and seed % 5 == 0:  # not drawn, so that other seeds keep their scenarios
         size = replace(size, trains=False)
     if size.colocated:
-        size = replace(size, staleness=0)  # The engine cannot run ahead of a trainer that takes its memory.
+        size = replace(size, staleness=0)  # The engine cannot run ahead of a trainer that takes the engine's memory.
     plan = size.plan()
     likely = [*plan, *[("scheduler", 0), ("batch-store", 0)] * 2]
     faults: list[Fault] = []
@@ -272,7 +272,7 @@ def draw(seed: int) -> Scenario:
         else:
             weather = Weather(rng.choice((0.0, 0.1, 0.3)), rng.choice((0.0, 0.3)), rng.choice((0.0, 0.3)))
             faults.append(Storm(at_s, weather, round(rng.uniform(0.5, 6.0), 2)))
-    if rng.random() < 0.15:  # A producer may return after its lease and the store's memory of it are gone.
+    if rng.random() < 0.15:  # A producer may return after its lease has ended and the store has forgotten its put.
         at_s = round(rng.uniform(0.6, 1.4), 3)
         faults.append(Stop(at_s, ("rollout", 0), round(rng.uniform(5.0, 7.5), 2)))
         faults.append(Kill(round(at_s + rng.uniform(4.5, 7.0), 3), ("batch-store", 0)))

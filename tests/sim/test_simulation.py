@@ -1,4 +1,4 @@
-"""Runs the simulation as users do, in a separate process with a fixed hash seed. Also tests the simulation's parts."""
+"""Runs the simulation as users do: in a separate process, with a fixed hash seed. Also tests the simulation's parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The surroundings of simulated processes: clocks, random ids, process ids, files that are read repeatedly.
+"""The surroundings of simulated processes: clocks, random ids, process ids, and files that are read repeatedly.
 
 `surroundings` is entered once; its replacements ask the world that is running (`here`). Everything else is the
 production code.
@@ -48,7 +48,7 @@ def here() -> World:
 
 @contextmanager
 def running(world: World) -> Iterator[None]:
-    """Make `world` the one that is running."""
+    """Make `world` the running world."""
     _running.append(world)
     try:
         yield
@@ -58,7 +58,7 @@ def running(world: World) -> Iterator[None]:
 
 @functools.cache
 def topology_of(size: Size) -> Topology:
-    """Return the topology of a size. Its file is not parsed, because that takes as long as the run."""
+    """Return the topology of a size. No file is parsed, because parsing takes as long as the run."""
     return _built(size.document(str(MODEL)), str(MODEL))
 
 
@@ -181,7 +181,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(mock.patch.object(TelemetrySender, "emit", _no_telemetry))
-        # `touch` reads pages ahead on a thread, which the clock does not know.
+        # `touch` reads pages ahead on a thread, of which the clock does not know.
         stack.enter_context(mock.patch.object(BlockMapping, "touch"))
         stack.enter_context(observers())
         structlog.configure(

@@ -103,8 +103,8 @@ class World:
         await asyncio.sleep(self._rng.expovariate(1.0) * 0.1)
 
     def holds(self, parts: Parts) -> None:
-        """Note the parts of the running process on the shared devices, and check that all parts there may be
-        together."""
+        """Note the parts that the running process has on the shared devices, and check that all parts on them may
+        coexist."""
         node = self.current()
         self._devices[node] = parts
         if not self.scenario.size.colocated:
@@ -171,7 +171,7 @@ class World:
         return node
 
     def start(self, key: Key, supervisor: str) -> Node:
-        """Start a process, which boots for a moment."""
+        """Start a process, which takes a moment to boot."""
         node = self._node(key)
         self.record("start", node)
         self.loop.call_later(0.05 + self._rng.random() * 0.4, self._boot, key, node, supervisor, context=node.context)
@@ -202,7 +202,7 @@ class World:
         self.checks.died(key, node)
         node.kill()
         if key[0] not in MAPS_NOTHING:
-            gc.collect()  # The memory that the process had mapped is unmapped.
+            gc.collect()  # This unmaps the memory that the process had mapped.
         self._exited(key, node, -SIGKILL)
 
     def _exited(self, key: Key, node: Node, status: int) -> None:

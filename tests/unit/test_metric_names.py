@@ -19,7 +19,7 @@ from tests.unit.scheduler.bench import Bench, plan
 
 
 def everything() -> set[str]:
-    """Return every name, from the code that makes it. The scheduler's service adds those of its stores."""
+    """Return every name, taken from the code that produces it. The scheduler's service adds the names about stores."""
     extra = (KL_SCALAR, REFERENCE_SCALAR, "reward/part/form", "workflow/turns")
     batch = step_batch([1, 0, 0, 1])
     batch = replace(

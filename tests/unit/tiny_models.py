@@ -25,7 +25,8 @@ SIZES: dict[str, Any] = {
 
 
 class ExactRMSNorm(torch.nn.Module):
-    """RMSNorm in the dtype of its input. The library's always computes in float32, which hides errors below 1e-7."""
+    """RMSNorm in the dtype of its input. The library's version always computes in float32, which hides errors below
+    1e-7."""
 
     def __init__(self, original: Any) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ def ragged(seed: int = 0, tasks: int = 5, group: int = 4) -> tuple[Array, Array,
 
 
 def plain_logprobs(model: Any, ids: Array, lengths: Array, mask: Array, temperature: float) -> torch.Tensor:
-    """Return log-probs [T], scored one sequence at a time by the model's own forward."""
+    """Return log-probs [T], scored one sequence at a time by the model's own forward pass."""
     parts: list[torch.Tensor] = []
     start = 0
     for length in lengths.tolist():

@@ -1,7 +1,7 @@
 """A run's warnings in the monitor process: reads rows, takes telemetry, and stores and returns the warnings.
 
-A failure in this module must not end the monitor, because a service that fails too often ends its run. So the failure
-is logged with its traceback, and the monitor gives no more warnings until it restarts.
+A failure in this module must not end the monitor, because a service that fails too often ends its run. The failure is
+therefore logged with its traceback, and the monitor gives no more warnings until it restarts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Turns the findings of detectors into warnings: one for each episode of a condition.
 
-An episode begins when a detector finds its condition. It ends when the condition has been absent for several
+An episode begins when a detector finds the condition. It ends when the condition has been absent for several
 observations in a row. While an episode lasts, a more lenient bound applies (hysteresis), so that a value that wavers
 around a bound causes only one warning.
 """
@@ -36,11 +36,11 @@ class Episodes:
         self._absent[kind, about] = 0
 
     def held(self, kind: str) -> frozenset[str]:
-        """Return the subjects of a kind's episodes. The detector applies its second bound to these."""
+        """Return the subjects of a kind's ongoing episodes. The detector applies its second bound to these subjects."""
         return frozenset(about for each, about in self._absent if each == kind)
 
     def observe(self, kind: str, found: Iterable[Sighting]) -> list[Sighting]:
-        """Take everything that a detector finds now. Return the sightings that begin an episode."""
+        """Take all sightings that a detector has now. Return those that begin an episode."""
         now = {sighting.about: sighting for sighting in found}
         begun = [sighting for about, sighting in now.items() if (kind, about) not in self._absent]
         for about in self.held(kind) - set(now):

@@ -1,6 +1,6 @@
 """The rows of metrics.jsonl as detectors see them: the first values and the latest values of each metric.
 
-Its size does not grow with the run.
+The size of the history does not grow with the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SetResult:
 
 
 class RowHistory:
-    """The first and the latest values of every metric, over the rows that have it."""
+    """The first and the latest values of every metric, over the rows that contain the metric."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -51,7 +51,7 @@ class RowHistory:
         self._last: dict[str, deque[float]] = {}
 
     def add(self, row: Mapping[str, float | None]) -> None:
-        """Add the next row. A value of None stands for NaN or infinity, which JSON does not have."""
+        """Add the next row. A value of None stands for NaN or infinity, which JSON cannot represent."""
         step = row.get("step")
         self.step = int(step) if step is not None else self.step
         if "time/step" in row:
@@ -92,7 +92,7 @@ class RowHistory:
         return self._first.get(name, [])
 
     def last(self, name: str, count: int) -> list[float]:
-        """Return the latest `count` values of a metric, oldest first, or [] if there are fewer."""
+        """Return the latest `count` values of a metric, oldest first, or [] if the metric has fewer."""
         known = self._last.get(name)
         return list(known)[-count:] if known is not None and len(known) >= count else []
 
@@ -104,7 +104,7 @@ def median(values: Iterable[float]) -> float:
 def noise(values: list[float]) -> float:
     """Return a robust standard deviation of a series around its trend, from the differences between neighbours.
 
-    The difference between two independent values has twice their variance.
+    The difference between two independent values has twice the variance of either.
     """
     steps = [abs(b - a) for a, b in itertools.pairwise(values)]
     return MAD_TO_SIGMA * statistics.median(steps) / 2**0.5 if steps else 0.0

@@ -1,9 +1,9 @@
 """Detectors of runs that do not learn, or learn the wrong thing, over the rows of metrics.jsonl.
 
-Each is a pure function of the history: `detector(history, facts, held)` yields its sightings. `held` names the subjects
-of its ongoing episodes. Bounds are pairs `(begins, ends)`; the second bound applies to the subjects in `held`. Where a
-bound is not a convention of the field, the reason for it is given beside it, with the values of healthy runs
-(`tests/data/warnings/healthy`).
+Each detector is a pure function of the history: `detector(history, facts, held)` yields its sightings. `held` names the
+subjects of the detector's ongoing episodes. Bounds are pairs `(begins, ends)`; the second bound applies to the subjects
+in `held`. Where a bound is not a convention of the field, its description gives the reason and the values of healthy
+runs (`tests/data/warnings/healthy`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from services.monitor.warnings.history import FIRST, RowHistory, SetResult, erro
 Held = Collection[str]
 
 RECENT = 10
-"""Number of latest rows whose median is the present level of a metric, so that no single step counts."""
+"""Number of latest rows whose median is the present level of a metric, so that no single step decides."""
 FEW = 5
-"""The same number for failures that destroy a policy within a few steps."""
+"""Like `RECENT`, for failures that destroy a policy within a few steps."""
 
 ZERO_VARIANCE = 0.75, 0.6
 """Share of groups with equal rewards. At 0.75, a step learns from only a quarter of its samples, and its gradient noise
@@ -34,7 +34,8 @@ FLAT_ERRORS = 2.0, 4.0
 CONSTANT_STD = 1e-6
 ZERO_GRADIENT = 1e-7
 STILL_KL, STILL_CLIPPED = 1e-4, 1e-4
-"""KL to the reference and clip fraction below which the policy has not moved. Healthy runs have 0.2 and 0.02."""
+"""KL to the reference and clip fraction below which the policy counts as not having moved. Healthy runs have 0.2 and
+0.02."""
 CLIPPED = 0.5
 
 FALL = 0.5, 0.3
@@ -43,9 +44,9 @@ a mean of 0.6, the first bound is a fall to 0.36."""
 FALL_ERRORS = 4.0
 
 ENTROPY_LEFT = 0.1, 0.2
-"""Share of the first entropy that is left. A healthy run that solves its tasks keeps 0.3 over 200 steps."""
+"""Share of the initial entropy that is left. A healthy run that solves its tasks keeps 0.3 over 200 steps."""
 ENTROPY_DROP, ENTROPY_DROP_ROWS = 0.25, 20
-"""Share of the entropy that is left after 20 steps in a collapse that has just begun; healthy runs keep 0.8."""
+"""Share of the entropy that is left after 20 steps, in a collapse that has just begun; healthy runs keep 0.8."""
 LOW_ENTROPY = 0.02
 """Initial entropy, in nats, below which a policy is deterministic from the start, so that nothing can collapse."""
 
@@ -58,8 +59,8 @@ MISMATCH_LEVEL = 0.1, 0.05
 """Mean |log-prob of the trainer - log-prob of the engine| in nats, over tokens of the trained version. Engines with
 bfloat16 weights show 0.01 to 0.02 (slime, verl), float32 engines 1e-6. Importance weights are off by 10 % at 0.1."""
 MISMATCH_RISE, MISMATCH_FLOOR = 2.5, 0.02
-"""Ratio to the first values, and the minimum level at which that ratio counts. Collapses follow a rise from 0.01 to
-0.04 within about ten steps (arXiv 2510.26788, reports on slime and open-instruct)."""
+"""Ratio of the mismatch to its first values, and the minimum mismatch at which this ratio counts. Collapses follow a
+rise from 0.01 to 0.04 within about ten steps (arXiv 2510.26788, reports on slime and open-instruct)."""
 
 TRUNCATED = 0.3, 0.2
 """Share of samples cut at the length limit."""
@@ -70,8 +71,8 @@ LENGTH_ROWS = 40
 LENGTH_GROWTH = 1.5, 1.25
 """Growth of the mean length over 40 rows."""
 LENGTH_REWARDED = 0.5
-"""Correlation of length and reward within groups at which the length explains a quarter of the reward's variance. Where
-answers are checked, longer answers are more often wrong."""
+"""Correlation of length and reward within groups at which length explains a quarter of the reward's variance (where
+answers are checked, longer answers are more often wrong)."""
 
 GRADIENT_TIMES = 10.0, 5.0
 """Gradient norm, relative to its first level, at which it has exploded. Healthy runs stay below 4."""
@@ -79,11 +80,11 @@ GRADIENT_OVER_CLIP = 5.0
 SKIPPED_UPDATES = 1.0
 
 SMALL_LR = 1e-10
-"""Learning rate below which AdamW moves no float32 weight of a usual size. Its step for each weight is about the
-learning rate."""
+"""Learning rate below which AdamW moves no float32 weight of a usual size. AdamW changes each weight by about the
+learning rate per step."""
 
 FALL_OF_ACCURACY, ACCURACY_ERRORS = 0.03, 3.0
-"""Minimum fall of an evaluation's accuracy: absolute, and in standard errors of a share of its rows."""
+"""Minimum fall of an evaluation's accuracy: absolute, and in standard errors of a share of the set's rows."""
 
 
 def zero_variance(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
@@ -193,7 +194,7 @@ def _why_flat(history: RowHistory, facts: Facts) -> Sighting | None:
 
 
 def _opposed_parts(history: RowHistory) -> tuple[str, str] | None:
-    """Return the reward parts that have risen and fallen most, or None unless there are both."""
+    """Return the reward part that has risen most and the one that has fallen most, or None unless there are both."""
     moved: list[tuple[float, str]] = []
     for name in history.names("reward/part/"):
         longer = history.last(name, FLAT_ROWS)

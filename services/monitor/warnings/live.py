@@ -33,7 +33,7 @@ SATURATING = 0.5
 MAX_BYTES = 1 << 60
 """Process memory at or above which a sample is ignored as implausible."""
 GROWN_BYTES = 64 << 20
-"""Growth over the window below which nothing is reported."""
+"""Growth of the memory over the window, in bytes, below which nothing is reported."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class StoreReport:
-    """Bytes that a store holds, its limit, its bytes on disk, and the number of puts that it has refused so far."""
+    """The bytes that a store holds, its limit, its bytes on disk, and the number of puts that it has refused so far."""
 
     held: float
     limit: float
@@ -99,7 +99,7 @@ class Trend:
         self._samples.append(rss_bytes)
 
     def growth(self) -> Growth | None:
-        """Return the steady growth of the memory, or None if it does not grow, wavers, or levels off."""
+        """Return the steady growth of the memory, or None if the memory does not grow, fluctuates, or levels off."""
         return self._growth
 
     def _measured(self) -> Growth | None:

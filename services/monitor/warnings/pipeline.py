@@ -16,29 +16,30 @@ from shared.topology.fields import format_size
 Held = Collection[str]
 
 ROWS = 20
-"""Number of rows over which waiting is summed."""
+"""Number of rows over which waiting times are summed."""
 STARTING_ROWS = 2
-"""Number of first rows, which include the waits of the run's start."""
+"""Number of first rows that are not counted, because they include the waits at the start of the run."""
 WAITING = 0.8, 0.65
 """Share of the steps' time that the trainer spends waiting for a batch. Where rollouts share the processors with the
 trainer, healthy runs wait up to 0.72 of the time."""
 
 DROPPED_STALE = 0.2, 0.1
-"""Share of the checked tasks that were dropped for their age (`consume: completion`): work that is thrown away."""
+"""Share of the checked tasks that were dropped because of their age (`consume: completion`), which wastes their
+samples."""
 LAG = 0.3, 0.2
 """Mean |log-prob of the trainer - log-prob of the engine| in nats over tokens of earlier versions. Healthy runs show
-0.02 to 0.07. Importance weights of exp(0.3) are beyond a clip of 0.2."""
+0.02 to 0.07. An importance weight of exp(0.3) is beyond a clip range of 0.2."""
 LAG_CLIPPED = 0.2, 0.15
-"""Share of tokens that are clipped, with a token-level clip of 0.2; healthy runs have 0.01 to 0.05."""
+"""Share of tokens that a token-level clip range of 0.2 clips; healthy runs have 0.01 to 0.05."""
 EFFECTIVE = 0.5, 0.6
 """Effective sample size of the importance weights, as a share of the tokens. At 0.5, half of the samples are lost."""
 AT_BOUND = 0.9
-"""Share of recent steps with a token of the maximum staleness, at which the samples count as always at the bound."""
+"""Share of recent steps with a token of the maximum staleness at which the samples count as always that old."""
 
 IDLE = 0.8, 0.7
 """Share of the time in which rollouts sample nothing, while the trainer does not wait for them."""
 TRAINER_BUSY = 0.1
-"""Share of its time that the trainer waits, below which it limits the pace."""
+"""Share of its time that the trainer spends waiting, below which the trainer limits the pace."""
 BLOCKS, BLOCKS_S = 10, 60.0
 """Minimum number of blocks, and the seconds they must span."""
 
@@ -47,25 +48,26 @@ FULL = 0.9, 0.8
 SPILLED = 0.25, 0.1
 """Share of a store's data that is on disk."""
 REFUSED_PUTS = 5.0, 1.0
-"""Number of puts refused for lack of room within the reports. Admission reserves room, so healthy runs have none."""
+"""Number of puts refused for lack of room during the reports. Admission reserves room, so healthy runs have none."""
 FULL_REPORTS = 15
-"""Number of reports (one a second) whose median is the share."""
+"""Number of reports (one a second) whose median is compared with the bounds."""
 
 SLOW_SHARE = 0.5, 0.4
 """Share of the reward time in the sum of sampling and reward time. The two overlap, so rewards limit the pace above
 0.5."""
 SLOW_S = 0.5
-"""Reward time of a block, in seconds, below which a change is not worthwhile."""
+"""Reward time of a block, in seconds, below which faster rewards are not worthwhile."""
 SCORED = 5
 """Number of blocks whose median times are compared."""
 FAILING = 0.1, 0.05
-"""Share of samples without a reward. Lost samples bias what is learned if they have something in common, such as their
+"""Share of samples without a reward. Lost samples bias training if they have something in common, such as their
 length."""
 FAILING_SAMPLES = 64
 """Minimum number of latest samples over which that share is computed."""
 
 EXHAUSTED_S = 24 * 3600.0
-"""Seconds within which the machine must run out of memory for a warning, if the end of the run is not known."""
+"""A warning is given if the machine will run out of memory within this many seconds and the end of the run is
+unknown."""
 
 
 def staleness(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
@@ -86,15 +88,16 @@ def staleness(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sightin
     if at_bound < AT_BOUND:
         return
     if effective and median(effective) < EFFECTIVE[bool(held)]:
-        harm = f"their importance weights leave {median(effective):.0%} of the tokens (effective sample size)"
+        harm = f"the importance weights leave {median(effective):.0%} of the tokens (effective sample size)"
     elif lag and median(lag) >= LAG[bool(held)]:
-        harm = f"their log-probs have moved by {median(lag):.2g} nats since they were sampled"
+        harm = f"the log-probs have moved by {median(lag):.2g} nats since sampling"
     elif facts.clips_tokens and median(clipped) >= LAG_CLIPPED[bool(held)]:
         harm = f"{median(clipped):.0%} of the tokens are clipped"
     else:
         return
     yield Sighting(
-        f"samples are {facts.staleness} versions old in {at_bound:.0%} of the steps, which is the bound, and {harm}",
+        f"in {at_bound:.0%} of the steps the oldest samples are {facts.staleness} versions old, the most that "
+        f"`staleness` allows, and {harm}",
         f"lower staleness (now {facts.staleness}) or optimizer.lr (now {facts.lr:.1e})",
     )
 

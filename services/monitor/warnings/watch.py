@@ -1,8 +1,8 @@
 """Turns rows and telemetry into warnings, without I/O or a clock.
 
 Warnings about rows depend on the rows alone. After the monitor restarts, or after the run returns to an earlier step,
-all rows are taken again, and earlier warnings are not repeated. Conditions of the telemetry cannot be seen again; those
-that were reported before a restart count as ongoing until they are seen to be absent.
+all rows are taken again, and earlier warnings are not repeated. Telemetry is not repeated, so its conditions that were
+reported before a restart count as ongoing until they are observed to be absent.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shared.warnings import WarningRecord
 
 ROWS_OVER = 20
 """Number of rows without a condition after which its episode is over, and of steps within which a warning is not
-repeated. Detectors use medians of ten rows, so a condition must be absent for at least as long as it is measured."""
+repeated. Detectors use medians of ten rows, so a condition must be absent for at least as many rows."""
 SECONDS_OVER = 120
 """Number of telemetry observations (one a second) without a condition after which its episode is over."""
 MAX_OF_KIND = 20
 """Maximum number of warnings of one kind about one thing in a run."""
 TEXT_CHARS = 1000
-"""Maximum characters of a text. It may contain names and failures from user code."""
+"""Maximum characters of a text, which may contain names and error messages from user code."""
 
 RowDetector = Callable[[RowHistory, Facts, Collection[str]], Iterator[Sighting]]
 LiveDetector = Callable[[Live, Facts, Collection[str]], Iterator[Sighting]]
@@ -63,7 +63,7 @@ class Watch:
     """The detectors of a run and their episodes."""
 
     def __init__(self, facts: Facts, told: Sequence[WarningRecord] = (), *, off: Collection[str] = ()) -> None:
-        """`told` contains the run's warnings so far, and `off` the kinds that are disabled."""
+        """`told` contains the run's warnings so far, and `off` contains the kinds that are disabled."""
         self._facts = facts
         self._off = frozenset(off)
         self._told = list(told)
@@ -75,7 +75,7 @@ class Watch:
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget all rows. They are about to be taken again, from the first one."""
+        """Forget all rows, because they will be taken again from the first one."""
         self._history = RowHistory()
         self._row_episodes = Episodes(ROWS_OVER)
 
@@ -96,7 +96,7 @@ class Watch:
         self._live.take(row)
 
     def tick(self, now: float, available_bytes: float | None) -> list[WarningRecord]:
-        """Return the warnings that the telemetry so far causes. Call it once a second.
+        """Return the warnings that the telemetry so far causes. This must be called once a second.
 
         `now` is in seconds since 1970, and `available_bytes` is the available memory of this machine, if known.
         """
@@ -117,7 +117,7 @@ class Watch:
             self._live.remaining_s = max(self._facts.steps - self._history.step, 0) * median(steps)
 
     def _given(self, kind: WarningKind, begun: list[Sighting], step: int, at: float) -> Iterator[WarningRecord]:
-        """Yield the warnings about episodes that have begun, except those that were given before."""
+        """Yield the warnings about episodes that have begun, except warnings that were already given."""
         for sighting in begun:
             before = [each.step for each in self._told if (each.kind, each.about) == (kind, sighting.about)]
             again = kind in OF_ROWS and any(each > step - ROWS_OVER for each in before)

@@ -1,8 +1,9 @@
 """The interface of training backends, implemented by `backend_torch` and `megatron.backend`.
 
-Every method runs on the compute thread of every rank in the same order: each is a collective, even for a rank without
-samples. Backends know no bus, stores, advantages or loss functions and do not normalise: gradients are the plain *sum*
-of dL over all ranks, where L is the sum of what `TokenLoss` returns on them (docs/architecture.md, promise 7).
+Every method runs on the compute thread of every rank in the same order. Unless stated otherwise, each is a collective,
+even for a rank without samples. Backends know nothing of the bus, stores, advantages or loss functions, and they do not
+normalise: gradients are the plain *sum* of dL over all ranks, where L is the sum of a rank's `TokenLoss` values
+(docs/architecture.md, promise 7).
 
 State has the same form in every layout: full tensors under their Hugging Face names.
 """
@@ -58,7 +59,7 @@ class LocalScores:
 TokenLoss = Callable[[LocalScores], tuple[Tensor, Mapping[str, Tensor]]]
 """Function that returns the sum of W * loss over the tokens, a scalar with a gradient, and detached sums for metrics.
 
-It is called once per micro-batch on every rank with `place.counts`, also with M = 0. It is not called for padding
+It is called once per micro-batch on every rank with `place.counts`, even if M = 0. It is not called for padding
 micro-batches, which a rank runs only because another data-parallel rank has more of them.
 """
 
@@ -75,9 +76,10 @@ class OptimizerUpdate:
 class TrainingState:
     """Everything that a later life of the worker needs to continue with the same bits.
 
-    `weights`: Hugging Face name -> full tensor in the topology's dtype, on the CPU, tied weights once (as
-    `shared.model.load.named_weights`). `optimizer`: `<slot>/<name>` -> full float32 tensor of the weight's shape,
-    `step` a float32 scalar (number of updates). All are copies, so training may continue while they are written.
+    `weights`: Hugging Face name -> full tensor in the topology's dtype, on the CPU; tied weights appear once (as in
+    `shared.model.load.named_weights`). `optimizer`: `<slot>/<name>` -> full float32 tensor of the weight's shape; the
+    slot `step` is a float32 scalar (number of updates). All are copies, so training may continue while they are
+    written.
     """
 
     weights: dict[str, Tensor]
@@ -85,7 +87,7 @@ class TrainingState:
 
 
 class Backend(Protocol):
-    """A model in training. Constructors take (model_dir, dtype, Optimizer, BackendOptions, Place)."""
+    """A model in training. Constructors of backends take (model_dir, dtype, Optimizer, BackendOptions, Place)."""
 
     place: Place
     shelves: PartShelves
@@ -104,7 +106,7 @@ class Backend(Protocol):
     def vocab_size(self) -> int: ...
 
     def restart(self) -> None:
-        """Load the weights of the model directory with fresh optimizer state and no gradient."""
+        """Reload the weights of the model directory, reset the optimizer state and drop the gradient."""
 
     def forward(self, sequences: Sequences, temperature: float) -> Array:
         """Return log p(token) of logits / temperature where the mask is 1, else 0: float32 [T] without a gradient.
@@ -123,7 +125,8 @@ class Backend(Protocol):
         ...
 
     def step(self, step: int) -> OptimizerUpdate:
-        """Clip by the norm of the whole gradient, update, and drop the gradient. `step` (from 1) sets the warm-up.
+        """Clip by the norm of the whole gradient, update, and drop the gradient. `step`, from 1, determines the
+        warm-up.
 
         Raises RpcError(bad_data) on all ranks, without changing anything, if the norm is not finite.
         """
@@ -153,7 +156,8 @@ class Backend(Protocol):
         ...
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `own_state` returned in another life of the same rank of the same layout, and drop gradients."""
+        """Load the tensors that `own_state` returned in another life of the same rank of the same layout, and drop
+        gradients."""
 
     def export(self, folder: Path) -> None:
         """Write config.json and safetensors of the Hugging Face model into `folder` on rank 0 (no tokenizer)."""
@@ -188,7 +192,7 @@ def refused_gradient(step: int, grad_norm: float) -> RpcError:
 def totals_of(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """Return the totals that `add_up` computes from the micro-batch sums, in order, after one copy to the host.
 
-    A copy per sum would wait for the GPU many times in every micro-batch.
+    With a copy per sum, the host would wait for the GPU many times in every micro-batch.
     """
     totals: dict[str, float] = {}
     values = [value.double() for part in parts for value in part.values()]

@@ -44,7 +44,7 @@ from shared.tensors_torch import to_numpy
 from shared.topology.algorithm import Optimizer
 
 _IDLE = Sequences(np.zeros(2, np.int32), np.array([2], np.int32), np.array([0, 1], np.uint8))
-"""Input of a rank that has no samples left while others have some, because it has to join their collectives."""
+"""Input for a rank that has no samples left while other ranks do, because it must join their collectives."""
 
 
 class TorchBackend:
@@ -96,7 +96,7 @@ class TorchBackend:
         )
 
     def _loaded_on_rank_0(self, check: Callable[[nn.Module], None]) -> nn.Module | None:
-        """Return the checked model of the model directory on rank 0 and None elsewhere. Every rank has to call this.
+        """Return the checked model of the model directory on rank 0 and None elsewhere. Every rank must call this.
 
         Raises the RpcError of rank 0 on all ranks.
         """
@@ -115,7 +115,7 @@ class TorchBackend:
         return model
 
     def restart(self) -> None:
-        """Load the weights of the model directory with fresh optimizer state."""
+        """Reload the weights of the model directory and reset the optimizer state."""
         self.shelves.backload()
         shapes, source = self._trained.shapes, self._source
         model = self._loaded_on_rank_0(lambda loaded: check_same_model(shapes, named_weights(loaded), source))
@@ -194,9 +194,9 @@ class TorchBackend:
     # ---- updates
 
     def step(self, step: int) -> OptimizerUpdate:
-        """Clip, step, and zero the gradients. Training step `step` (from 1) sets the learning rate of the warm-up.
+        """Clip, step, and zero the gradients. The training step `step`, from 1, determines the warm-up.
 
-        Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state stay unchanged then.
+        Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then stay unchanged.
         """
         masters = list(self._trained.masters.values())
         norm = torch.nn.utils.clip_grad_norm_(masters, self._optimizer_options.clip_norm, foreach=True)
@@ -282,7 +282,7 @@ class TorchBackend:
         self.drop_gradients()
 
     def export(self, folder: Path) -> None:
-        """Write configuration and weights with the model's own library on rank 0. Every rank has to call this."""
+        """Write configuration and weights with the model's own library on rank 0. Every rank must call this."""
         weights = self.weights()
         if self.place.rank == 0:
             model: Any = self._trained.model

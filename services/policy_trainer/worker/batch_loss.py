@@ -44,7 +44,7 @@ class BatchLoss:
         self._version = version
         self._policy = losses.check(spec, own)
         self.entropy: Entropy = "gradient" if spec.entropy_coef else "value"
-        """The form of entropy that the backend has to compute in addition to log-probs."""
+        """The form of entropy that the backend must compute in addition to log-probs."""
 
         def on_device(values: Array) -> Tensor:
             return to_torch(values).to(device)

@@ -18,7 +18,7 @@ FETCH_S = 60.0
 """Maximum seconds of one attempt to fetch shards."""
 AGAIN_S = 0.25
 MAX_PREFETCHED = 2
-"""Maximum number of mini-batches whose shards are fetched ahead. They are mapped and cost only address space."""
+"""Maximum number of mini-batches whose shards are fetched ahead. The shards are mapped and cost only address space."""
 
 
 class BatchReader:
@@ -42,7 +42,7 @@ class BatchReader:
             self._prefetched[request.order] = asyncio.create_task(self._read(request))
 
     def forget_prefetched(self) -> None:
-        """Drop the shards read for queued calls and stop waiting for stores. Call this when the calls are refused."""
+        """Drop the shards read for queued calls and stop waiting for stores. Call this when those calls are refused."""
         self._refusals += 1
         for task in self._prefetched.values():
             task.cancel()

@@ -19,7 +19,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Keep only each block's input for the backward pass and run the block again there (activation checkpointing).
+    """Keep only each block's input for the backward pass, which runs the block again (activation checkpointing).
 
     Blocks keep their names and places, so weights are found as before. Raises ValueError if there are no blocks.
     """
@@ -31,7 +31,7 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 def _recomputed(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` with the current attention, also when the backward pass runs it again.
+    """Run `forward` with the current attention, even when the backward pass runs it again.
 
     By then the `using` block of the first run has ended.
     """

@@ -1,4 +1,4 @@
-"""Queue of one driver's calls, which yields each call once and in the driver's order, and refuses other drivers."""
+"""A queue that yields each call of one driver once, in the driver's order, and refuses other drivers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class CallQueue:
     def take_over(self, driver: int, at_least: int = 0, turn: int = 0) -> None:
         """Make `driver` the only caller and refuse all waiting calls. Its call numbers begin above `at_least`.
 
-        Raises RpcError(conflict) if `driver` was replaced earlier, which a lower `turn` also indicates. Its message
-        may arrive after that of the driver that replaced it.
+        Raises RpcError(conflict) if `driver` was replaced earlier, which a lower `turn` also indicates. The message of
+        a replaced driver may arrive after that of its successor.
         """
         if driver in self._retired or turn < self._turn:
             raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must end")
@@ -77,7 +77,7 @@ class CallQueue:
         return self.done + 1 in self._waiting
 
     def fail(self, cause: str, *, epoch: int) -> None:
-        """Refuse the calls after one that failed in `epoch`, until the driver takes over again."""
+        """Refuse all calls after the one that failed in `epoch`, until the driver takes over again."""
         if epoch != self.epoch:
             return
         self._failed = cause

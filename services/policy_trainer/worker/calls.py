@@ -85,10 +85,10 @@ class Calls:
         self._earlier: EarlierVersions
         self._meeting: Meeting
         self._store = ""
-        """The store on this rank's host for its log-probs. It is empty until the first ones are put."""
+        """Name of the store on this rank's host for its log-probs, or "" until the first log-probs are put."""
         self._own_loss: PolicyLoss | None = None
         self._pristine = True
-        """Whether the weights are those of the model directory, with fresh optimizer state."""
+        """Whether the weights are those of the model directory and the optimizer state is fresh."""
         self._service = service
         self.devices = Devices(lambda work: self._together("move", work), self._weights_put)
         self.on_published: Callable[[messages.WeightsRef, Mapping[str, Any]], None] = lambda ref, weights: None
@@ -149,7 +149,7 @@ class Calls:
         self._own_loss = own_policy_loss(self._topology.algorithm.loss)
         policy = self._topology.policy
         rollout = self._topology.services.rollout
-        # An embedded engine on a CPU uses the mapped arrays as its parameters and can show this without digests.
+        # An embedded engine on a CPU uses the mapped arrays as its parameters and can prove this without digests.
         mapped = rollout.engine == "transformers" and rollout.device == "cpu" and rollout.weights == "shards"
         self._canaries = Canaries(
             self._backend, Path(policy.model), policy.dtype, self._topology.run.seed, with_digests=not mapped
@@ -196,7 +196,7 @@ class Calls:
         return await asyncio.get_running_loop().run_in_executor(self._compute, counted)
 
     async def _ready(self, request: WorkerRequest, preparation: Awaitable[T]) -> T:
-        """Return the result of `preparation` once all ranks have theirs and the parts for the call are on the device.
+        """Return the result of `preparation` once all ranks are prepared and the parts for the call are on the device.
 
         Raises RpcError on all ranks if the preparation of any rank failed.
         """
@@ -412,7 +412,8 @@ class Calls:
         return update
 
     async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
-        """Gather weights and run the canary in call order. Send the bytes during the canary and the next gradient."""
+        """Gather weights and run the canary in call order. Send the bytes while the canary and the next gradient are
+        computed."""
         from services.policy_trainer.worker.weights.publish import put_weights, weights_ref
 
         earlier = request.step < self.step and self._topology.run.deterministic and not self.dirty

@@ -41,7 +41,7 @@ class SavedState:
     optimizer: dict[str, Tensor]
     earlier: dict[str, Tensor] = field(default_factory=dict)
     at_stop: bool = False
-    """Whether it was made because the run stopped, outside the regular interval."""
+    """Whether the checkpoint was made because the run stopped, outside the regular interval."""
 
 
 def _write(partial: Path, state: SavedState) -> None:
@@ -65,8 +65,8 @@ def _write(partial: Path, state: SavedState) -> None:
 def save(
     folder: Path, state: SavedState, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = ()
 ) -> Path:
-    """Write `folder/step-<n>`, replacing one of the same step. Then delete all later checkpoints, and all earlier ones
-    except the newest `keep_last`, the multiples of `keep_every` and those in `keep`.
+    """Write `folder/step-<n>`, replacing any checkpoint of that step. Then delete all later checkpoints, and all
+    earlier ones except the newest `keep_last`, the multiples of `keep_every` and those in `keep`.
 
     A checkpoint made `at_stop` displaces no other: it does not count towards `keep_last` and is deleted after the next
     save.
@@ -109,7 +109,8 @@ def _made_at_stop(path: Path) -> bool:
 
 
 def load(folder: Path, step: int) -> SavedState:
-    """Return the checkpoint of `step`. Raises RpcError: missing, or conflict if a file is not as written."""
+    """Return the checkpoint of `step`. Raises RpcError: missing, or conflict if a file differs from what was
+    written."""
     path = folder / f"{CHECKPOINT_PREFIX}{step}"
     if not path.is_dir():
         there = ", ".join(map(str, checkpoint_steps(folder))) or "none"

@@ -1,4 +1,4 @@
-"""Sends a checkpoint that rank 0 has read to the ranks on other hosts, which have no access to its folder."""
+"""Sends a checkpoint that rank 0 has read to the ranks on other hosts, which cannot read its folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.weights.table import described, room_for
 
 
 def from_rank_0(state: SavedState | None) -> SavedState:
-    """Return rank 0's `state` on every rank, byte for byte. Every rank has to call this.
+    """Return rank 0's `state` on every rank, byte for byte. Every rank must call this.
 
     Other ranks need as much host memory as if they had read the checkpoint themselves.
     """

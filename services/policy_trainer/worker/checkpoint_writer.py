@@ -20,7 +20,8 @@ class CheckpointWriter:
     """Writes one checkpoint at a time. It belongs to the event loop."""
 
     def __init__(self, folder: Path, keep_every: int | None) -> None:
-        """`folder` holds the run's checkpoints; those at multiples of `keep_every` are never deleted."""
+        """`folder` holds the run's checkpoints. Saving a later step never deletes those at multiples of
+        `keep_every`."""
         self._folder = folder
         self._keep_every = keep_every
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -34,8 +35,8 @@ class CheckpointWriter:
         on_saved: Callable[[Saved], None],
         on_error: Callable[[Exception], None],
     ) -> None:
-        """Begin to write a checkpoint. Once it is complete, delete those older than the newest `keep_last`, except
-        those of the steps in `keep`."""
+        """Begin to write a checkpoint. Once it is complete, delete the checkpoints older than the newest `keep_last`,
+        except those of the steps in `keep`."""
         task = asyncio.create_task(self._save(state, keep_last, keep, on_saved, on_error))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)

@@ -1,4 +1,4 @@
-"""Exports the policy as a Hugging Face folder that loads like the original one. Weights are not pickled."""
+"""Exports the policy as a Hugging Face folder that can be loaded like the original. Weights are not pickled."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from shared import model_folder
 
 
 def export(backend: Backend, policy_dir: Path, target: Path) -> None:
-    """Write model, configuration and the tokenizer files of `policy_dir` and move them to `target`, replacing it.
+    """Write model, configuration and the tokenizer files of `policy_dir` and move them to `target`, replacing any
+    earlier export.
 
-    Every rank has to call this; rank 0 writes. Raises OSError (no space, no permission).
+    Every rank must call this; rank 0 writes. Raises OSError (no space, no permission).
     """
     leads = backend.place.rank == 0
     backend.export(model_folder.begin(target) if leads else target)

@@ -14,7 +14,7 @@ from shared.ranks.layout import Place
 
 
 class Mesh:
-    """The groups of a layout without tensor and pipeline ranks. All ranks have to create it at the same time."""
+    """The groups of a layout without tensor and pipeline ranks. All ranks must create this object at the same time."""
 
     def __init__(self, place: Place, device: str) -> None:
         """Raises ValueError if tp or pp is above 1, because only the megatron backend splits layers."""
@@ -26,7 +26,7 @@ class Mesh:
         self.place = place
         self._context: ContextRank | None = None
         if layout.cp > 1:
-            for first in range(0, layout.world_size, layout.cp):  # every rank has to create every group
+            for first in range(0, layout.world_size, layout.cp):  # every rank must create every group
                 group = dist.new_group(list(range(first, first + layout.cp)))
                 if first == place.dp_rank * layout.cp:
                     self._context = ContextRank(place.cp_rank, layout.cp, group)
@@ -48,7 +48,7 @@ class Mesh:
         return total
 
     def from_rank_0(self, mine: bytes) -> bytes:
-        """Return rank 0's `mine` on every rank. Every rank has to call this."""
+        """Return rank 0's `mine` on every rank. Every rank must call this."""
         return mine if self.shard_mesh is None else from_rank_0(mine)
 
     def most(self, count: int) -> int:
@@ -61,7 +61,7 @@ class Mesh:
 
 
 def from_rank_0(mine: bytes) -> bytes:
-    """Return rank 0's `mine` on every rank of the default group. Every rank has to call this."""
+    """Return rank 0's `mine` on every rank of the default group. Every rank must call this."""
     size = torch.tensor([len(mine)])
     dist.broadcast(size, 0)
     if not int(size):

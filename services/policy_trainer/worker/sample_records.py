@@ -46,7 +46,7 @@ class SampleRecords:
     def wanted(self, batch: BatchMeta) -> list[int]:
         """Return the positions of the call's tasks that are recorded and were not put before.
 
-        A task's log-probs thus come from the step's first call with it, before the step's first update on it.
+        A task's log-probs thus come from the first call of the step that contains the task, before any update on it.
         """
         choice = self._choice
         if choice is None:

@@ -35,7 +35,7 @@ def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
     """Return a dict from `keys` to the keys of their shards in the stores.
 
     Proximal log-probs are stored under a key of the call that made them, so that they cannot be confused with earlier
-    ones from other weights or another number of ranks. Raises RpcError(bad_request) if they are needed and missing.
+    values from other weights or another number of ranks. Raises RpcError(bad_request) if they are needed and missing.
     """
     named = {key: key for key in keys}
     if PROX_KEY in named:

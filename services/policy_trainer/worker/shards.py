@@ -1,5 +1,5 @@
 """A model whose parameters are split over all data- and context-parallel ranks (FSDP2). Gradients are *summed* over the
-ranks instead of averaged: every rank's loss is its plain share of the whole (docs/architecture.md, promise 7).
+ranks instead of averaged: every rank's loss is its unscaled share of the whole (docs/architecture.md, promise 7).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _LOW = (torch.bfloat16, torch.float16)
 class Shards:
     """A `Replica` in pieces. The pieces of 16-bit weights are float32, while the passes run in 16 bits.
 
-    Only rank 0 ever holds whole weights; the others hold their pieces and, for a moment, one whole tensor.
+    Only rank 0 ever holds whole weights; the others hold their pieces and, temporarily, one whole tensor.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, context: ContextRank | None) -> None:
-        """`model` has its weights on rank 0, and may be uninitialised elsewhere. Every rank has to call this."""
+        """`model` has its weights on rank 0, and may be uninitialised elsewhere. Every rank must call this."""
         self._rank = mesh.get_rank()
         dtype = next(model.parameters()).dtype
         named = named_weights(model) if self._rank == 0 else {}
@@ -73,11 +73,11 @@ class Shards:
                 module.reshard()
 
     def write_back(self) -> None:
-        """Do nothing: the pieces are the masters, and the next pass gathers them anew."""
+        """Do nothing: the pieces are the masters, and the next pass gathers them again."""
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """Return full weights on the host on rank 0 and {} elsewhere. Every rank has to call this."""
+        """Return full weights on the host on rank 0 and {} elsewhere. Every rank must call this."""
         found: dict[str, Tensor] = {}
         for name, live in self.own_weights().items():
             whole = self.whole(live.to(self._dtypes[name]))
@@ -94,7 +94,7 @@ class Shards:
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Copy the pieces of all ranks from rank 0's full weights of the same names and shapes. Other ranks may pass
-        {}. Every rank has to call this."""
+        {}. Every rank must call this."""
         for name, target in self.own_weights().items():
             whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
             if self._rank == 0:
@@ -118,7 +118,7 @@ class Shards:
         return distribute_tensor(moved, master.device_mesh, master.placements, src_data_rank=None)
 
     def whole_scalar(self, value: Tensor) -> float:
-        """Return `value`, computed over all masters, as a number, equal on every rank. Every rank has to call this."""
+        """Return `value`, computed over all masters, as a number, equal on every rank. Every rank must call this."""
         return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
     @property

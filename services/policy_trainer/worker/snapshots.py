@@ -3,7 +3,7 @@
 A rank fills two files in turn, so that one of them is always whole. Each is a block file (`proto.blockfile`) with the
 single task `state/<lineage>/<step>`. Its header is cleared before its data is replaced and written after the data, so a
 file with a valid header is sealed. `read` verifies the checksums of the data. The files are in the run's shared
-memory. They outlive the trainer's processes, but neither the launcher nor the host.
+memory. They outlive the trainer's processes, but not the launcher or the host.
 
 The methods block. They are not called from two threads at once. Only methods that use tensors import torch, so that a
 rank can report its snapshots while it starts.
@@ -85,7 +85,8 @@ class Snapshots:
         raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}, lineage {lineage}: not in {self._files[0].parent}")
 
     def keep_only(self, lineage: int = -1, step: int = -1) -> None:
-        """Discard all snapshots but this one. The others were not trained from the state that is loaded now."""
+        """Discard all snapshots except that of `step` under `lineage`: the others were not trained from the state that
+        is now loaded."""
         for file in self._files:
             held = _content(self._table(file))
             if held == HeldSnapshot(lineage=lineage, step=step):
@@ -149,7 +150,7 @@ def _clear(mapped: Array) -> None:
 
 
 def _memory(tensor: Tensor) -> Array:
-    """Return an array over the memory of a contiguous CPU tensor. `Tensor.numpy` would keep it from being freed."""
+    """Return an array over the memory of a contiguous CPU tensor. `Tensor.numpy` would prevent its being freed."""
     from shared.tensors_torch import numpy_dtype
 
     if not tensor.nbytes:

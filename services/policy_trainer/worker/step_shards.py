@@ -1,6 +1,6 @@
 """Keeps the streamed shards of the current step, so that a store on another host sends each of them once per step.
 
-Shards of stores on this host are mapped again by every call: that costs little, and kept mappings would pin their
+Shards in stores on this host are mapped again by every call: that costs little, and kept mappings would pin their
 files.
 """
 
@@ -14,7 +14,8 @@ from shared.dataplane.client import DataClient
 
 
 class StepShards:
-    """The shards of the current step. It belongs to the event loop of `data`. Callers must not write to the arrays."""
+    """The shards of the current step. This object belongs to the event loop of `data`. Callers must not write to the
+    arrays."""
 
     def __init__(self, data: DataClient) -> None:
         self._data = data
@@ -28,7 +29,7 @@ class StepShards:
 
     async def fetch(self, batch: Batch, keys: list[str], *, deadline_s: float) -> Batch:
         """Return a LOCAL batch with `keys`, like `Batch.fetch`. Raises the same errors."""
-        async with self._fetching:  # a call that is prepared in advance often needs what the previous call is fetching
+        async with self._fetching:  # a call prepared in advance often needs shards that the previous call is fetching
             kept = self._kept
             found = [dict(kept.get((task.task_id, task.fence), {})) for task in batch.tasks]
             lacking: dict[tuple[str, ...], list[int]] = {}

@@ -65,7 +65,7 @@ class ComputeThread:
         return await asyncio.wrap_future(done)
 
     def pause(self) -> None:
-        """Pause a block before its next step."""
+        """Pause the running block before its next step."""
         self._running.clear()
 
     def resume(self) -> None:

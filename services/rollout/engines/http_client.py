@@ -33,7 +33,8 @@ class HttpClient:
     """A client that keeps no connection open, so coroutines on any loop may use it."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], who: str, silence_s: float) -> None:
-        """`base_url` is http or https, with or without a path; `silence_s` is the longest wait for the next bytes."""
+        """`base_url` is http or https, with or without a path; `silence_s` is the maximum number of seconds to wait for
+        the next bytes."""
         self._url = base_url.rstrip("/")
         self._headers = {"content-type": "application/json", **headers}
         self._who = who

@@ -4,9 +4,9 @@ It observes where weights go and assumes nothing about any model. It does not im
 
 A `LoadTrace` watches torch operations during a load. It keeps a map of memory that shows which addresses hold which
 part of which weight. A copy carries the parts along, and new memory holds nothing. An operation may pack a weight for a
-CPU, after which `.weight` is empty. The memory that it packs is therefore digested at that moment, and recorded under
-the handle that the operation returns. After the load, `proof` digests every parameter in place, and adds the digests
-for the handles that the model's layers now hold.
+CPU, after which `.weight` is empty. The memory that it packs is therefore digested at that moment, and the digests are
+recorded under the handle that the operation returns. After the load, `proof` digests every parameter in place, and adds
+the digests for the handles that the model's layers now hold.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PACKING = frozenset(
 """vLLM operations that convert their first argument to another layout for CPU matrix products. They are composite
 operations, which are visible only to a function mode."""
 READ_BACK_FLOP = 4 * 10**9
-"""Maximum number of floating-point operations to read back one handle. It is enough for a whole layer of a 0.5B model,
-and for a spread sample of its embedding. Reading back all handles takes seconds."""
+"""Maximum number of floating-point operations to read back one handle. This is enough for a whole layer of a 0.5B
+model, and for a spread sample of the rows of its embedding. Reading back all handles takes seconds."""
 _READ_BACK_ROWS = 256
 _COPIES = frozenset(["aten::_to_copy", "aten::clone"])
 _NEW = ("aten::empty", "aten::new_empty")
@@ -39,7 +39,7 @@ _FILLS = frozenset(["aten::fill_", "aten::zero_"])
 
 
 class Part(NamedTuple):
-    """Elements [row, row + rows) x [column, column + columns) of weight `name` as a matrix (`matrix_shape`)."""
+    """Elements [row, row + rows) x [column, column + columns) of weight `name`, seen as a matrix (`matrix_shape`)."""
 
     name: str
     row: int
@@ -53,7 +53,8 @@ Digested = tuple[Part, int]
 
 @dataclass(frozen=True)
 class Proof:
-    """The contents of a model: the weight parts with the digests of what is there, and any faults."""
+    """The contents of a model: the parts of the weights, each with the digest of its values in memory, and any
+    faults."""
 
     parts: list[Digested]
     faults: list[str]
@@ -112,7 +113,7 @@ class _Memory:
     def copied(self, target: Tensor, source: Tensor) -> None:
         if _nowhere(target):
             return
-        parts = [] if _nowhere(source) else list(self._parts(source))  # first, since it may be copied onto itself
+        parts = [] if _nowhere(source) else list(self._parts(source))  # first, since both may share memory
         begin, end = _span(target)
         self.forget(begin, end)
         if not target.is_contiguous() or source.numel() != target.numel():
@@ -194,7 +195,8 @@ class LoadTrace:
     """Follows one load (`over`). Afterwards, `proof` reports what was loaded."""
 
     def __init__(self, *, read_back: bool = False) -> None:
-        """With `read_back`, weights that oneDNN packs are read back by products with unit vectors, and compared."""
+        """With `read_back`, weights that oneDNN packs are read back through products with unit vectors, and compared
+        with the originals."""
         self._read_back = read_back
         self._memory = _Memory()
         self._packed: dict[int, Proof] = {}
@@ -202,7 +204,7 @@ class LoadTrace:
 
     @contextmanager
     def over(self, model: Any) -> Iterator[None]:
-        """Follow all weights that `model.load_weights` is given while this context is active."""
+        """Follow all weights that are passed to `model.load_weights` while this context is active."""
         load_weights = model.load_weights
 
         def traced(weights: Iterable[tuple[str, Tensor]]) -> Any:
@@ -233,7 +235,7 @@ class LoadTrace:
                     faults += names.misplaced(module, f"{path}.weight", [part for part, _ in packed.parts])
             for name, tensor in module.named_parameters(path, recurse=False):
                 if tensor.numel() == 0 and handle is not None:
-                    continue  # its weight is in the handle
+                    continue  # the module's weight is in the handle
                 digested, whole = self._digested(tensor)
                 found += digested
                 faults += names.misplaced(module, name, [part for part, _ in digested])
@@ -288,13 +290,15 @@ class LoadTrace:
 
 
 class _Names:
-    """Checks that weights are where their names say. Names that a model's loader translates are left to the canary."""
+    """Checks that weights are in the modules that their names indicate. Names that a model's loader translates are not
+    checked here; the canary covers those weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self._fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
         self._modules = {path.rpartition(".")[2] for path, _ in model.named_modules()}
         self._first: dict[int, nn.Module] = {}
-        """The first module with a parameter at each address. Later modules at that address are tied to it."""
+        """The first module with a parameter at each address. Later modules with a parameter at that address are tied to
+        the first one."""
 
     def misplaced(self, module: nn.Module, name: str, parts: Sequence[Part]) -> list[str]:
         """Return the faults in the placement of `parts`, given in order, in parameter `name` of `module`."""
@@ -352,7 +356,7 @@ def _flat_part(held: _Contents, offset: int, count: int) -> Part | None:
 
 
 def _box(part: Part, offset: int, view: Tensor) -> Part | None:
-    """Return what `view` shows of `part` as a part, or None if that is not a box.
+    """Return the elements of `part` that `view` shows, as a part, or None if they are not a box.
 
     `view` begins `offset` elements into `part`.
     """
@@ -366,10 +370,11 @@ def _box(part: Part, offset: int, view: Tensor) -> Part | None:
 
 
 def _reads_back(handle: int, weight: Tensor) -> bool:
-    """Return whether products of unit vectors with `handle`, packed from `weight` [in, out], give its rows exactly.
+    """Return whether products of unit vectors with `handle`, packed from `weight` [in, out], give the rows of `weight`
+    exactly.
 
-    All rows are checked if that takes at most `READ_BACK_FLOP`; otherwise, as many evenly spread rows as that allows,
-    but at least 16.
+    All rows are checked if that takes at most `READ_BACK_FLOP`; otherwise, as many evenly spread rows are checked as
+    that limit allows, but at least 16.
     """
     inputs, outputs = weight.shape
     count = min(max(READ_BACK_FLOP // (2 * inputs * outputs), 16), inputs)

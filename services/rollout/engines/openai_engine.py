@@ -1,19 +1,19 @@
 """The rollout engine for an inference server with OpenAI's completions interface.
 
-Nothing is sampled from a server whose log-probs or weights have not been proved, or whose weights another client has
+Nothing is sampled from a server whose log-probs or weights have not been verified, or whose weights another client has
 since replaced.
 
 Beyond the interface itself, the server must offer the following; `start` and the drill name what is missing:
   prompts and completions as token ids (`prompt: [ids]`, `return_token_ids`), `echo` with log-probs of the prompt,
   log-probs of the distribution that was sampled from, and a way to take weights: vLLM's `/collective_rpc`, with rlbus's
-  worker extension. This command starts a vLLM 0.32 server with all of it:
+  worker extension. This command starts a vLLM 0.32 server with all of these features:
 
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs \
       --worker-extension-cls services.rollout.engines.vllm_worker.PolicyWeights
 
 `/collective_rpc` lets anyone who reaches the port call any method, so the server belongs on a loopback or private
 address. The weights are passed as a safetensors file: in memory for a server of the same user on this machine,
-otherwise in a folder that both can access (`weights_directory`). One server serves one instance of one run.
+otherwise in a folder that both sides can access (`weights_directory`). One server serves one instance of one run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OpenAIEngine:
         self, *, model: Path, dtype: str, temperature: float, engine_args: Mapping[str, Any], api_key: str = ""
     ) -> None:
         """The server's log-probs are checked at `temperature`, the training temperature. `engine_args` are `base_url`,
-        `model` (its name on the server; default: the only one) and `weights_directory`."""
+        `model` (the model's name on the server; default: the server's only model) and `weights_directory`."""
         self._path = model
         self._dtype = dtype
         self._temperature = temperature
@@ -128,7 +128,7 @@ class OpenAIEngine:
         return await self._compute.run(lambda: asyncio.run(self._generate(prompts, sampling, cancel)))
 
     async def base_weights(self) -> dict[str, Array]:
-        """Return the weights of the model directory, since the server's own cannot be read."""
+        """Return the weights of the model directory, since those of the server cannot be read."""
         return await self._compute.run(
             lambda: {name: to_numpy(each) for name, each in named_weights(load_model(self._path, self._dtype)).items()}
         )

@@ -34,7 +34,7 @@ class Passes(Protocol):
         """Run one more token for every row and return the logits."""
 
     def keep(self, rows: Tensor) -> None:
-        """Continue with these rows only."""
+        """Keep only these rows for the passes that follow."""
 
 
 Part = tuple[Passes, Tensor]
@@ -197,7 +197,8 @@ class PlainPasses:
 
 
 class _Places(NamedTuple):
-    """The places of gathered rows, which end at column `length`: their first columns and last tokens' positions."""
+    """The places of gathered rows, which end at column `length`: the first column of each row and the position of its
+    last token."""
 
     length: int
     start_R: Tensor

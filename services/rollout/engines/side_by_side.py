@@ -52,10 +52,10 @@ class Stepper(Protocol):
     """The part of an engine that works on calls, always on the compute thread."""
 
     def add(self, call: EngineCall) -> bool:
-        """Accept the call. Return False to be asked again when the calls in progress are done."""
+        """Accept the call, or return False to be asked again once the calls in progress have ended."""
 
     def step(self) -> None:
-        """Make one step for all calls, and set the `answer` of those that it finishes."""
+        """Make one step for all calls, and set the `answer` of every call that this step finishes."""
 
     def so_far(self, call: EngineCall) -> list[list[Generation]]:
         """Return the results of a call so far."""

@@ -8,8 +8,8 @@ Random numbers belong to a prompt: they are derived from the run's seed and the 
 generator. A task's samples do not depend on what else is in the table, unless the shape of the table changes the
 logits.
 
-Shapes: R rows of the table (the last N of them), T maximum tokens of a sample, S random numbers drawn ahead, P prompts
-of L tokens, V tokens in the vocabulary.
+Shapes: R rows of the table, N rows from a given row to the end, T maximum tokens of a sample, S random numbers drawn
+ahead, P prompts of L tokens, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class SlotTable:
         slots: int = MAX_ROWS,
         steady: bool = False,
     ) -> None:
-        """`slots` is the number of rows that are decoded at once; a larger group is alone in the table. `stopped`
-        returns a stop-text finder; `swaps` returns the number of times that the engine's weights were set.
+        """`slots` is the number of rows that are decoded at once; a group with more samples is alone in the table.
+        `stopped` returns a stop-text finder; `swaps` returns the number of times that the engine's weights were set.
 
         A `steady` table works on one call at a time and pads it to `block_rows` rows. It does not drop ended rows.
         Answers of up to 128 tokens with widely varying lengths therefore take 2.5 times as long (2,900 tokens/s instead
@@ -316,7 +316,7 @@ class SlotTable:
             self._end((places + first).tolist(), stopped_N[places].tolist())
 
     def _draw(self, first: int) -> None:
-        """Draw random numbers for the rows from `first` on that have none left for their next token."""
+        """From row `first` on, draw random numbers for the rows that have none left for their next token."""
         due_N = (self._rows.count_R[first:] % _DRAWN_STEPS == 0) & self._rows.running_R[first:]
         rows_of: dict[_Group, list[tuple[int, int]]] = {}
         for place in due_N.nonzero().squeeze(1).tolist():

@@ -1,4 +1,5 @@
-"""The embedded engine: a transformers model decoded on a thread of its own. Lightweight processes do not import it.
+"""The embedded engine: a transformers model decoded on a thread of its own. Lightweight processes do not import this
+module.
 
 Everything that touches the model runs on the compute thread, in the order of the calls, with two exceptions: calls are
 decoded side by side (except in deterministic mode), and weights are replaced and scored in the middle of calls while
@@ -42,8 +43,8 @@ class TransformersEngine:
     """An `Engine` in this process. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
     def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
-        """With `deterministic`, calls are decoded one after the other in a steady table, so the same call gives the
-        same bits. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
+        """With `deterministic`, calls are decoded one after another in a steady table, so the same call gives the same
+        bits. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
@@ -196,9 +197,9 @@ class TransformersEngine:
     def _set_weights(self, weights: Mapping[str, Array]) -> None:
         """Replace the parameters. In host memory they become the given arrays themselves, without a copy.
 
-        A version in shared memory therefore stays mapped, and counted by its store, until the next one replaces it. In
-        deterministic mode, arrays are copied instead, because a mapping is aligned differently, which changes the last
-        bits.
+        A version in shared memory therefore stays mapped, and counted by its store, until the next version replaces it.
+        In deterministic mode, arrays are copied instead, because a mapping is aligned differently, which changes the
+        last bits.
         """
         holders = self._holders
         sources = fitting({name: (tied[0].dtype, tied[0].shape) for name, tied in holders.items()}, weights)
@@ -214,7 +215,8 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
-        """Check the parameters. Only copies are compared bit by bit; other parameters are the given arrays."""
+        """Check the parameters. Only copies are compared bit by bit; the other parameters are the given arrays
+        themselves."""
         holders = weight_holders(self._model)  # the tensors that the modules read at every pass
         wrong = set(holders.keys() ^ (given or announced).keys())
         for name in holders.keys() - wrong:
@@ -232,7 +234,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _score(self, token_ids: Array) -> Array:
-        """Score with the passes that also sample, so that a canary proves those passes."""
+        """Score with the same passes that sampling uses, so that a canary checks those passes."""
         self._must_have_weights()
         if is_plain(self._model):
             self._compute.progress += 1
@@ -278,7 +280,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def eos_ids(model: Path) -> tuple[int, ...]:
-    """Return the ids of tokens that end a completion, from the model's generation_config.json or else config.json."""
+    """Return the ids of the tokens that end a completion, from the model's generation_config.json or else
+    config.json."""
     for name in ("generation_config.json", "config.json"):
         path = model / name
         ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None

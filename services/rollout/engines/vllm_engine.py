@@ -1,13 +1,13 @@
-"""The vLLM rollout engine, which runs inside the rollout process. Processes that do other work do not import it,
-because vLLM patches torch for the whole process.
+"""The vLLM rollout engine, which runs inside the rollout process. Processes that do other work do not import this
+module, because vLLM patches torch for the whole process.
 
 The engine core is stepped on the compute thread, without vLLM processes or sockets (except for tensor-parallel ranks,
 which are vLLM processes). Tensors are handed over as they are, nothing is pickled, and pause, cancel and progress work
 between any two decode steps.
 
 Weights that arrive in the middle of a block replace the weights of the running samples, which keep their tokens:
-  keep       Samples also keep their cached keys and values, which the old weights computed. A sample of the block that
-             has not begun may also read the cached prompt; later blocks never do.
+  keep       Samples also keep their cached keys and values, computed with the old weights. A sample of the block that
+             has not begun may also read the cached prompt; later blocks never read it.
   recompute  The cache is dropped, and the next step reads prompts and tokens again. This costs a prefill. From then on,
              every token is sampled from exactly the distribution that the new weights give for all text before it.
 """
@@ -84,7 +84,7 @@ class VllmEngine:
     ) -> None:
         """`engine_args` are fields of vLLM's EngineArgs, which override this engine's defaults. `tensor_parallel` is
         the number of ranks; if there are several, each is a process with `threads` threads. For `in_flight`, see the
-        module. `route` is the way in which `receive` receives weights.
+        module's docstring. `route` is the way in which `receive` receives weights.
 
         Raises RpcError(bad_request) if vLLM is not installed, or if `deterministic` is set: vLLM's log-probs depend on
         what else is in its batch.
@@ -124,7 +124,8 @@ class VllmEngine:
         self._lost = False
         """Whether the weights' memory was released and no weights have been set since."""
         self._placed: list[list[Part]] = []
-        """The parts in each place on each rank after the first load. That load's canary proves them right."""
+        """The parts in each place on each rank after the first load. The canary of that load proves that these places
+        are right."""
         self._requests = 0
         self._tokens = 0
         self._steps = 0
@@ -162,7 +163,8 @@ class VllmEngine:
         return await self._calls.generate(prompts, sampling, cancel, watch)
 
     async def base_weights(self) -> dict[str, Array]:
-        """Return the weights that `start` loaded, read again from the model directory: vLLM fuses and packs them."""
+        """Return the weights that `start` loaded, read again from the model directory, because vLLM fuses and packs its
+        copy."""
         return await self._compute.run(self._read_base)
 
     async def compute(self, work: Callable[[], T]) -> T:
@@ -267,7 +269,7 @@ class VllmEngine:
             self._llm = LLMEngine.from_engine_args(EngineArgs(**fixed, **arguments), UsageContext.LLM_CLASS)
         except (ValueError, TypeError, RuntimeError) as error:
             text = " ".join(str(error).split())[:400] or type(error).__name__
-            # vLLM's own advice is for a GPU.
+            # The advice in vLLM's own message applies to GPUs.
             more = "; raise kv_cache_memory_bytes" if self._on_cpu and "cache" in text else ""
             # On a GPU, memory that another process still holds may be free at the next start.
             code = ErrorCode.INTERNAL if isinstance(error, RuntimeError) else ErrorCode.BAD_REQUEST
@@ -332,7 +334,8 @@ class VllmEngine:
             seed=xxhash.xxh3_64_intdigest(f"{sampling.seed}:{prompt.name}".encode()) & _SEED_MASK,
             logprobs=0,  # only the sampled token's log-prob
             flat_logprobs=True,
-            # The tokenizer's end token may differ from those in the model's generation config, which count here.
+            # The tokenizer's end token may differ from those in the model's generation config. Only the latter count
+            # here.
             ignore_eos=True,
             stop_token_ids=self._eos_ids,
             stop=list(sampling.stop),
@@ -418,7 +421,8 @@ class VllmEngine:
         return True
 
     def _must_have_weights(self) -> None:
-        """Raise RpcError if the weights are lost: after a level-2 sleep, vLLM silently uses whatever is there."""
+        """Raise RpcError if the weights are lost: after a level-2 sleep, vLLM silently computes with whatever its
+        memory contains."""
         if self._lost:
             raise RpcError(
                 ErrorCode.INTERNAL, "engine vllm: asked to compute after a sleep, before its weights were set"

@@ -1,6 +1,6 @@
 """Translates a trainer's offer for vLLM's weight-transfer API, and makes the calls that carry out the transfer.
 
-It does not import vLLM. A model that a transfer has only partly replaced is not used for sampling.
+This module does not import vLLM. A model that a transfer has only partly replaced is not used for sampling.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class OfferTaker:
         self.communicator = 0
 
     def take(self, call: Callable[..., list[str]], offer: TransferOffer, meeting: Meeting) -> None:
-        """Take an offer. `call(method, args=...)` calls a method of `TransferredWeights` on all ranks.
+        """Accept an offer and receive its weights. `call(method, args=...)` calls a method of `TransferredWeights` on
+        all ranks.
 
         Raises TransferFailed while the model is still intact, and HalfTaken after that.
         """

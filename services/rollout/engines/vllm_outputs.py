@@ -1,7 +1,7 @@
-"""Reads the samples of vLLM's finished and unfinished requests. It changes nothing in vLLM.
+"""Reads the samples of vLLM's finished and unfinished requests. This module changes nothing in vLLM.
 
 Only this module knows how vLLM 0.32 stores unfinished requests, because vLLM has no call that returns them. Requesting
-outputs at every step instead would cost, for each token, what a note costs only now and then.
+outputs at every step instead would cause, for every token, the cost that a note causes only now and then.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from services.rollout.engine import FinishReason, Generation
 def generation(output: Any, began: int, *, spans: bool) -> Generation:
     """Return the generation for a finished CompletionOutput of vLLM.
 
-    `began` is the number of swaps when the block began. `spans` says whether more swaps followed, so that the number
-    must be read for each token.
+    `began` is the number of swaps when the block began. `spans` says whether more swaps followed, in which case the
+    number must be read for each token.
     """
     found = [(int(each.version), each.end - each.start) for each in output.weight_versions] if spans else []
     return _made(output.token_ids, output.logprobs, found, began, _reason(output))
@@ -28,7 +28,7 @@ def generation(output: Any, began: int, *, spans: bool) -> Generation:
 def under_way(
     processor: Any, finished: Mapping[str, Any], names: Sequence[str], samples: int, began: int, proved: int
 ) -> list[list[Generation]]:
-    """Return the generations so far of the requests in `names`, `samples` for each.
+    """Return the generations so far for the requests in `names`, `samples` generations for each request.
 
     `processor` is the engine's output processor, and `finished` contains, by name, the RequestOutputs that the
     processor has dropped. `began` is the number of swaps when the block began. Tokens sampled after more than `proved`

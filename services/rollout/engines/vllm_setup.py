@@ -1,4 +1,5 @@
-"""Prepares a process for vLLM: its environment, and EngineArgs from a topology. It starts no engine."""
+"""Prepares a process for vLLM: sets its environment, and makes EngineArgs from a topology. This module starts no
+engine."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ TRANSFER_EXTENSION = "services.rollout.engines.vllm_transfer.TransferredWeights"
 """The worker extension to use instead if the trainer sends the weights."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the core in this process
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for tensor-parallel ranks: this process has threads, which a fork loses
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for tensor-parallel ranks: a fork would lose this process's threads
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `auto` binds everything to one core
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -66,7 +67,8 @@ def prepare_process(threads: int) -> None:
 
 
 def import_vllm() -> None:
-    """Prepare the process and import vLLM, so that an engine started in it later has nothing left to import."""
+    """Prepare the process and import vLLM, so that an engine that is started in this process later has nothing left to
+    import."""
     prepare_process(int(os.environ["OMP_NUM_THREADS"]))
     importlib.import_module("vllm.v1.engine.llm_engine")
 

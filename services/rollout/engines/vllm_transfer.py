@@ -1,9 +1,9 @@
-"""vLLM's weight-transfer API in a worker: the steps of one transfer, and `gloo`, the engine of that API for CPUs.
+"""vLLM's weight-transfer API in a worker: the steps of one transfer, and `gloo`, an engine of that API for CPUs.
 
 Only vLLM workers import this module. With gloo, weights are replaced only once all of them have arrived.
 
-vLLM finds `TransferredWeights` by its name (`worker_extension_cls`). Importing it registers `gloo` alongside vLLM's own
-`nccl` and `ipc`.
+vLLM finds `TransferredWeights` by its name (`worker_extension_cls`). Importing this module registers `gloo` alongside
+vLLM's own `nccl` and `ipc`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shared.weights.table import room_for
 
 GLOO = "gloo"
 ABORT_S = 10.0
-"""Maximum seconds for an abort. vLLM gives NCCL 5 s for it."""
+"""Maximum seconds for an abort. vLLM itself allows NCCL 5 s."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class GlooTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Receives a broadcast in host memory, and loads it through vLLM's reload once everything has arrived."""
+    """Receives broadcast weights in host memory, and loads them through vLLM's reload once all of them have arrived."""
 
     init_info_cls = GlooInit
     update_info_cls = GlooUpdate
@@ -143,7 +143,7 @@ class TransferredWeights(PolicyWeights):
         return self._bounded(receive, within_s)
 
     def finish_transfer(self) -> str:
-        """Load what was received, which makes the model whole again."""
+        """Load the received weights, which makes the model whole again."""
 
         def finish() -> None:
             with self._policy_traced(self._policy_trace or self._new_trace()):
@@ -152,7 +152,8 @@ class TransferredWeights(PolicyWeights):
         return _failure(finish)
 
     def _bounded(self, work: Callable[[], None], within_s: float) -> str:
-        """Run `work`. After `within_s` seconds (0: `work` has its own deadline), abort its communicator to end it.
+        """Run `work`. After `within_s` seconds (0: `work` has its own deadline), abort its communicator, which ends
+        `work`.
 
         If that is impossible because NCCL has not made the communicator yet, the process exits and is started again.
         """
@@ -172,7 +173,7 @@ class TransferredWeights(PolicyWeights):
                 timer.cancel()
 
     def shutdown_weight_transfer_engine_now(self) -> None:
-        """Shut the transfer engine down, even in the middle of an update, where vLLM's own method refuses."""
+        """Shut the transfer engine down, even in the middle of an update, when vLLM's own method refuses to do so."""
         if self.weight_transfer_engine is not None:
             self.weight_transfer_engine.shutdown()
 

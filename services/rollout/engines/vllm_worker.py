@@ -1,6 +1,6 @@
 """The code that rlbus runs in a vLLM worker: it replaces the model's weights, releases memory on a CPU and tidies up.
 
-It does not import vLLM itself. A reload is valid only with its proof.
+This module does not import vLLM. A reload is valid only with its proof.
 
 vLLM finds `PolicyWeights` by its name (`worker_extension_cls`) and mixes it into its worker class.
 """
@@ -32,17 +32,17 @@ class PolicyWeights:
     _asleep: dict[str, list[tuple[UntypedStorage, int]]]
 
     def set_policy_weights(self, weights: Mapping[str, Tensor]) -> int:
-        """Load `weights` (by Hugging Face name, tied ones once) over the live model. Return the number of rebuilt
-        heads.
+        """Load `weights` (by Hugging Face name, each tied weight once) over the live model. Return the number of
+        rebuilt heads.
 
-        Keeps none of the tensors. `policy_proof` says whether everything arrived.
+        None of the tensors is kept. `policy_proof` shows whether everything arrived.
         """
         with self._policy_traced(self._new_trace()) as model:
             self.reload_weights(weights_iterator=iter(weights.items()))
             return rebuild_tied_heads(model)
 
     def read_policy_weights(self, path: str, mark: str = "") -> int:
-        """Load the weights from a safetensors file. This rank maps it and takes its part of each parameter."""
+        """Load the weights from a safetensors file. This rank maps the file and takes its part of each parameter."""
         self._policy_mark = ""
         with safe_open(path, framework="pt") as file, self._policy_traced(self._new_trace()) as model:
             names = file.keys()  # the file is not a mapping and cannot be iterated over
@@ -52,13 +52,13 @@ class PolicyWeights:
         return rebuilt
 
     def policy_proof(self) -> dict[str, list[Any]]:
-        """Return the proof of what this rank's model holds since the last load (`Proof.plain`)."""
+        """Return the proof of the weights that the last load left in this rank's model (`Proof.plain`)."""
         if self._policy_trace is None:
             return {"parts": [], "faults": ["no load was followed"]}
         return self._policy_trace.proof(self.model_runner.get_model()).plain()
 
     def _new_trace(self) -> LoadTrace:
-        """Return a new trace. The first trace, used in the drill, also shows that packing keeps every weight."""
+        """Return a new trace. The first trace, used in the drill, also shows that packing preserves every weight."""
         return LoadTrace(read_back=self._policy_trace is None)
 
     @contextmanager
@@ -70,7 +70,8 @@ class PolicyWeights:
             yield model
 
     def policy_mark(self) -> str:
-        """Return the mark of the loaded weights. It is empty once this process has been replaced."""
+        """Return the mark of the loaded weights. The mark is empty if this process has replaced the one that loaded
+        them."""
         return self._policy_mark
 
     def leave_host_memory(self) -> int:
@@ -119,9 +120,9 @@ def _emptied(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, int]]:
 def rebuild_tied_heads(model: nn.Module) -> int:
     """Repack the output heads that share their weights with an embedding. Return the number of heads.
 
-    vLLM 0.32 packs linear layers for the CPU when they are loaded. A reload packs a layer again once a parameter was
-    loaded *into that layer*. This never happens to a tied head, so it continues with the old packed weights, without an
-    error. Where nothing is packed (GPUs), this function changes nothing.
+    vLLM 0.32 packs linear layers for the CPU when they are loaded. A reload packs a layer again once a parameter has
+    been loaded *into that layer*. This never happens to a tied head, which therefore continues with the old packed
+    weights, without an error. Where nothing is packed (GPUs), this function changes nothing.
     """
     # The head comes after the embedding in every model, so the first owner of a weight is the one that was loaded.
     owners: dict[tuple[int, tuple[int, ...]], nn.Module] = {}

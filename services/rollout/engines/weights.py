@@ -1,4 +1,5 @@
-"""Checks weights that an engine is given, and hands them to the engine's own processes. It loads no weights itself."""
+"""Checks the weights that an engine is given, and hands them to the engine's own processes. This module loads no
+weights."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _SAFETENSORS_DTYPES = {
 
 
 def expected_weights(path: Path, dtype: str) -> Expected:
-    """Return the weights of a model directory in `dtype`, without allocating them."""
+    """Return the type (`dtype`) and shape of every weight of a model directory, without allocating the weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -49,7 +50,7 @@ def expected_weights(path: Path, dtype: str) -> Expected:
 
 
 def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Return `weights` as tensors on the same memory, in the order of `expected`.
+    """Return `weights` as tensors that share their memory, in the order of `expected`.
 
     Raises WeightsMismatch if a name, a type or a shape differs.
     """
@@ -72,8 +73,8 @@ def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tenso
 def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[str, int]) -> None:
     """Check that an engine's ranks hold all `expected` weights, bit for bit, as given by `digests` (by name).
 
-    Ranks may hold the same part (replicated heads, a tied head), but then its contents must be equal. Raises
-    WeightsMismatch.
+    Ranks may hold the same part (replicated heads, a tied head), but then the contents must be equal on all of them.
+    Raises WeightsMismatch.
     """
     faults = sorted({fault for proof in proofs for fault in proof.faults})
     held: dict[str, dict[Part, int]] = {name: {} for name in expected}
@@ -96,7 +97,8 @@ def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[s
 def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Write `tensors` to a safetensors file in memory, for processes of this user on this machine, and yield its path.
 
-    The file has no name in any folder: it disappears with this process, however that ends, and with its last mapping.
+    The file has no name in any folder. It disappears once this context or the process has ended, however that happens,
+    and the last mapping is gone.
     """
     with os.fdopen(os.memfd_create("weights"), "wb") as file:
         _write_safetensors(file, tensors)

@@ -1,6 +1,7 @@
 """Reward functions that are named `builtin:<name>`. Each is an ordinary function without access to the service.
 
-Functions that need an optional library import it when they are called; `load` checks at start that it is installed.
+Functions that need an optional library import it when they are called; `load` checks at start-up that the library is
+installed.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class Builtin:
     """A built-in reward function.
 
     An `inline` function is called in the service itself: it always ends, and takes 3 µs per call, while a call through
-    a process takes 80 to 110 µs (measured). `modules` are installed with the optional `extra`. `check` raises for
-    params with which no call can succeed.
+    a process takes 80 to 110 µs (measured). `modules` are the modules that the optional `extra` installs. `check`
+    raises for params with which no call can succeed.
     """
 
     call: Callable[..., Any]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 SERVER_ERROR, TOO_MANY = 500, 429
 MOST_RETRY_AFTER_S = 86_400.0
 MOST_REFUSALS = 5
-"""Maximum refusals of one call by a judge that answers other calls. Then the sample fails, and there is no outage."""
+"""Maximum refusals of one call by a judge that answers other calls. After that, the sample fails, and there is no
+outage."""
 _SOCKET_MODULES = frozenset({"socket", "ssl"})
 _AWAY_NAMES = ("ConnectionError", "ConnectError", "ConnectorError", "ServerDisconnectedError", "gaierror")
 """Suffixes of error class names that count in any package."""
@@ -52,7 +53,7 @@ def unavailable(error: BaseException) -> float | None:
 
 def _is_away(error: BaseException) -> bool:
     if isinstance(error, ConnectionError):
-        return not isinstance(error, BrokenPipeError)  # it is more often raised by a pipe to a program than by a judge
+        return not isinstance(error, BrokenPipeError)  # more often caused by a program's pipe than by a judge
     if type(error) is TimeoutError:
         return _raised_in(error) in _SOCKET_MODULES
     for kind in type(error).__mro__:
@@ -135,10 +136,11 @@ class Judge(Generic[C]):
     """Number of calls answered so far."""
 
     def refused(self, call: C, error: str, now: float, *, after_s: float, probe: bool) -> bool:
-        """Record that the judge did not answer `call`, and return whether the call is held until it answers again.
+        """Record that the judge did not answer `call`, and return whether the call is held until the judge answers
+        again.
 
-        If the call is held, and it was a `probe` or began the outage, the next probe is due in `outage.delay_s`. If it
-        is not held, the judge answers other calls or retries are off, and the sample fails.
+        If the call is held, and it was a `probe` or began the outage, the next probe is due in `outage.delay_s`. If the
+        call is not held, the judge answers other calls or retries are off, and the sample fails.
         """
         call.tries += 1
         call.refusals += call.answers not in (-1, self.answers)
@@ -157,7 +159,7 @@ class Judge(Generic[C]):
         return True
 
     def next_try(self) -> C | None:
-        """Remove and return the held call with the fewest tries, or None."""
+        """Remove and return the held call with the fewest tries, or return None if no call is held."""
         if not self.held:
             return None
         call = min(self.held, key=lambda each: each.tries)

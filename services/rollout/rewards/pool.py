@@ -2,9 +2,9 @@
 
 A function that hangs, crashes, raises or exhausts memory costs its own sample, not the block, the loop or the service.
 
-A process gets a few calls of one function at a time. If the process is late or dies, the sample whose code was running
-fails; the other calls go to another process. Calls whose judge is unavailable are not failures: they wait and are tried
-again (`rewards.judge`).
+A process gets a few calls of one function at a time. If the process exceeds its time limit or dies, the sample whose
+code was running fails; the other calls go to another process. Calls whose judge is unavailable are not failures: they
+wait and are tried again (`rewards.judge`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class RewardPool:
         self._judges: list[Judge[RewardCall]] = [Judge(retry) for _ in terms]
         self._probing: dict[int, asyncio.TimerHandle] = {}
         self.reachable = asyncio.Event()
-        """Event that is set while no judge is unavailable."""
+        """Event that is set while every judge is available."""
         self.reachable.set()
         self._failing = Failing(TroubleKind.REWARDS, "rewards")
         self._log = structlog.get_logger("rewards")
@@ -111,7 +111,7 @@ class RewardPool:
             self._workers = [asyncio.create_task(self._work()) for _ in range(self._processes)]
 
     async def watch(self) -> None:
-        """Wait until a process cannot be replaced, and raise its RpcError. Without processes, wait forever."""
+        """Wait until a process cannot be replaced, and raise the RpcError. Without processes, wait forever."""
         await asyncio.gather(self._pool.watch(), *self._workers)
 
     async def close(self) -> None:
@@ -146,7 +146,7 @@ class RewardPool:
             await self._finished(calls, advance)
         finally:
             for call in calls:
-                call.done.set()  # abandoned: workers skip it in the queue
+                call.done.set()  # abandoned: workers skip this call in the queue
         for call in calls:
             add_all(sums, call.places, call.scores, self._terms[call.function].weight)
         self._counts["calls"] += len(calls)
@@ -255,7 +255,7 @@ class RewardPool:
         return [score] * len(call.samples)
 
     def _put_back(self, call: RewardCall) -> None:
-        """Queue a call whose process ended for another process, or hold it for its judge."""
+        """Queue, for another process, a call whose process has ended, or hold the call for its judge."""
         judge = self._judges[call.function]
         if judge.outage is None or call.probe:
             self._waiting.appendleft(call)
@@ -304,7 +304,7 @@ class RewardPool:
         call.probe = False
         refused = next((score for score in scores if score.kind == JUDGE), None)
         if refused is None and probe and any(score.kind == TIMEOUT for score in scores):
-            refused = scores[0]  # a late call during the outage does not show that the judge is back
+            refused = scores[0]  # a call that times out during the outage does not show that the judge is back
         if refused is None:
             self._resume(call.function)
         elif self._refused(call, judge, refused, probe=probe):

@@ -43,8 +43,8 @@ def failed(function: str, kind: str, why: str, *, at: str = "", trace: str = "",
 def total(answer: Any) -> Score:
     """Return the score of one sample from the return value of a function.
 
-    A number is the score itself. For a dict, it is the value of key `reward` if there is one, else the sum of all
-    values. NaN, infinity, numbers outside the float32 range and other types give a failed score.
+    A number is the score itself. For a dict, the score is the value of key `reward` if there is one, else the sum of
+    all values. NaN, infinity, numbers outside the float32 range and other types give a failed score.
     """
     try:
         if isinstance(answer, dict):
@@ -60,7 +60,8 @@ def total(answer: Any) -> Score:
 
 
 def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Score]:
-    """Return the scores of the `samples` samples of one call of `function`. A group's answer lists one reward each."""
+    """Return the scores of the `samples` samples of one call of `function`. For a group, `answer` lists one reward per
+    sample."""
     if group and (not isinstance(answer, list | tuple) or len(answer) != samples):
         why = f"answered {answer!r:.60} for {samples} samples, must be a list of as many rewards"
         return [failed(function, ANSWER, why)] * samples

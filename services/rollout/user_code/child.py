@@ -24,7 +24,7 @@ from shared.rpc.errors import RpcError
 
 MODULE = "services.rollout.user_code.process"
 START_S = 60.0  # includes the import of a user's libraries
-END_S = 10.0  # above the keeper's own limit
+END_S = 10.0  # longer than the keeper's own limit
 _PACKAGES = Path(__file__).parents[3]
 T = TypeVar("T")
 GONE = (asyncio.IncompleteReadError, ConnectionError)
@@ -53,7 +53,8 @@ class UserProcess:
     async def start(cls, setup: Setup, marks: int) -> tuple[UserProcess, Ready]:
         """Start a process that inherits the descriptor `marks`, and wait until it has loaded its functions.
 
-        Raises a one-line RpcError(bad_request) if they cannot be loaded, or if the process ends or hangs meanwhile.
+        Raises a one-line RpcError(bad_request) if the functions cannot be loaded, or if the process ends or hangs
+        meanwhile.
         """
         ours, theirs = socket.socketpair()
         stack = StackFile()
@@ -134,7 +135,8 @@ class UserProcess:
 
 
 def decoded(body: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """Decode a message. Raises ConnectionError if it is invalid, because users' code has written to the socket."""
+    """Decode a message. Raises ConnectionError if it is invalid, which means that users' code has written to the
+    socket."""
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

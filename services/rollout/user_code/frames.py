@@ -21,13 +21,14 @@ from shared.workflow import Message, Sequence, Turn
 LENGTH = struct.Struct("<I")
 TO_PROCESS_BYTES = 1 << 30
 TO_SERVICE_BYTES = 16 << 20
-"""Maximum size of a message. Decoded, it may take sixty times as much memory in the service, which hosts the engine."""
+"""Maximum size of a message. A decoded message may take sixty times as much memory in the service, which hosts the
+engine."""
 SLOTS = 1 << 16
 """Number of calls after which a process is replaced."""
 
 
 class Purpose(StrEnum):
-    """The purpose of the functions of a process, named like their section of the topology."""
+    """The purpose of a process's functions, named after the functions' section of the topology."""
 
     REWARD = "reward"
     WORKFLOW = "workflow"
@@ -135,7 +136,7 @@ class Leave(msgspec.Struct, array_like=True, tag=2):
 
 
 class Ask(msgspec.Struct, array_like=True, tag=3):
-    """Process -> service: a request for what was captured. The process does nothing else until it is answered."""
+    """Process -> service: a request for what was captured. The process does nothing else until the answer arrives."""
 
     slot: int
 

@@ -52,7 +52,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Broken:
-    """The process ended during the call. `suspect`: the call may be the cause; `certain`: it is the cause.
+    """The process ended during the call. `suspect` means that the call may be the cause, and `certain` that it is.
 
     The other fields are those of `Failed`.
     """
@@ -89,7 +89,7 @@ class UserHost:
         self._marks = marks
         self._setup = setup
         self._stall_s = setup.timeout_s + GRACE_S
-        if setup.purpose is Purpose.WORKFLOW:  # its code must not block the loop, which other samples share
+        if setup.purpose is Purpose.WORKFLOW:  # a workflow's code must not block the loop, which other samples share
             self._stall_s = min(STALL_S, setup.timeout_s)
         self._live: dict[int, _Live] = {}
         self._slot = 0
@@ -124,7 +124,7 @@ class UserHost:
 
     @property
     def served(self) -> int:
-        """Number of calls that the process was given so far."""
+        """Number of calls that the process has been given so far."""
         return self._slot
 
     async def make(self, work: Work) -> Ended | Broken:
@@ -136,7 +136,7 @@ class UserHost:
         if slot == frames.SLOTS:
             self.leaving.set()
         loop = asyncio.get_running_loop()
-        # Plain functions are called one after the other, so the time of each starts when the previous one ends.
+        # Plain functions are called one after another, so the time of each starts when the previous one ends.
         limit_s = self._setup.timeout_s + 2 * GRACE_S if self.ready.is_async[work.function] else float("inf")
         live = _Live(work, loop.time(), loop.time() + limit_s, loop.create_future())
         try:
@@ -180,7 +180,7 @@ class UserHost:
         self._process.write(message)
 
     async def end(self) -> None:
-        """Kill the process with all its calls."""
+        """Kill the process, which ends all its calls."""
         if not self._ended.done():
             self._ended.set_result(None)
         await asyncio.wait({self.task})
@@ -297,7 +297,7 @@ class UserHost:
         live.ended.set_result(Failed(slot, self._setup.late, LossReason.TIMEOUT))
 
     def _suspects(self) -> set[int]:
-        """Return the slots that may have ended the process: those whose code or tools run."""
+        """Return the slots that may have ended the process: those whose code or tools are running."""
         if self._no_memory is not None:
             return {self._no_memory.slot}
         current = self._marks.current()  # possibly code that an ended call left behind

@@ -1,4 +1,5 @@
-"""The socket end in a process of users' code. It passes messages to the loop and sends messages from any thread.
+"""The socket to the service in a process of users' code. A `Link` passes messages to the loop, and sends messages from
+any thread.
 
 The process exits when the service is gone.
 """
@@ -21,7 +22,7 @@ READ_BYTES = 1 << 18
 
 
 class Link:
-    """A connection to the service, which belongs to `loop`."""
+    """A connection to the service. It belongs to `loop`."""
 
     def __init__(
         self, socket_: socket.socket, loop: asyncio.AbstractEventLoop, take: Callable[[ToProcess], None]
@@ -75,7 +76,7 @@ class Link:
     def _receive(self, flags: int) -> None:
         data = self._socket.recv(READ_BYTES, flags)
         if not data:
-            os._exit(0)  # the service is gone; exits without running user code
+            os._exit(0)  # the service is gone; exit without running user code
         self._buffer += data
 
     def _complete_messages(self) -> list[ToProcess]:

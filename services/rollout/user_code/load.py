@@ -1,4 +1,5 @@
-"""Finds the reward functions and the workflow that a topology names. It raises one-line errors at run start."""
+"""Finds the reward functions and the workflow that a topology names. Its errors have one line and are raised when the
+run starts."""
 
 from __future__ import annotations
 

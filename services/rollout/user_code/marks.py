@@ -1,6 +1,6 @@
-"""Memory shared between a process of users' code and the service, which shows whose code is running.
+"""Memory that a process of users' code shares with the service, to show whose code is running.
 
-It outlives the process, so that the service can identify the call that ended the process. Only the process writes it.
+The memory outlives the process, so that the service can identify the call that ended it. Only the process writes to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.rollout.user_code.frames import SLOTS
 
 _CURRENT = struct.Struct("<q")
 _TOOLS = struct.Struct("<H")
-_BYTES = _CURRENT.size + (SLOTS + 1) * _TOOLS.size  # slots count from 1
+_BYTES = _CURRENT.size + (SLOTS + 1) * _TOOLS.size  # slots are numbered from 1
 _NOBODY = 0
 
 

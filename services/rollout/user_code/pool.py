@@ -55,7 +55,7 @@ class UserPool:
         self.keepers = [asyncio.create_task(self._replace_when_ended(each)) for each in begun]
 
     async def watch(self) -> None:
-        """Wait until a process cannot be replaced, and raise its RpcError. Without processes, wait forever."""
+        """Wait until a process cannot be replaced, and raise the RpcError. Without processes, wait forever."""
         await asyncio.gather(*self.keepers, asyncio.Event().wait())
 
     async def close(self) -> None:
@@ -92,7 +92,8 @@ class UserPool:
             alone = ended.suspect or broken == MOST_BROKEN
 
     async def least_loaded(self) -> UserHost:
-        """Wait until a process takes calls and is not reserved. Return the one with the fewest calls."""
+        """Wait until some process takes calls and is not reserved. Return the process of this kind with the fewest
+        calls."""
         while not (free := [process for process in self._free if not process.leaving.is_set()]):
             self._process_free.clear()
             await self._process_free.wait()
@@ -110,7 +111,7 @@ class UserPool:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[UserHost]:
-        """Yield a new process for one call, which is the cause if that process breaks."""
+        """Yield a new process for one call. If that process breaks, the call is the cause."""
         async with self._alone:
             process = await self._start_again()
             try:
@@ -124,7 +125,7 @@ class UserPool:
             self._process_free.set()
 
     async def _replace_when_ended(self, process: UserHost | None) -> None:
-        """Replace `process` whenever it ends. None stands for one that has yet to be started."""
+        """Replace `process` whenever it ends. None stands for a process that has yet to be started."""
         idle_deaths = 0
         while True:
             process = process or await self._start_again()

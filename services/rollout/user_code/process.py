@@ -1,7 +1,7 @@
 """A process of users' code: `python -m services.rollout.user_code.process PURPOSE SOCKET MARKS STACK`.
 
 It loads functions and calls them: coroutine functions as tasks of one loop, and other functions one after another. The
-service kills it when it hangs and does not rely on it to exit. It does not import torch.
+service kills the process when it hangs, and does not rely on it to exit. The process does not import torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _SLOT: contextvars.ContextVar[int] = contextvars.ContextVar("slot")
 
 
 def main(descriptor: int, marks: int, stack: int) -> None:
-    """Serve the service at the other end of the socket until it closes. For `stack`, see `trace.write_stacks`."""
+    """Serve the service at the other end of the socket until the socket closes. For `stack`, see
+    `trace.write_stacks`."""
     link = confine(descriptor)
     setup = read(link, Setup) if link is not None else None
     if link is None or setup is None:
@@ -119,13 +120,15 @@ class _Slots:
         self._plain: deque[RateSamples] = deque()
         self._llms: dict[int, ProcessLLM] = {}
         self._tasks: dict[int, weakref.WeakSet[asyncio.Task[Any]]] = {}
-        """The tasks of each workflow. Reward functions' tasks are left out: they may serve several calls."""
+        """The tasks of each workflow. Tasks of reward functions are left out, because one task may serve several
+        calls."""
         loop.set_task_factory(self._make_task)
         loop.set_exception_handler(_no_memory_ends)
         self._link = Link(socket_, loop, self._take)
 
     def run(self) -> NoReturn:
-        """Work until the process exits. Plain functions are called outside the loop, because they may run their own."""
+        """Work until the process exits. Plain functions are called outside the loop, because they may run loops of
+        their own."""
         while True:
             self._loop.run_forever()
             while self._plain:
@@ -134,7 +137,7 @@ class _Slots:
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
-        """Make a task (the loop's task factory). Tasks that a call starts are marked with its slot."""
+        """Make a task (the loop's task factory). Tasks that a call starts are marked with the call's slot."""
         slot = (context.get(_SLOT) if context is not None else None) or _SLOT.get(0)
         if not slot:
             return asyncio.Task(coroutine, loop=loop, context=context)
@@ -163,7 +166,7 @@ class _Slots:
             case frames.CheckLoop():
                 self._link.send(frames.LoopRuns())
             case frames.Captured():
-                pass  # `Link.captured` handles its answer itself
+                pass  # `Link.captured` handles the answer itself
 
     def _start(self, slot: int, function: UserFunction, call: Callable[[], Awaitable[Returned | Rated]]) -> None:
         context = contextvars.copy_context()
@@ -171,7 +174,7 @@ class _Slots:
         self._loop.create_task(self._run(slot, function, call), context=context)
 
     def _end(self, slot: int) -> None:
-        """Cancel all tasks of the slot. The service finds those that ignore the cancellation."""
+        """Cancel all tasks of the slot. The service detects tasks that ignore the cancellation."""
         for task in list(self._tasks.pop(slot, ())):
             task.cancel()
 
@@ -245,7 +248,7 @@ class _Slots:
 
 
 def _returned(slot: int, trajectory: Any, state: dict[str, Any]) -> Returned:
-    """Return the message for `trajectory`. Raises WorkflowError if it is not a valid one."""
+    """Return the message for `trajectory`. Raises WorkflowError if the trajectory is invalid."""
     if not isinstance(trajectory, Trajectory):
         raise WorkflowError(f"returned {type(trajectory).__name__}, must return a Trajectory (llm.trajectory())")
     score: Score | None = None if trajectory.reward is None else total(trajectory.reward)

@@ -22,7 +22,7 @@ import msgspec
 STACK_SIGNAL = signal.SIGRTMIN + 3
 """Signal that makes a process write its main thread's stack to its stack file, even while code holds the GIL."""
 STACK_LIMIT_S = 0.25
-"""Maximum seconds to wait for a stack, because a stopped process does not write one."""
+"""Maximum seconds to wait for a stack. A stopped process never writes one."""
 STACK_BYTES = 1 << 14
 _POLL_S = 0.01
 TRACE_CHARS = 4000
@@ -59,7 +59,8 @@ def place(file: str, line: int) -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error`, then the exceptions that it was raised from or while handling. This includes urllib's `reason`."""
+    """Yield `error`, then the exceptions that it was raised from or while handling. The `reason` of a urllib error is
+    included."""
     waiting, seen = [error], set[int]()
     while waiting and len(seen) < DEPTH:
         each = waiting.pop(0)
@@ -73,7 +74,8 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def raised_at(error: BaseException, home: Home) -> str:
-    """Return the innermost line of the function's own file that `error` passed through, or else its definition."""
+    """Return the innermost line of the function's own file that `error` passed through, or else the function's first
+    line."""
     for each in chain(error):
         lines = [line for frame, line in traceback.walk_tb(each.__traceback__) if frame.f_code.co_filename == home.file]
         if lines:
@@ -111,7 +113,7 @@ class StackFile:
         self._process = -1
 
     def belongs_to(self, pid: int) -> None:
-        """Set the process. One that is already gone writes nothing."""
+        """Set the process. A process that is already gone writes nothing."""
         with contextlib.suppress(OSError):
             self._process = os.pidfd_open(pid)
 

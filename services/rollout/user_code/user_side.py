@@ -1,4 +1,5 @@
-"""The objects through which a workflow uses the service, in its own process. None of them outlives its sample."""
+"""The objects through which a workflow, in its own process, uses the service. None of them outlives the workflow's
+sample."""
 
 from __future__ import annotations
 
@@ -117,8 +118,8 @@ class ProcessContext:
                 self._marks.tool(self._slot, -1)
                 loop.call_soon_threadsafe(grow_limit, -TOOL_STACK_BYTES)
 
-        # Each call has its own thread, because a tool that hangs would occupy a place in a pool. Its stack is only
-        # reserved.
+        # Each call has its own thread, because a tool that hangs would occupy a place in a pool. The stack of such a
+        # thread is only reserved memory.
         grow_limit(TOOL_STACK_BYTES)
         self._marks.tool(self._slot, 1)
         threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tool", daemon=True).start()

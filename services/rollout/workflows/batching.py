@@ -21,7 +21,7 @@ MAX_BLOCK = 256
 
 
 class _EitherEvent(threading.Event):
-    """An event that is also set while `other` is."""
+    """An event that also counts as set while `other` is set."""
 
     def __init__(self, other: threading.Event) -> None:
         super().__init__()
@@ -42,7 +42,8 @@ class CallBatcher:
     """The calls of one lease, on the service's loop. The lease's `cancel` and `give_up` both stop the engine's work."""
 
     def __init__(self, engine: Engine, cancel: threading.Event, on_idle: Callable[[float], None]) -> None:
-        """When the engine runs out of blocks, `on_idle(seconds)` is called with the time that it was busy."""
+        """When the engine runs out of blocks, `on_idle(seconds)` is called with the time for which the engine was
+        busy."""
         self._engine = engine
         self._given_up = False
         self._cancel = _EitherEvent(cancel)
@@ -71,7 +72,8 @@ class CallBatcher:
         return await mine.answer
 
     async def run(self) -> None:
-        """Run until cancelled or given up. Raises the engine's errors: GenerationCancelled when the lease ends."""
+        """Run until cancelled or given up. Raises the engine's errors, such as GenerationCancelled when the lease
+        ends."""
         gathering = asyncio.create_task(self._gather())
         try:
             while not self._given_up:
@@ -115,7 +117,7 @@ class CallBatcher:
                 self._on_idle(asyncio.get_running_loop().time() - self._began)
 
     async def _gather(self) -> None:
-        """Wait for a call, then until no further call has arrived for QUIET_S, but for GATHER_S at most."""
+        """Wait for a call, and then until no further call has arrived for QUIET_S, but at most for GATHER_S."""
         if not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
@@ -127,7 +129,7 @@ class CallBatcher:
                         await self._arrived.wait()
 
     def _take_block(self) -> list[_WaitingCall]:
-        """Remove and return the calls with the same `sampling` as the oldest one, at most MAX_BLOCK."""
+        """Remove and return the calls with the same `sampling` as the oldest call, at most MAX_BLOCK of them."""
         live = [each for each in self._waiting if not each.answer.done()]
         block = [each for each in live if each.sampling == live[0].sampling][:MAX_BLOCK]
         taken = set(map(id, block))

@@ -36,9 +36,9 @@ CALCULATOR: dict[str, Any] = {
 async def calculator(row: dict[str, Any], llm: LLM, ctx: Context, *, max_turns: int = 2) -> Trajectory:
     """Let the policy answer in up to `max_turns` turns with a calculator.
 
-    If an answer calls the calculator, by a tool call or by ending in `=`, its value is appended and the policy answers
-    again. The same happens if the answer differs from the value of the expression in the prompt. The workflow emits the
-    metric `calculator_calls`.
+    If an answer calls the calculator, by a tool call or by ending in `=`, the value of the expression is appended and
+    the policy answers again. The same happens if the answer differs from the value of the expression in the prompt. The
+    workflow emits the metric `calculator_calls`.
     """
     prompt = row["prompt"]
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -39,7 +39,8 @@ class Conversation:
     """All sequences of one sample. Only the tokenizer's thread uses them."""
 
     def __init__(self, prompts: PromptBuilder, *, context_tokens: int, max_tokens: int, max_new_tokens: int) -> None:
-        """Limits: `context_tokens` of the model, `max_tokens` of all sequences together, `max_new_tokens` of a call."""
+        """`context_tokens` is the model's limit, `max_tokens` limits all sequences together, and `max_new_tokens` one
+        call."""
         self._prompts = prompts
         self._context_tokens = context_tokens
         self._max_tokens = max_tokens
@@ -54,7 +55,7 @@ class Conversation:
     def begin(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> PreparedCall:
         """Return the call for a history. It continues the longest matching sequence, or opens a new one.
 
-        Raises ContextFull if it does not fit, and WorkflowError if the chat template rejects it.
+        Raises ContextFull if the call does not fit, and WorkflowError if the chat template rejects the messages.
         """
         if not messages:
             raise WorkflowError("a chat needs at least one message")

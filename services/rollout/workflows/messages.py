@@ -23,7 +23,7 @@ def same(one: Message, other: Message) -> bool:
 
 
 def content_text(message: Message) -> Any:
-    """Return the content. A list of texts is joined into one text."""
+    """Return the message's content. A list of texts is joined into one text."""
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(str(part.get("text", "")) for part in content)

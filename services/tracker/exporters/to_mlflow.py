@@ -1,4 +1,4 @@
-"""MLflow: one run. Its step is the position in the run's history; `step` and `lineage` are metrics like the others.
+"""MLflow: one run. MLflow's step is the position in our run's history; our `step` and `lineage` are ordinary metrics.
 
 MLflow charts can use a metric such as `step` as their x-axis. A batch is stored as a whole, and each row ends with the
 metric `tracker/row`, so the newest value of this metric shows which rows MLflow holds.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the feeder itself retries for as long as necessary
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # the feeder itself retries as long as necessary
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
@@ -60,7 +60,7 @@ class MlflowExporter:
         if found:
             self._client.update_run(self._run, status=RunStatus.to_string(RunStatus.RUNNING))
         wanted = {_key(name): value[:PARAM_CHARS] for name, value in flat(subject.configuration).items()}
-        # MLflow refuses to change a parameter: a resumed run keeps the parameters of its first start.
+        # MLflow refuses to change a parameter, so a resumed run keeps the parameters of its first start.
         new = iter([Param(name, value) for name, value in wanted.items() if name not in run.data.params])
         while batch := list(islice(new, BATCH_PARAMS)):
             self._client.log_batch(self._run, params=batch)

@@ -1,7 +1,7 @@
 """TensorBoard: event files in one folder per lineage, so that steps taken back stay visible as a separate curve.
 
 TensorBoard has one step axis per folder, which is our step. A row is one record of the event file, written with one
-system call, so the file itself shows which rows it has. A torn record at its end is cut off.
+system call, so the file itself shows which rows it has. A torn record at the end of the file is cut off.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TensorboardExporter:
         self._write(self._lineage, table.step, _text("samples", text))
 
     def close(self, end: End) -> None:
-        """Close the event files. A TensorBoard run has no state; its end is a note."""
+        """Close the event files. A TensorBoard run has no state; a note records the end."""
         self._release()
 
     def _release(self) -> None:
@@ -89,7 +89,7 @@ class TensorboardExporter:
         if lineage not in self._files:
             folder = self._folder / f"lineage-{lineage}"
             folder.mkdir(parents=True, exist_ok=True)
-            # TensorBoard recognizes event files by this name, and reads a folder's files in the order of their times.
+            # TensorBoard recognizes event files by this name, and reads files in the order of the times in their names.
             path = folder / f"events.out.tfevents.{int(time.time()):010d}.rlbus"
             self._files[lineage] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             records = _record(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -104,7 +104,7 @@ def make(section: Tensorboard) -> TensorboardExporter:
 
 
 def _cell(value: Cell) -> str:
-    """Return a value as a Markdown table cell, without the newlines and plain bars that would end the cell."""
+    """Return a value as a Markdown table cell, without newlines and unescaped bars, which would end the cell."""
     return " ".join(str(value).split()).replace("|", "\\|")
 
 

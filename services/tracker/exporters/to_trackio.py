@@ -1,5 +1,5 @@
-"""trackio: one run. Its step is the position in the run's history; `training_step` and `lineage` are metrics like the
-others.
+"""trackio: one run. Trackio's step is the position in our run's history; `training_step` and `lineage` are ordinary
+metrics.
 
 The trackio dashboard can use a metric such as `training_step` as its x-axis. Rows are sent to trackio's storage or to
 its server. Each row has its own id, so trackio ignores a row that it already has.
@@ -86,7 +86,7 @@ class TrackioExporter:
         self._deliver([self._log(f"samples-{table.position}", table.position, metrics)])
 
     def close(self, end: End) -> None:
-        """Do nothing: nothing is open, and trackio has no run state. The end of a run is a note."""
+        """Do nothing: nothing is open, and trackio has no run state. A note records the end of the run."""
 
     def _log(self, key: str, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         log = {"metrics": metrics, "step": step, "config": None, "log_id": f"{self._subject.id}-{key}"}

@@ -1,8 +1,9 @@
-"""Weights & Biases: one run. Its step is the position in the run's history, which only grows. The x-axis of the charts
-is our `step`, and `lineage` is another value.
+"""Weights & Biases: one run. The tracker's step is the position in our run's history, which only grows. The x-axis of
+the charts is our `step`, and `lineage` is an ordinary value.
 
-The client passes rows to its own process, wandb-core, which writes or uploads them later. So a row is known to be
-stored only at the end, or at the next start: then the server, or without a server the files, show the next step.
+The client passes rows to its own process, wandb-core, which writes or uploads them later. A row is therefore known to
+be stored only at the end of the run or at the next start: only then does the server (or, without a server, the files)
+show the next step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class WandbExporter:
         self.samples = section.samples
         self._run: wandb.Run
         self._tables: deque[wandb.Table] = deque()
-        """Tables to send with the next rows, because nothing can be added to a row that was sent."""
+        """Tables to send with the next rows, because nothing can be added to a row that has been sent."""
 
     def open(self, subject: Subject) -> int:
         _await_core_of(subject.predecessor)
@@ -136,7 +137,7 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def _await_core_of(pid: int) -> None:
-    """Wait until the wandb-core that process `pid` started has ended, because it may still write rows that count."""
+    """Wait until the wandb-core that process `pid` started has ended, because it may still write rows to be counted."""
     until = time.monotonic() + CORE_END_S
     while pid and pid != os.getpid():
         cores = [each for each in psutil.process_iter(["cmdline"]) if _is_core_of(each.info["cmdline"] or [], pid)]

@@ -1,4 +1,4 @@
-// Requests to the page's own server. Tokens travel in headers; no other site can make a browser send those.
+// Requests to the page's own server. Tokens are sent in headers that no other site can make a browser send.
 
 import { $ } from "./dom.js";
 
@@ -54,7 +54,7 @@ export async function operate(token, action, name) {
   return { status: answer.status, text: await answer.text() };
 }
 
-// Calls on[event](data) for each event, and on.contact(whether) as the connection comes and goes, for ever.
+// Calls on[event](data) for each event, and on.contact(connected) whenever the connection is made or lost. Never ends.
 export async function follow(on) {
   for (;;) {
     try {

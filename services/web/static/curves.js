@@ -1,4 +1,4 @@
-// Curves of metrics, of one run or of several over each other. All charts share one zoom and one cursor.
+// Curves of metrics, from one run or from several runs in the same charts. All charts share one zoom and one cursor.
 
 import { get } from "./api.js";
 import { $, clean, h, number } from "./dom.js";
@@ -9,7 +9,7 @@ const HEIGHT = 190;
 const MOST_CHARTS = 24;
 const OTHERS_EVERY_MS = 5000;
 
-const chosen = new Set(); // other runs that are shown over this one
+const chosen = new Set(); // other runs that are shown in the same charts
 const series = new Map(); // run -> { epoch, last, names, points: Map(name -> [[steps], [values]]) }
 let own = "";
 let panels = [];
@@ -30,7 +30,7 @@ export function setUp(isVisible) {
   setInterval(() => chosen.size && visible() && refresh(), OTHERS_EVERY_MS);
 }
 
-// Takes the head of the live stream: the panels, the runs beside this one, and how far the metrics go.
+// Takes the head of the live stream: the panels, the other runs in the folder, and the last step that has metrics.
 export function takeHead(head) {
   const known = series.get(own);
   own = head.run;
@@ -47,7 +47,7 @@ export function rebuild() {
   draw();
 }
 
-// Fetches what is new of the shown metrics, and draws. Calls while one is under way are joined into one more.
+// Fetches the new points of the shown metrics, and draws. All calls during a refresh cause a single further refresh.
 export function refresh() {
   if (loading) {
     loading.again = true;
@@ -69,9 +69,9 @@ async function load(run) {
   const known = series.get(run) ?? { epoch: -1, last: -1, names: [], points: new Map() };
   const wanted = wantedNames(run, known);
   const fresh = wanted.filter((name) => !known.points.has(name));
-  // Names that were not asked for before need all their points; the others only the new ones.
+  // Names that were not requested before need all their points; the other names need only the new points.
   const requests = fresh.length && fresh.length < wanted.length ? [fresh, wanted.filter((name) => known.points.has(name))] : [wanted];
-  let reached = Infinity; // a step that lands between two requests is asked for again
+  let reached = Infinity; // a step that arrives between two requests is requested again
   for (const names of requests) {
     const grows = names.every((name) => known.points.has(name));
     const query = { run, name: names, ...(grows ? { epoch: known.epoch, after: known.last } : {}) };

@@ -1,4 +1,4 @@
-// Elements and numbers. Text from outside only ever becomes text nodes: nothing here parses HTML.
+// Elements and numbers. Text from outside only becomes text nodes: nothing here parses HTML.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -12,7 +12,7 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-// Control characters become visible, among them those that colour a terminal or turn the direction of text.
+// Makes control characters visible, including those that colour a terminal or reverse the direction of text.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 
 export function clean(text) {

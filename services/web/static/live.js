@@ -50,7 +50,7 @@ export function showServices(services) {
   $("processes").replaceChildren(services.length ? table(heads, rows) : nobody);
 }
 
-// A process that starts because the one before it died is as bad as a dead one, until it is READY.
+// A process that starts because its predecessor died counts as dead until it is READY.
 function healthOf({ state, health, restarts, cause }) {
   const died = state === "STARTING" && restarts && cause && !cause.includes("by the operator");
   return died ? "wrong" : health;

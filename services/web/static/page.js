@@ -1,4 +1,4 @@
-// Puts the views together: tabs, theme, the live stream, and what is fetched while a tab is open.
+// Assembles the views: tabs, theme, the live stream, and the data that is fetched while a tab is open.
 
 import { follow, get } from "./api.js";
 import * as curves from "./curves.js";

@@ -98,12 +98,12 @@ function tokens() {
   return [h("h2", {}, "Tokens by ", choice), detail, h("div", { class: "text tokens", dir: "auto" }, ...spans)];
 }
 
-// Unlikely tokens are red: nothing at probability 1, full at e^-5.
+// Unlikely tokens are red: no colour at probability 1, full colour at e^-5.
 function logprobColor(logprob) {
   return `rgba(220, 60, 40, ${Math.min(0.75, (0.75 * -logprob) / 5)})`;
 }
 
-// Engine above trainer is violet, below is teal; full at a difference of 0.5.
+// Tokens are violet where the engine's log-prob is above the trainer's, teal where it is below; full colour at 0.5.
 function mismatchColor(engine, trainer) {
   const difference = engine - (trainer ?? engine);
   const strength = Math.min(0.8, 1.6 * Math.abs(difference));

@@ -1,4 +1,4 @@
-// The time line of the last steps: one lane per process. Filled spans are work, hatched ones wait for another process.
+// The timeline of the last steps: one lane per process. Filled spans are work; hatched spans are waits for another process.
 
 import { get } from "./api.js";
 import { $, clean, duration, h } from "./dom.js";

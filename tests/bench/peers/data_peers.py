@@ -103,7 +103,8 @@ def ray_store(arrays: dict[str, np.ndarray], settings: dict[str, Any], rounds: i
 
 
 def transfer_queue(arrays: dict[str, np.ndarray], settings: dict[str, Any], rounds: int) -> list[Round]:
-    """Measure `kv_batch_put` of all tasks at once, as its own performance test does, or of one block at a time."""
+    """Measure `kv_batch_put` of all tasks at once, as TransferQueue's own performance test does, or of one block at a
+    time."""
     import torch
     import transfer_queue as tq
     from omegaconf import OmegaConf
@@ -166,7 +167,7 @@ def main() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     cores = len(os.sched_getaffinity(0))
     if options.system == "transfer-queue":
-        # The variable is read at import, also by the package's storage units, which inherit the environment.
+        # The package and its storage units, which inherit the environment, read the variable when they are imported.
         os.environ["TQ_NUM_THREADS"] = str(settings["threads"])
         os.environ["TQ_CLIENT_ZMQ_IO_THREADS"] = str(settings["io_threads"])
         cores = max(cores, settings["units"] + 1)  # The controller and each unit ask Ray for one core.

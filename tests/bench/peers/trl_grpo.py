@@ -3,8 +3,8 @@ trl.txt), so it cannot import the product.
 
     .venv-trl/bin/python tests/bench/peers/trl_grpo.py --rows train.jsonl --model launch/topologies/models/tiny-qwen3
 
-Prints one JSON line: `samples_per_s` over the steps after warm-up with the values it was computed from, and the reward
-and completion length of every step.
+Prints one JSON line: `samples_per_s` over the steps after warm-up, the values from which it was computed, and the
+reward and completion length of every step.
 
 The work equals the quickstart's: 64 tasks x 8 samples and one AdamW update per step (512 samples, constant learning
 rate, no weight decay, gradient norm clipped to 1); at most 8 new tokens at temperature 1, no top-k or top-p;
@@ -18,7 +18,8 @@ beside the standard deviation; no evaluation, checkpoint or metrics file; the qu
 Set for speed: no gradient checkpointing (TRL's default is on), fused AdamW, no logging. `--threads`, `--micro-batch`
 and `--generation-batch` come from a recorded sweep (trl_sweep.json). A generation batch of up to one step's samples is
 on policy, and TRL then computes no log-probs of the old policy. A batch of two steps' samples is TRL's form of
-staleness 1: every second update learns from samples of the weights before the last update, and TRL scores them again.
+staleness 1: every second update learns from samples of the weights before the last update, and TRL scores these samples
+again.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class _Recorder:
         return put
 
     def fetch(self, function: Function) -> Function:
-        """Record a reader's fetches, including those refused because the store lacks the shards."""
+        """Record a reader's fetches, including those that were refused because the store lacks the shards."""
 
         @functools.wraps(function)
         async def fetch(client: Any, wants: Any, *arguments: Any) -> Any:

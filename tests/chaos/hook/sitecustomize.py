@@ -1,7 +1,7 @@
 """Sends this process a signal at a named point: before or after the n-th call of a function of the product.
 
 With CHAOS_HISTORY it also records this process's messages about shards and steps (see `chaos_history`). Python imports
-this module at its start when PYTHONPATH names this folder; `tests.chaos.points` writes the variables.
+this module at startup when PYTHONPATH names this folder; `tests.chaos.points` writes the variables.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _wrapped(function: Callable[..., Any], before: list[_Point], after: list[_Po
 
 
 def _wrap(module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function `name` (`Class.method`) of the module by `wrap(function)`."""
+    """Replace the function `name` (for example `Class.method`) of the module with `wrap(function)`."""
     owner: Any = module
     *owners, last = name.split(".")
     for each in owners:

@@ -122,7 +122,7 @@ def test_a_producer_retries_at_the_time_that_the_store_names_and_not_before(run:
     gaps_s = [later - earlier for earlier, later in pairwise(asked)]
     assert len(asked) == len(pauses_s)
     assert all(gap_s >= told_s for gap_s, told_s in zip(gaps_s, pauses_s, strict=False)), gaps_s
-    assert sum(gaps_s) < sum(pauses_s[:-1]) + 2  # The client does not wait much longer than it is told to.
+    assert sum(gaps_s) < sum(pauses_s[:-1]) + 2  # The client does not wait much longer than the store tells it to.
 
 
 def test_a_put_that_can_never_be_granted_spills_nothing(run: RunDir) -> None:
@@ -209,7 +209,7 @@ def test_a_file_in_both_places_is_kept_once_and_a_partial_copy_is_deleted(run: R
         async with served(run) as (store, peer):
             for task in tasks:
                 await put(peer, task)
-            store.kill()  # The writes below leave the traces of a kill after a rename and of one during a copy.
+            store.kill()  # The writes below leave the traces of a kill after a rename and of a kill during a copy.
             folder = run.spill_link / "batch-store-0"
             [first, second] = sorted(
                 (run.shm / "batch-store-0").glob("*.blk"), key=lambda path: path.stat().st_mtime_ns

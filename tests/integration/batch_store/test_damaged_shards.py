@@ -64,7 +64,7 @@ def folder(store: StoreProcess) -> Path:
 
 
 async def held(peer: Peer, tasks: list[TaskShards]) -> list[str]:
-    """Return the tasks that the store still has after it has read them again."""
+    """Have the store read the shards of these tasks again, and return the tasks that it still has."""
     names = [PutTask(task.task_id, task.fence) for task in tasks]
     found = await peer.store.call(GetInventory(tasks=names), Inventory, deadline_s=30)
     assert found.files == [1] * len(found.tasks) == [1] * len(found.hashes)

@@ -31,7 +31,7 @@ TASKS = 4 * PAGE
 class Interrupted:
     """A bus client that interrupts its store after the reply to the first `Locate`.
 
-    After the interruption, the reply is used and all other tasks are requested.
+    After the interruption, the fetch uses that reply and requests the remaining tasks.
     """
 
     def __init__(self, client: Client, interrupt: Callable[[], Awaitable[None]]) -> None:

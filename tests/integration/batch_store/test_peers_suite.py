@@ -1,4 +1,4 @@
-"""Cases from the test suites of other data planes, and others: partial requests, errors midway, flat memory."""
+"""Cases from the test suites of other data planes, and a few more: partial requests, errors midway, constant memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_memory_of_store_and_client_stays_flat_over_a_thousand_steps(
                     early = [process.memory_info().rss for process in processes]
             gc.collect()
             growth = [process.memory_info().rss - before for process, before in zip(processes, early, strict=True)]
-            # Both sides keep the pages of one more step mapped if the reader was late once.
+            # If the reader was late once, both sides keep the pages of one more step mapped.
             assert max(growth) < GROWTH_BYTES + 9 * values.nbytes, growth
             now = await stats(peer)
             assert (now.bytes, now.shards, now.files, now.zombie_bytes) == (now.spare_bytes, 0, 0, 0)

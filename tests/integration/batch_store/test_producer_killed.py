@@ -54,7 +54,7 @@ def store(tmp_path: Path) -> Iterator[StoreProcess]:
 
 @dataclass
 class Producer:
-    """A process that puts on command; `stop` and `kill` send it SIGSTOP and SIGKILL."""
+    """A process that puts tasks on command; `stop` and `kill` send it SIGSTOP and SIGKILL."""
 
     run: Path
     process: subprocess.Popen[str] = field(init=False)
@@ -171,7 +171,7 @@ def test_partial_put_is_never_visible_and_its_room_is_reclaimed(store: StoreProc
                 await asyncio.sleep(GRANT_S + 1.0)  # The grants expire within this time.
                 assert await held(peer, halves) == []
                 now = await stats(peer)
-                # The producers are alive, so their room is not reclaimed.
+                # The producers are still alive, so their room is not reclaimed.
                 assert (now.bytes, now.files, now.zombie_bytes) == (2 * FILE, 0, 0)
                 for each in (into_new, into_lent):
                     each.kill()
@@ -189,7 +189,7 @@ def test_partial_put_is_never_visible_and_its_room_is_reclaimed(store: StoreProc
 
 
 async def held(peer: Peer, halves: list[int]) -> list[PutTask]:
-    """Return the tasks that the store lists, none of which are `halves`."""
+    """Check that the store has none of `halves`, and return the tasks that it lists."""
     for number in halves:
         wanted = Locate(tasks=[PutTask(f"train/0/{number}", 1)])
         with pytest.raises(RpcError) as caught:

@@ -44,7 +44,7 @@ def needed_bytes(folder: Path) -> int:
 
 
 async def roll_out(worker: Actor) -> int:
-    """Roll out as the service does, with a filter that drops one task per block; return the number of tasks left."""
+    """Roll out tasks as the service does, with a filter that drops one task per block; return the number left."""
     left = 0
     while (grant := await worker.lease()) is not None:
         rewards = np.ones((len(grant.batch.tasks), GROUP), np.float32)
@@ -69,7 +69,7 @@ async def roll_out(worker: Actor) -> int:
 
 
 async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor], Awaitable[int]]) -> float:
-    """Play a run whose rollouts continue until admission stops them; return the largest fraction of `limit` in use."""
+    """Simulate a run whose rollouts continue until admission stops them; return the largest used share of `limit`."""
     fullest = 0.0
     run = make_run(folder, store=store, steps=STEPS, filter_zero_variance=roll_out is not Actor.work)
     async with bench_of(run) as bench:
@@ -81,7 +81,7 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
         ordered = False
         for step in range(1, STEPS + 1):
             made = await roll_out(rollout)
-            assert made or step == STEPS  # The last tasks were rolled out earlier.
+            assert made or step == STEPS  # The tasks of the last step may have been rolled out earlier.
             await reference.work()
             full = await driver.stats()
             fullest = max(fullest, full.bytes / limit)

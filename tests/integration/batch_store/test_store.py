@@ -356,7 +356,7 @@ def test_mapping_keeps_its_lock_when_the_reader_closes_every_descriptor(store: S
             await clear(peer, tasks)
             assert (await stats(peer)).zombie_bytes > 0
             assert int(held[0]["a"][0]) == 0
-            os.open(os.devnull, os.O_RDONLY)  # The mapping closes this number when it ends.
+            os.open(os.devnull, os.O_RDONLY)  # When the mapping ends, it closes the descriptor with this number.
             del held
             assert (await stats(peer)).zombie_bytes == 0
 

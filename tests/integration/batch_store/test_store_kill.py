@@ -81,7 +81,7 @@ def test_acknowledged_puts_and_clears_survive_kills_at_random_instants(store: St
             number += 12
             if number > first + 60:
                 gone = [old for old in list(acknowledged) if old < number - 60 and old not in cleared][:4]
-                cleared.update(gone)  # Their shards may be gone as soon as the request is sent.
+                cleared.update(gone)  # The shards of these tasks may be gone as soon as the request is sent.
                 for old in gone:
                     del acknowledged[old]
                 request = Clear(tasks=[PutTask(f"train/0/{old}", 1) for old in gone])
@@ -183,7 +183,7 @@ def test_file_damaged_while_the_store_was_down_is_not_served(store: StoreProcess
 
 
 def test_a_clear_interrupted_by_the_stores_death_stays_in_effect(store: StoreProcess) -> None:
-    """The store dies after it has removed the first of two files. The effects of the clear up to then are permanent."""
+    """The store dies after it has removed the first of two files. What the clear had done by then is permanent."""
     tasks = [shards_of(number) for number in (1, 2)]
     names = [PutTask(task.task_id, task.fence) for task in tasks]
 

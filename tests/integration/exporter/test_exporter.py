@@ -1,4 +1,4 @@
-"""The exporter as a process beside a monitor: real scrapes, a real collector, and a monitor that is never delayed."""
+"""The exporter as a process beside a monitor, with real scrapes and a real collector. It never delays the monitor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CALL_S = 30.0
 
 @contextlib.contextmanager
 def process(run: RunDir, service: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a service of `run` until the end of the block."""
+    """Run a service of `run` for the duration of the block."""
     started = subprocess.Popen(
         [sys.executable, "-m", f"services.{service}", "--run", str(run.path)],
         cwd=ROOT, env=environment(), stderr=subprocess.PIPE,
@@ -85,7 +85,7 @@ def tell(run: RunDir, *messages: tuple[str, dict[str, float | str]], service: st
         client = Client(context, run.endpoint("monitor", 0), "monitor/0", incarnation)
         sender.connect(client)
         try:
-            await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)  # The sender is connected from here on.
+            await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)  # From here on, the sender is connected.
             for topic, given in messages:
                 sender.emit(topic, given)
             return await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)
@@ -148,7 +148,7 @@ def test_spans_reach_the_file_and_a_collector_that_is_absent_at_first(tmp_path: 
 
         assert set(wait_for("spans in the file", written)) == {"generate", "idle"}
         log = run.log_file("exporter", 0)
-        told = "traces do not arrive; spans are dropped, the run goes on"
+        told = "traces do not arrive; spans are dropped, but the run goes on"
         wait_for("the warning", lambda: told in log.read_text())
         with collector(port) as (kept, _):
             kept.wait(1)
@@ -176,6 +176,6 @@ def test_an_exporter_that_cannot_serve_says_why_in_one_line(tmp_path: Path, key:
         with a_run(tmp_path, key.format(port=port)) as run, process(run, "exporter") as exporter:
             errors = exporter.communicate(timeout=CALL_S)[1].decode()
     assert exporter.returncode
-    last = errors.splitlines()[-1]  # A service that is started by hand prints its log first.
+    last = errors.splitlines()[-1]  # The log of a service that is started by hand precedes this line.
     assert last.startswith("exporter/0: monitor.prometheus.")
     assert line.format(port=port) in last

@@ -57,7 +57,7 @@ def ray_cluster(*labels: str) -> Iterator[RayCluster]:
     before = dict(os.environ)
     settings = {f"health_check_{name}": value for name, value in NOTICED.items()} | {"worker_niceness": "0"}
     os.environ.update({f"RAY_{name}": value for name, value in settings.items()})
-    # Ray writes the cluster's address into `ray` in its default folder, and expects both to exist.
+    # Ray writes the cluster's address into `ray` in its default folder, and expects both folders to exist.
     os.environ["RAY_TMPDIR"] = folder
     os.mkdir(os.path.join(folder, "ray"))
     try:

@@ -56,7 +56,7 @@ class Visitor(Service):
         stats = await store.call(GetStoreStats(), StoreStats, deadline_s=CALL_S)
         await monitor.call(Ping(), Pong, deadline_s=CALL_S)
         self.telemetry.emit(TOPIC, {"x": 1.0})
-        while TOPIC not in (topics := await self._topics(monitor)):  # the subscription is in another process
+        while TOPIC not in (topics := await self._topics(monitor)):  # The subscriber is in another process.
             await asyncio.sleep(0.05)
         status = await self.scheduler.call(GetStatus(), Status, deadline_s=CALL_S)
         while not any(row.service == self.NAME for row in status.services):
@@ -93,7 +93,7 @@ async def knock(endpoint: str, folder: str, role: str, home: str, *, clear_text:
         unlock(socket, Keyring(own.role, own.public, own.secret, known))
     socket.connect(endpoint)
     ping = codec.encode(Ping(), request_id=1, incarnation=new_incarnation(), remaining_s=CALL_S)
-    socket.send_multipart(ping, zmq.DONTWAIT)  # do not block: a refused connection would wait forever
+    socket.send_multipart(ping, zmq.DONTWAIT)  # Without DONTWAIT, a refused connection would block forever.
     wait_s = CALL_S if own.role == Role.OPERATOR else REFUSED_S
     answered = bool(await asyncio.to_thread(socket.poll, int(wait_s * 1000)))
     context.destroy(0)

@@ -86,7 +86,7 @@ async def clear(peer: Peer, tasks: Sequence[TaskShards]) -> None:
 
 
 def slowed(store: TcpStoreProcess, bytes_per_s: float) -> TcpLine:
-    """Start `store` behind a line that carries at most `bytes_per_s`."""
+    """Start `store` behind a link that carries at most `bytes_per_s`."""
     line = TcpLine(store.port, bytes_per_s)
     store.advertised = f"tcp://127.0.0.1:{line.port}"
     store.start()

@@ -1,4 +1,4 @@
-"""Hosts take the model and the data of a run from home: real stores and agents."""
+"""Hosts take the model and the data of a run from home; stores and agents are real."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_an_agent_waits_for_the_access_file_which_exists_as_long_as_the_run(tmp_
     agent = host("--access", str(file), "--wait", f"{LIMIT_S:g}", "--run-dir", str(tmp_path / "away"))
     try:
         with launched(path, *words, "--export-access", str(file)) as here:
-            here.wait_ready(SERVICES + 1)  # and the store of the other host
+            here.wait_ready(SERVICES + 1)  # The additional service is the store of the other host.
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
             assert ctl(path, "stop").returncode == 0
             here.end()

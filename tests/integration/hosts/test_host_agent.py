@@ -1,4 +1,4 @@
-"""An agent on another network runs its part of a run that it reaches only over TCP: over lines that lose and delay
+"""An agent on another network runs its part of a run that it reaches only over TCP: over links that lose and delay
 packets, after partitions, and after the loss of its host.
 """
 

@@ -88,7 +88,7 @@ def test_a_killed_actor_or_agent_is_replaced_and_the_run_continues(tmp_path: Pat
         told.wait_for("host b has joined", lost)
         goes_on(told)
         os.kill(agent_of(path, "c").pid, signal.SIGKILL)
-        lost = told.wait_for("host c is lost: its agent ended", lost)  # the actor reports that it was killed
+        lost = told.wait_for("host c is lost: its agent ended", lost)  # The actor reports that its agent was killed.
         told.wait_for("host c has joined", lost)
         goes_on(told)
         ends(launcher, path)

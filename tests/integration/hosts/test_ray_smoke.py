@@ -23,7 +23,7 @@ def test_a_run_on_two_nodes_completes_and_leaves_nothing_behind(
     shadow = tmp_path / "other packages" / "proto"
     shadow.mkdir(parents=True)
     (shadow / "__init__.py").write_text("raise ImportError('the proto of another package')\n")
-    monkeypatch.setenv("PYTHONPATH", str(shadow.parent))  # of the nodes, their workers and the launcher
+    monkeypatch.setenv("PYTHONPATH", str(shadow.parent))  # This applies to nodes, their workers and the launcher.
     path = tmp_path / "run"
     with ray_cluster("b") as cluster, run_on(cluster, path, *PLACES) as launcher:
         away = path / "hosts" / "b"

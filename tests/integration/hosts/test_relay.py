@@ -1,4 +1,4 @@
-"""Weights pass from host to host: real stores in network namespaces, on lines with a limited rate."""
+"""Weights pass from host to host: real stores in network namespaces, on links with a limited rate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.integration.store_scheduler import CANARY
 
 LINE_BYTES_PER_S = 10_000_000
 BYTES = 24 << 20
-"""Size of a version, which takes more than two seconds on a line."""
+"""Size of a version, which takes more than two seconds on a link."""
 
 
 @pytest.fixture

@@ -51,13 +51,13 @@ def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_job_without_ray_saves_before_its_time_limit_and_another_one_continues(tmp_path: Path) -> None:
+def test_a_job_without_ray_saves_before_its_time_limit_and_another_job_continues_the_run(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with slurm_cluster(tmp_path) as slurm:
         first = Job(slurm, "slurm-srun.sbatch", path, "run.steps=100000")
         first.wait_until("the other node", "host host-0 has joined")
         first.wait_until("training", r"step \d+/")
-        # what --signal=B:TERM does at the end of the job's time
+        # Slurm does the same at the end of the job's time, because of --signal=B:TERM.
         assert slurm.command("scancel", "--batch", "--signal=TERM", first.number).returncode == 0
         assert first.end() == "FAILED"
         last = steps(path)[-1]

@@ -99,7 +99,7 @@ def test_a_store_whose_token_is_not_visible_here_streams_its_shards_and_accepts_
     async def body(peer: Peer) -> None:
         tasks = block(0, 3)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
-        # what a reader with its own shared memory would find at that path
+        # A reader with its own shared memory would find another file at that path.
         (store.run.shm / "batch-store-0" / "place").write_text("another file")
         stranger = DataClient(lambda service, instance: peer.store)
         stranger._shares[STORE] = False
@@ -139,7 +139,7 @@ def test_a_large_request_uses_many_streams_and_a_large_task_only_one(
             await peer.data.put(many[begin : begin + 8], store=STORE, deadline_s=10)
         await peer.data.put([large], store=STORE, deadline_s=10)
         data = remote(peer, inflight_bytes=4 << 20)
-        # each stream begins while the previous one has all the credit
+        # each stream begins while the previous one uses the whole window
         found = await asyncio.gather(fetch(data, many), fetch(data, [large]))
         assert_same([*found[0], *found[1]], [*many, large])
         assert data.streams.counts.inflight_peak_bytes <= 4 << 20
@@ -208,7 +208,7 @@ def test_memory_of_earlier_streams_is_reused_only_when_no_array_refers_to_it(sto
         found = await fetch(data, blocks[1])
         array = weakref.ref(found[0]["a"])
         del found
-        await until(lambda: array() is None, "what nobody but its fetcher holds to go")
+        await until(lambda: array() is None, "the array that only its fetcher holds to go")
         data.close()
 
     store.start()
@@ -250,7 +250,7 @@ def test_a_collected_task_can_no_longer_be_fetched(store: TcpStoreProcess) -> No
             await fetch(data, tasks)
         assert caught.value.code == ErrorCode.COLLECTED
         assert caught.value.names == ["train/0/0"]
-        assert_same(await fetch(data, tasks[1:]), tasks[1:])  # although their file also holds a collected task
+        assert_same(await fetch(data, tasks[1:]), tasks[1:])  # Their file also holds a collected task.
         data.close()
 
     store.start()

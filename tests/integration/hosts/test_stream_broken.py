@@ -1,4 +1,5 @@
-"""Streams whose line is slow or cut, whose store dies, and whose bytes are forged or damaged on the way."""
+"""Streams over links that are slow or cut, from stores that die, and with bytes that are forged or damaged on the
+way."""
 
 from __future__ import annotations
 
@@ -216,7 +217,7 @@ class Mischief:
             [[bulk.pack_head(parsed._replace(offset=parsed.offset + parsed.nbytes)), payload]],  # at another offset
             [[bulk.pack_head(parsed._replace(stream=parsed.stream + 1)), payload]],  # of another stream
             [former, message],  # the previous message repeated
-            [[head, former[1]], message],  # the previous payload as the next
+            [[head, former[1]], message],  # the previous payload under the next head
             [],  # one message left out, so that the next takes its place
             [[head, payload[:-1]], message],  # truncated, so that the framing is lost
             [[b"RLBX" + head[4:], payload]],

@@ -126,7 +126,7 @@ def shape_line(hosts: Hosts) -> None:
     command(*inside(hosts.store), "tc", "qdisc", "add", "dev", "rlb0", *shape.split())
 
 
-def test_shards_cross_a_line_that_loses_two_packets_in_a_hundred(hosts: Hosts, run: RunDir) -> None:
+def test_shards_cross_a_link_that_loses_two_percent_of_its_packets(hosts: Hosts, run: RunDir) -> None:
     tasks = made_tasks(64, 50_000)  # 38 MB
     put(run, tasks)
     hosts.lose_packets(0.02)
@@ -141,7 +141,7 @@ def test_shards_cross_a_line_that_loses_two_packets_in_a_hundred(hosts: Hosts, r
     print(f"{nbytes / 1e6 / result['seconds']:.1f} MB/s over a line that loses 2 %")
 
 
-def test_a_fetch_completes_undamaged_over_a_line_that_is_silent_for_seconds(hosts: Hosts, run: RunDir) -> None:
+def test_a_fetch_completes_undamaged_over_a_link_that_is_silent_for_seconds(hosts: Hosts, run: RunDir) -> None:
     tasks = made_tasks(64, 50_000)
     put(run, tasks)
     hosts.lose_packets(0.02)
@@ -162,7 +162,7 @@ def test_a_fetch_completes_undamaged_over_a_line_that_is_silent_for_seconds(host
 
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["switched"], indirect=True)
-def test_readers_share_the_line_fairly(hosts: Hosts, run: RunDir) -> None:
+def test_readers_share_the_link_fairly(hosts: Hosts, run: RunDir) -> None:
     """Three concurrent processes read the same shards at similar speed, and nothing is sent without a reader.
 
     If they were served in turn, the last would take three times as long as the first.

@@ -1,5 +1,5 @@
-"""A store on one host serves a trainer's worker on another, joined by an access file and encrypted, over a link that
-loses 2% of packets. The worker computes what a worker on the store's host computes.
+"""A store on one host serves a trainer's worker on another host, which has joined with an access file, over an
+encrypted link that loses 2% of packets. The worker computes the same as a worker on the store's host.
 """
 
 from __future__ import annotations

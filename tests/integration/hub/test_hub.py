@@ -167,7 +167,7 @@ def test_an_offline_start_names_the_command_that_fetches_the_missing_files(user:
         f"{user.topology}: adders/tiny: not complete in the local Hugging Face cache {user.cache} and HF_HUB_OFFLINE "
         "is set; fetch it where there is a network, with: hf download adders/tiny"
     )
-    for _ in range(4):  # The command in each line gets the next start further.
+    for _ in range(4):  # The command in each error lets the next start get further.
         ended = user.launch("--dry-run", HF_HUB_OFFLINE="1")
         if ended.returncode == 0:
             break

@@ -120,7 +120,7 @@ def test_every_killed_service_is_restarted(tmp_path: Path) -> None:
             wait_for(f"{name} to be missed", lambda old=row["pid"]: not Path(f"/proc/{old}").exists())
         after = here.wait_ready()
         ranks = [pid for pid in processes_of(here.path) if psutil.Process(pid).cmdline()[-1] == "rank"]
-        # The dead service's ranks ended, too.
+        # The ranks of the killed service ended, too.
         assert [psutil.Process(pid).ppid() for pid in ranks] == [after["rollout/0"]["pid"]]
     assert {name: row["restarts"] for name, row in after.items()} == dict.fromkeys(before, 1)
     assert all(after[name]["incarnation"] != row["incarnation"] for name, row in before.items())
@@ -195,7 +195,7 @@ def test_slow_services_and_a_stopped_launcher_cause_no_false_alarm(
     assert {name: row["restarts"] for name, row in after.items()} == dict.fromkeys(rows, 0)
 
 
-def test_the_limit_of_silence_grows_with_the_gaps_between_a_services_signs_of_life(
+def test_the_time_limit_for_an_answer_grows_with_the_gaps_between_a_services_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINY_PING_EVERY_S", "0.1")
@@ -204,7 +204,7 @@ def test_the_limit_of_silence_grows_with_the_gaps_between_a_services_signs_of_li
         rows = here.wait_ready()
         slow, other = rows["rollout/0"]["pid"], rows["reference/0"]["pid"]
         pause(slow, 2)  # Five times this gap is 10 s.
-        here.wait_ready()  # This includes the time in which the service answers.
+        here.wait_ready()  # This wait leaves the service time to answer.
         pause(slow, 4.5)
         assert here.wait_ready()["rollout/0"]["restarts"] == 0
         os.kill(other, signal.SIGSTOP)  # This service has shown no gap.

@@ -78,7 +78,7 @@ def test_scale_starts_or_drains_instances_and_records_their_number_in_the_topolo
         assert ctl(here.path, "scale", "rollout", "2").returncode == 0
         wait_for("rollout/1 to be back", lambda: state_of(here, "rollout/1") == "READY")
         os.kill(rows(here)["rollout/1"]["pid"], signal.SIGKILL)
-        wait_for("it to restart as the others do", lambda: rows(here)["rollout/1"]["restarts"] == 1)
+        wait_for("the new instance to restart as the others do", lambda: rows(here)["rollout/1"]["restarts"] == 1)
 
 
 @pytest.mark.parametrize(

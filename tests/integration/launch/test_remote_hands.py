@@ -45,7 +45,7 @@ ADDRESS = "127.0.0.1"
 
 @dataclass
 class Away:
-    """A simulated other machine: a working directory with access files and none of the run's files."""
+    """A simulated second machine: a working directory with access files and none of the run's files."""
 
     folder: Path
     here: Launched

@@ -138,7 +138,7 @@ def test_spares_whose_imports_fail_are_reported_once_and_services_restart_withou
     assert "no_such_module" in (here.path / "logs" / "rollout-spare.out").read_text()
 
 
-def test_no_spare_is_kept_with_spares_false(tmp_path: Path) -> None:
+def test_no_spare_is_kept_if_spares_are_disabled(tmp_path: Path) -> None:
     with launched(tmp_path / "run", spares=False) as here:
         rows = here.wait_ready()
         os.kill(rows["rollout/0"]["pid"], signal.SIGKILL)
@@ -159,7 +159,7 @@ def test_spares_end_with_the_run_or_with_a_killed_launcher(tmp_path: Path) -> No
     with launched(tmp_path / "stopped", spares=True) as here:
         here.wait_ready()
         spares = warm(here)
-        # Any such process would be visible to the next lines.
+        # The next lines would see any spare that is left.
         assert set(spares.values()) <= set(processes_of(here.path))
         run = here.run
         here.process.send_signal(signal.SIGINT)
@@ -201,7 +201,7 @@ def test_a_spare_of_the_quickstart_imports_everything_at_low_priority_and_opens_
     try:
         with theirs, ours, (tmp_path / "out").open("w+") as output:
             theirs.close()
-            ours.settimeout(250)  # a busy machine leaves it little time
+            ours.settimeout(250)  # On a busy machine the spare gets little time.
             ours.send(json.dumps(imports).encode())
             wait_for("imports at the lowest priority", lambda: os.SCHED_IDLE in dict(priorities(process.pid)))
             assert ours.recv(64) == b"[]"

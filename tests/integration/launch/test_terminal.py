@@ -52,7 +52,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def send_always(played: PlayedRun) -> None:
-    """Send telemetry every second, because the time line shows only the last seconds."""
+    """Send telemetry every second, because the timeline shows only the last seconds."""
     while True:
         played.emit_all()
         await asyncio.sleep(1.0)

@@ -26,7 +26,7 @@ SERVICES = ("policy-trainer/0", "policy-trainer-worker/0", "reference/0", "rollo
 
 
 def metrics_row(step: int, *, offset: float = 0.0) -> dict[str, float]:
-    """Return a row as a run writes it."""
+    """Return a metrics row such as a run writes."""
     share = step / 200
     return {
         "step": step,
@@ -55,7 +55,7 @@ def metrics_row(step: int, *, offset: float = 0.0) -> dict[str, float]:
 
 
 class PlayedRun:
-    """The services of a run, as far as the monitor sees them."""
+    """The services of a run, as the monitor sees them."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""Curves and spans that a late observer receives, also after a rewind, and a client that uses none of this code."""
+"""Curves and spans that a late observer receives, also after a rewind, and a client that shares no code with us."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_history_of_a_very_long_run_fits_into_one_message(tmp_path: Path) ->
     assert (found.values["reward/mean"] == steps).all()
 
 
-def test_the_subscriber_of_the_documentation_prints_state_and_changes(tmp_path: Path) -> None:
+def test_the_subscriber_in_the_documentation_prints_state_and_changes(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "monitor.md").read_text()
     [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in program.splitlines() if line.strip()]) <= 20

@@ -1,4 +1,4 @@
-"""The monitor as a process sends subscribers its state, then every change; a stopped subscriber delays no other."""
+"""The monitor as a process: it sends subscribers its state, then every change; a stopped subscriber delays no other."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_late_subscriber_gets_the_state_then_every_change_in_order(run: RunDir, 
         sender = Sender(run)
         for value in range(5):
             sender.emit(value)
-        await sender.snapshot()  # The snapshot is handled after the telemetry of the same connection.
+        await sender.snapshot()  # The monitor handles this request after the earlier telemetry of the same connection.
         queue: asyncio.Queue[TopicRow] = asyncio.Queue()
         task = asyncio.create_task(pump(run, queue, []))
         first = await take(queue, 4)
@@ -193,7 +193,7 @@ def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: 
         stopped.communicate()
 
 
-def test_stream_continues_after_a_kill_of_the_monitor(run: RunDir, monitor: Monitor) -> None:
+def test_the_stream_continues_after_the_monitor_is_killed(run: RunDir, monitor: Monitor) -> None:
     async def scenario() -> None:
         sender = Sender(run)
         sender.emit(1)

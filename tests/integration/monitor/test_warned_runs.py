@@ -1,5 +1,5 @@
-"""Small real runs that go wrong cause warnings while they run, on the console and in the file. The warnings are only
-about what went wrong.
+"""Small real runs that go wrong cause warnings while they run, on the console and in the file, and only about their own
+problems.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_a_run_warns_about_a_short_length_limit_and_a_tiny_learning_rate(tmp_pat
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_same_run_does_not_give_warnings_whose_kinds_are_off(tmp_path: Path) -> None:
+def test_the_same_run_gives_no_warnings_of_kinds_that_are_off(tmp_path: Path) -> None:
     off = "monitor.warnings.off=[truncation, learning-rate]"
     kinds = warned(tmp_path, "sampling.max_new_tokens=3", "optimizer.lr=1.0e-12", "run.steps=12", off)
     assert not {"truncation", "learning-rate"} & kinds

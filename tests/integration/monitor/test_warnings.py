@@ -24,7 +24,7 @@ SILENT = "kl-blow-up"
 
 @pytest.fixture(scope="module")
 def collapse() -> Recording:
-    """Return a recorded run of the quickstart with 8 tasks per step, which lost its reward."""
+    """Return a recorded run of the quickstart with 8 tasks per step, whose reward collapsed."""
     return read(FOLDER / "sick" / "small-batch.jsonl.xz")
 
 

@@ -21,7 +21,7 @@ def reward(sample: Any) -> float:
 
 
 def advantage(rewards: Any, groups: Any, loss_tokens: Any) -> Any:
-    """Return centred rewards, with NaN for those that have the marker."""
+    """Return centred rewards, with NaN for marked rewards."""
     found = rewards - rewards.mean()
     found[rewards == _MARK] = float("nan")
     return found

@@ -54,7 +54,7 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
         states = running.journaled_steps()
         weights = {step: everything(running.path, step) for step in range(1, STEPS + 1)}
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    # A bad advantage or a step without rewards spoils the step; a bad gradient spoils each of its two updates.
+    # A bad advantage or a lack of rewards spoils the whole step; a bad gradient spoils each of the step's two updates.
     assert [row["policy/updates_skipped"] for row in rows] == [0, 1, 0, 2, 0, 1] + [0] * (STEPS - 6)
     assert [row["rollout/tasks_dropped"] for row in rows] == [0] * 5 + [TASKS] + [0] * (STEPS - 6)
     assert all(row[name] == 0 for row in (rows[1], rows[3], rows[5]) for name in ("policy/grad_norm", "loss/policy"))

@@ -21,7 +21,7 @@ STATE = SavedState(
 
 
 def receive(place: Place, folder: Path) -> None:
-    """Receive what rank 0 has read from a file."""
+    """Receive the state that rank 0 has read from files."""
     read = [load_file(folder.parent / f"{name}.safetensors") for name in ("weights", "optimizer")]
     state = from_rank_0(SavedState(STATE.step, *read) if place.rank == 0 else None)
     assert (state.step, state.earlier) == (STATE.step, {})

@@ -1,4 +1,5 @@
-"""Trainer, reference and embedded engine on a CUDA device compute what the CPU does and leave the device empty.
+"""Trainer, reference and embedded engine on a CUDA device give the same results as on the CPU and can free the device's
+memory.
 
 Other tests verify the CPU's results.
 """
@@ -35,7 +36,7 @@ from tests.unit.tiny_models import make_model, ragged
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 CLOSE = 1e-3
-"""Tolerance for float32 on a GPU against a CPU."""
+"""Tolerance for float32 results of a GPU compared with those of a CPU."""
 LOSS = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout", temperature=1.0)
 
 
@@ -109,7 +110,7 @@ def test_updates_match_the_cpu_and_leaving_the_device_does_not_change_a_bit(mode
         torch.testing.assert_close(stayed[name], weight, rtol=CLOSE, atol=CLOSE)
 
 
-def test_the_references_scores_match_the_cpu_and_it_leaves_the_device(model: Path, tmp_path: Path) -> None:
+def test_the_reference_scores_as_on_the_cpu_and_leaves_the_device(model: Path, tmp_path: Path) -> None:
     ids, lengths, mask = ragged()
     task = {"token_ids": ids, "lengths": lengths, "loss_mask": mask}
 
@@ -136,7 +137,7 @@ def test_the_references_scores_match_the_cpu_and_it_leaves_the_device(model: Pat
     np.testing.assert_allclose(asyncio.run(scored(DEVICE))[0], asyncio.run(scored("cpu"))[0], rtol=CLOSE, atol=CLOSE)
 
 
-def test_the_engines_logprobs_match_its_samples_and_it_leaves_the_device(model: Path) -> None:
+def test_the_engine_reproduces_the_logprobs_of_its_samples_and_leaves_the_device(model: Path) -> None:
     async def scene() -> tuple[Array, Array, Array]:
         engine = TransformersEngine(model=model, dtype="float32", threads=1, deterministic=False, device=DEVICE)
         await engine.start()

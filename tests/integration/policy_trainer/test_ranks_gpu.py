@@ -1,4 +1,5 @@
-"""NCCL between ranks that meet at an address, as those of two hosts do. Needs two GPUs; none of it has been run yet."""
+"""NCCL between ranks that meet at an address, as those of two hosts do. The test needs two GPUs and has not been run
+yet."""
 
 from __future__ import annotations
 

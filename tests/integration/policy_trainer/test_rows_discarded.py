@@ -160,7 +160,7 @@ def store(data_id: str) -> Register:
 def test_a_kill_at_any_point_of_a_rewind_neither_loses_nor_duplicates_a_row(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The return discards the rows of steps 3 to 5."""
+    """The rewind discards the rows of steps 3 to 5."""
 
     async def scene() -> int:
         kills = 0
@@ -194,7 +194,7 @@ def test_a_kill_at_any_point_of_a_rewind_neither_loses_nor_duplicates_a_row(
             kills += killed
             if not killed:
                 return kills
-        raise AssertionError("there is no end of it")
+        raise AssertionError("every attempt was killed")
 
     assert asyncio.run(scene()) >= 6
 
@@ -220,7 +220,7 @@ def test_rows_of_commits_lost_in_a_power_cut_are_set_aside(tmp_path: Path, monke
         if not killed:
             assert at > 6
             return
-    raise AssertionError("there is no end of it")
+    raise AssertionError("every attempt was killed")
 
 
 async def _train(life: Life, steps: int) -> None:
@@ -242,7 +242,7 @@ async def _train(life: Life, steps: int) -> None:
 
 
 def _arm(patched: pytest.MonkeyPatch, kills: Kills) -> None:
-    """Simulate a kill at every system call of the metrics file, within a write, or at the commit."""
+    """Make `kills` count every system call of the metrics file, the middle of every write, and the commit."""
 
     def wrapped(real: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -368,7 +368,7 @@ def test_metrics_are_the_first_rows_of_the_journal_after_any_crash(run: RunDir, 
     assert all(row["loss/policy"] <= driving.commits for row in written[1:])
     lost = Counter((row["lineage"], row["step"]) for row in discarded(run))
     assert set(lost.values()) <= {1}
-    # With few kills, all may occur right after a checkpoint and discard nothing.
+    # If kills are few, all of them may occur right after a checkpoint and discard nothing.
     assert len(lost) > ends or ends < 20
     kept = {row["loss/policy"] for row in written[1:]}
     assert not kept & {row["loss/policy"] for row in discarded(run) if row["step"] > 0}

@@ -1,4 +1,4 @@
-"""SIGKILL at random times during a large save beside training: the previous checkpoint stays whole and the next save
+"""SIGKILL at random times during a large save alongside training: the previous checkpoint stays whole and the next save
 works. Setting SAVE_SEED to the printed number repeats the times of a failed run.
 """
 

@@ -1,4 +1,5 @@
-"""Killed ranks return to a snapshot in shared memory: all to the same step, with damage detected and the same bits."""
+"""Killed ranks return to a snapshot in shared memory: all return to the same step with the same bits, and damage is
+detected."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ async def load(workers: WorkerDispatch, step: int, lineage: int = LINEAGE) -> No
 
 
 def file_of(run: RunDir, layout: Layout, rank: int, step: int) -> Path:
-    """Return the file in which a dead rank had sealed its snapshot of `step`."""
+    """Return the file in which a dead rank sealed its snapshot of `step`."""
     for file in (run.shm / "trainer").glob(f"rank-{rank}-*"):
         alone = run.path / "alone"
         alone.mkdir(exist_ok=True)
@@ -70,7 +71,8 @@ def flip_a_byte(file: Path) -> None:
 
 
 def play_losses(run: RunDir, layout: Layout, *options: str, exact: bool) -> None:
-    """Train three steps, kill ranks and damage one rank's newest snapshot: in its data, then as a whole, then both."""
+    """Train three steps and kill rank 1 twice: damage its newest snapshot, then delete that one and damage the
+    other."""
 
     async def scenario(bench: Bench, group: WorkerGroup) -> None:
         workers = await driver_of(bench, layout, 5)

@@ -86,7 +86,7 @@ def hurried(fetch_s: float) -> tuple[str, str]:
 
 
 class WorkerProcess:
-    """Process of instance 0 of the worker of `run`, which a test starts and kills."""
+    """Process of the run's worker (instance 0), which a test starts and kills."""
 
     def __init__(self, run: RunDir, start: Sequence[str], words: Sequence[str] = ()) -> None:
         self._command = [sys.executable, *start, "--run", str(run.path), *words]
@@ -369,7 +369,7 @@ def test_waiting_for_an_absent_store_ends_at_its_return_at_a_takeover_or_at_the_
 
 
 def test_concurrent_calls_run_in_order_and_parts_of_a_loss_add_up(run: RunDir) -> None:
-    """The batch is streamed without encryption, as the topology says."""
+    """The batch is streamed without encryption, as the topology specifies."""
 
     async def scenario() -> None:
         async with bench_of(run) as bench:

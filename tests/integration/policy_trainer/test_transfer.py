@@ -1,5 +1,5 @@
-"""Weight transfers over gloo between real processes that are stopped and killed midway: no process waits for another
-one, none receives a partial version, and a restarted process begins a new transfer.
+"""Weight transfers over gloo between real processes that are stopped and killed midway: no process waits for another,
+none receives a partial version, and a restarted process begins a new transfer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class End:
         self.start()
 
     def start(self) -> None:
-        """Start the process again."""
+        """Start or restart the process."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.integration.policy_trainer.transfer_process", str(self.run.path), self.who],
             cwd=REPOSITORY,
@@ -164,7 +164,7 @@ def test_an_engine_killed_midway_is_detected_at_once_and_its_next_incarnation_is
     killed.hears("hurt")
     aborted = ends.trainer.hears("topic")
     assert (aborted["topic"], aborted["engine"]) == ("weights/aborted", 1)
-    # The loss was detected by the engine's closed sockets, not at the deadline.
+    # The loss was detected through the engine's closed sockets, not at the deadline.
     assert "no end within" not in aborted["why"]
     assert other.receives(5)["digest"] == published
     killed.end()
@@ -204,7 +204,7 @@ def test_a_trainer_killed_midway_leaves_an_engine_with_its_old_version(ends: End
     failed = engine.hears("communicator")
     assert "failed" in failed
     assert failed["communicator"] == 0
-    # The loss was detected by the trainer's closed sockets, not at the deadline.
+    # The loss was detected through the trainer's closed sockets, not at the deadline.
     assert "Operation timed out" not in failed["failed"]
     ends.trainer.end()
     ends.trainer.start()

@@ -1,4 +1,4 @@
-"""Worker processes of one group, restarted as the supervisor does, for tests of several ranks."""
+"""Worker processes of one group, restarted as by the supervisor, for tests of several ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_S = 0.1
 
 
 class WorkerGroup:
-    """Processes of the ranks 0 to n-1 of `run`. `keep_alive` restarts a rank that has ended."""
+    """Processes of ranks 0 to n-1 of `run`. `keep_alive` restarts a rank that has ended."""
 
     def __init__(self, run: RunDir, ranks: int) -> None:
         self._run = run

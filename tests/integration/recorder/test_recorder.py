@@ -1,4 +1,7 @@
-"""The recorder with a real scheduler and store: workers put real shards, a driver trains without a trainer."""
+"""The recorder with a real scheduler and store.
+
+Workers put real shards, and a driver commits steps without a trainer.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,7 @@ def made(grant: LeaseGrant) -> list[dict[str, Any]]:
 
 
 async def roll_out(worker: Actor, *, wait_s: float = 2.0, most: int = 2) -> None:
-    """Lease, put and complete one lease, if there is one."""
+    """Request a lease and, if one is granted, put its shards and complete it."""
     grant = await worker.lease(wait_s=wait_s, most=most)
     if grant is None:
         return
@@ -110,7 +113,7 @@ async def until(what: str, found: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not found():
         assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.05)  # a file appears without an event
+        await asyncio.sleep(0.05)  # no event announces a new file
 
 
 @contextlib.asynccontextmanager
@@ -124,7 +127,7 @@ async def recorded(run: RunDir) -> AsyncIterator[tuple[Bench, Process, DriverAct
             await driver.publish(0)
             rollout = await bench.actor("rollout")
             rollout.spread = True
-            async with asyncio.timeout(LIMIT_S):  # Tasks that end before the recorder asks are given up after a while.
+            async with asyncio.timeout(LIMIT_S):  # Tasks that end before the recorder asks are soon given up.
                 while not any(
                     (row.service, row.state) == ("recorder", "READY")
                     for row in (await rollout.ask(GetStatus(), Status)).services
@@ -199,7 +202,7 @@ def test_filtered_and_evaluated_samples_are_recorded_before_their_collection(tmp
 
 
 async def stopped(run: RunDir) -> float:
-    """Return how long it takes, in seconds, until a filtered task is collected while the recorder is stopped."""
+    """Return how many seconds pass until a filtered task is collected while the recorder is stopped."""
     async with recorded(run) as (_, recorder, _, workers):
         workers[0].spread = False
         await roll_out(workers[0], most=1)
@@ -214,7 +217,7 @@ async def stopped(run: RunDir) -> float:
             await asyncio.sleep(0.05)  # only paces the requests
         took_s = time.monotonic() - begun
         os.kill(recorder.process.pid, signal.SIGCONT)
-        while len({each.task for each in read(run.path)}) < 2:  # the scheduler waits for it again once it has asked
+        while len({each.task for each in read(run.path)}) < 2:  # the scheduler waits again for a recorder that asks
             assert time.monotonic() < begun + LIMIT_S
             await roll_out(workers[0], wait_s=0.5, most=1)
             await asyncio.sleep(1.0)  # only paces the tasks

@@ -91,5 +91,5 @@ def test_two_ranks_score_like_one_follow_the_policy_and_survive_the_death_of_a_r
         loads = [set(refreshed(running, instance)) for instance in (0, 1)]
     assert_scored_as_one_rank_scores(shards)
     assert_follows(rows, every=EVERY, steps=STEPS, least_kl=1e-5)
-    # After the death both ranks restart, and their leases name the version to load.
+    # After the death of one rank, both ranks restart, and their leases name the version to load.
     assert loads == [{EVERY, 2 * EVERY}] * 2

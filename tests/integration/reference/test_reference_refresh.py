@@ -1,4 +1,4 @@
-"""A reference that follows the policy every few steps in a whole run, and is killed during it."""
+"""A reference that is refreshed every few steps of a whole run, and is killed during the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = (
 
 
 def refreshed(running: Cluster, instance: int = 0) -> list[int]:
-    """Return the steps of the versions that one rank of the reference loaded over all its lives."""
+    """Return the steps of the versions that one rank of the reference has loaded, including before its restarts."""
     log = running.path / "logs" / f"reference-{instance}.jsonl"  # The run may not exist yet.
     lines = log.read_text().splitlines() if log.exists() else []
     return [line["step"] for line in map(json.loads, lines) if line["event"] == "reference refreshed"]

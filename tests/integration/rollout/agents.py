@@ -104,7 +104,7 @@ async def shortened(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def refused(row: Row, llm: LLM, ctx: Context, *, asked: list[dict[str, Any]]) -> Trajectory:
-    """Send the requests `asked` in order and record the error that refuses each."""
+    """Send the requests `asked` in order and record the error with which each one is refused."""
     ctx.state["errors"] = []
     async with client_of(ctx) as client:
         for each in asked:

@@ -1,4 +1,5 @@
-"""Whole runs whose rewards fail: the console reports it at once, and a judge that never answers ends the run."""
+"""Whole runs whose rewards fail: the console reports the failure at once, and a judge that never answers ends the
+run."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def engine(url: str, temperature: float = 1.0, **arguments: str) -> OpenAIEngine
 
 @dataclass
 class Seen:
-    """Results of one engine with one server, and the errors it raised."""
+    """Results of one engine with one server, and the errors that the engine raised."""
 
     case: Case
     answer: dict[str, Any]
@@ -234,7 +234,7 @@ def test_samples_of_a_server_with_other_weights_are_refused(seen: Seen) -> None:
     assert "the server no longer holds the weights it was given" in seen.answer["taken"]
 
 
-def test_a_model_that_is_not_served_is_refused_with_a_list_of_the_served_ones(seen: Seen) -> None:
+def test_a_model_that_is_not_served_is_refused_with_a_list_of_the_served_models(seen: Seen) -> None:
     assert "the server lacks model big; set model to one of tiny" in seen.answer["unknown_model"]
 
 

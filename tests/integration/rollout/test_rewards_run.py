@@ -114,7 +114,7 @@ def test_rewards_that_hang_crash_raise_or_use_too_much_memory_lose_only_their_sa
     )
     topology = TOPOLOGY.replace(
         '{function: "builtin:exact_match"}', f"{{functions: {lines}, timeout_s: 4, memory: 64MiB}}"
-    ).replace('"builtin:addition"', '"builtin:addition", shuffle: false')  # The first step has all four kinds.
+    ).replace('"builtin:addition"', '"builtin:addition", shuffle: false')  # The first step has tasks of all four kinds.
     topology += "lease: {lease_s: 3}\n"  # A reward may take longer than a lease.
 
     async def scenario() -> None:
@@ -217,7 +217,7 @@ def test_rewards_wait_for_an_absent_judge_and_no_task_is_lost(tmp_path: Path) ->
             assert "Connection refused" in told.text
             assert "my_judge.py:5" in told.text
             waiting = asyncio.create_task(driver.batch(1, deadline_s=60))
-            done, _ = await asyncio.wait({waiting}, timeout=4)  # This is longer than a lease and its single attempt.
+            done, _ = await asyncio.wait({waiting}, timeout=4)  # A lease lasts 2 s, and a task has one attempt.
             assert not done
             assert (await driver.status()).tasks["LEASED"] > 0
             with judge(port):

@@ -1,7 +1,7 @@
 """vLLM in a whole run, with weights sent over gloo: the run learns, log-probs match the trainer's, the engine survives
-a kill, refuses wrong weights, and drops by name a prompt longer than its context.
+a kill, refuses wrong weights, and drops and names a prompt that is longer than its context.
 
-One run serves all but the last tests. This process never imports vLLM.
+One run serves all tests except the last ones. This process never imports vLLM.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def _begun(run: Cluster) -> int:
 
 
 def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
-    """Kill the engine between the first and the last token of a group; stop it repeatedly to find such a moment."""
+    """Kill the engine between the first and the last token of a group; to find such a moment, stop the engine
+    repeatedly."""
     pid = run.wait_for("a ready engine", lambda: run.pid("rollout"))
 
     def caught() -> bool:
@@ -96,8 +97,8 @@ def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
         return True
 
     run.wait_for("an engine in the midst of samples", caught)
-    # Training waits for the missing tasks, so this version is the next engine's first. Its bytes are wrong; its
-    # checksums (of the header, checked at sealing) and its canary are right.
+    # Training waits for the missing tasks, so this version is the next engine's first. The version's bytes are wrong;
+    # its checksums (of the header, checked at sealing) and its canary are right.
     weights = run.newest_weights()
     offset, values = first_matrix(weights)
     overwrite(weights, offset, values + 0.05)
@@ -126,8 +127,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
         yield result
 
 
-def test_an_engine_with_wrong_weights_is_refused_with_its_cause(seen: Seen) -> None:
-    assert "not what the engine holds: 1 of 46 parameters have other bits: model." in seen.causes[0]
+def test_an_engine_with_wrong_weights_is_refused_and_the_cause_is_reported(seen: Seen) -> None:
+    assert "engine does not hold version " in seen.causes[0]
+    assert ": 1 of 46 parameters have other bits: model." in seen.causes[0]
     assert "must not sample" in seen.causes[0]
 
 
@@ -143,7 +145,7 @@ def test_an_engine_killed_within_a_group_loses_no_task_and_trains_none_twice(see
     assert len(trained) == len(set(trained)) == STEPS * TASKS
 
 
-def test_a_prompt_longer_than_the_context_is_dropped_by_name_and_replaced_by_another_task(seen: Seen) -> None:
+def test_a_prompt_longer_than_the_context_is_dropped_and_named_and_another_task_takes_its_place(seen: Seen) -> None:
     (lost,) = [each for each in seen.run.log("rollout") if each["event"] == "task dropped"]
     assert lost["task_id"] == f"train/0/{LONG_ROW}"
     assert "prompt of 600 tokens: the limit is 504 (the model's context of 512 less 8 new tokens)" in lost["reason"]

@@ -1,6 +1,6 @@
 """The real vLLM engine against transformers: its samples, log-probs and weight updates.
 
-vLLM runs in a separate process (`vllm_process`) per model; this process must never import it.
+vLLM runs in a separate process (`vllm_process`) per model; this process must never import vLLM.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def test_the_drill_and_two_updates_match_the_trainers_canaries(case: Case) -> No
     assert case.answer["sizes"] == [64, 512]
 
 
-def test_without_the_repair_a_tied_head_keeps_the_old_weights_and_the_drill_refuses_it(case: Case, tied: bool) -> None:
+def test_without_the_repair_a_tied_head_keeps_the_old_weights_and_fails_the_drill(case: Case, tied: bool) -> None:
     assert ("drill" in case.answer["unrepaired"]) == tied
     assert ("lm_head: computes with weights that were packed before this load" in case.answer["unrepaired"]) == tied
     assert case.answer["held_unrepaired"] == (-1 if tied else 1)
 
 
-def test_weights_of_another_version_than_announced_are_refused(case: Case) -> None:
+def test_weights_of_a_version_other_than_the_announced_one_are_refused(case: Case) -> None:
     assert "canary mismatch after version 1" in case.answer["stale"]
 
 
@@ -182,10 +182,10 @@ def test_tokens_of_unverified_weights_are_not_noted(case: Case) -> None:
     assert case.answer["given_up_in_pause"].startswith("GenerationCancelled")
     noted = flat(case.answer["noted_in_pause"])
     assert {swaps for each in noted for swaps in each["swaps"]} == {case.answer["pause_began"]}
-    # A sample without EOS by then continues, whatever it sampled during the pause.
+    # A sample that had no EOS at the pause is unfinished, whatever it sampled during the pause.
     assert all(each["finish"] == ("stop" if each["ids"][-1] == EOS else "") for each in noted)
     assert any(not each["finish"] for each in noted)
-    # There are as many tokens as at the pause.
+    # There are no more tokens than at the pause.
     assert all(len(each["ids"]) <= 3 for each in noted)
 
 

@@ -1,4 +1,4 @@
-"""Weights of which vLLM has no bit-identical copy are found and named: packed, fused or tied, on one and two ranks."""
+"""Weights of which vLLM holds no bit-identical copy are found and named: packed, fused or tied, on one or two ranks."""
 
 from __future__ import annotations
 

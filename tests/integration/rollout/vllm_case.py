@@ -76,7 +76,8 @@ class Case:
         return float(np.abs(theirs - ours).max())
 
     def midway_errors(self, name: str) -> dict[str, float]:
-        """Return the largest log-prob differences in answer `name`, whose samples went from version 1 to version 2.
+        """Return the largest log-prob differences in answer `name`, whose samples began under version 1 and ended under
+        version 2.
 
         `before` compares the tokens of version 1 with version 1. For the later tokens, `recomputed` compares with
         version 2 alone, and `kept` with version 2 over version 1's keys and values for the tokens that version 1 had

@@ -1,5 +1,5 @@
-"""Runs one vLLM engine through everything that its tests check, in a separate process. It asserts nothing: vLLM patches
-torch, so the process that reads the answers computes the expected values.
+"""Runs, in a separate process, one vLLM engine through everything that its tests check. This process asserts nothing:
+vLLM patches torch, so the process that reads the answers computes the expected values.
 
 `python -m tests.integration.rollout.vllm_process MODEL CASE.json ANSWER.json`
 """
@@ -76,7 +76,7 @@ class Shown:
 
 
 class CancelLater(threading.Event):
-    """An event that is set after a number of checks: cancels a block always between the same two steps."""
+    """An event that is set after a number of checks, and so always cancels a block between the same two steps."""
 
     def __init__(self, asked: int) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Scenario:
         await engine.resume()
 
     async def _slept(self, computing: list[psutil.Process]) -> None:
-        """Sleep twice, each time followed by another version. `computing` are the processes with the weights."""
+        """Sleep twice, each time followed by another version. `computing` lists the processes that hold the weights."""
         engine, answer = self._engine, self._answer
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
         await sync.load(*self._version(1))

@@ -1,4 +1,4 @@
-"""Runs a vLLM engine of two tensor-parallel ranks through what its test checks, in a separate process.
+"""Runs, in a separate process, a vLLM engine of two tensor-parallel ranks through everything that its tests check.
 
 `python -m tests.integration.rollout.vllm_ranks_process MODEL CASE.json ANSWER.json`
 """

@@ -1,4 +1,4 @@
-"""Runs a vLLM engine on a GPU that sleeps between two blocks, in a separate process. Asserts nothing.
+"""Runs, in a separate process, a vLLM engine that sleeps between two blocks on a GPU. Asserts nothing.
 
 `python -m tests.integration.rollout.vllm_sleep_process MODEL CASE.json ANSWER.json`
 """

@@ -1,5 +1,5 @@
-"""Gives a vLLM engine weights with one defect after another, in a separate process. The canary is not used: the digests
-alone must find every defect. Asserts nothing.
+"""Gives a vLLM engine, in a separate process, weights with one defect after another. The canary is not used: the
+digests alone must find every defect. Asserts nothing.
 
 `python -m tests.integration.rollout.vllm_weights_process MODEL DTYPE RANKS EVERY ANSWER.json` damages every EVERY-th
 weight.
@@ -80,7 +80,7 @@ class Scenario:
         new, refused = self._new, self._answer["refused"]
         model = self._model()
         module = model.get_submodule(STALE)
-        # Where a CPU has no packed layout for the dtype, the product reads the weight itself, and cannot be stale.
+        # Where a CPU has no packed layout for the dtype, the product reads the weight itself, which cannot be stale.
         self._answer["packed"] = load_trace.handle_of(module) is not None
         if self._answer["packed"]:
             packed = module.cpu_linear

@@ -1,4 +1,4 @@
-"""A run's journal and shards, copied while it runs, and trained again under another topology.
+"""A run's journal and shards, copied while the run continues, and trained on again under another topology.
 
 The processes of the second training are real but started without a launcher; a test may make the driver's calls itself.
 Asserts nothing.

@@ -46,7 +46,7 @@ def run(topology: str, folder: Path, *overrides: str) -> list[dict[str, float]]:
 
 
 def negative_log_likelihood(run: Path, step: int) -> float:
-    """Return the mean over a step's answer tokens, including the end token, under the run's initial model."""
+    """Return the mean loss over a step's answer tokens, including the end token, under the run's initial model."""
     with contextlib.closing(sqlite3.connect(run / "journal.sqlite")) as journal:
         [(ids,)] = journal.execute("SELECT task_ids FROM steps WHERE step = ?", (step,)).fetchall()
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

@@ -122,7 +122,7 @@ def beside_one_another(lines: list[dict[str, Any]]) -> Iterator[frozenset[str]]:
 
 
 def forbidden(together: frozenset[str]) -> list[tuple[str, str]]:
-    """Return the pairs of `together` that may not be on the devices at once."""
+    """Return the pairs of `together` that must not be on the devices at the same time."""
     return [pair for pair in FORBIDDEN if together.issuperset(pair)]
 
 

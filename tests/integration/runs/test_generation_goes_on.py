@@ -54,7 +54,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def test_an_engine_samples_for_training_throughout_an_evaluation(seen: Seen) -> None:
-    """Three leases during each evaluation are more than those held when it begins or taken ahead before it ends."""
+    """At least three leases are sampled during each evaluation: more than those held when the evaluation begins, or
+    taken ahead before it ends."""
     evaluated = sorted(seen.of("rollout/", "evaluate"), key=lambda span: span.began)
     assert len(evaluated) == LEASES * 4
     for first in range(0, LEASES * 3, LEASES):  # After the last evaluation there is nothing left to sample.

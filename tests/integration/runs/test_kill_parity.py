@@ -40,7 +40,7 @@ def test_the_compared_values_differ_from_step_to_step(undisturbed: Path) -> None
 
 
 def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """The second run has the same seed but other engines, another route of the weights, and kills.
+    """The second run has the same seed but other engines, another route for the weights, and kills.
 
     It is delayed until there are spare processes, from which the killed processes start again.
     """
@@ -111,7 +111,7 @@ def test_a_resume_after_a_stop_and_a_resume_after_a_kill_of_the_launcher_change_
 
 
 def lose_end(run: Cluster, chance: random.Random) -> None:
-    """Kill the scheduler and cut its journal, while the launcher is stopped and cannot restart it."""
+    """Kill the scheduler and cut its journal, while the launcher is stopped and cannot restart the scheduler."""
     run.process.send_signal(signal.SIGSTOP)
     pid = parity.kill(run, "scheduler")
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -159,7 +159,8 @@ def test_shards_damaged_in_any_state_are_recreated_and_change_no_bit(undisturbed
 
 
 def damage_unread(run: Cluster, key: str, *, restarts_store: bool = False) -> None:
-    """Flip a bit of a shard that the worker has not read. With `restarts_store`, wait until its restart shows it."""
+    """Flip a bit of a shard that the worker has not read. With `restarts_store`, wait until the store's restart reveals
+    the damage."""
 
     def attempt() -> bool:
         with parity.stopped(run, "policy-trainer-worker"):
@@ -182,7 +183,7 @@ def damage_unread(run: Cluster, key: str, *, restarts_store: bool = False) -> No
 def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path: Path, key: str) -> None:
     """A bit flips in each step, in a shard that some process may be about to read or has read."""
     with parity.start(tmp_path) as run:
-        for step in range(1, parity.STEPS - 3):  # The last tasks are read too soon to be damaged.
+        for step in range(1, parity.STEPS - 3):  # The last tasks are read before they can be damaged.
             run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
             damage_unread(run, key, restarts_store=step % 4 == 0)
         assert run.end() == 0, run.output()
@@ -199,7 +200,7 @@ def test_damage_of_log_probs_that_the_worker_has_put_changes_no_bit(undisturbed:
     with parity.start(tmp_path) as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))
         while run.process.poll() is None:
-            if parity.committed(run, step + 1) and damage_proximal(run):  # once in a step
+            if parity.committed(run, step + 1) and damage_proximal(run):  # once per step
                 damaged, step = damaged + 1, int(run.rows()[-1]["step"])
         assert run.end() == 0, run.output()
     assert damaged > 1

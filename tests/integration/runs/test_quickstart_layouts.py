@@ -1,4 +1,4 @@
-"""The quickstart under parallel backends: the same batches give the rows of one rank, and a full run learns."""
+"""The quickstart under parallel backends: the same batches give the same rows as on one rank, and a full run learns."""
 
 from __future__ import annotations
 

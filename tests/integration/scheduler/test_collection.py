@@ -55,7 +55,7 @@ async def until_held(actor: Actor, condition: Callable[[set[tuple[str, int]]], b
 
 
 async def until_collected(driver: DriverActor, tasks: int) -> dict[str, int]:
-    """Wait until the scheduler has counted `tasks` as collected; the store clears before the scheduler learns of it."""
+    """Wait until the scheduler, which learns of clears after the store makes them, has counted `tasks` as collected."""
     async with asyncio.timeout(20):
         while (counts := await driver.counts())["COLLECTED"] != tasks:
             await asyncio.sleep(0.05)
@@ -86,7 +86,7 @@ def test_evaluated_dropped_failed_and_trained_tasks_are_all_collected_and_counte
             await rollout.complete(evaluation, await rollout.make(evaluation))
             while (grant := await granted(rollout)).split == "held":
                 await rollout.complete(grant, await rollout.make(grant))
-            # One task of this block is dropped after its shards were put, another is retried.
+            # One task of this block is dropped after its shards were put; the other is retried.
             dropped, failed = grant.batch.tasks
             await rollout.make(grant)
             results = [
@@ -151,7 +151,7 @@ def test_filtered_tasks_are_collected_at_once_and_their_replacements_when_traine
     asyncio.run(main())
 
 
-def test_a_clear_is_repeated_until_a_dead_store_is_back_and_has_cleared(tmp_path: Path) -> None:
+def test_a_clear_is_repeated_until_a_dead_store_has_returned_and_carried_it_out(tmp_path: Path) -> None:
     run = make_run(tmp_path, store=STORE_ROOM, steps=2, gc="commit")
 
     async def main() -> None:
@@ -163,7 +163,7 @@ def test_a_clear_is_repeated_until_a_dead_store_is_back_and_has_cleared(tmp_path
             await rollout.work()
             await reference.work()
             before = await held(driver)
-            # The scheduler dies after the commit and the store before it can clear; both restart.
+            # The scheduler dies after the commit, and the store dies before it can clear; both restart.
             batch = await driver.train(1)
             bench.store.kill()
             bench.scheduler.kill()

@@ -27,8 +27,8 @@ from tests.integration.store_scheduler import GROUP, STORE, TASKS_PER_STEP, Acto
 
 STEPS = 1000
 CALL_S = 1.0
-"""Deadline of a request in seconds. Replies are kept for retries until 5 s after it, so none would expire during the
-run with a longer deadline."""
+"""Deadline of a request in seconds. Replies are kept for retries until 5 s after the deadline, so with a longer
+deadline none would expire during the run."""
 MEASURE_FROM = 600
 """Step by which allocators and caches have reached their final size."""
 GROWTH_BYTES = 2 << 20
@@ -56,7 +56,7 @@ def shards_of(stage: str, size: int) -> dict[str, Any]:
 
 
 async def work(actor: Actor, step: int) -> None:
-    """Do one stage of a step's tasks; in every eighth step, first abandon an attempt after its put."""
+    """Carry out one stage of a step's tasks; in every eighth step, first abandon an attempt after its put."""
     for attempt in range(2 if step % 8 == 0 and actor.service == "rollout" else 1, 0, -1):
         while (grant := await actor.lease(wait_s=CALL_S, most=TASKS_PER_STEP)) is None:
             pass
@@ -78,9 +78,7 @@ async def result(actor: Actor, grant: LeaseGrant, step: int, *, given_up: bool) 
     await actor.complete(grant, results)
 
 
-def test_a_thousand_steps_leave_scheduler_and_store_as_large_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scheduler_and_store_do_not_grow_over_a_thousand_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CALL_S", "PUT_S"):
         monkeypatch.setattr(store_scheduler, name, CALL_S)
     run = make_run(tmp_path, store="memory: 64MiB", steps=STEPS)

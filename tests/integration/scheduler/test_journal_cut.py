@@ -1,4 +1,4 @@
-"""A scheduler process whose journal lost its end, while the earlier store and workers are still alive."""
+"""A scheduler process whose journal has lost its end, while the store and the workers from before are still alive."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def scheduler(run: RunDir) -> Iterator[Scheduler]:
 
 
 class Puts:
-    """Puts that the store sealed. It refuses other bytes under the same fence, and late puts of cleared tasks."""
+    """Puts that the store sealed.
+
+    The store refuses different bytes under the same fence, and late puts of cleared tasks.
+    """
 
     def __init__(self, world: World) -> None:
         self._result = world.result
@@ -92,7 +95,7 @@ def test_a_run_continues_from_its_checkpoint_when_the_end_of_its_journal_is_lost
             world.tasks.append(asyncio.create_task(drive(driving, world)))
             while cuts < CUTS:
                 await until(world, driving, driving.commits + STEPS)
-                await asyncio.sleep(chance.uniform(0, 0.05))  # The kill occurs at any point of the following steps.
+                await asyncio.sleep(chance.uniform(0, 0.05))  # The kill may occur at any point of the following steps.
                 scheduler.kill()
                 cuts += cut(run.journal, chance)
                 scheduler.start()

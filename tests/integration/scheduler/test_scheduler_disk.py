@@ -1,4 +1,4 @@
-"""A journal that cannot be written ends the scheduler with one line, and no unwritten decision was sent."""
+"""A scheduler that cannot write its journal ends with a one-line error, and has sent no unwritten decision."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def join(world: World) -> int:
 
 
 async def lease(world: World, life: int, most: int) -> list[int]:
-    """Return the leases that the worker is granted until it has `most` or gets no reply."""
+    """Return the leases that the worker is granted until it has `most` of them or gets no reply."""
     client, _ = world.client()
     told: list[int] = []
     request = LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=life, max_tasks=1)
@@ -100,7 +100,7 @@ def ended(process: subprocess.Popen[bytes]) -> str:
     return errors.decode().splitlines()[-1]
 
 
-def test_a_full_disk_gives_one_line_and_loses_no_lease(mount: Path, tmp_path: Path) -> None:
+def test_a_full_disk_causes_a_one_line_error_and_loses_no_lease(mount: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, mount)
     process = start(run)
     junk = mount / "junk"
@@ -128,7 +128,7 @@ def test_a_full_disk_gives_one_line_and_loses_no_lease(mount: Path, tmp_path: Pa
         run.remove_volatile()
 
 
-def test_scheduler_that_fails_while_a_store_hangs_ends(tmp_path: Path) -> None:
+def test_a_scheduler_that_fails_while_a_store_hangs_still_ends(tmp_path: Path) -> None:
     """A clear that no store acknowledges is retried indefinitely but does not delay the scheduler's end."""
     run = make_run(tmp_path, tmp_path)
     process = start(run)
@@ -164,7 +164,7 @@ def test_scheduler_that_fails_while_a_store_hangs_ends(tmp_path: Path) -> None:
         run.remove_volatile()
 
 
-def test_a_journal_that_cannot_grow_gives_one_line_and_loses_no_lease(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_grow_causes_a_one_line_error_and_loses_no_lease(tmp_path: Path) -> None:
     run = make_run(tmp_path, tmp_path)
     process = start(run)
 

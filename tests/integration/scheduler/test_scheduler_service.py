@@ -1,7 +1,7 @@
 """The scheduler as a real process with real sockets: a whole run, and whole runs with SIGKILL at random moments.
 
-This file plays the other actors without torch: workers that lease and complete, a store that counts what it is told to
-clear, and a driver that commits. They follow the protocol and retry as the real ones do.
+This file plays the other actors without torch: workers that lease and complete, a store that counts the clears that it
+is sent, and a driver that commits. These actors follow the protocol and retry as the real services do.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def ask_again(error: RpcError) -> None:
 
 
 class World:
-    """World of all actors except the scheduler."""
+    """All actors except the scheduler."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -350,7 +350,7 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
         driver = asyncio.create_task(world.drive())
         until = time.monotonic() + kill_for
         while not driver.done() and time.monotonic() < until:
-            # Progress limits the loop as well as time, so that a fast machine does not finish before the kills.
+            # Progress, too, limits the loop, so that a fast machine does not finish before the kills.
             step, late = len(world.trained) + chance.randint(5, 25), time.monotonic() + chance.uniform(0.5, 1.6)
             while not driver.done() and len(world.trained) < step and time.monotonic() < late:
                 await asyncio.wait({driver, *world.tasks}, timeout=0.005, return_when="FIRST_COMPLETED")
@@ -406,7 +406,7 @@ def test_a_heartbeat_reports_lost_leases_and_a_new_incarnation_frees_the_old_one
                 client, life = world.client()
                 await world.join("rollout", 0, client, life)
                 request = LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=life, max_tasks=64)
-                # Leases are alternately for the evaluation of version 0 and for training.
+                # Leases alternate between the evaluation of version 0 and training.
                 while (grant := await client.call(request, LeaseGrant, deadline_s=10)).split != "held":
                     pass
                 grants.append(grant)

@@ -43,7 +43,7 @@ class Holder:
 
     @asynccontextmanager
     async def beating(self) -> AsyncIterator[None]:
-        """Send heartbeats during the block; the lease is lost if they stop reporting progress."""
+        """Send heartbeats during the block. The lease is lost if the heartbeats stop reporting progress."""
 
         async def beat() -> None:
             clock = asyncio.get_running_loop().time

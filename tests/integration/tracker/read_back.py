@@ -1,4 +1,4 @@
-"""Reads the data that a tracker has about a run, with the tracker's own library if that has a reader."""
+"""Reads the data that a tracker has about a run, with the tracker's own library if that library can read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A supervised run continues and ends as it would without trackers, whatever they do, and reports the steps that they
-lack.
+"""Whatever its trackers do, a supervised run continues and ends as it would without them, and reports the steps that
+they lack.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_a_hanging_tracker_delays_the_end_of_the_run_no_longer_than_its_time_lim
             _, _, errors = here.end(120)
             assert time.monotonic() - begun < END_S + EXIT_S
             assert "trackio lacks steps 0-2" in errors
-            assert "tensorboard" not in errors  # it received the end of the run, too
+            assert "tensorboard" not in errors  # this tracker also received the end of the run
             assert ledger.read(here.path, "tensorboard").ended == "stopped"
             assert {"tracker/0", "tracker/1"} < services.keys()
             assert_nothing_left(here.run)

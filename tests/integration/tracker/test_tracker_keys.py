@@ -1,4 +1,4 @@
-"""The trackers' keys decide where a run is recorded, and an error is reported in one line."""
+"""The topology keys of the trackers decide where a run is recorded, and an error is reported in one line."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_an_error_names_a_missing_library_and_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topology = load(write(make(tmp_path)), ["monitor.trackio.project=p", "policy.model=./model"])
-    monkeypatch.setitem(sys.modules, "trackio", None)  # importing it fails as if it were not installed
+    monkeypatch.setitem(sys.modules, "trackio", None)  # importing trackio fails as if it were not installed
     assert [line for line in preflight.check(topology, "t.yaml").errors if "trackio" in line] == [
         "t.yaml: services.monitor.trackio: trackio not installed; run `make setup-trackers`, or remove the key"
     ]

@@ -121,7 +121,7 @@ def test_every_step_arrives_once_whenever_the_tracker_is_killed(
         assert read(here).rows == here.committed
 
 
-def test_torn_event_file_is_continued_after_its_last_record(tmp_path: Path) -> None:
+def test_a_torn_event_file_is_continued_after_its_last_complete_record(tmp_path: Path) -> None:
     with to_tensorboard(tmp_path) as here:
         here.commit(0, 1, 2)
         assert here.command().returncode == 0

@@ -1,4 +1,4 @@
-"""A run directory with trackers, in which a test writes the metrics, and its tracker as a process. Asserts nothing."""
+"""A run directory in which a test writes the metrics, and a tracker process for it. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Committed = tuple[int, int, float]
 
 @dataclass
 class Tracked:
-    """A run directory. Its metrics are written by the scheduler's own code."""
+    """A run directory, whose metrics the scheduler's own code writes."""
 
     run: RunDir
     name: str
@@ -66,7 +66,7 @@ class Tracked:
         path.write_bytes(msgspec.json.encode(record) + b"\n")
 
     def start(self) -> None:
-        """Start the tracker as a service that is started by hand."""
+        """Start the tracker as a service is started by hand."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", "services.tracker", "--run", str(self.run.path)],
             cwd=ROOT,

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests: Debian's build, driven by playwright."""
+"""A headless Chromium for tests: Debian's package, driven by Playwright."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ expect.set_options(timeout=LIMIT_MS)
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
-    """Yield a browser. Skips the test if none is installed."""
+    """Yield a browser. Skips the test if Chromium is not installed."""
     path = shutil.which("chromium")
     if path is None:
         pytest.skip("chromium is not installed (apt package chromium)")
     with sync_playwright() as playwright:
-        # Its own sandbox needs more rights than a container has; the pages are ours.
+        # Chromium's sandbox needs more rights than a container has; the pages are ours.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         try:
             yield browser
@@ -32,7 +32,10 @@ def chromium() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def visit(browser: Browser, url: str, *, size: dict[str, int] | None = None, dark: bool = False) -> Iterator[Page]:
-    """Yield a page at `url` in a separate profile. A script error or a breach of the page's policy fails the test."""
+    """Yield a page at `url` in a separate profile.
+
+    A script error or a violation of the page's content security policy fails the test.
+    """
     context = browser.new_context(
         viewport=size or DESKTOP,
         color_scheme="dark" if dark else "light",

@@ -40,7 +40,7 @@ COLOR = "(each) => getComputedStyle(each).color"
 
 @dataclass
 class Shown:
-    """A live run of processes that do no work, and the address of its page."""
+    """A live run whose processes do no work, and the address of its page."""
 
     here: Launched
     address: str
@@ -54,7 +54,7 @@ class Shown:
         return int(rows[name]["pid"]) if name in rows and rows[name]["state"] == "READY" else 0
 
     def ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, str]:
-        """Return the status and the text of the answer. `headers` replace those that a browser would send."""
+        """Return the status and the text of the answer. `headers` replace the headers that a browser would send."""
         with contextlib.closing(http.client.HTTPConnection(self.address, timeout=30)) as connection:
             connection.putrequest(method, path, skip_host=True)
             for name, value in {"Host": self.address, "Content-Length": str(len(body)), **headers}.items():
@@ -65,7 +65,7 @@ class Shown:
 
 
 def page_settings(folder: Path) -> tuple[str, list[str]]:
-    """Return a free address, and settings for a page there with both tokens."""
+    """Return a free address, and the settings for a page at that address with both tokens."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     web = {"listen": address}
@@ -183,7 +183,7 @@ def test_requests_from_other_sites_or_without_a_token_are_refused(shown: Shown) 
     assert shown.pid("rollout/0")
 
 
-def test_browsers_beyond_the_limit_are_refused_and_browsers_that_do_not_read_delay_no_other(shown: Shown) -> None:
+def test_browsers_beyond_the_limit_are_refused_and_browsers_that_do_not_read_delay_no_others(shown: Shown) -> None:
     head = f"GET /api/stream HTTP/1.1\r\nHost: {shown.address}\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
     host, port = shown.address.split(":")
     with contextlib.ExitStack() as stack:

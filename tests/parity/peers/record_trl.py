@@ -1,8 +1,8 @@
 """Records TRL's losses, gradients and advantages: `.venv-trl/bin/python -m tests.parity.peers.record_trl`.
 
-TRL computes its loss in a method of the trainer. The method is called on an object that has only the attributes that it
-reads, with log-probs in place of a model. The statements that compute advantages are in the middle of long methods:
-they are cut out of TRL's source and run.
+TRL computes its loss in a method of the trainer. The method is called on an object that has only the attributes that
+the method reads, with log-probs in place of a model. The statements that compute advantages are in the middle of long
+methods: they are cut out of TRL's source and run.
 """
 
 from __future__ import annotations

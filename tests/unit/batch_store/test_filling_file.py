@@ -1,4 +1,6 @@
-"""A file that is filled from a stream: verification, the parts that can be read, and continuation after a break."""
+"""A file that is filled from a stream: verification, the parts that can be read, and continuation after an
+interruption.
+"""
 
 from __future__ import annotations
 

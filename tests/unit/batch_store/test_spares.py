@@ -144,7 +144,7 @@ def test_only_as_many_spares_as_needed_are_deleted_starting_with_the_longest_idl
     stats = store.index.stats()
     assert (stats.bytes, stats.spare_bytes, stats.files, stats.lent) == (3 * nbytes, 3 * nbytes, 0, 0)
     larger = BlockLayout([("train/0/3", 1, {"w": np.resize(VALUES, 4 * len(VALUES))})])
-    # The put is four times as large, so no spare fits, and one of three has to make room.
+    # The put is four times as large, so no spare fits, and one of three must make room.
     store.begin(larger, "train/0/3")
     stats = store.index.stats()
     assert stats.spare_bytes == 2 * nbytes
@@ -307,7 +307,7 @@ def test_a_kept_mapping_holds_neither_a_lock_nor_the_pages_of_a_deleted_file(mem
     del target
     watch = os.open(path, os.O_RDONLY)
     store.clear("weights/0/0")
-    assert store.index.room.used[Tier.MEMORY]  # The producer's own lock still counts as a reader's.
+    assert store.index.room.used[Tier.MEMORY]  # The producer's own lock still counts, as the lock of a reader would.
     os.close(locked)
     store.reap()
     store.delete(store.index.room.surplus(IDLE_S + 1))

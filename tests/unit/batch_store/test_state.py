@@ -45,7 +45,7 @@ def test_recovery_of_a_file_skips_the_tasks_that_were_cleared() -> None:
     before = StoreState("store", 1 << 30, 1)
     partly, wholly = "0" * 32, "1" * 32
     sealed(before, partly, ["t/0/0", "t/0/1"])
-    sealed(before, wholly, ["t/0/2"])  # This task's file was still there when the store died.
+    sealed(before, wholly, ["t/0/2"])  # This task's file still existed when the store died.
     tables = {put_id: before.sealed(put_id).table for put_id in (partly, wholly)}
     cleared = [PutTask("t/0/0", 1), PutTask("t/0/2", 1)]
     before.clear(cleared)

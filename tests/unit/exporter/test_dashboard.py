@@ -70,7 +70,7 @@ def test_the_dashboard_has_the_structure_of_grafanas_schema() -> None:
 
 
 def _within(given: Any, read_back: Any) -> bool:
-    """Return whether the typed model kept every value of `given`."""
+    """Return whether the typed model has kept every value of `given`."""
     if isinstance(given, dict):
         return all(key in read_back and _within(value, read_back[key]) for key, value in given.items())
     if isinstance(given, list):

@@ -34,7 +34,7 @@ def row(topic: str, values: dict[str, float | str], service: str = "monitor", in
 
 
 def series(*rows: TopicRow) -> Series:
-    """Return the value of each series that a scraper reads."""
+    """Return the series that a scraper reads, with their values."""
     shown = generate_latest(registry(collect(rows))).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -47,7 +47,7 @@ def test_documented_names_are_exactly_those_that_the_exporter_uses() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == text(), "run python -m tests.golden.metric_help"
 
 
-def test_every_metric_of_a_row_is_exported_with_the_help_of_its_document() -> None:
+def test_every_metric_of_a_row_is_exported_with_its_documented_help_text() -> None:
     names = everything() - {"step", "policy/version", "store/bytes", "store/shards"}
     found = collect([row("cluster/metrics", dict.fromkeys(names, 1.0))])
     assert sum(len(family.samples) for family in found) == len(names)

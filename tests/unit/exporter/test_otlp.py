@@ -1,4 +1,7 @@
-"""Spans reach an OpenTelemetry collector over HTTP, and a slow, unreachable or refusing collector delays no process."""
+"""Spans reach an OpenTelemetry collector over HTTP.
+
+A collector that is slow or unreachable, or that refuses spans, delays no process.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Collector:
         self.headers: list[dict[str, str]] = []
         self.connections = 0
         self.answers: list[int] = []
-        """Status codes of the next answers. All later answers have 200."""
+        """Status codes of the next answers. All later answers have status 200."""
         self.gate = threading.Event()
         self.gate.set()
         self.changed = threading.Condition()

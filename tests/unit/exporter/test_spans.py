@@ -22,7 +22,7 @@ def spans(*rows: TopicRow, tracer: Tracer | None = None) -> list[TraceSpan]:
 
 
 def life() -> list[TopicRow]:
-    """Return the parts of one task's life, as its processes report them."""
+    """Return the parts of one task's life, as the processes report them."""
     leased = {"tasks": f"{TASK} train/0/18", "lease": 7.0, "stage": "rollout"}
     scored = {"tasks": TASK, "lease": 9.0, "stage": "reference"}
     return [
@@ -80,7 +80,7 @@ def test_a_step_has_one_trace_across_processes() -> None:
     assert [span.name for span in found if span.interval.waits_for] == ["batch"]
 
 
-def test_two_leases_of_one_task_have_spans_of_their_own() -> None:
+def test_two_leases_of_one_task_have_separate_spans() -> None:
     first, second = (row("lease", 10.0 + n, 1.0, tasks=TASK, lease=float(n), stage="rollout") for n in (1, 2))
     assert len({span.id for span in spans(first, second)}) == 2
 
@@ -130,5 +130,5 @@ def test_parts_of_a_task_are_sent_only_if_its_trace_is_exported() -> None:
     sender.traced_share = 1.0
     sender.part("reward", 1.0, {"tasks": sender.traced([]), "lease": 1.0})
     assert sender.dropped == 0
-    sender.part("reward", 1.0, {"tasks": sender.traced(["train/0/1"])})  # There is no monitor to take it.
+    sender.part("reward", 1.0, {"tasks": sender.traced(["train/0/1"])})  # No monitor receives this message.
     assert sender.dropped == 1

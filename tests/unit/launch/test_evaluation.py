@@ -77,7 +77,7 @@ def test_a_metric_that_no_evaluation_produces_is_refused_and_the_nearest_name_su
 
 
 def test_checkpoints_and_exported_models_of_the_policy_are_accepted(tmp_path: Path) -> None:
-    policy = str(model(tmp_path / "policy", **{"lm_head.weight": WEIGHTS["embed"]}))  # tied, which an export omits
+    policy = str(model(tmp_path / "policy", **{"lm_head.weight": WEIGHTS["embed"]}))  # An export omits a tied head.
     check_checkpoint(model(tmp_path / "export"), policy)
     check_checkpoint(checkpoint(tmp_path / "checkpoints" / "step-20"), policy)
 
@@ -111,7 +111,7 @@ def test_a_model_made_from_a_checkpoint_outlives_it_and_states_its_data_type(tmp
     step = checkpoint(tmp_path / "step-20", embed=np.full((4, 3), 7, np.float32))
     bits = (step / MODEL).read_bytes()
     made = tmp_path / "made"
-    for _ in range(2):  # the second time replaces the first
+    for _ in range(2):  # The second result replaces the first.
         add_model(step, topology, made)
     for each in step.iterdir():
         each.unlink()

@@ -1,4 +1,4 @@
-"""GPUs that a process sees: its own, or those that it shares with the processes with which it takes turns."""
+"""The GPUs that a process sees: its own, or those that it shares because processes take turns."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_ranks_of_a_trainer_outside_the_home_host_move_together(folder: Path) ->
     assert joined(made, "spare")["spare"] == {("batch-store", 3): [], **ranks}
 
 
-def test_processes_of_a_lost_host_move_to_other_hosts_as_far_as_their_gpus_suffice(folder: Path) -> None:
+def test_processes_of_a_lost_host_move_to_other_hosts_with_enough_gpus(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")
     effects = made.lose("b", "power cut", 1.0)

@@ -1,4 +1,5 @@
-"""Numbers of instances that a run can have, their resources, and the number that is written. Starts nothing."""
+"""The numbers of instances that a run can have, their resources, and the number written into the topology. Starts
+nothing."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_supervisor_confirms_the_death_of_only_its_own_processes(run: RunDir) ->
                     answers.append(await client.call(ordered, Ack, deadline_s=10))
                 except RpcError as error:
                     answers.append(error.code)
-            # The request is repeated; that life has ended.
+            # The request is repeated for a life that has ended.
             answers.append(await client.call(ordered, Ack, deadline_s=10))
         finally:
             client.close()

@@ -1,6 +1,6 @@
 """Recordings of real runs for the warning detectors: facts, rows of metrics.jsonl, and telemetry, in order.
 
-A recording is made from a finished run and from the topics that the monitor sent meanwhile:
+A recording is made from a finished run and from the topics that the monitor sent during the run:
 
     python -m launch.cluster T.yaml --set ... --run-dir RUN &
     python -m launch.monitor --run RUN --json > TOPICS
@@ -27,7 +27,7 @@ from shared.warnings import WarningRecord
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "warnings"
 AVAILABLE_BYTES = 16 << 30
-"""Available memory of the machine of a recorded run, in bytes."""
+"""Assumed available memory of the machine, in bytes."""
 _KEPT = {
     "cluster/status": ("step",),
     "cluster/services": ("pid", "rss_bytes"),
@@ -35,7 +35,7 @@ _KEPT = {
     "reward": ("samples", "samples_failed", "seconds", "last_failure"),
     "store": ("bytes", "limit_bytes", "spilled_bytes", "busy"),
 }
-"""Values of each topic that detectors use, given by the ends of their names."""
+"""Values of each topic that detectors use, given by the ends of the values' names."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def replay(recording: Recording, watch: Watch | None = None) -> list[WarningReco
 
 
 def _events(rows: list[dict[str, Any]], topics: Path) -> Iterator[dict[str, Any]]:
-    """Yield rows and topics, each row when the scheduler reported its step or a later one."""
+    """Yield rows and topics. Each row comes when the scheduler has reported its step or a later one."""
     waiting = list(rows)
     for line in topics.read_text().splitlines() if topics.exists() else ():
         told = json.loads(line)

@@ -18,7 +18,7 @@ FACTS = Facts(kl_coef=0.001, local=frozenset({"rollout/0"}))
 
 
 def told(change: Callable[[int], Values], facts: Facts = FACTS, steps: int = 120) -> list[WarningRecord]:
-    """Return the warnings of a healthy run whose row of step s has the values of `change(s)` too."""
+    """Return the warnings of a healthy run whose row of each step s also has the values of `change(s)`."""
     watch = Watch(facts)
     return [each for step in range(1, steps + 1) for each in watch.take_row(row(step, **change(step)), 0.0)]
 
@@ -28,7 +28,7 @@ def after(step: int, begin: int, before: float, then: float) -> float:
 
 
 def evaluated(step: int) -> Values:
-    """Return evaluations, the best of which is that of step 20."""
+    """Return evaluations, of which the one of step 20 is the best."""
     if step % 20:
         return {}
     return {"eval/held/accuracy": after(step, 20, 0.8, 0.5), "eval/held/rows_scored": 256.0, "eval/easy/accuracy": 0.9}
@@ -51,7 +51,7 @@ CASES: list[tuple[str, Callable[[int], Values], str]] = [
     (
         "staleness",
         lambda s: {"rollout/staleness_max": 1.0, "rollout/logprob_mismatch_lag": 0.5},
-        "moved by 0.5 nats since they were sampled",
+        "moved by 0.5 nats since sampling",
     ),
     (
         "staleness",
@@ -187,7 +187,7 @@ def test_idle_rollouts_are_reported_while_the_trainer_works() -> None:
         (0.85, 0.05, 0, ""),
     ],
 )
-def test_a_store_at_its_limit_is_reported_with_the_cost(
+def test_a_store_at_its_limit_is_reported_with_its_cost(
     held: float, spilled: float, refused_each: int, text: str
 ) -> None:
     def rows(watch: Watch, second: int) -> None:
@@ -200,7 +200,7 @@ def test_a_store_at_its_limit_is_reported_with_the_cost(
     assert [(each.about, text in each.text) for each in found] == ([("batch-store/0", True)] if text else [])
 
 
-def test_memory_growth_is_reported_only_if_memory_will_not_last_for_the_run() -> None:
+def test_memory_growth_is_reported_only_if_memory_will_run_out_before_the_run_ends() -> None:
     def grows(bytes_per_s: float, name: str) -> Callable[[Watch, int], None]:
         def rows(watch: Watch, second: int) -> None:
             if second % 10 == 0:

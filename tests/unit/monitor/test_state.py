@@ -33,7 +33,7 @@ def test_snapshot_holds_the_last_value_of_every_topic_of_every_instance() -> Non
     assert seen == {(0, "a"): 2, (0, "b"): 3, (1, "a"): 4}
 
 
-def test_updates_are_numbered_without_gaps_and_the_snapshot_has_the_number_of_the_last() -> None:
+def test_updates_are_numbered_without_gaps_and_the_snapshot_has_the_number_of_the_last_update() -> None:
     state = MonitorState()
     updates = [state.take(telemetry("a", value)) for value in range(3)]
     assert [update.sequence for update in updates if update] == [1, 2, 3]
@@ -52,7 +52,7 @@ def test_drops_are_the_sum_of_the_senders_counts() -> None:
     state = MonitorState()
     state.take(telemetry("a", 1, incarnation=1, dropped=2))
     state.take(telemetry("a", 1, incarnation=1, dropped=5))
-    state.take(telemetry("a", 1, incarnation=1, dropped=4))  # This row arrives late, after a newer message.
+    state.take(telemetry("a", 1, incarnation=1, dropped=4))  # This message arrives late, after a newer one.
     state.take(telemetry("a", 1, incarnation=2, dropped=1))
     assert state.snapshot().dropped == 6
 

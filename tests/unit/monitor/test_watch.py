@@ -58,7 +58,7 @@ def test_a_healthy_run_has_no_warnings() -> None:
     assert taken(Watch(FACTS), map(row, range(1, 300))) == []
 
 
-def test_an_episode_is_reported_once_and_again_only_after_it_was_over() -> None:
+def test_an_episode_is_reported_once_and_again_only_after_it_has_ended() -> None:
     watch = Watch(FACTS)
     told = taken(watch, [*cut(1, 60), *map(row, range(61, 61 + ROWS_OVER + 10)), *cut(200, 260)])
     assert [kind for _, kind in told] == ["truncation", "truncation"]
@@ -139,7 +139,7 @@ def ticks(watch: Watch, begin: float, seconds: int) -> list[str]:
     return [each.kind for second in range(seconds) for each in watch.tick(begin + second, None)]
 
 
-def test_a_condition_of_the_telemetry_is_reported_once_and_again_only_after_it_was_over() -> None:
+def test_a_condition_of_the_telemetry_is_reported_once_and_again_only_after_it_has_ended() -> None:
     watch = Watch(FACTS)
     watch.take_topic(failing(0.0))
     assert ticks(watch, 0.0, 300) == ["reward-failing"]

@@ -1,4 +1,4 @@
-"""Advantage estimators and reward shaping against their formulas, and the errors of the driver."""
+"""Advantage estimators and reward shaping compared with their formulas, and the errors of the driver."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_grpo_without_scale_is_dr_grpo() -> None:
     np.testing.assert_allclose(found[3:], [-1.0, 1.0])
 
 
-def test_rloo_compares_with_the_mean_of_the_others() -> None:
+def test_rloo_compares_with_the_mean_of_the_other_samples() -> None:
     found = estimated("rloo")
     others = [np.delete(REWARDS[:3], i).mean() for i in range(3)] + [7.0, 5.0]
     np.testing.assert_allclose(found, REWARDS - others, rtol=1e-6)
 
 
-def test_opo_weighs_the_baseline_by_length() -> None:
+def test_opo_weights_the_baseline_by_length() -> None:
     found = estimated("opo")
     np.testing.assert_allclose(found[:3], REWARDS[:3] - (3 * 1.0 + 1 * 0.0 + 4 * 0.25) / 8, rtol=1e-6)
     np.testing.assert_allclose(found[3:], REWARDS[3:] - (2 * 5.0 + 6 * 7.0) / 8, rtol=1e-6)

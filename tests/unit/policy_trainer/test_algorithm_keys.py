@@ -1,7 +1,7 @@
 """Every key of the section `algorithm`: under many settings, changing it is refused at loading or changes training.
 
-Training runs the driver's own step and the workers' own loss over a policy that is a table of logits, so a key that
-has no effect anywhere on the way is found. A new key of the schema must be entered here.
+Training runs the driver's own step and the workers' own loss over a policy that is a table of logits, so a key that has
+no effect anywhere on the way is found. A new key of the schema must be added here.
 """
 
 from __future__ import annotations
@@ -243,7 +243,8 @@ def trained(topology: Topology, folder: Path) -> list[Any]:
 
 
 def changes(setting: str) -> Iterator[tuple[str, str]]:
-    """Yield keys and values to try, without loss keys under advantage settings and advantage keys under loss ones."""
+    """Yield keys and values to try, but no loss or KL keys under advantage settings and no advantage keys under loss
+    settings."""
     skipped = {"advantage": ("loss.", "kl."), "loss": ("advantage.",)}.get(setting.partition(" ")[0], ())
     for key, values in CHANGES.items():
         if not key.startswith(tuple(skipped)):
@@ -280,7 +281,7 @@ def test_every_key_of_the_schema_is_listed() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_every_key_acts_under_every_setting_or_is_refused(folder: Path) -> None:
+def test_every_key_has_an_effect_under_every_setting_or_is_refused(folder: Path) -> None:
     acted: set[str] = set()
     silent: list[str] = []
     for setting, overrides in SETTINGS.items():

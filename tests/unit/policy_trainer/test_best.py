@@ -1,5 +1,5 @@
 """The checkpoint with the best evaluation is kept and exported: the real driver, publisher and checkpoints, over a
-client that records calls and answers for the scheduler and the worker.
+client that answers for the scheduler and the worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ METRIC = "eval/held/accuracy"
 
 
 class Killed(Exception):
-    """The driver ends here."""
+    """Raised by the call at which the driver is killed."""
 
 
 class World:
@@ -68,7 +68,7 @@ class World:
         match request:
             case CommitStep():
                 self.committed = max(self.committed, request.step)
-                # If steps took no time, all would be over before the first choice.
+                # If steps took no time, all of them would be over before the first choice.
                 while any(self.committed >= _end_of(step) for step in self.best.undecided):
                     await asyncio.sleep(0)
             case SaveCheckpoint():
@@ -90,8 +90,8 @@ class World:
         return messages.EvalsDone(step=step, accuracy={}, metrics=found)
 
     def life(self, die_at: float = math.inf) -> bool:
-        """Run the driver from what is on disk until it is done or makes its call number `die_at`; return whether it is
-        done."""
+        """Run the driver from the state on disk until it finishes or makes call number `die_at`; return whether it
+        finished."""
         self.calls, self.die_at = 0, die_at
 
         async def work() -> None:

@@ -1,4 +1,4 @@
-"""An interrupted save, at any byte or between any two system calls, leaves the previous checkpoint intact.
+"""A save interrupted at any byte or between any two system calls leaves the previous checkpoint intact.
 
 The kernel kills the forked process: its file size limit raises SIGXFSZ in the middle of a write, at exactly the byte
 that the test names, and no Python code runs afterwards. safetensors allocates a file's whole size before the first byte
@@ -55,7 +55,7 @@ def killed(work: Callable[[], None]) -> bool:
 
 
 def save_up_to(folder: Path, name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Save step 2 in a process that dies if `name` grows over `size` bytes; return whether it died."""
+    """Save step 2 in a process that dies if `name` grows beyond `size` bytes; return whether it died."""
     real_save, real_sync = checkpoint.save_file, checkpoint._sync
 
     def limit(at: int) -> None:

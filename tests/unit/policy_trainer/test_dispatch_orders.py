@@ -18,7 +18,7 @@ DRIVER = 7
 
 
 class Rank:
-    """A worker's client that executes the calls that its real lane admits. `calls` has every call that reached it."""
+    """A worker's client that executes the calls that its real queue admits. `calls` holds every call that arrived."""
 
     def __init__(self, held: Sequence[int] = ()) -> None:
         """Hold snapshots of the steps `held`."""

@@ -48,7 +48,7 @@ from tests.unit.shared.topology.small_topology import edited, make
 STEPS = 5
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 TURNS = 20
-"""Number of turns of the event loop before an answer arrives, so that work that does not wait for it gets ahead."""
+"""Number of turns of the event loop before an answer arrives, so that work that does not wait for it can get ahead."""
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ class Recorder:
         return _answer(request)
 
     def at(self, moment: str, kind: type[Request], step: int) -> int:
-        """Return the index of the only such call, or of its answer."""
+        """Return the index of the only call of this kind and step, or of its answer."""
         [found] = [
             index
             for index, (each, request) in enumerate(self.calls)
@@ -236,7 +236,7 @@ def test_a_stop_during_a_replay_saves_the_committed_step(topology: Topology) -> 
 
 
 def test_a_stop_waits_for_the_checkpoint_that_is_being_saved(topology: Topology) -> None:
-    """Step 2 is saved as scheduled, and the stop arrives before the scheduler has heard of it."""
+    """Step 2 is saved as scheduled, and the stop arrives before the scheduler has heard of the checkpoint."""
     stop = Stop()
     recorder = Recorder(lambda request: stop.ask() if request == NextBatch(driver=1, step=3) else None)
     assert train(topology, recorder, fresh(), stop) == [2]

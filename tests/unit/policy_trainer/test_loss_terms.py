@@ -1,4 +1,4 @@
-"""The token loss against its formula, for both anchors, and its independence of micro-batches."""
+"""The token loss compared with its formula, for both anchors, and its independence of micro-batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spec(anchor: str, **options: float | str) -> LossSpec:
 
 
 def alone(tokens: int) -> dict[str, Any]:
-    """Return sequence indices that make every token its own sequence."""
+    """Return sequence indices that make every token a sequence of its own."""
     return {"sequences": torch.arange(tokens), "sequence_count": tokens}
 
 
@@ -45,7 +45,7 @@ def by_hand(loss: LossSpec, cur: float, rollout: float, prox: float, ref: float,
 
 @pytest.mark.parametrize("anchor", ["rollout", "proximal"])
 @pytest.mark.parametrize("cap", [0.0, 1.2])
-def test_loss_is_the_stated_formula(anchor: str, cap: float) -> None:
+def test_loss_follows_the_stated_formula(anchor: str, cap: float) -> None:
     loss = spec(anchor, tis_cap=cap)
     rng = np.random.default_rng(0)
     cur, rollout, prox, ref, advantage = (rng.normal(scale=0.5, size=40) for _ in range(5))

@@ -1,4 +1,4 @@
-"""Every policy loss, KL and mismatch correction against its formula, value and gradient, in float64."""
+"""Every policy loss, KL and mismatch correction compared with its formula, in value and gradient, in float64."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_gspo_of_a_multi_sequence_sample_is_the_token_weighted_mean_of_their_los
 
 
 def test_gspo_includes_the_parts_of_a_sequence_on_other_ranks() -> None:
-    """With context parallelism, each rank has half of the tokens and the sums are reduced over both."""
+    """With context parallelism, each rank has half of the tokens and the sums are reduced over both ranks."""
     loss = spec("gspo", clip_low=0.05, clip_high=0.1)
     cur, tokens = data(spread=0.2)
     whole = gradient(token_loss(loss, cur, tokens, torch.zeros(M))[0], cur)
@@ -343,7 +343,7 @@ def test_sums_add_up_over_any_split() -> None:
 
 
 @pytest.mark.parametrize(("anchor", "cap"), [("proximal", 1.5), ("proximal", 0.0), ("present", 2.0), ("rollout", 0.0)])
-def test_importance_weights_are_measured_by_their_formulas(anchor: str, cap: float) -> None:
+def test_metrics_of_importance_weights_follow_their_formulas(anchor: str, cap: float) -> None:
     cur, tokens = data(spread=0.8)
     loss = spec("ppo_clip", anchor=anchor, tis_cap=cap)
     own = tokens.prox if anchor == "proximal" else cur.detach()

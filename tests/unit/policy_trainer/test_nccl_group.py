@@ -29,7 +29,7 @@ IN_PROGRESS = 7
 
 
 class Nccl:
-    """NCCL with a communicator that no peer joins."""
+    """A stand-in for NCCL, with a communicator that no peer joins."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, int]] = []

@@ -98,7 +98,7 @@ def test_a_non_finite_number_is_refused_and_its_task_named(
     assert "\n" not in str(caught.value)
 
 
-def test_a_step_whose_tasks_are_all_left_out_counts_as_bad_data_and_still_has_a_row() -> None:
+def test_a_step_whose_tasks_are_all_dropped_counts_as_bad_data_and_still_has_a_row() -> None:
     empty = StepBatch(step=5, batch=BatchMeta(tasks=[]), scalars={}, reward_mean_unfiltered=0.0, dropped=2)
     with pytest.raises(RpcError, match="step 5 refused, weights untouched: all its 2 tasks were dropped") as caught:
         check_tasks(empty)

@@ -1,4 +1,4 @@
-"""Offloaded state leaves device memory and is restored bit for bit, and each call has all parts that it uses on the
+"""Offloaded state leaves device memory and is restored bit for bit, and each call finds all parts that it uses on the
 device."""
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint_whole(
 
         return sync
 
-    for calls in range(1, 5):  # The two weight files, the manifest and the folder all precede the rename.
+    for calls in range(1, 5):  # The two tensor files, the manifest and the folder are synced before the rename.
         monkeypatch.setattr(checkpoint, "_sync", interrupted_after(calls))
         with pytest.raises(KeyboardInterrupt):
             checkpoint.save(tmp_path, state(made, 2), keep_last=1)
@@ -252,8 +252,8 @@ def test_an_export_gives_equal_logits_and_replaces_an_earlier_export(folder: Pat
 
 
 class Workers:
-    """A worker group at `step`. It holds the snapshots `held` (lineage, step); states in `damaged` do not load, where a
-    checkpoint is named by its step and a snapshot by lineage and step."""
+    """A worker group at `step`. It holds the snapshots `held` (lineage, step); states in `damaged` cannot be loaded. A
+    checkpoint is named by its step, a snapshot by its lineage and step."""
 
     def __init__(
         self, step: int, *, damaged: Sequence[int | tuple[int, int]] = (), held: Sequence[tuple[int, int]] = ()
@@ -376,7 +376,7 @@ def test_a_run_that_went_back_to_a_checkpoint_uses_no_snapshot_of_the_steps_take
     bench.publish_again(1)
     for step in (2, 3):
         bench.step(step)
-    workers = Workers(-1, held=[(0, 3), (0, 2)])  # These snapshots are of the first life of the steps.
+    workers = Workers(-1, held=[(0, 3), (0, 2)])  # These snapshots are from the first time the steps were trained.
     assert resumed(bench, workers, [1]).committed == 1
     assert workers.calls == ["load 1"]
 
@@ -406,7 +406,7 @@ def batch_of(parts: list[BatchPart]) -> Batch:
     return Batch(BatchMeta(tasks=[], parts=parts))
 
 
-def test_each_forward_has_its_own_key_and_the_newest_is_read() -> None:
+def test_each_forward_pass_has_its_own_key_and_the_newest_is_read() -> None:
     parts = [BatchPart(ROLLOUT.name, list(ROLLOUT.makes))]
     keys = ["lengths", PROX_KEY]
     with pytest.raises(RpcError, match="run forward first"):
@@ -420,7 +420,7 @@ def test_each_forward_has_its_own_key_and_the_newest_is_read() -> None:
 
 
 class FakeCall:
-    """A call that records its answer. The lane uses no other part of a call."""
+    """A call that records its answer. The queue uses no other part of a call."""
 
     def __init__(self) -> None:
         self.error: RpcError | None = None

@@ -1,5 +1,5 @@
-"""The start-up drill that a trainer makes for engines, once, however long it takes and whichever versions are published
-meanwhile.
+"""The start-up drill, which a trainer makes once for all engines that wait for it, however long it takes and whichever
+versions are published meanwhile.
 
 tests/integration/policy_trainer/test_transfer.py and tests/property/test_transfer_state.py test the transfers over each
 communicator.

@@ -233,7 +233,7 @@ def pack_inline(**changes: Any) -> bytes:
 
 
 def decode_inline(packed: bytes) -> Any:
-    """Decode a packed array with the whole codec, as the `advantages` of a ForwardBackward's batch."""
+    """Decode a packed array with the whole codec, as `advantages` in the batch of a `ForwardBackward`."""
     rest = {
         "driver": 1, "order": 2,
         "loss": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.2, "anchor": "proximal", "temperature": 1.0},
@@ -255,7 +255,7 @@ def test_inline_arrays_are_exchanged_with_msgpack_numpy_in_both_directions() -> 
 
 
 class Bomb:
-    """An object that pickles to a call that fails the test when it is unpickled."""
+    """An object whose pickle, when it is unpickled, calls a function that fails the test."""
 
     def __reduce__(self) -> Any:
         return (pytest.fail, ("something was unpickled",))

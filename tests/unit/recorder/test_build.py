@@ -1,4 +1,4 @@
-"""Records from shards."""
+"""Builds records from shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from shared.samples.text import SampleText, TaskText, pack, unpack
 
 
 def shards() -> dict[str, Array]:
-    """Two samples; the second one has two sequences, of which the first has a token that was not sampled."""
+    """Return the shards of two samples.
+
+    The second sample has two sequences; the first of these has a token that was not sampled.
+    """
     text = TaskText(
         "2 + 3 =",
         [
@@ -40,7 +43,7 @@ def shards() -> dict[str, Array]:
 ENDED = EndedTask("train/0/7", 1, "trained", 5, 2, 2, "batch-store/0")
 
 
-def test_a_record_holds_the_tokens_from_the_first_sampled_one_of_each_sequence() -> None:
+def test_a_record_holds_the_tokens_of_each_sequence_from_the_first_sampled_token_on() -> None:
     one, two = records(ENDED, shards(), 9.0)
     assert (one.token_ids, one.pieces, one.logprobs, one.sampled) == ([5, 9], ["5", "<eos>"], [-0.5, -0.25], None)
     assert (one.prompt, one.completion, one.answer, one.rewards) == ("2 + 3 =", "5", 5, {"exact": 1.0})

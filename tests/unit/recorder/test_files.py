@@ -1,4 +1,4 @@
-"""The files of `samples/`: whole tasks once, the limit, and repair after a kill."""
+"""The files of `samples/`: each task is written once and whole, the limit is kept, and a killed write is repaired."""
 
 from __future__ import annotations
 

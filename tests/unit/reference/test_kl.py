@@ -1,4 +1,4 @@
-"""The per-sample KL in the reward equals that of a plain loop."""
+"""The per-sample KL in the reward equals the KL that a plain loop computes."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_a_scorer_that_was_offloaded_and_restored_gives_the_same_bits(tmp_path: 
             await scorer.come_back()
             after = await scorer.score(shards, threading.Event())
             assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-        # The same holds for weights that the scorer received since it was last offloaded.
+        # The same holds for weights that the scorer has received since it was last offloaded.
         model = load_model(MODEL, "float32")
         with torch.no_grad():
             for tensor in named_weights(model).values():

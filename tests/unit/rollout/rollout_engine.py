@@ -1,4 +1,4 @@
-"""The embedded engine over the tiny model of the quickstart, for the rollout's tests."""
+"""The embedded engine with the tiny model of the quickstart, for the rollout's tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = Path(__file__).parents[3] / "launch" / "topologies" / "models" / "tiny-q
 
 
 def engine(*, deterministic: bool = True) -> TransformersEngine:
-    """Return a started engine, which the caller stops."""
+    """Return a started engine, which the caller must stop."""
     made = TransformersEngine(model=MODEL, dtype="float32", threads=1, deterministic=deterministic)
     asyncio.run(made.start())
     return made

@@ -120,7 +120,7 @@ def test_lost_samples_and_dropped_tasks_are_recorded_with_their_reasons() -> Non
     ]
 
 
-def test_named_values_of_samples_follow_the_order_of_survivors_and_are_bounded() -> None:
+def test_named_values_of_samples_follow_the_order_of_survivors_and_their_number_is_limited() -> None:
     scores = [[Score(1.0, parts={"form": 0.5}), FAILED, Score(0.0, parts={"form": 1.0, "sum": 2.0})]]
     values = [[named(score.parts, {"turns": float(at)}) for at, score in enumerate(group)] for group in scores]
     block = assemble([task(0, 1)], [[answer(5, 2)] * 3], scores, min_survivors=2, named=values)

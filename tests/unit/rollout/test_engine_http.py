@@ -1,4 +1,4 @@
-"""The HTTP client of an inference server, given whole, fragmented, truncated and refused answers over real sockets."""
+"""The HTTP client for an inference server, given whole, fragmented, truncated and refused answers over real sockets."""
 
 from __future__ import annotations
 

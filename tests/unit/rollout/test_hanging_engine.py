@@ -1,4 +1,4 @@
-"""An engine that hangs loses its leases and then its process; no sample is counted as failed for it."""
+"""An engine that hangs loses its leases and then its process; no sample is counted as failed because of the hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes started by user code end with it, however they were detached, and end with a service that is killed."""
+"""Processes that user code has started, however they were detached, end with the code's process or a killed service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A trace of a model whose loaders slice and fuse weights: it finds the place of each weight and reports wrong ones."""
+"""A trace of a model whose loaders slice and fuse weights: the trace finds the place of each weight and reports wrong
+weights."""
 
 from __future__ import annotations
 

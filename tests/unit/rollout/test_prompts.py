@@ -35,7 +35,7 @@ def prompts() -> PromptBuilder:
 
 
 class _Counting:
-    """A wrapper of the tokenizer that counts the characters that it is given."""
+    """A wrapper around the tokenizer that counts the characters passed to it."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the current directory. It contains the module `my_rewards` and is not on Python's path."""
+    """Return the current directory. The directory contains the module `my_rewards` and is not on Python's path."""
     (tmp_path / "my_rewards.py").write_text(MODULE.partition("class Broken")[0])
     (tmp_path / "my_broken.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the current directory. It contains the module `my_rewards` and is not on Python's path."""
+    """Return the current directory. The directory contains the module `my_rewards` and is not on Python's path."""
     (tmp_path / "my_rewards.py").write_text(MODULE.partition("class Broken")[0])
     (tmp_path / "my_broken.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
@@ -62,7 +62,7 @@ def test_processes_that_a_killed_function_started_are_also_killed(folder: Path) 
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_many_bad_samples_are_all_replaced_and_the_good_ones_scored(folder: Path) -> None:
+def test_every_good_sample_among_many_bad_ones_is_scored(folder: Path) -> None:
     group = [sample("segfault" if at % 5 == 0 else "fine") for at in range(20)]
     ((*scores,),) = score([group], Line("my_rewards:bad"))
     assert [each.value for each in scores] == [None if at % 5 == 0 else 1.0 for at in range(20)]

@@ -1,4 +1,5 @@
-"""Reward functions that ask a judge over HTTP: they wait for an unreachable judge; other failures lose the sample."""
+"""Reward functions that ask a judge over HTTP: samples wait for an unreachable judge, but are lost on other
+failures."""
 
 from __future__ import annotations
 
@@ -161,7 +162,7 @@ def test_a_judge_that_returns_5xx_is_probed_by_one_call_at_a_time_until_it_answe
             server.answer = lambda what, count: (503, "") if count <= 12 else (200, "")
             async with pool(line(port, "judged_later"), retry=QUICK) as made:
                 assert values(await made.score(group("a", 8), lambda: None)) == [[1.0] * 8]
-        # At most eight calls were under way at first; the later refusals are of single probes.
+        # At most eight calls were under way at first; the later refusals are those of single probes.
         assert len(server.asked) == 12 + 8
         tries = [at for at, _ in server.asked[8:13]]
         assert all(later - before >= 0.05 for before, later in pairwise(tries))
@@ -324,7 +325,7 @@ def http_error(status: int, **headers: str) -> urllib.error.HTTPError:
 
 
 def of_library(module: str, name: str, **attributes: object) -> Exception:
-    """Return an exception like that of a library that need not be installed."""
+    """Return an exception that looks like one raised by a library, so that the library need not be installed."""
     return type(name, (Exception,), {"__module__": module, **attributes})("no")  # type: ignore[no-any-return]
 
 

@@ -52,7 +52,7 @@ def test_a_prepared_lease_gets_the_weights_that_a_waiting_lease_has_fetched() ->
             worker = worker_of(made, source=shared(store))
             worker._on_text = at_once  # type: ignore[assignment]
             worker._tasks = SimpleNamespace(prepare=lambda _: tasks([FRESH]))  # type: ignore[assignment]
-            other = made.in_flight.begin(FIRST, exact=True)  # Both leases wait for the end of this one.
+            other = made.in_flight.begin(FIRST, exact=True)  # Both leases wait for the end of this lease.
             first, second = lease_of(FIRST + 1), lease_of(FIRST + 1)
             one = await worker._prepare(first)
             sampling = asyncio.create_task(worker._sample(first, one))
@@ -66,7 +66,7 @@ def test_a_prepared_lease_gets_the_weights_that_a_waiting_lease_has_fetched() ->
     asyncio.run(scenario())
 
 
-def test_concurrent_fetches_of_a_version_share_one_and_keep_it_only_while_in_use() -> None:
+def test_concurrent_fetches_of_a_version_share_one_delivery_and_keep_it_only_while_in_use() -> None:
     async def scenario() -> None:
         store = Store()
         source = shared(store)

@@ -1,7 +1,7 @@
-"""An engine's end of a transfer that is requested first and taken later: interruptions between the two, and their
-reports.
+"""An engine's end of a transfer that is requested first and taken later: interruptions between the two, and reports
+about them.
 
-The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py has real ones.
+The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py uses a real trainer.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_a_load_waits_for_the_answer_to_an_earlier_request_and_takes_it() -> Non
         assert (await loading).route == "nccl"
         await asking
         assert len(trainer.asked) == 1
-        delivery.decline()  # It is too late, so the trainer receives no decline.
+        delivery.decline()  # The offer has been taken, so the trainer receives no decline.
         await transfers.bring(ref_of(2), receiver, drill=False)
         assert receiver.received == [1, 2]
         assert [(each.number, each.failure) for each in trainer.ended] == [(1, ""), (2, "")]

@@ -93,7 +93,7 @@ def test_an_update_by_an_undrilled_entry_leaves_a_running_lease_unchanged(tmp_pa
             swaps = made.engine.swaps
             answers = await announced_at_step_3(made, tmp_path)
             assert made.sync.holds.step == FIRST
-            assert made.engine.swaps == swaps  # No drill of that entry was begun during sampling.
+            assert made.engine.swaps == swaps  # No drill of that entry was started during sampling.
             return answers
 
     assert versions_of(asyncio.run(scenario())) == {FRESH: [FIRST] * NEW_TOKENS}

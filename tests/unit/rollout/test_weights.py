@@ -59,7 +59,7 @@ class DeafEngine(TransformersEngine):
 
 @functools.cache
 def trainer() -> torch.nn.Module:
-    """Return the model that represents the trainer's; every canary overwrites its weights."""
+    """Return the model that stands in for the trainer's model; every canary overwrites its weights."""
     return load_model(MODEL, "float32")
 
 
@@ -83,7 +83,8 @@ def base() -> dict[str, Array]:
 
 
 def version(step: int, lineage: int = 1, *, announced: bool = False) -> tuple[WeightsRef, dict[str, Array]]:
-    """Return a policy version as a trainer publishes it. Training is simulated by a perturbation of the base."""
+    """Return a policy version as a trainer publishes it. Training is simulated by a perturbation of the base
+    weights."""
     start = base()
     weights = {name: perturb(name, values, 1000 + step) for name, values in start.items()}
     drill = {name: perturb(name, values, SEED) for name, values in start.items()}
@@ -133,7 +134,7 @@ def test_an_update_that_never_reaches_one_parameter_fails_the_drill() -> None:
     asyncio.run(engine.stop())
 
 
-def test_weights_of_another_version_than_announced_fail_the_canary() -> None:
+def test_weights_of_a_version_other_than_the_announced_one_fail_the_canary() -> None:
     engine = started()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, _ = version(1)
@@ -260,7 +261,7 @@ def test_adopted_weights_are_verified_without_reading_their_bits(monkeypatch: py
 
 
 class Altered(TransformersEngine):
-    """An engine that replaces the weights it is given by those in `altered`."""
+    """An engine that replaces the weights it is given with those in `altered`."""
 
     altered: Mapping[str, Array] = {}
 
@@ -291,7 +292,7 @@ def base_in(dtype: str) -> dict[str, Array]:
         pytest.param("float16", True, marks=pytest.mark.long),
     ],
 )
-def test_each_weight_of_which_the_engine_holds_other_bits_is_reported(dtype: str, deterministic: bool) -> None:
+def test_each_weight_whose_bits_differ_in_the_engine_is_reported(dtype: str, deterministic: bool) -> None:
     engine = Altered(model=MODEL, dtype=dtype, threads=1, deterministic=deterministic)
     old = base_in(dtype)
     new = {name: perturb(name, values, SEED) for name, values in old.items()}
@@ -327,7 +328,7 @@ def test_a_version_that_differs_from_the_announced_one_by_a_bit_is_refused() -> 
     ref, weights = version(1, announced=True)
     asyncio.run(sync.load(ref, weights))
     name = "model.layers.3.self_attn.q_norm.weight"
-    with pytest.raises(RpcError, match=f"version 1 .* not what the engine holds: 1 of 46 .* bits: {name};"):
+    with pytest.raises(RpcError, match=f"does not hold version 1 .*: 1 of 46 .* bits: {name};"):
         asyncio.run(sync.load(ref, {**weights, name: flipped(weights[name])}))
     assert sync.holds == HeldVersion()
     asyncio.run(engine.stop())
@@ -419,8 +420,8 @@ def test_an_entry_counts_as_drilled_only_after_the_canary_of_the_drill_matched()
 
 
 def test_the_tolerance_of_16_bit_weights_is_calibrated_between_its_floor_and_its_limit() -> None:
-    """The tolerance is four times the larger median error of drill and first version. Outliers and later errors do not
-    change it."""
+    """The tolerance is four times the larger of two median errors: the drill's and the first version's. Outliers and
+    later errors do not change the tolerance."""
     ref, weights = version(1)
     floor, limit = 0.01, 0.5
     ref = structs.replace(

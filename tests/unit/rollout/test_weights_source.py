@@ -1,6 +1,6 @@
 """The route of weights into an engine, the drill of each route before it is used, and failed transfers.
 
-The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py and whole runs have real ones.
+The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py and whole runs use a real trainer.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def test_a_route_that_misses_a_parameter_is_found_by_its_own_drill() -> None:
     trainer, source, sync, _ = scene(engine)
     ref, SENT[7] = version(7, announced=True)
     delivery = asyncio.run(source.fetch(ref))
-    with pytest.raises(RpcError, match=r"start-up drill \(seed 7, by nccl\) .* holds: 1 of 46 .*k_norm"):
+    with pytest.raises(RpcError, match=r"start-up drill \(seed 7, by nccl\): 1 of 46 .*k_norm"):
         asyncio.run(sync.load(ref, delivery))
     assert sync.holds == HeldVersion()
     trainer.away = True  # The route through the store reaches every parameter.

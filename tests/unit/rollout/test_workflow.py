@@ -36,7 +36,7 @@ def prompts() -> PromptBuilder:
 
 
 class Bench:
-    """Bench with one engine for all tests of this file."""
+    """A test bench with one engine for all tests of this file."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -112,7 +112,8 @@ def test_a_history_that_is_not_a_prefix_opens_a_new_sequence(bench: Bench) -> No
     one, other = made.rolled.sequences
     assert logprob_error(one) < 1e-4
     assert logprob_error(other) < 1e-4
-    # The first and the third call share a sequence, which has two stretches of sampled tokens; the other has one.
+    # The first and the third call share a sequence, which has two stretches of sampled tokens; the second call's
+    # sequence has one.
     stretches = [int((np.diff(each.loss_mask.astype(int)) == 1).sum()) for each in (one, other)]
     assert stretches == [2, 1]
 
@@ -300,7 +301,7 @@ QWEN = (
 )
 
 
-def test_a_continuation_begins_after_the_sampled_end_of_turn(prompts: PromptBuilder) -> None:
+def test_a_continuation_begins_after_the_sampled_end_of_turn_token(prompts: PromptBuilder) -> None:
     builder = PromptBuilder(MODEL, add_generation_prompt=True)
     tokenizer = builder._tokenizer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -316,7 +317,7 @@ def test_a_continuation_begins_after_the_sampled_end_of_turn(prompts: PromptBuil
         "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n<think>hm</think>2<|im_end|>\n"
         "<|im_start|>user\nand 2?<|im_end|>\n<|im_start|>assistant\n"
     )
-    cut = held[:-1]  # A truncated answer gets the end of turn, which was not sampled.
+    cut = held[:-1]  # A truncated answer gets the end-of-turn token, which was not sampled.
     assert cut + builder.continuation(new, None, cut) == whole
 
 

@@ -1,4 +1,4 @@
-"""Callers that leave at any moment: the call frees its room and is not trained on."""
+"""Callers that leave at any moment: their calls free the room that they held and are not trained on."""
 
 from __future__ import annotations
 

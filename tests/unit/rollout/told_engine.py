@@ -1,5 +1,5 @@
-"""An engine without a model whose token ids are the policy versions that sampled them. It serves tests of the code
-around an engine, not of engines.
+"""An engine without a model whose token ids are the policy versions that sampled them. It is meant for tests of the
+code around an engine, not for tests of engines.
 """
 
 from __future__ import annotations

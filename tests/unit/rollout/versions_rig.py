@@ -1,4 +1,4 @@
-"""An engine that holds one version of the weights, with everything that brings it newer ones, for tests."""
+"""An engine that holds one version of the weights, with everything that brings it newer versions, for tests."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def note(folder: Path, task_id: str, versions: list[int]) -> None:
 
 
 def versions_of(answers: dict[str, list[Completion]]) -> dict[str, list[int]]:
-    """Return the token versions by task, after a check that each equals the version encoded in the token."""
+    """Return the token versions by task, after checking that each equals the version encoded in the token."""
     for group in answers.values():
         for each in group:
             assert each.versions.tolist() == each.token_ids.tolist()

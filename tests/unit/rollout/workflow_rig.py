@@ -1,4 +1,4 @@
-"""Workflows over the real embedded engine, without scheduler and store."""
+"""Workflows over the real embedded engine, without a scheduler or a store."""
 
 from __future__ import annotations
 

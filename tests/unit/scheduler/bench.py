@@ -1,4 +1,4 @@
-"""A scheduler's state machine with a clock of its own, for tests: no socket, no file."""
+"""The scheduler's state machine with its own clock, for tests without sockets and files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def plan(**changes: Any) -> Plan:
 
 @dataclass
 class Bench:
-    """A state machine with its own clock, which keeps all effects and the journal."""
+    """A state machine with its own clock. It keeps all effects and the journal."""
 
     plan: Plan = field(default_factory=plan)
     config: Configure = field(default_factory=lambda: Configure(5, 3, 2, False))
@@ -90,7 +90,7 @@ class Bench:
         return self._keep(self.machine.handle(event, self.now))
 
     def ask(self, request: Any, *, wait_s: float = 5.0) -> Any:
-        """Return the reply, a Fail, or None while the call is held back."""
+        """Return the reply, a Fail, or None while the call is deferred."""
         self.calls += 1
         asked = Asked(self.calls, request, self.now + wait_s, (1, self.calls))
         return self.answer(self.event(asked), self.calls)

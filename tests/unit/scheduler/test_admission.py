@@ -34,7 +34,7 @@ def test_the_tasks_of_a_step_in_training_are_live_until_it_is_committed() -> Non
     assert bench.machine.run.window.live == 8
 
 
-def test_a_lease_names_the_oldest_version_its_step_may_be_sampled_with() -> None:
+def test_a_lease_names_the_oldest_version_with_which_its_step_may_be_sampled() -> None:
     bench = Bench(plan(staleness=1)).start()
     first, second = bench.granted(), bench.granted()
     assert (first.min_step, second.min_step) == (0, 0)

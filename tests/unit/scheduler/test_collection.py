@@ -44,7 +44,7 @@ def test_reconciliation_clears_only_shards_that_no_peer_may_read() -> None:
         PutTask(ids(lost)[0], 1),
         PutTask("train/0/77", 1),
         PutTask("weights/0/0", 1),
-        PutTask("weights/0/1", 1),  # This version is put and about to be published.
+        PutTask("weights/0/1", 1),  # This version has been put and is about to be published.
     ]
     cleared = [
         effect for effect in bench.event(Listed(STORE, held)) if isinstance(effect, SendClear) and not effect.tracked

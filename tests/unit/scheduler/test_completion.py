@@ -70,7 +70,7 @@ def test_a_task_whose_oldest_token_is_too_old_when_it_finishes_is_dropped_and_co
     complete(bench, newer, (1, 1))
     assert batched(bench, 2) == ids(newer)
     trained(bench, 2)
-    complete(bench, slow, (2, 0))  # One sample began with version 0, which is 2 behind for step 3.
+    complete(bench, slow, (2, 0))  # One sample began with version 0, which is two versions behind for step 3.
     refill = bench.granted(most=8)
     assert not set(ids(refill)) & set(ids(slow))
     complete(bench, refill, (2, 2))
@@ -100,7 +100,7 @@ def test_a_task_that_becomes_too_old_while_it_waits_is_dropped_before_the_next_s
     slow = overtaken(bench)
     newer = bench.granted()
     complete(bench, newer, (1, 1))
-    complete(bench, slow, (0, 0))  # The tasks are fresh enough for step 2, which has enough tasks already.
+    complete(bench, slow, (0, 0))  # The tasks are fresh enough for step 2, which already has enough tasks.
     assert batched(bench, 2) == ids(newer)
     assert bench.counts().get("READY", 0) == 0
     assert set(ids(slow)) <= {task for task, _ in bench.acknowledge()}

@@ -66,7 +66,7 @@ def test_rows_are_written_in_step_order_and_wait_for_their_evaluation() -> None:
     assert rows == []
     bench.complete(held, samples=1)
     rows = [effect for effect in bench.effects if isinstance(effect, WriteRow)]
-    assert [row.step for row in rows] == [0, 1]  # Row 2 waits for version 2's evaluation.
+    assert [row.step for row in rows] == [0, 1]  # The row of step 2 waits for the evaluation of version 2.
     assert rows[0].row["eval/held/accuracy"] == 1.0
 
 

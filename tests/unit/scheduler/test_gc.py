@@ -40,7 +40,7 @@ def test_steps_after_the_checkpoint_are_trained_again_on_the_same_tasks() -> Non
     bench.publish(1)
     again = [trained(bench, step) for step in (2, 3, 4, 5)]
     history = first + [name for step in again for name in step]
-    assert len(history) == len(set(history)) == 5 * 4  # Each task is in the weights once.
+    assert len(history) == len(set(history)) == 5 * 4  # The weights contain each task once.
     # The tasks are trained again although they were collected, because their weights are lost.
     assert again[0] + again[1] == undone
     saved = [effect for effect in bench.effects if isinstance(effect, SaveStep) and effect.state == "BATCHED"]
@@ -87,7 +87,7 @@ def test_the_run_returns_to_the_loaded_checkpoint_rather_than_the_newest_announc
     bench.publish(2)
     trained(bench, 3)
     trained(bench, 4)
-    info = reload(bench, 4)  # The checkpoint was saved, but the driver died before it could announce it.
+    info = reload(bench, 4)  # The checkpoint was saved, but the driver died before announcing it.
     assert (info.committed_step, info.checkpoint_step) == (4, 2)
     info = reload(bench, 0)
     assert (info.committed_step, info.checkpoint_step) == (0, -1)
@@ -202,7 +202,7 @@ def test_uncovered_bytes_count_the_trained_tasks_that_wait_for_a_checkpoint() ->
 
 
 def test_the_row_of_an_undone_step_that_waits_for_an_evaluation_is_never_written() -> None:
-    """Step 3 is taken back while its row waits for the evaluation of version 2, which then ends."""
+    """Step 3 is taken back while its row waits for the evaluation of version 2. Then this evaluation ends."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0], samples=1, every=2),)), AT_COMMIT).start()
 
     def train(step: int, loss: float) -> None:

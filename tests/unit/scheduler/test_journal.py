@@ -14,7 +14,7 @@ from services.scheduler.journal import Journal
 
 
 def killed_now(path: Path, folder: Path) -> Journal:
-    """Return the journal as a process finds it after a kill at this instant."""
+    """Return the journal as the next process finds it after a kill at this instant."""
     folder.mkdir()
     for file in path.parent.glob(f"{path.name}*"):
         shutil.copy(file, folder / file.name)

@@ -37,7 +37,7 @@ PLAN = plan(evals=(EvalPlan("held", range(4), 1, 1),))
 
 @dataclass
 class History:
-    """A folder with the files of a killed process, and the state and tables after each of its commits."""
+    """A folder with the files of a killed process, and the state and tables after each commit of that process."""
 
     folder: Path
     states: dict[int, list[bytes]]
@@ -128,8 +128,10 @@ def copy_log(path: Path, mode: str) -> None:
 
 @pytest.fixture(scope="module", params=["in the log", "in both", "copied", "in the file"])
 def history(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> History:
-    """Return the history of a run of several steps with evaluations and checkpoints, which goes back once, for each
-    place where SQLite keeps it."""
+    """Return the history of a run that has several steps, evaluations and checkpoints and goes back once.
+
+    The test is repeated for each place where SQLite keeps the history.
+    """
     folder = tmp_path_factory.mktemp("run")
     made = Recorder(folder)
     bench = made.bench
@@ -165,7 +167,7 @@ def opened(folder: Path) -> tuple[Journal, Scheduler]:
 
 
 def found(history: History, folder: Path) -> str:
-    """Open the journal in `folder` and return the outcome. Fail if its history is a different one."""
+    """Open the journal in `folder` and return the outcome. Fail if it contains a different history."""
     path = folder / FILES[0]
     try:
         journal, state = opened(folder)
@@ -190,7 +192,7 @@ def test_undamaged_files_give_the_same_history(history: History, tmp_path: Path)
 
 
 def outcomes(history: History, folder: Path, name: str, damages: Iterable[Callable[[bytes], bytes]]) -> Counter[str]:
-    """Damage the file `name` in each of these ways and count the outcomes."""
+    """Damage the file `name` in each of the ways `damages` and count the outcomes."""
     counts: Counter[str] = Counter()
     for damage in damages:
         copy_files(history.folder, folder)

@@ -60,13 +60,13 @@ def test_the_work_for_a_request_does_not_depend_on_the_number_of_processes(work:
     counts = []
     for hosts in (FEW, MANY):
         bench = large(hosts)
-        work(bench)  # the first one of its kind fills caches
+        work(bench)  # the first request of its kind fills caches
         counts.append(opcodes(lambda bench=bench: work(bench)))  # type: ignore[misc]
     few, many = counts
     assert many < 1.2 * few
 
 
-def test_a_registration_does_not_look_at_the_deferred_leases_of_others() -> None:
+def test_a_registration_does_not_examine_the_deferred_leases_of_other_processes() -> None:
     counts = []
     for waiting in (FEW, MANY):
         bench = Bench()
@@ -113,10 +113,10 @@ def test_inventories_of_many_stores_are_compared_in_one_pass_and_each_store_lear
         if isinstance(effect, CheckShards)
     }
     assert asked == {store: tasks[1:] for store, tasks in made.items()}
-    assert work < 1000 * 2 * MANY  # a pass for each store would take MANY times as much
+    assert work < 1000 * 2 * MANY  # a pass for each store would take MANY times as much work
 
 
-def test_clears_that_do_not_fit_into_one_message_are_sent_after_its_acknowledgement(
+def test_clears_beyond_one_message_are_sent_once_the_message_is_acknowledged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(collection, "MAX_CLEARS", 3)

@@ -170,7 +170,7 @@ def test_a_run_whose_tasks_are_all_dropped_ends_and_continues_when_it_is_resumed
     assert len(resumed.step(1).batch.tasks) == 4
 
 
-def test_one_surviving_sample_drops_a_train_task() -> None:
+def test_a_training_task_with_only_one_surviving_sample_is_dropped() -> None:
     bench = Bench().start()
     grant = bench.granted(most=1)
     assert bench.complete(grant, samples=1) == []
@@ -224,7 +224,7 @@ def test_a_reference_lease_carries_the_handles_of_accepted_rollouts_only() -> No
     assert bench.counts()["READY"] == 1
 
 
-def test_a_lost_reference_lease_puts_its_tasks_back_to_the_start() -> None:
+def test_tasks_of_a_lost_reference_lease_are_sampled_again() -> None:
     bench = Bench(plan(stages=train_graph(with_reference=True))).start()
     rollout = bench.granted(most=1)
     bench.complete(rollout)

@@ -99,7 +99,7 @@ def test_unknown_reasons_and_losses_without_a_reason_count_as_other() -> None:
 
 def test_in_deterministic_mode_a_drop_counts_for_the_step_of_its_admission() -> None:
     losses = Losses()
-    for admission in (5, 1):  # The drop of the later step is the first one.
+    for admission in (5, 1):  # The drop that belongs to the later step comes first.
         losses.drop(admission, DropReason.BAD_ROW)
     losses.batched([0, 2, 3], lambda admission: admission < 4)
     assert losses.batch_drops == {DropReason.BAD_ROW: 1}

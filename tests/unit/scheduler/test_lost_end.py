@@ -75,7 +75,7 @@ def shortened(bench: Bench, events: int, agreed: int = LAST) -> Bench:
 
 
 def resume(bench: Bench, saved: tuple[int, ...] = SAVED) -> RunInfo:
-    """Act as a driver that finds these checkpoints."""
+    """Resume as a driver that finds the checkpoints `saved`."""
     bench.register("batch-store", 0, 1, limit_bytes=1 << 30)
     bench.register("rollout", 0, 7)
     info: RunInfo = bench.ask(GetRunInfo(driver=1))
@@ -89,7 +89,7 @@ def resume(bench: Bench, saved: tuple[int, ...] = SAVED) -> RunInfo:
 
 
 @pytest.mark.parametrize("made", PLANS.values(), ids=PLANS)
-def test_a_journal_that_ends_anywhere_continues_without_the_effects_of_later_events(made: Plan) -> None:
+def test_a_run_whose_journal_ends_anywhere_continues_without_the_effects_of_later_events(made: Plan) -> None:
     bench, steps = whole(made)
     sampled: dict[str, int] = {}
     for grant in grants(bench):
@@ -156,7 +156,7 @@ def test_every_task_is_trained_if_only_the_initial_model_is_left() -> None:
 def test_row_comparison_returns_the_last_agreeing_step_and_the_newest_row(
     tmp_path: Path, rows: list[int], expected: tuple[int, int]
 ) -> None:
-    """A value other than the step contradicts the journal, which has the steps 1 to 3."""
+    """The journal has the steps 1 to 3; a row contradicts it by a value other than the step."""
 
     def row(step: int, value: int) -> dict[str, Any]:
         return {"step": step, "loss": value / 2}

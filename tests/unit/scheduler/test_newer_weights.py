@@ -1,4 +1,4 @@
-"""Announcement of newer versions: the answers to heartbeats tell engines that hold an older one."""
+"""Answers to heartbeats announce the newest version to engines that hold an older one."""
 
 from __future__ import annotations
 

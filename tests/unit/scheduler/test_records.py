@@ -125,7 +125,7 @@ def test_trained_tasks_collected_at_their_commit_wait_for_the_recorder() -> None
     b.machine.run.validate()
 
 
-def test_answers_about_tasks_whose_deletion_nothing_needs_are_seconds_apart() -> None:
+def test_answers_to_the_recorder_are_seconds_apart_if_no_collection_waits_for_it() -> None:
     b = bench()
     assert ask(b) is None
     b.step(1)
@@ -147,7 +147,7 @@ def test_a_request_of_the_recorder_expires_if_no_task_is_due() -> None:
     assert isinstance(b.answer(b.effects, waiting), Fail)
 
 
-def test_samples_of_steps_taken_back_are_not_due_and_the_recorder_learns_once_to_discard_them() -> None:
+def test_samples_of_steps_taken_back_are_not_due_and_the_recorder_is_told_once_to_discard_them() -> None:
     b = bench(filter_limit=1)
     b.complete(b.granted(most=1), reward=1.0)
     b.step(1)

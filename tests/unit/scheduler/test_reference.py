@@ -44,15 +44,15 @@ def test_all_tasks_of_a_step_are_scored_by_the_version_of_its_refresh() -> None:
     assert found == [0, 0, 2, 2, 4]
 
 
-def test_a_task_of_the_step_after_a_refresh_waits_for_its_version_and_a_block_never_spans_two() -> None:
+def test_a_task_of_the_step_after_a_refresh_waits_for_its_version_and_no_block_spans_two_versions() -> None:
     made = bench()
     roll_out(made)
     score(made)
     train(made, 1)
-    roll_out(made)  # These tasks are of step 2.
-    roll_out(made)  # These tasks are of step 3, one version ahead.
+    roll_out(made)  # These tasks belong to step 2.
+    roll_out(made)  # These tasks belong to step 3, one version ahead.
     grant = made.granted("reference", most=100)
-    assert len(ids(grant)) == 4  # The block has only tasks of step 2.
+    assert len(ids(grant)) == 4  # The block contains only tasks of step 2.
     assert grant.weights is None
     made.complete(grant)
     assert made.lease("reference", most=100) is None
@@ -96,7 +96,7 @@ def test_after_a_return_to_a_step_before_the_refresh_the_first_model_scores_agai
     info = made.ask(GetRunInfo(driver=1, reload=True, loaded_step=1))
     assert info.committed_step == 1
     made.publish_again(1)
-    roll_out(made)  # The fence is new, because the scores of the later version were collected with their shards.
+    roll_out(made)  # The fence is new, because the scores made with the later version were collected with their shards.
     assert score(made) == 0
     train(made, 2)
     roll_out(made)

@@ -37,7 +37,7 @@ from tests.unit.shared.rpc.rpc_actors import serving, short_directory
 
 
 def refused(bench: Bench, request: Any, code: str = ErrorCode.BAD_REQUEST) -> str:
-    """Return the reason for which `request` is refused, after a check that the journal has not grown."""
+    """Return the reason why `request` is refused, after checking that the journal has not grown."""
     before = len(bench.journal)
     answer = bench.ask(request)
     assert isinstance(answer, Fail), answer

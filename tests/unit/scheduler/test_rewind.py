@@ -35,7 +35,7 @@ def begun(made: Plan, config: Configure = AT_CHECKPOINT, limit_bytes: int = 1 <<
 
 
 def resumed(bench: Bench, loaded: int = -1, **store: Any) -> None:
-    """Kill everything. The stores restart empty, and the driver loads a checkpoint (-1: the newest)."""
+    """Kill everything. Then the stores restart empty, and the driver loads a checkpoint (-1: the newest)."""
     life = bench.machine.run.registry["batch-store", 0].incarnation + 1
     bench.register("batch-store", 0, life, data_id=f"{life}", **{"limit_bytes": 1 << 30, **store})
     bench.ask(GetRunInfo(driver=1))
@@ -44,7 +44,7 @@ def resumed(bench: Bench, loaded: int = -1, **store: Any) -> None:
 
 
 def lease_now(bench: Bench) -> LeaseGrant | None:
-    """Lease up to two tasks; return None, with no call held back, if there are none."""
+    """Lease up to two tasks. If there are none, return None and leave no call deferred."""
     request = LeaseRequest(stage="rollout", service="rollout", instance=0, incarnation=7, max_tasks=2)
     grant = bench.ask(request, wait_s=0.0)
     bench.event(Tick())
@@ -116,7 +116,7 @@ def test_a_run_that_goes_back_further_reopens_earlier_tasks_before_later_ones() 
     assert [names(bench.step(step)) for step in (2, 3, 4, 5)] == steps[1:]
 
 
-def test_identities_are_kept_until_the_oldest_checkpoint_covers_them() -> None:
+def test_task_ids_of_a_step_are_kept_until_the_oldest_checkpoint_covers_the_step() -> None:
     bench = begun(plan(), AT_COMMIT)
     for step in (1, 2, 3, 4):
         bench.step(step)
@@ -141,8 +141,8 @@ def test_earlier_checkpoints_remain_after_a_checkpoint_made_at_a_stop() -> None:
 def test_reopened_tasks_always_fit_into_a_store_of_the_smallest_accepted_size(
     config: Configure, steps: int, *, by_completion: bool
 ) -> None:
-    """The store has exactly the room that `worst_case_bytes` requires: for tasks of two steps, and of one that waits
-    for its checkpoint."""
+    """The store has exactly the room that `worst_case_bytes` requires: for the tasks of two steps, and for those of one
+    step that waits for its checkpoint."""
     limit_bytes = 3 * WEIGHT_BYTES + steps * 4 * TASK_BYTES
     made = plan(task_bytes=TASK_BYTES, weight_bytes=WEIGHT_BYTES, by_completion=by_completion)
     bench = begun(made, config, limit_bytes)

@@ -74,7 +74,7 @@ def test_a_ready_task_whose_shards_are_lost_is_sampled_again_without_counting_an
     grant = bench.granted()
     bench.complete(grant)
     lost = ids(grant)[1]
-    for fence in range(1, 8):  # This is more often than attempts may fail.
+    for fence in range(1, 8):  # This exceeds the allowed number of failed attempts.
         assert isinstance(report(bench, [PutTask(lost, fence)], lost), Ack)
         again = bench.granted()
         assert fences(again) == {lost: fence + 1}
@@ -262,7 +262,7 @@ def test_a_trainer_that_needs_the_lost_shard_for_a_replay_returns_to_its_checkpo
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def test_a_lost_version_makes_the_driver_resume_and_publish_it_again() -> None:
+def test_a_lost_version_makes_the_driver_resume_and_publish_the_version_again() -> None:
     bench = Bench().start()
     assert bench.ask(NextBatch(driver=1, step=1)) is None
     waits = bench.calls
@@ -299,7 +299,7 @@ def test_an_evaluation_of_a_lost_version_that_is_not_published_again_does_not_de
 
 
 def inventory(bench: Bench, *entries: tuple[str, int, int]) -> list[Effect]:
-    """List (task id, fence, content hash), and the first version, on pages of one entry."""
+    """Send an inventory of `entries` (task id, fence, content hash) and the first version, in pages of one entry."""
     pages = [*entries, ("weights/0/0", 1, 77)]
     effects: list[Effect] = []
     for at, (task_id, fence, content) in enumerate(pages):

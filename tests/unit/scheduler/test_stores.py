@@ -1,4 +1,4 @@
-"""A run with two stores: the clears of each and the room in each."""
+"""A run with two stores: the clears sent to each store, and the room in each."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class TwoHosts(Bench):
         return lost
 
     def acknowledges(self, store: str) -> None:
-        """Acknowledge every clear that `store` was sent so far."""
+        """Acknowledge every clear that `store` has been sent so far."""
         while told := self.machine.run.clears.head(store):
             self.event(ClearDone(store, len(told)))
 
     def sent(self) -> dict[str, list[str]]:
-        """Return the tasks that each store was told to clear."""
+        """Return the tasks that each store was ordered to clear."""
         told: dict[str, list[str]] = {}
         for effect in self.effects:
             if isinstance(effect, SendClear) and effect.tracked:
@@ -90,7 +90,7 @@ def test_a_full_store_orders_a_checkpoint_even_if_the_other_is_empty() -> None:
     """A step puts 200 bytes; 400 bytes are reserved for live tasks, and 300 for weights or their copies."""
     made = plan(task_bytes=50, weight_bytes=100)
     away = steps(TwoHosts(made, NINE).begin(1 << 20, 300 + 400 + 1000), AWAY)
-    assert away == [False] * 4 + [True] * 5  # After five steps 1000 of 1000 bytes are in use, which is over 0.8.
+    assert away == [False] * 4 + [True] * 5  # After five steps, 1000 of 1000 bytes are in use, a share of over 0.8.
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), AWAY) == [False] * 9
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), STORE) == [False] * 2 + [True] * 7
 
@@ -175,7 +175,7 @@ def test_a_lost_attempt_is_cleared_in_the_store_of_its_holder() -> None:
     told = bench.sent()
     assert told[AWAY] == ids(there)
     assert sorted(told[STORE]) == sorted(ids(here) + ids(there))  # The trainer's store is always asked.
-    # A restarted instance had put the shards into the store that was not told to clear them.
+    # An instance that later restarted had put the shards into the store that was not told to clear them.
     late = PutTask(ids(here)[0], 1)
     [sent] = [
         effect for effect in bench.event(Listed(AWAY, [late])) if isinstance(effect, SendClear) and not effect.tracked
@@ -328,7 +328,7 @@ def test_trained_tasks_of_a_gone_store_order_a_checkpoint_and_the_run_continues(
     assert replays_alike(bench)
 
 
-def test_a_trainer_that_reloads_before_that_checkpoint_rewinds_the_run() -> None:
+def test_a_trainer_that_reloads_before_the_ordered_checkpoint_is_saved_rewinds_the_run() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -422,7 +422,7 @@ def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
     there = bench.granted(most=2, instance=1, life=8)
     here = bench.granted(most=2)
     bench.granted(most=4)
-    assert bench.lease(instance=1, life=8) is None  # The call is held back, because no task is left.
+    assert bench.lease(instance=1, life=8) is None  # The call is deferred, because no task is left.
     waiting = bench.calls
     effects = bench.event(Asked(99, HostGone(host="b", incarnations=[5, 8], cause="test"), bench.now + 5))
     assert isinstance(bench.answer(effects, 99), Ack)

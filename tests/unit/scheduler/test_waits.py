@@ -1,4 +1,4 @@
-"""Waits of a run, as the scheduler reports them."""
+"""The waits of a run that the scheduler reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_no_step_waits_once_the_driver_has_its_batch() -> None:
     assert {row.since_s for row in waits(bench, WaitKind.STEP)} <= {0.0}
 
 
-def test_wait_of_a_lease_without_progress_has_its_holder_and_its_limit() -> None:
+def test_the_wait_for_a_lease_without_progress_names_its_holder_and_limit() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     bench.granted()

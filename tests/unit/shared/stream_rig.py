@@ -113,7 +113,8 @@ class Reader:
         self.socket.sendall(self.message(Head(Kind.CLOSE, stream)))
 
     def raw(self) -> tuple[bytes, bytes]:
-        """Return a head and the bytes that follow it, both empty if the server closed. Raises TimeoutError."""
+        """Return a head and the bytes that follow it, both empty if the server has closed the connection. Raises
+        TimeoutError."""
         packed = self._exactly(bulk.HEAD_BYTES)
         tag_bytes = bulk.TAG_BYTES if self._opener is not None else 0
         return packed, self._exactly(bulk.unpack_head(packed).nbytes + tag_bytes) if packed else b""

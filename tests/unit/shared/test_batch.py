@@ -113,7 +113,7 @@ def test_concat_refuses_other_keys_and_equal_tasks() -> None:
         Batch.concat([Batch(meta([1])), Batch(meta([1]))])
 
 
-def test_union_adds_keys_in_the_first_ones_task_order() -> None:
+def test_union_adds_keys_in_the_task_order_of_the_first_batch() -> None:
     one = Batch(meta([1, 2, 3], ["a"]))
     two = Batch(meta([1, 2, 3], ["b"], store="batch-store/7")).take([2, 0, 1])
     both = one.union(two)

@@ -29,7 +29,7 @@ def image(tasks: list[tuple[str, int, dict[str, Array]]], tmp_path: Path) -> byt
     path = tmp_path / "block"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
     layout = BlockLayout(tasks)
-    # The store does the same, since an empty last shard may follow padding.
+    # The store also sets the size, since an empty last shard may follow padding.
     os.ftruncate(descriptor, layout.file_bytes)
     write_block(descriptor, layout)
     os.close(descriptor)
@@ -82,7 +82,7 @@ def test_every_dtype_and_shape_reads_back_byte_for_byte(row: dtypes.DType, tmp_p
     assert table.checksums(0) == {key: checksum(array) for key, array in arrays.items()}
 
 
-def test_large_file_is_the_same_written_by_one_thread_or_two(tmp_path: Path) -> None:
+def test_large_file_is_the_same_whether_one_or_two_threads_write_it(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     big = rng.standard_normal(write.CHUNK_BYTES // 4 * 3 + 5).astype(np.float32)
     tasks = [(f"t/0/{i}", 0, {"big": big[i:], "small": big[: i * 7]}) for i in range(9)]

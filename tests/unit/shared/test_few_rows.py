@@ -23,7 +23,7 @@ def passed(layer: nn.Linear, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return the shapes of the inputs that took the other implementation."""
+    """Return the shapes of the inputs for which the implementation for few rows was used."""
     shapes: list[tuple[int, ...]] = []
     real = few_rows._linear
 

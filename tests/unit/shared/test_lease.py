@@ -1,4 +1,4 @@
-"""Progress of a lease: the progress of the compute thread until the lease is computed, then only its own."""
+"""Progress of a lease: the progress of the compute thread until the lease is computed, then only the lease's own."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_waiting_for_a_call_renews_a_lease_only_within_the_limit_of_the_call(
         await begun.wait()
         now = 19.0
         assert gets_on(book)
-        now = 21.0  # The call is over its own limit, so it hangs.
+        now = 21.0  # The call has exceeded its own limit, so it counts as hung.
         assert not gets_on(book)
         calls[0]()
         assert gets_on(book)

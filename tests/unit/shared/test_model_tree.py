@@ -23,7 +23,7 @@ def flat(rows: list[list[int]]) -> tuple[Array, Array, Array]:
 
 
 def visible(batch: MicroBatch) -> list[list[int]]:
-    """Return, for each node, the tokens it may attend to in order of depth."""
+    """Return, for each node, the tokens that it may attend to, in order of depth."""
     result: list[list[int]] = [[] for _ in batch.token_ids]
     slot_of_block = 0
     for block in batch.blocks:

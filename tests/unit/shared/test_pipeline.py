@@ -117,7 +117,8 @@ def test_leases_are_computed_side_by_side_and_one_more_is_held_ahead(side_by_sid
 
 
 async def full(made: Rig) -> asyncio.Task[None]:
-    """Return a running pipeline: two leases are being finished, one waits for that, one waits to be computed."""
+    """Return a running pipeline: two leases are being finished, one waits to be finished, and one waits to be
+    computed."""
     made.may_finish.clear()
     running = asyncio.create_task(made.pipeline.run())
     for number in (1, 2, 3):

@@ -70,7 +70,7 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, ring: Keyring
 
 
 def stranger() -> Keyring:
-    """Return the keys of a client that made its own and knows the server's public one."""
+    """Return the keys of a client that made its own key pair and knows the server's public key."""
     public, secret = zmq.curve_keypair()
     return Keyring(Role.SERVICE, public, secret, keyring().known)
 
@@ -78,7 +78,7 @@ def stranger() -> Keyring:
 # ------------------------------------------------------------------------------------------------- key files
 
 
-def test_keys_are_made_once_and_only_their_owner_reads_them(tmp_path: Path) -> None:
+def test_keys_are_made_once_and_only_their_owner_can_read_them(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     create(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -259,7 +259,7 @@ def test_bytes_that_were_not_put_end_the_stream_soon_after_they_arrive(lines: Li
                 store.sendall(bulk.pack_head(head) + b"\xee" * bulk.MAX_RANGE_BYTES)
                 at += bulk.MAX_RANGE_BYTES
                 until(lambda sent=at: bool(taken.settled) or taken.arrival.received == sent)  # type: ignore[misc]
-                time.sleep(0.01)  # This gives the check time.
+                time.sleep(0.01)  # This gives the check time to run.
         assert taken.outcome() is StreamOutcome.CORRUPT
         assert taken.arrival.received <= stream_line.CHECK_BYTES + (2 << 20)
 

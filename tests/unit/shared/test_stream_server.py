@@ -71,7 +71,8 @@ def test_readers_share_the_server_fairly_however_many_streams_each_has(
 ) -> None:
     """When the first reader has its ranges, every other reader has at least half as many.
 
-    Reading the files is the bottleneck here, so the server's turns determine the shares. On a real line, TCP does.
+    Reading the files is the bottleneck here, so the server's turns determine the shares. On a real network, TCP
+    determines them.
     """
     read = source.pieces
 
@@ -240,7 +241,7 @@ def test_forged_repeated_and_misdirected_requests_end_their_line(source: StreamS
         first.receive()
         first.socket.sendall(asked)  # This request is repeated.
         assert ended(first.socket)
-        second.socket.sendall(asked)  # This request is of another line.
+        second.socket.sendall(asked)  # This request belongs to another line.
         assert ended(second.socket)
         third = Reader(server)
         third.take(source)
@@ -368,7 +369,7 @@ def test_sealed_bytes_are_not_sent_in_plaintext(source: StreamSource) -> None:
         messages = [reader.raw() for _ in range(2)]
         plain = b"".join(source.pieces(2 * CHUNK, CHUNK))
         assert all(plain[at : at + 32] not in payload for _, payload in messages for at in (0, 5000, 60_000))
-        assert messages[0][1] != messages[1][1]  # The same bytes have another nonce.
+        assert messages[0][1] != messages[1][1]  # The same bytes are sealed with another nonce.
         opener = Seal(bytes(32), reader.line_id, TO_READER)
         with pytest.raises(WireError):
             opener.open(*messages[0], memoryview(bytearray(CHUNK)))

@@ -1,4 +1,4 @@
-"""The process's side of turns on shared devices; tests/property/test_device_turns.py tests the scheduler's."""
+"""The process's side of turns on shared devices; tests/property/test_device_turns.py tests the scheduler's side."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_wait_for_a_turn_continues_when_other_calls_end() -> None:
         async with asyncio.timeout(LIMIT_S):
             while not (await desk.reports.get()).wants:
                 pass
-            turns.done()  # For example, a driver asked the worker for its state.
+            turns.done()  # For example, a driver's request for the worker's state has ended.
             desk.orders.put_nowait(DeviceOrder(parts=[PARAMETERS], granted=True))
             await waiting
         running.cancel()

@@ -1,4 +1,4 @@
-"""The history of a run is every committed row in the order of the commits, whatever steps were taken back."""
+"""The history of a run consists of all committed rows, in the order of the commits, whatever steps were taken back."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_rows_that_are_replaced_by_rows_of_the_same_length_are_read_again(tmp_pa
     follower.refresh()
     run.rewind(2)
     for step in range(3, 6):
-        run.commit(step)  # rows of the same length at the same bytes
+        run.commit(step)  # rows of the same length at the same byte offsets
     assert told(follower.rows(0, 10)) == run.committed
 
 

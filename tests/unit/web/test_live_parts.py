@@ -10,7 +10,7 @@ from services.web.live_parts import LiveParts
 
 
 class Browser:
-    """An ASGI client that takes messages while `reads` is set."""
+    """An ASGI client that takes messages only while `reads` is set."""
 
     def __init__(self, parts: LiveParts) -> None:
         self.bodies: list[bytes] = []

@@ -57,7 +57,7 @@ def test_the_end_of_a_long_file_begins_with_a_complete_line(tmp_path: Path) -> N
     assert FollowedFile(path, last_bytes=9).poll() == ([b"third"], False)
 
 
-def test_rows_that_a_rewind_takes_back_leave_the_curves(tmp_path: Path) -> None:
+def test_rows_that_a_rewind_takes_back_disappear_from_the_curves(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, *({"step": step, "reward/mean": 0.1 * step} for step in range(5)))
     files = RunFiles(tmp_path)

@@ -51,7 +51,7 @@ def test_texts_of_ten_megabytes_and_very_long_tokens_are_truncated_and_counted(t
     assert len(msgspec.json.encode(shown)) < 400_000
 
 
-def test_a_split_that_is_a_path_out_of_the_samples_is_not_read(tmp_path: Path) -> None:
+def test_a_split_that_names_a_path_outside_the_samples_is_not_read(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write(run, 1, Record(task="t/0/0", step=1))
     write(tmp_path, 1, Record(task="secret", step=1), split="other")

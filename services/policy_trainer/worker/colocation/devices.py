@@ -1,8 +1,8 @@
 """Residency of this rank's training state on a device that other services may share.
 
 Whole parts are moved, bit for bit, on the compute thread and only between calls. If the devices belong to the trainer
-alone, nothing has to be moved. On CUDA, an offloaded part is in host memory. On a CPU, where that would free nothing,
-it is a file in the run's directory and thus in no process's memory.
+alone, nothing needs to be moved. On CUDA, an offloaded part is in host memory. On a CPU, where that would free nothing,
+the part is in a file in the run's directory, outside any process's memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ OnCompute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Devices:
-    """The devices of one rank. It belongs to the event loop. Before `loaded`, only `share` and `acquire_room` run."""
+    """The devices of one rank. This object belongs to the event loop. Before `loaded`, only `share` and `acquire_room`
+    run."""
 
     def __init__(self, on_compute: OnCompute, settled: Callable[[], Awaitable[None]]) -> None:
         """`on_compute` runs a function on the compute thread. `settled` waits until no weights are being read."""
@@ -34,14 +35,15 @@ class Devices:
         self._residency = Residency()
         self._backend: Backend | None = None
         self._drop_later = False
-        """Whether a gradient on the host is no longer needed and has to be dropped once it is back."""
+        """Whether a gradient on the host is no longer needed and must be dropped once it is back on the device."""
 
     def share(self, service: Service) -> None:
         """Take turns from now on, because other services compute on the same devices."""
         self._turns = take_turns(service, self._leave)
 
     async def acquire_room(self) -> None:
-        """Wait for a turn in which the model may be loaded. The backend also creates masters and buffers then."""
+        """Wait for a turn in which the model may be loaded. During that turn, the backend also creates masters and
+        buffers."""
         await self._turns.acquire(device_parts(PARTS))
 
     def loaded(self, backend: Backend) -> None:
@@ -80,7 +82,7 @@ class Devices:
         self._turns.done()
 
     def loaded_anew(self) -> None:
-        """Record that the state was loaded anew: all of it is on the device, without gradients."""
+        """Record that the state was reloaded: all of it is on the device, without gradients."""
         self._residency.forget()
         self._drop_later = False
 

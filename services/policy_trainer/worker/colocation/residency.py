@@ -1,6 +1,6 @@
 """A pure state machine that tracks which parts of the training state are on the device. It moves no tensors itself.
 
-The parts that each call needs are declared here and brought back before it runs, so callers need not backload.
+The parts that each call needs are declared here and brought back before the call runs, so callers need not backload.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ NEEDS: Mapping[type[WorkerRequest], frozenset[Part]] = MappingProxyType(
         messages.Move: frozenset(),
     }
 )
-"""Parts that each call needs on the device. `ForwardBackward` adds to gradients there, so it needs earlier ones."""
+"""Parts that each call needs on the device. `ForwardBackward` adds to the gradients there, so it needs the earlier
+gradients."""
 
 
 class Residency:
@@ -43,19 +44,19 @@ class Residency:
         self.on_host: frozenset[Part] = frozenset()
 
     def offload(self, parts: frozenset[Part]) -> frozenset[Part]:
-        """Mark `parts` as on the host and return those that still have to be moved there."""
+        """Mark `parts` as on the host and return those that must still be moved there."""
         moving = parts - self.on_host
         self.on_host |= parts
         return moving
 
     def backload(self, parts: frozenset[Part]) -> frozenset[Part]:
-        """Mark `parts` as on the device and return those that still have to be moved there."""
+        """Mark `parts` as on the device and return those that must still be moved there."""
         moving = parts & self.on_host
         self.on_host -= parts
         return moving
 
     def forget(self) -> None:
-        """Mark all parts as on the device, after the state was loaded anew."""
+        """Mark all parts as on the device, after the state was reloaded."""
         self.on_host = frozenset()
 
 

@@ -48,9 +48,9 @@ def kept(spec: LossSpec, prox: Tensor, data: TokenData) -> Tensor:
 def importance_sums(spec: LossSpec, own: Tensor, data: TokenData) -> dict[str, Tensor]:
     """Return sums over the tokens that compare the trainer's log-probs `own` [M] with the engine's, in float64.
 
-    With the importance weight w = exp(own - rollout) and its truncation v = min(w, C), or v = w if C is 0: `weighed` 1,
-    `weight` v, `weight_squared` v^2, `weight_max` the largest w, `capped` whether w > C (absent if C is 0), and
-    `rollout_k1` and `rollout_k3`, which estimate KL(rollout || trainer) from tokens that the rollout policy sampled.
+    With the importance weight w = exp(own - rollout) and its truncation v = min(w, C), or v = w if C is 0: `weighed`
+    sums 1, `weight` v, `weight_squared` v^2, and `capped` whether w > C (absent if C is 0); `weight_max` is the largest
+    w; `rollout_k1` and `rollout_k3` estimate KL(rollout || trainer) from tokens that the rollout policy sampled.
     """
     own, rollout = own.double(), data.rollout.double()
     weight = ratio(own - rollout)

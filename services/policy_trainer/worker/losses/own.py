@@ -34,7 +34,7 @@ def user_loss(function: Callable[..., Any], params: Mapping[str, Any]) -> Policy
     """Wrap `function` as a policy loss. `fn(cur, anchor, tokens, **params)` with `tokens: TokenData` returns [M].
 
     The result is weighted, masked and truncated like any other loss. The loss raises RpcError(bad_request) if the
-    result is not a tensor of [M].
+    result is not a tensor of shape [M].
     """
 
     def loss(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:

@@ -33,10 +33,11 @@ def ppo_clip(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Te
 def gspo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
     """Return the clipped loss with one ratio per sequence, s = exp(mean of log r over the sequence's tokens).
 
-    The sum over the sequence carries no gradient. Each token gets its gradient through sg[s] exp(cur - sg[cur]), which
-    under seq_mean_token_mean is the gradient of s itself. In the paper a response is one sequence. If a sample has
-    several (a workflow that begins new contexts), each has its own ratio, because it is a likelihood given its own
-    context, and the sample's loss is the mean over sequences, weighted by their trained tokens.
+    The sum over the sequence carries no gradient. Each token gets its gradient through sg[s] exp(cur - sg[cur]); under
+    seq_mean_token_mean, this gives the gradient of s itself. In the paper a response is one sequence. If a sample has
+    several sequences (from a workflow that begins new contexts), each sequence has its own ratio, because its
+    likelihood depends on its own context, and the sample's loss is the mean over its sequences, weighted by their
+    trained tokens.
     Source: GSPO (arXiv 2507.18071), equations 5 (the objective) and 7 (s); the token form is its GSPO-token.
     """
     log_s = data.sequence_mean(cur - anchor) + cur - cur.detach()

@@ -20,8 +20,9 @@ def _alone(sums: Tensor) -> Tensor:
 class TokenData:
     """Masked-in tokens of one micro-batch, each [M] float32 (`versions` int32). `prox` and `ref` are set if needed.
 
-    `sequences` int64 [M] holds the index of each token's sequence, below `sequence_count`. A micro-batch has all tokens
-    of a sequence. With context parallelism, some are on other ranks, and `add_up` sums a tensor over these ranks.
+    `sequences` int64 [M] holds the index of each token's sequence, below `sequence_count`. A micro-batch contains all
+    tokens of a sequence. With context parallelism, some are on other ranks, and `add_up` sums a tensor over these
+    ranks.
     """
 
     rollout: Tensor

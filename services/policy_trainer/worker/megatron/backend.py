@@ -46,7 +46,8 @@ class MegatronBackend:
     def __init__(
         self, model_dir: Path, dtype: str, optimizer: Optimizer, options: BackendOptions, place: Place
     ) -> None:
-        """Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the layout does not divide it."""
+        """Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the layout does not divide the
+        model."""
         cpu.set_up(options.threads)
         self.place = place
         self._options, self._optimizer_options = options, optimizer
@@ -76,7 +77,7 @@ class MegatronBackend:
 
     @in_megatron
     def restart(self) -> None:
-        """Load the weights of the model directory with fresh optimizer state."""
+        """Reload the weights of the model directory and reset the optimizer state."""
         self.shelves.backload()
         self._trained.set_weights(self._pieces.files)
         self._trained.drop_gradients()
@@ -97,7 +98,7 @@ class MegatronBackend:
     def forward_backward(
         self, sequences: Sequences, temperature: float, loss: TokenLoss, *, entropy: Entropy
     ) -> dict[str, float]:
-        """Add the plain share of every micro-batch to the gradient buffers. `step` sums them over the ranks."""
+        """Add the unscaled gradient of every micro-batch to the buffers. `step` sums them over the ranks."""
         parts: list[Mapping[str, Tensor]] = []
 
         def shared_loss(scores: Scores) -> Tensor:
@@ -138,9 +139,9 @@ class MegatronBackend:
 
     @in_megatron
     def step(self, step: int) -> OptimizerUpdate:
-        """Sum over ranks, clip, step, and zero the gradients. Training step `step` (from 1) sets the warm-up.
+        """Sum over ranks, clip, step, and zero the gradients. The training step `step`, from 1, determines the warm-up.
 
-        Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state stay unchanged then.
+        Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then stay unchanged.
         """
         self._trained.reduce()
         grad_norm = self._trained.norm()
@@ -193,7 +194,7 @@ class MegatronBackend:
 
     @in_megatron
     def export(self, folder: Path) -> None:
-        """Write configuration and weights on rank 0. Every rank has to call this."""
+        """Write configuration and weights on rank 0. Every rank must call this."""
         weights = self._trained.weights()
         if self.place.rank == 0:
             files.write(folder, self._pieces.config, weights, self._pieces.dtype)

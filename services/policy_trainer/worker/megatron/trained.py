@@ -37,7 +37,8 @@ class Trained:
         self._grad_dtype = torch.float32 if self._low else config.params_dtype
         self._params: dict[str, nn.Parameter] = dict(model.named_parameters())
         for weight in pieces.weights:
-            # megatron-core sets this during initialisation. Without it a norm omits the shards of other ranks.
+            # megatron-core sets this attribute during initialisation. Without it, a norm omits the shards of other
+            # ranks.
             cast(Any, self._params[weight.name]).tensor_model_parallel = weight.rule != "whole"
         self.model = DistributedDataParallel(
             config,
@@ -86,7 +87,8 @@ class Trained:
     # ---- updates
 
     def reduce(self) -> None:
-        """Sum gradients over data and context ranks (each keeps its part) and over copies of the same parameter."""
+        """Sum gradients over data and context ranks (each rank keeps its part) and over copies of the same
+        parameter."""
         finalize_model_grads([self.model], None)
 
     def norm(self) -> float:
@@ -172,7 +174,8 @@ class Trained:
         return found
 
     def _filled(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return parameter `name`, merged from the pieces `part` of data-parallel ranks. Some may have no piece."""
+        """Return parameter `name`, merged from the pieces `part` of data-parallel ranks. Some ranks may have no
+        piece."""
         param = self._params[name]
         flat = torch.zeros(param.numel(), dtype=dtype, device=param.device)
         where = self._part(param)

@@ -45,8 +45,8 @@ class Channel(Protocol):
 def open_channel(route: WeightsRoute, meeting: Meeting, ranks: int, *, device: str, deadline_s: float) -> Channel:
     """Return a channel that is not joined yet.
 
-    Gloo meets at `meeting`. `ranks` is the number of the engine's ranks plus this one. `device` belongs to this rank.
-    Raises ValueError for route shards, which needs no channel.
+    The ranks of a gloo channel meet at `meeting`. `ranks` is the number of the engine's ranks plus this one. `device`
+    belongs to this rank. Raises ValueError for route shards, which needs no channel.
     """
     match route:
         case "gloo":
@@ -133,7 +133,7 @@ class NcclChannel:
 
 
 class MemoryChannel:
-    """CUDA IPC sends nothing: a copy stays on the GPU that both processes use until the engine has taken it."""
+    """CUDA IPC sends nothing: until the engine has read it, a copy stays on the GPU that both processes use."""
 
     def __init__(self, device: str) -> None:
         self._device = device

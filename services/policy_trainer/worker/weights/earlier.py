@@ -1,4 +1,4 @@
-"""Read-only copies of the last few policy versions, kept beside the one in training (`run.deterministic`).
+"""Read-only copies of the last few policy versions, kept alongside the version in training (`run.deterministic`).
 
 Step s is sampled with version s - 1 - staleness. A run that goes back to the checkpoint of step c after losing samples
 needs the versions from c - staleness on, which later training does not reproduce. They are therefore kept here, saved
@@ -30,7 +30,7 @@ class EarlierVersion:
 
 
 class EarlierVersions:
-    """The newest version and at most `depth` versions before it. It is empty on ranks other than 0."""
+    """The newest version and at most `depth` versions before it. Ranks other than 0 hold none."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth

@@ -87,7 +87,7 @@ class NcclGroup:
     def broadcast(self, chunks: Iterable[Sequence[Tensor]]) -> None:
         """Send the tensors of `chunks`, on any device, to all other ranks, after joining if necessary.
 
-        A chunk is taken once the one before it has been sent, so one chunk of copies exists at a time. Raises
+        A chunk is taken once the one before it has been sent, so only one chunk of copies exists at a time. Raises
         TransferLost, after aborting the communicator.
         """
         deadline = time.monotonic() + self._deadline_s

@@ -1,6 +1,6 @@
 """A version's tensors on their way to an engine, in chunks of bounded size.
 
-While the trainer's own weights are still this version, copies of them are sent from GPU to GPU. After that, the weights
+While the trainer's own weights are still this version, copies of them are sent from GPU to GPU. Afterwards, the weights
 in the store are sent. Training waits at most for the copy of one chunk, never for an engine.
 """
 
@@ -18,7 +18,8 @@ from proto.messages import TransferParameter
 from shared.weights import table
 
 CHUNK_BYTES = 256 * 1024**2
-"""Maximum bytes of a chunk, unless it is one tensor. A transfer takes the memory of one chunk beside the weights."""
+"""Maximum bytes of a chunk, unless it is one tensor. A transfer takes the memory of one chunk in addition to the
+weights."""
 Version = tuple[int, int]
 """Lineage and step."""
 
@@ -67,7 +68,8 @@ class OutgoingWeights:
 
     parameters: list[TransferParameter]
     stored: Callable[[], Mapping[str, Tensor]]
-    """Returns the tensors in host memory. It may block. It is called at most once, if live weights cannot be used."""
+    """Function that returns the tensors in host memory. It may block, and is called at most once, if live weights are
+    gone."""
     live: LiveWeights = field(default_factory=LiveWeights)
     version: Version = (-1, -1)
 

@@ -32,8 +32,9 @@ TOLERANCE = 1e-4
 largest difference, over 20 canaries of the quickstart's model, between the trainer's scoring and transformers' own
 prefill and token-by-token decode."""
 FLOOR = {"bfloat16": 0.02, "float16": 0.003}
-"""Minimum tolerance, for the median difference, that an engine calibrates for 16-bit weights: eight and three times the
-median difference between the same passes of that model. Larger models differ more, so engines calibrate."""
+"""Minimum tolerance, for the median difference, that an engine calibrates for 16-bit weights: eight (bfloat16) and
+three (float16) times the median difference between the passes that `TOLERANCE` compares. Larger models show larger
+differences, so engines calibrate."""
 MEDIAN = 0.5
 SIGNAL = 2.0
 """Minimum number of tolerances by which the drill moves the median log-prob. It bounds the calibrated tolerance."""
@@ -54,7 +55,7 @@ class Canaries:
         self.drill: Canary | None = None
         self.drill_seed, self.drill_factors = seed + 1, list[float]()
         if backend.place.rank == 0:
-            # The drill runs once and uses all tokens for any size of model, because it has to detect each parameter.
+            # The drill runs once and uses all tokens for any size of model, because it must detect each parameter.
             text = _sequence(backend.vocab_size, seed, canary_length(0, dtype))
             narrowest = self._floor or TOLERANCE
             drill = make_drill(model_dir, dtype, text, seed + 1, tolerance=narrowest, with_digests=with_digests)
@@ -64,7 +65,7 @@ class Canaries:
             self.drill = self._canary(text, drill.logprobs, drill.digests)
 
     def current(self) -> Canary:
-        """Return the canary of the current weights. Every rank has to call this; rank 0's result is used."""
+        """Return the canary of the current weights. Every rank must call this; rank 0's result is used."""
         model = self._backend.model
         if is_plain(model):  # this rank then holds the whole model
             with torch.inference_mode():
@@ -105,8 +106,8 @@ def _sequence(vocab_size: int, seed: int, length: int) -> Sequences:
 async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Publish, staging: Staging) -> Receipt:
     """Put all `weights` under `weights/<lineage>/<step>` on rank 0. Raises the errors of `DataClient.put`.
 
-    The weights must not change until this returns, but may be read (for their canary). Fences are tried here: a
-    caller that tried them would need another request, and the weights may be those of the next step by then.
+    The weights must not change until this returns, but may be read (for their canary). Fences are tried here, because a
+    caller that tried them would need another request, by which time the weights may be those of the next step.
     """
     shards = await asyncio.to_thread(staging.arrays, weights)  # copies from a GPU take seconds for a large model
     task_id = make_task_id(WEIGHTS, request.lineage, request.step)
@@ -116,7 +117,8 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
             (receipt,) = await data.put([TaskShards(task_id, fence, shards)], store=request.store, deadline_s=PUT_S)
         except RpcError as error:
             # The store has collected an earlier put of this version: it was not announced, or no task needed it.
-            # Every recovery may add one, so they are not limited. The store refuses before any bytes are written.
+            # Every recovery may add such a put, so their number is not limited. The store refuses before any bytes are
+            # written.
             if error.code != ErrorCode.COLLECTED:
                 raise
             fence += 1

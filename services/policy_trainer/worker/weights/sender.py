@@ -1,9 +1,9 @@
-"""Sends policy versions to engines over collectives from the rank that puts them. Each engine has its own communicator
-and thread, so neither training nor other engines wait for it.
+"""Sends policy versions to engines over collectives, from the rank that puts the versions into the store. Each engine
+has its own communicator and thread, so neither training nor other engines wait for it.
 
 The version from which a GPU is training is sent from that GPU. All other versions are read from the store. The bytes
-are the same as on the other route, and every version that the store still has can be sent, however far training has
-advanced.
+equal those that engines would read from the store, and every version that the store still has can be sent, however far
+training has advanced.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class WeightsSender:
         emit: Emit,
         listen: Callable[[], str] = str,
     ) -> None:
-        """`device` is the one on which this rank computes. `perturbed(ref)` computes the weights of the start-up drill.
-        `emit(topic, values)` sends telemetry. `listen()` returns the address at which this process answers other hosts,
-        or an empty string."""
+        """`device` is the device on which this rank computes. `perturbed(ref)` computes the weights of the start-up
+        drill. `emit(topic, values)` sends telemetry. `listen()` returns the address at which this process answers other
+        hosts, or an empty string."""
         self._run = run
         self._data = data
         self._route: WeightsRoute = route
@@ -243,7 +243,7 @@ class WeightsSender:
         self._lines.pop(communicator).close()
 
     def _sent(self, communicator: int, sending: asyncio.Future[None]) -> None:
-        """Handle a failed send. A successful one means nothing until the engine confirms it."""
+        """Handle a failed send. A successful send means nothing until the engine confirms it."""
         if sending.cancelled():
             return
         error = sending.exception()

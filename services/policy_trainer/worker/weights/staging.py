@@ -13,7 +13,7 @@ from shared.tensors_torch import to_numpy
 class Staging:
     """Copies weights from a GPU into page-locked memory, which it keeps from version to version.
 
-    Any thread may use it, with one call at a time. The arrays of a version are valid until the next call.
+    Any thread may call it, but only one at a time. The arrays of a version are valid until the next call.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class TransferAsked:
-    """A life of an engine asks for a transfer. `communicator` is the one it holds, or 0 for none."""
+    """A life of an engine asks for a transfer. `communicator` is the one that the engine holds, or 0 for none."""
 
     engine: int
     incarnation: int
@@ -66,7 +66,7 @@ class AbortTransfer:
 
 @dataclass(frozen=True, slots=True)
 class RefuseTransfer:
-    """Refuse a life of an engine that was replaced by a later one."""
+    """Refuse a life of an engine that was replaced by a later life."""
 
     why: str
 
@@ -93,7 +93,7 @@ class TransferState:
     deadline_s: float
     _links: dict[int, _EngineLink] = field(default_factory=dict)
     _replaced: dict[int, set[int]] = field(default_factory=dict)
-    """Lives of each engine that were replaced by later ones."""
+    """Lives of each engine that were replaced by later lives."""
     _lives: dict[int, int] = field(default_factory=dict)
 
     def handle(self, event: Event, now: float) -> Sequence[Effect]:

@@ -58,7 +58,7 @@ def reports(run: RunDir, seen: list[ServiceReport]) -> Any:
 
 @asynccontextmanager
 async def living(service: Service, state: str = ProcessState.READY) -> AsyncIterator[asyncio.Task[int]]:
-    """Run the service in this loop, and stop it at the end."""
+    """Run the service on this loop, and stop it at the end."""
     task = asyncio.create_task(service.run_until_stopped())
     await eventually(lambda: service.state == state)
     try:
@@ -202,7 +202,7 @@ def test_heartbeats_are_sent_as_often_as_the_scheduler_asks_for(
             living(Beating(run, 0)),
         ):
             await eventually(lambda: len(beats) >= least)
-            await asyncio.sleep(1.5)  # longer than the interval in a small run
+            await asyncio.sleep(1.5)  # This is longer than the interval in a small run.
         assert least <= len(beats) <= most
 
     asyncio.run(main())

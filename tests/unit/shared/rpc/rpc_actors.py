@@ -57,7 +57,7 @@ def short_directory() -> Iterator[Path]:
 
 @functools.cache
 def key_folder() -> Path:
-    """Return keys for the tcp endpoints of this test process, which are removed with it."""
+    """Return the folder of keys for the tcp endpoints of this test process; it is removed when the process exits."""
     folder = tempfile.mkdtemp(prefix="rlb-keys-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     run_keys.create(Path(folder))
@@ -104,7 +104,7 @@ async def asking(
 
 @contextmanager
 def raw_dealer(endpoint: str, role: Role = Role.SERVICE, **options: int) -> Iterator[zmq.Socket[bytes]]:
-    """Yield a DEALER that sends any frames of the test. Over tcp it has the key of `role`."""
+    """Yield a DEALER socket that sends whatever frames a test gives it. Over tcp it has the key of `role`."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     if is_tcp(endpoint):
@@ -119,7 +119,7 @@ def raw_dealer(endpoint: str, role: Role = Role.SERVICE, **options: int) -> Iter
 
 
 def request(number: int, **header: Any) -> list[Any]:
-    """Return the frames of a request, with other values in its header where `header` names them."""
+    """Return the frames of a request, with the fields in `header` replaced in its header."""
     return codec.encode(
         GetInventory(cursor=1),
         **{"request_id": number, "incarnation": CLIENT_INCARNATION, "remaining_s": 10.0, **header},

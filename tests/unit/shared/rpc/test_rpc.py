@@ -60,7 +60,8 @@ def test_a_request_gets_its_reply(ipc: str, transport: str) -> None:
 
 
 def test_thousands_of_concurrent_calls_are_all_answered_in_both_directions(ipc: str) -> None:
-    """There are many more calls than one drain reads, so a lost edge of the socket's descriptor would hang one."""
+    """There are many more calls than one drain reads, so if an edge of the socket's descriptor is lost, a call
+    hangs."""
 
     async def main() -> None:
         other = f"{ipc}b"
@@ -152,12 +153,12 @@ def test_request_survives_kill_9_and_restart_of_the_server(
                 assert line_of(server) == "bound"
                 first = await ours.call(Ping(), Pong, deadline_s=DEADLINE_S)
                 assert first.incarnation == server.pid
-                server.send_signal(signal.SIGSTOP)  # The server has our request and dies with it.
+                server.send_signal(signal.SIGSTOP)  # The server has our request and dies before it answers.
                 asked = asyncio.create_task(ours.call(Ping(), Pong, deadline_s=30.0))
                 await eventually(lambda: any(pending.sent for pending in ours._pending.values()))
                 server.kill()
                 server.wait(10)
-            assert os.path.exists(stale)  # The path is in the way of the next owner.
+            assert os.path.exists(stale)  # The next owner finds its path taken.
             with process("mailbox", ipc) as server:
                 assert (await asked).incarnation == server.pid
 

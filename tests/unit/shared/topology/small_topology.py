@@ -46,7 +46,7 @@ services:
 
 
 def make(folder: Path) -> Path:
-    """Create the files that BASE names in `folder`: a model of WEIGHTS parameters and a data set of one row."""
+    """Create, in `folder`, the files that BASE names: a model of WEIGHTS parameters and a data set of one row."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))

@@ -65,7 +65,7 @@ def test_only_a_step_of_several_updates_needs_a_proximal_forward_pass(folder: Pa
     )
     rollout = loaded(folder, "algorithm.loss.anchor=rollout", TWO_UPDATES)
     assert [loss_spec(each).anchor for each in (one, two, rollout)] == ["present", "proximal", "rollout"]
-    # Room is kept exactly for the passes that run.
+    # Room is reserved only for the passes that run.
     assert [each.needs_proximal for each in (one, two, rollout)] == [False, True, False]
 
 

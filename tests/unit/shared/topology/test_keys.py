@@ -1,6 +1,6 @@
 """Every key of the topology has an effect or is refused. Changing one key changes the launcher's processes, the
-scheduler's plan or the sampling of a task; or a named test shows its effect, and the product reads it at the place
-named here. A new key of the schema must be entered here.
+scheduler's plan or the sampling of a task; or a named test shows the key's effect, and the product reads the key at the
+place named here. A new key of the schema must be entered here.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "run.spares": (
         "launch/heavy.py",
         "topology.run.spares",
-        "integration/launch/test_spares.py::test_no_spare_is_kept_with_spares_false",
+        "integration/launch/test_spares.py::test_no_spare_is_kept_if_spares_are_disabled",
     ),
     "run.spares_after_s": (
         "launch/cluster.py",

@@ -1,4 +1,4 @@
-"""The memory that a model takes on hosts and GPUs, and the refusal of one that cannot fit."""
+"""The memory that a model takes on hosts and GPUs, and the refusal of a model that cannot fit."""
 
 from __future__ import annotations
 

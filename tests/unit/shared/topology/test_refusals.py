@@ -462,7 +462,7 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     # block.
     block = topology.services.rollout.block_tasks
     held = 3 * 6 + 2 * block
-    # A replayed step puts its proximal log-probs again before the former ones are collected.
+    # A replayed step puts its proximal log-probs again before the previous ones are collected.
     again = 6 * 4 * 40 * 4
     rest = worst_case_bytes(topology, 32, 2 * WEIGHTS) - held * task_bytes(topology, 32) - 4 * 2 * WEIGHTS
     assert again + 6 * 4096 < rest < again + 6 * 4700
@@ -483,7 +483,7 @@ def test_worst_case_counts_the_shards_that_are_kept_for_the_recorder(folder: Pat
     without = load(write(folder), ["monitor.samples=null"])
     block = without.services.rollout.block_tasks
     held, waiting = 3 * 6 + 2 * block, 2 * block
-    # Text of 16 bytes per token and 1 KiB per sample, advantages and the trainer's log-probs.
+    # The terms are text (16 bytes per token and 1 KiB per sample), advantages and the trainer's log-probs.
     put = 4 * (40 * 16 + 1024) + 4 * 41 * 4
     for per_step, chosen in ((6, held), (1, min(math.ceil(held / 6 + 6 * math.sqrt(held / 6)), held))):
         topology = load(write(folder), [f"monitor.samples.per_step={per_step}"])

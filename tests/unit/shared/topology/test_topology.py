@@ -86,7 +86,7 @@ def test_lease_is_the_largest_divisor_of_a_step_within_256_samples(
 
 
 @pytest.mark.parametrize(("engine", "block"), [("vllm", 64), ("transformers", 16)])
-def test_an_engine_that_refills_its_batch_gets_its_share_of_a_step_as_one_lease_in_turns_mode(
+def test_an_engine_that_refills_its_batch_leases_its_share_of_a_step_at_once_when_services_take_turns(
     folder: Path, engine: str, block: int
 ) -> None:
     sizes = ["algorithm.tasks_per_step=128", "algorithm.group_size=16", "services.batch-store.memory=4GiB"]

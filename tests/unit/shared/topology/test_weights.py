@@ -88,7 +88,7 @@ def test_a_time_limit_too_short_to_send_a_version_is_refused_with_a_sufficient_o
     assert load(write(folder), [*chosen, "lease.lease_s=46.5"]).services.rollout.transfer_s == pytest.approx(31)
 
 
-def test_the_least_time_of_a_transfer_grows_with_bytes_and_engines() -> None:
+def test_the_minimum_time_for_a_transfer_grows_with_bytes_and_engines() -> None:
     assert transfer_floor_s("nccl", 2_000_000_000, 1) == pytest.approx(1)
     assert transfer_floor_s("nccl", 2_000_000_000, 4) == pytest.approx(4)
     assert transfer_floor_s("gloo", 2_000_000_000, 1) > transfer_floor_s("nccl", 2_000_000_000, 1)

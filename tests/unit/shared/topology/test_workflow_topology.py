@@ -1,4 +1,4 @@
-"""The topology's keys of rewards, workflows and sources."""
+"""The topology's keys for rewards, workflows and sources."""
 
 from __future__ import annotations
 

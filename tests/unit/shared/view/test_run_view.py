@@ -105,7 +105,7 @@ def test_metrics_of_the_stream_are_used_only_if_the_view_asks_for_them() -> None
     assert not far_away.history_is_old
 
 
-def test_a_gap_or_a_rewind_in_the_stream_makes_the_history_old() -> None:
+def test_a_gap_or_a_rewind_in_the_stream_makes_the_history_outdated() -> None:
     view = RunView(metrics_from_stream=True)
     view.load_metrics([metrics(1)])
     view.apply(row("step", {"step": 3, "reward/mean": 0.5}))
@@ -122,7 +122,7 @@ def test_a_gap_or_a_rewind_in_the_stream_makes_the_history_old() -> None:
     assert not view.history_is_old
 
 
-def test_the_history_adds_the_time_line_to_a_view_that_reads_the_metrics_file() -> None:
+def test_the_history_adds_the_timeline_to_a_view_that_reads_the_metrics_file() -> None:
     view = RunView()
     view.add_metrics(metrics(1))
     span = row("span", {"what": "generate", "seconds": 1.0}, name="rollout/0")
@@ -194,7 +194,7 @@ def test_the_pipeline_counts_tasks_leases_staleness_and_stores() -> None:
     assert [(each.service, each.kind, each.text) for each in view.troubles()] == [("rollout/0", "rewards", "all fail")]
 
 
-def test_the_time_line_tells_work_from_waits() -> None:
+def test_the_timeline_distinguishes_work_from_waits() -> None:
     view = RunView()
     view.apply(row("span", {"what": "generate", "seconds": 4.0}, name="rollout/0", at=NOW - 1))
     view.apply(row("span", {"what": "lease", "seconds": 3.0, "of": "scheduler"}, name="rollout/0", at=NOW))
@@ -205,7 +205,7 @@ def test_the_time_line_tells_work_from_waits() -> None:
     assert lane.spans[0].begin == NOW - 5
 
 
-def test_the_time_line_cuts_spans_at_its_window_and_is_bounded() -> None:
+def test_the_timeline_clips_spans_to_its_window_and_limits_their_number() -> None:
     view = RunView()
     for number in range(3 * MAX_SPANS):
         view.apply(row("span", {"what": "generate", "seconds": 1.0}, name="rollout/0", at=NOW + number))
