@@ -22,16 +22,28 @@ def flip(file: Path, offset: int) -> None:
 
 def shards(folder: Path) -> Iterator[tuple[Path, str, str, int]]:
     """Yield file, task id, key without its revision, and offset of each shard with bytes in the sealed files."""
-    for file in folder.glob("*.blk"):
-        try:
-            data = file.read_bytes()
-            table = blockfile.parse(data, len(data))
-        except (FileNotFoundError, WireError):  # The file was collected meanwhile.
-            continue
+    for file, table in _tables(folder):
         for index, task_id in enumerate(table.task_ids):
             for shard in table.shards(index):
                 if shard.nbytes:
                     yield file, task_id, revised_name(shard.key) or shard.key, shard.offset
+
+
+def fenced_keys(folder: Path) -> Iterator[tuple[str, int, str]]:
+    """Yield task id, fence and key without its revision of each shard in the sealed files."""
+    for _, table in _tables(folder):
+        for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
+            for shard in table.shards(index):
+                yield task_id, fence, revised_name(shard.key) or shard.key
+
+
+def _tables(folder: Path) -> Iterator[tuple[Path, blockfile.Table]]:
+    for file in folder.glob("*.blk"):
+        try:
+            data = file.read_bytes()
+            yield file, blockfile.parse(data, len(data))
+        except (FileNotFoundError, WireError):  # The file was collected meanwhile.
+            continue
 
 
 def flip_shard(folder: Path, key: str, wanted: Callable[[str], bool]) -> str:

@@ -20,6 +20,22 @@ def cut(journal: Path, chance: random.Random, least: float = 0.0, most: float = 
 
     Return False, without any change, if all frames are copied.
     """
+    log, frames, copied, frame_bytes = _frames(journal)
+    if frames <= copied:
+        return False
+    lost = max(int((frames - copied) * chance.uniform(least, most)), 1)
+    os.truncate(log, _LOG_HEADER_BYTES + (frames - lost) * frame_bytes + chance.randrange(frame_bytes))
+    return True
+
+
+def can_be_cut(journal: Path) -> bool:
+    """Return whether the log has frames that are not yet copied into the database."""
+    _, frames, copied, _ = _frames(journal)
+    return frames > copied
+
+
+def _frames(journal: Path) -> tuple[Path, int, int, int]:
+    """Return the log, its number of frames, how many of them are copied into the database, and the size of a frame."""
     log = journal.with_name(f"{journal.name}-wal")
     data = log.read_bytes()
     _, _, page_bytes, _, *salts = _LOG_HEADER.unpack_from(data)
@@ -30,8 +46,4 @@ def cut(journal: Path, chance: random.Random, least: float = 0.0, most: float = 
             break  # The frame is left over from before the log was restarted.
         frames += 1
     (copied,) = _COPIED.unpack_from(journal.with_name(f"{journal.name}-shm").read_bytes(), _COPIED_AT)
-    if frames <= copied:
-        return False
-    lost = max(int((frames - copied) * chance.uniform(least, most)), 1)
-    os.truncate(log, _LOG_HEADER_BYTES + (frames - lost) * frame_bytes + chance.randrange(frame_bytes))
-    return True
+    return log, frames, copied, frame_bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.integration.damage import flip_shard
+from tests.integration.damage import fenced_keys, flip_shard
 from tests.integration.tiny.harness import QUICKSTART, hurry, processes_of
 from tests.integration.whole_cluster import Cluster, cluster
 
@@ -83,10 +83,18 @@ def damage(run: Cluster, key: str, wanted: Callable[[str], bool]) -> str:
 
 
 def unread(run: Cluster) -> Callable[[str], bool]:
-    """Return whether a task is not in any step yet. A worker that is stopped at that time has not read the task's
-    shards."""
+    """Return a test of whether a task is scored and not in any step yet.
+
+    A worker that is stopped meanwhile has not read the shards of such a task, and the reference has finished with them:
+    bits that flip after a process has verified a shard, and before the process has used it, are not found.
+    """
     journaled = {task_id for _, names in run.journaled_steps().values() for task_id in names}
-    return lambda task_id: task_id not in journaled
+    fences: dict[str, dict[str, int]] = {"token_ids": {}, "ref_logprobs": {}}
+    for task_id, fence, key in fenced_keys(run.run.shm / "batch-store-0"):
+        if key in fences:
+            fences[key][task_id] = max(fence, fences[key].get(task_id, 0))
+    scored = {task_id for task_id, fence in fences["ref_logprobs"].items() if fences["token_ids"].get(task_id) == fence}
+    return lambda task_id: task_id in scored - journaled
 
 
 def losses(run: Cluster) -> int:

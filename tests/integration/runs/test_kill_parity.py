@@ -17,7 +17,7 @@ from services.scheduler.journal import rewinds
 from services.scheduler.store_loss import TAIL_LOST
 from tests.integration import parity_run as parity
 from tests.integration.damage import flip, shards
-from tests.integration.journal_cut import cut
+from tests.integration.journal_cut import can_be_cut, cut
 from tests.integration.whole_cluster import Cluster
 
 pytestmark = pytest.mark.timeout(300)
@@ -112,8 +112,19 @@ def test_a_resume_after_a_stop_and_a_resume_after_a_kill_of_the_launcher_change_
 
 def lose_end(run: Cluster, chance: random.Random) -> None:
     """Kill the scheduler and cut its journal, while the launcher is stopped and cannot restart the scheduler."""
+
+    def ready() -> bool:
+        """Stop the scheduler while its log has an end that can be lost. SQLite copies and restarts the log at times."""
+        os.kill(pid, signal.SIGSTOP)
+        if can_be_cut(run.run.journal):
+            return True
+        os.kill(pid, signal.SIGCONT)
+        return False
+
     run.process.send_signal(signal.SIGSTOP)
-    pid = parity.kill(run, "scheduler")
+    pid = parity.process_of(run, "scheduler")
+    run.wait_for("an end of the log", ready)
+    os.kill(pid, signal.SIGKILL)
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         pass
     assert cut(run.run.journal, chance, least=0.5)  # so that steps are lost
