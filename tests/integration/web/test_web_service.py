@@ -210,7 +210,7 @@ def test_browsers_beyond_the_limit_are_refused_and_browsers_that_do_not_read_del
 def test_curves_grow_while_a_run_trains(browser: Browser, tmp_path: Path) -> None:
     address, arguments = page_settings(tmp_path)
     small = (
-        "run.steps=12",
+        "run.steps=100000",
         "algorithm.tasks_per_step=16",
         "algorithm.group_size=4",
         "services.batch-store.memory=128MiB",
@@ -233,7 +233,8 @@ def test_curves_grow_while_a_run_trains(browser: Browser, tmp_path: Path) -> Non
             expect(page.locator("#lane-names")).to_contain_text("policy-trainer-worker/0")
             page.get_by_role("button", name="Log").click()
             expect(page.locator("#lines")).to_contain_text("scheduler/0")
-        assert process.wait(300) == 0
+        process.send_signal(signal.SIGINT)
+        assert process.wait(300) == 1
     finally:
         if process.poll() is None:
             process.kill()

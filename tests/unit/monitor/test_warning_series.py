@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shared.topology.monitor_warnings import WarningKind
 from tests.unit.monitor.recorded import FOLDER, Recording, read, recordings, replay
 
 SICK: dict[str, list[tuple[int, str]]] = {
@@ -29,10 +30,14 @@ SICK: dict[str, list[tuple[int, str]]] = {
         (101, "length-hacking"),
     ],
     "too-stale": [(14, "zero-variance"), (30, "reward-flat"), (34, "staleness"), (40, "reward-falling")],
+    "waiting-trainer": [(5, "reward-slow"), (10, "zero-variance"), (22, "trainer-starved")],
     "growing-memory": [(0, "memory-trend")],
     "slow-failing-reward": [(0, "reward-failing"), (5, "reward-slow"), (10, "reward-flat")],
 }
 """Warnings of each recording, with their steps."""
+NOT_RECORDED = {"gradient", "learning-rate", "mismatch", "overfitting", "rollouts-starved", "store-full"}
+"""Kinds that were seen in no recorded run. All but `learning-rate` (tests/integration/monitor/test_warned_runs.py) are
+tested with made-up values only."""
 
 
 def by_name(recording: Recording) -> str:
@@ -48,6 +53,10 @@ def test_a_recorded_run_that_goes_wrong_causes_the_expected_warnings(name: str) 
 
 def test_every_recording_of_a_run_that_went_wrong_is_tested() -> None:
     assert sorted(each.name for each in recordings("sick")) == sorted(SICK)
+
+
+def test_the_kinds_that_no_recording_has_are_known() -> None:
+    assert set(WarningKind) - {kind for warnings in SICK.values() for _, kind in warnings} == NOT_RECORDED
 
 
 @pytest.mark.parametrize("recording", recordings("healthy"), ids=by_name)
