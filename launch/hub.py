@@ -1,8 +1,8 @@
 """Fetches the models and data sets that a topology names by their hub names into the local Hugging Face cache.
 
 `huggingface_hub` does the work, so its environment variables are respected (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE,
-HF_HOME, ...), a download continues where a broken connection stopped it, whole files are kept, and the cache is used if
-the hub cannot be reached. The library is imported only for a topology with hub names.
+HF_HOME, ...), a download continues where a broken connection stopped it, complete files are kept, and the cache is
+used if the hub cannot be reached. The library is imported only for a topology with hub names.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def leave() -> NoReturn:
             if file.suffix == ".incomplete":
                 file.unlink()
     print(
-        "interrupted before anything was started; whole files are kept, the same command fetches the rest", flush=True
+        "interrupted before anything was started; complete files are kept, and the same command fetches the rest",
+        flush=True,
     )
     os._exit(1)
 
@@ -180,7 +181,7 @@ def _download(name: HubName, *, local_files_only: bool) -> None:
     except OSError as error:
         if error.errno in DISK_FULL_ERRNOS:
             text = f"{hub.cache()}: {error.strerror}; make room, or name another folder with HF_HOME"
-            raise HubError(f"{name}: {text}; whole files are kept") from None
+            raise HubError(f"{name}: {text}; complete files are kept") from None
         raise HubError(_broken_off(name, str(error))) from None
     except HTTPError as error:
         raise HubError(_broken_off(name, str(error))) from None
@@ -188,7 +189,7 @@ def _download(name: HubName, *, local_files_only: bool) -> None:
 
 def _broken_off(name: HubName, reason: str) -> str:
     line = " ".join(reason.split())[:200]
-    return f"{name}: the download broke off ({line}); whole files are kept, the same command fetches the rest"
+    return f"{name}: the download broke off ({line}); complete files are kept, and the same command fetches the rest"
 
 
 def _refused(name: HubName, error: Exception) -> str:

@@ -36,7 +36,8 @@ class Lease:
     """A held lease. `cancel` is set when its work must stop, and may be read from any thread; code on the loop may wait
     for `given_up`.
 
-    Until `computed` is called, the lease progresses with the compute thread, which may be busy with an earlier lease.
+    Until `computed` is called, the lease counts as progressing whenever the compute thread does, even if that
+    thread is busy with an earlier lease.
     Afterwards only `advance` counts, so a lease that is stuck after its computation is lost even if others compute.
     """
 

@@ -120,8 +120,8 @@ class DropReason(StrEnum):
     TOO_LONG = "too_long"  # the prompt, or the answer of supervised fine-tuning, has more tokens than the limit
     NO_CHAT_TEMPLATE = "no_chat_template"  # the prompt consists of messages, and the tokenizer has no template for them
     BAD_ROW = "bad_row"  # the row cannot be read, or lacks a usable prompt or answer
-    REWARD_FAILED = "reward_failed"  # too few samples are left, and the first lost sample was lost by a reward function
-    WORKFLOW_FAILED = "workflow_failed"  # too few samples are left, and the first lost sample was lost by the workflow
+    REWARD_FAILED = "reward_failed"  # too few samples are left, and the first loss was caused by a reward function
+    WORKFLOW_FAILED = "workflow_failed"  # too few samples are left, and the first loss was caused by the workflow
     FILTERED = "filtered"  # all rewards of the group are equal (algorithm.filter_zero_variance)
     STALE = "stale"  # the version of the oldest token is too old (consume: completion)
     ATTEMPTS = "attempts"  # lease.attempts attempts failed

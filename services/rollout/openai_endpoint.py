@@ -260,7 +260,7 @@ def _asked(body: bytes) -> dict[str, Any]:
         raise HTTPException(400, "tool_calls of a message must be a list of objects, each with an object `function`")
     choices = asked.get("n")
     if choices is not None and (type(choices) is not int or not 1 <= choices <= MOST_CHOICES):
-        raise HTTPException(400, f"n is {choices!r}, must be a whole number from 1 to {MOST_CHOICES}")
+        raise HTTPException(400, f"n is {choices!r}, but must be a whole number from 1 to {MOST_CHOICES}")
     if asked.get("top_logprobs"):
         raise HTTPException(400, "top_logprobs: only the sampled token's log-prob is known")
     if asked.get("logit_bias"):
@@ -297,7 +297,7 @@ async def _choices(session: _Session, asked: dict[str, Any]) -> list[Turn]:
 async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
     limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise HTTPException(400, f"max_tokens is {limit!r}, must be a whole number above 0")
+        raise HTTPException(400, f"max_tokens is {limit!r}, but must be a whole number above 0")
     stop = asked.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):

@@ -35,4 +35,4 @@ def check_numbers(request: Register | Heartbeat) -> None:
     for name, value in numbers.items():
         if not 0 <= value <= MOST:
             who = service_name(request.service, request.instance)
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{who}: {name} {value} is out of range, must be 0 to {MOST}")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{who}: {name} {value} is out of range; it must be 0 to {MOST}")

@@ -1,6 +1,6 @@
 """Per-sample values of a task (reward, length, ...): columns packed into bytes, and arrays over a batch for the driver.
 
-A layout, which many tasks share, describes the columns. Per-token values are not stored here.
+The columns are described by a layout, which many tasks share. Per-token values are not stored here.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class TableCache:
     """Parsed headers of recent files by path, at most `most_rows` rows of 60 bytes (None: `CACHED_ROWS`, 16 MB).
 
     Files do not change, and their names, which contain a random put id, are not reused: when the pages of a collected
-    file are lent to another put, they get another name. Rows verified under a name therefore stay verified.
+    file are lent to a new put, the file gets a new name. Rows verified under a name therefore stay verified.
     """
 
     def __init__(self, most_rows: int | None = None) -> None:

@@ -2,7 +2,8 @@
 `python -m tests.bench.hosts`.
 
 All nodes are on this machine. The start and the steps of the quickstart are measured with its rollout on another host.
-Runs alternate between placement by Ray on a running cluster and an agent that is started as soon as the run exists.
+Runs alternate between placement by Ray on a running cluster and placement by an agent that is started as soon
+as the run exists.
 Then a node is killed in each of several longer runs. It prints one JSON object for each run and each loss, and the
 figures.
 """

@@ -198,7 +198,7 @@ def main() -> None:
     by_service: dict[str, list[Kill]] = defaultdict(list)
     for kill in kills:
         by_service[kill.service].append(kill)
-    print(f"figures   seconds, median [minimum, maximum] of {args.turns} kills each")
+    print(f"figures   seconds, median [minimum, maximum] of {args.turns} kills per service")
     for service in services:
         first = spread(kill.next_commit or 0.0 for kill in by_service[service])
         whole = spread(kill.with_it or 0.0 for kill in by_service[service])

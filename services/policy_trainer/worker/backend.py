@@ -47,7 +47,7 @@ class LocalScores:
     """The masked-in tokens of one micro-batch on *this rank*, possibly none (M = 0).
 
     `scores.tokens` are positions in the flat arrays of `Sequences`: mask, advantages and old log-probs are looked up
-    there, so that nothing is shifted twice. `sum_over_sequence_ranks` adds up a detached tensor over the ranks that
+    there, so that nothing is shifted twice. `sum_over_sequence_ranks` sums a detached tensor over the ranks that
     share these sequences (cp); without cp it returns its argument. It must not be used on a tensor with a gradient.
     Together, those ranks hold every sequence of a micro-batch completely.
     """

@@ -62,7 +62,7 @@ class TorchBackend:
     ) -> None:
         """Rank 0 uses `load`. The others need only the model's shapes, because rank 0 sends them their pieces.
 
-        Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the layout is not supported.
+        Raises RpcError(bad_request) if the model cannot be loaded, and ValueError if the layout is not supported.
         """
         cpu.set_up(options.threads)
         self.place = place

@@ -220,7 +220,7 @@ def test_a_download_that_breaks_off_for_good_keeps_complete_files(user: User) ->
     user.hub.break_after_bytes = 3 * WRITTEN_BYTES // 2
     line = one_line(user.launch())
     assert "adders/tiny: the download broke off (" in line
-    assert line.endswith("; whole files are kept, the same command fetches the rest")
+    assert line.endswith("; complete files are kept, and the same command fetches the rest")
     assert not list(user.cache.rglob("*.incomplete"))
     whole = {Path(name).name for name in fetched(user)}
     assert "config.json" in whole
@@ -246,7 +246,7 @@ def test_interrupt_ends_a_download_at_once(user: User) -> None:
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert "whole files are kept, the same command fetches the rest" in output
+    assert "complete files are kept, and the same command fetches the rest" in output
     assert not list(user.cache.rglob("*.incomplete"))
 
 

@@ -159,7 +159,7 @@ def test_spares_end_with_the_run_or_with_a_killed_launcher(tmp_path: Path) -> No
     with launched(tmp_path / "stopped", spares=True) as here:
         here.wait_ready()
         spares = warm(here)
-        # The next lines would see any spare that is left.
+        # Spares are among the run's processes, so the checks below notice any that remain.
         assert set(spares.values()) <= set(processes_of(here.path))
         run = here.run
         here.process.send_signal(signal.SIGINT)

@@ -16,7 +16,7 @@ openai = pytest.importorskip("openai")
 
 AGENTS = "tests.integration.rollout.agents"
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"n": 0}, "n is 0, must be a whole number from 1 to 128", None),
+    ({"n": 0}, "n is 0, but must be a whole number from 1 to 128", None),
     ({"response_format": {"type": "json_object"}}, "response_format", None),
     ({"response_format": "json"}, "response_format", None),
     ({"logit_bias": {"5": 100}}, "logit_bias", None),

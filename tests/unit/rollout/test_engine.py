@@ -67,7 +67,7 @@ def test_greedy_sampling_equals_transformers_generate(tiny: TransformersEngine, 
         assert ours.token_ids.tolist() == theirs[0, ids.shape[1] :].tolist()
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_seed_gives_other_tokens(
+def test_the_same_seed_gives_the_same_bits_and_a_different_seed_gives_different_tokens(
     tiny: TransformersEngine, prompts: list[Prompt]
 ) -> None:
     first = generate(tiny, prompts, sampling(samples=8))

@@ -111,7 +111,7 @@ def judge(port: int) -> Iterator[Server]:
 
 @pytest.fixture
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return a free loopback port, with `my_judged.py` in the current directory."""
+    """Change to a temporary directory that contains `my_judged.py`, and return a free loopback port."""
     (tmp_path / "my_judged.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
     with socket.socket() as free:

@@ -36,7 +36,8 @@ from tests.unit.rollout.test_weights import SEED, base, version
 
 
 class InPlace(TransformersEngine):
-    """An engine that receives weights in place, as vLLM does. Transfers never update the parameter `deaf`."""
+    """An engine that receives weights in place, as vLLM does. Transfers never update the parameter named by
+    `deaf`, if any."""
 
     ranks = 1
     deaf = ""

@@ -98,7 +98,7 @@ def long_ago(run: RunDir) -> None:
 
 @pytest.fixture
 def alone(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the sweep look for sockets in a temporary directory of this test."""
+    """Make the sweep look for sockets in this test's own temporary directory."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 

@@ -46,7 +46,7 @@ class MegatronBackend:
     def __init__(
         self, model_dir: Path, dtype: str, optimizer: Optimizer, options: BackendOptions, place: Place
     ) -> None:
-        """Raises RpcError(bad_request) if the model cannot be loaded, ValueError if the layout does not divide the
+        """Raises RpcError(bad_request) if the model cannot be loaded, and ValueError if the layout does not divide the
         model."""
         cpu.set_up(options.threads)
         self.place = place

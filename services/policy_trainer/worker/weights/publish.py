@@ -42,7 +42,7 @@ PUT_S = 300.0
 
 
 class Canaries:
-    """The fixed sequence of a run and its start-up drill. It belongs to the compute thread."""
+    """The fixed token sequence of a run, and the run's start-up drill. It belongs to the compute thread."""
 
     def __init__(self, backend: Backend, model_dir: Path, dtype: str, seed: int, *, with_digests: bool) -> None:
         """`seed` is the run's seed. Rank 0 makes the drill from the weights of the model directory. If `with_digests`
