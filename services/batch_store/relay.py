@@ -187,7 +187,7 @@ class Relay:
                 self._abandon(put_id)
 
     def _end(self, filling: _Filling, work: asyncio.Task[None]) -> None:
-        """Forget a version whose fetch has ended, or was cancelled before it began. Waiting readers get the fetch error."""
+        """Forget a version whose fetch has ended, or was cancelled before it began. Waiting readers get its error."""
         del self._fillings[filling.task.task_id, filling.task.fence]
         filling.begun.set()
         if not work.cancelled() and work.exception() is not None and not isinstance(work.exception(), RpcError):
