@@ -1,4 +1,4 @@
-"""Reads the curves of a run from its metrics files. The rows of steps that the run undid are kept apart.
+"""Reads the curves of a run from its metrics files. The rows of steps that the run took back are kept apart.
 
 Reading needs neither the run's processes nor a complete run directory: `metrics.jsonl` is enough.
 """
@@ -45,9 +45,9 @@ class History:
 
     name: str
     rows: list[Row]
-    """The rows of the steps that were not undone."""
+    """The rows of the steps that were not taken back."""
     discarded: dict[int, list[Row]]
-    """The rows of the steps that were undone, by the lineage of weights that ended then."""
+    """The rows of the steps that were taken back, by the lineage of weights that ended then."""
 
     def points(self, metric: str) -> list[Point]:
         """Return the curve of a metric, made from the rows that have the metric."""

@@ -126,8 +126,8 @@ def _check_rows(source: str, where: str, findings: Findings) -> None:
     if not bad:
         return
     lines = findings.errors if len(bad) == len(rows) else findings.warnings
-    fate = "so no row is left" if lines is findings.errors else "and are left out"
-    lines.append(f"{where}: {len(bad)} of {len(rows)} rows cannot be used {fate}; the first of them:")
+    fate = ", so no row is left" if lines is findings.errors else " and are left out"
+    lines.append(f"{where}: {len(bad)} of {len(rows)} rows cannot be used{fate}; the first of them:")
     lines.extend(f"  {row.message}" for row in bad[:SHOWN_ROWS])
 
 

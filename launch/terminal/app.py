@@ -66,7 +66,7 @@ class MonitorApp(App[None]):
         Binding("d", "drain", "drain"),
         Binding("down", "scroll_panels(1)", "next", priority=True),
         Binding("up", "scroll_panels(-1)", "previous", priority=True, show=False),
-        Binding("z", "zoom", "one or all"),
+        Binding("z", "zoom", "one or many"),
         Binding("minus", "window(1)", "longer", key_display="-"),
         Binding("plus,equals_sign", "window(-1)", "shorter", key_display="+"),
         Binding("slash", "filter", "filter", key_display="/"),
@@ -78,7 +78,7 @@ class MonitorApp(App[None]):
         Binding("e", "split", "data set"),
         Binding("t", "theme", "light/dark", show=False),
         Binding("escape", "leave_filter", show=False),
-        Binding("q,ctrl+c", "quit", "leave"),
+        Binding("q,ctrl+c", "quit", "quit"),
     ]
 
     def __init__(self, feed: Feed) -> None:

@@ -19,9 +19,9 @@ HELP = """\
 
 Services     r   restart the process    d   drain a rollout or reference
              (a run on this machine, or an access file of role operator)
-Curves       ↓ ↑   next and previous    z   one chart or all
+Curves       ↓ ↑   next and previous    z   one chart or many
 Time         - +   longer and shorter window
-Log          /   filter by text         l   lowest level    (a run on this machine)
+Log          /   filter by text         l   minimum level   (a run on this machine)
 Samples      , .   earlier and later step     o   order     c   colours     e   data set
 
 docs/monitor.md describes what each view shows.  Esc closes this page."""

@@ -134,8 +134,8 @@ class Publish(WorkerRequest, frozen=True, kw_only=True):
     step: int  # the policy version
     store: str  # name of the store
     fence: int
-    """The first fence to try. If the store has collected it (an earlier incarnation put the version and never announced
-    it), the next fence is tried."""
+    """The first fence to try. As long as the store has collected the fence (an earlier incarnation put the version and
+    never announced it, or no task needed the version), the next one is tried."""
 
 
 @message(90)

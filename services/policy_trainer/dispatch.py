@@ -171,7 +171,8 @@ class WorkerDispatch:
     def publish_weights(self, lineage: int, step: int, *, store: str, fence: int = 1) -> Awaitable[WeightsRef]:
         """Put the weights of version (lineage, step) into `store`. Return the reference with which engines verify them.
 
-        `fence` is the first fence to try. If the store has collected that fence, the next one is used.
+        `fence` is the first fence to try. If the store has collected that fence, the next one that
+        it has not collected is used.
         """
         request = messages.Publish(
             driver=_NOT_YET, order=_NOT_YET, lineage=lineage, step=step, store=store, fence=fence

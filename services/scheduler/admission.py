@@ -18,7 +18,7 @@ ADMITTED_AT_ONCE = 1024
 
 
 def admit(run: RunState) -> None:
-    """Admit tasks: first the tasks of steps that were taken back, then new tasks in the order of the epochs."""
+    """Admit tasks: first those that a return to an earlier step set aside, then new ones in the order of the epochs."""
     more = 0 if run.finished else run.order.room(run)
     while more > 0:
         first = run.window.tail

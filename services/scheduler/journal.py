@@ -317,7 +317,9 @@ class Journal:
         with self._reading("table rows"):
             found = {step for (step,) in self._db.execute("SELECT step FROM rows")}
             if wrong := found ^ set(rows):
-                raise ValueError(f"the row of step {min(wrong)} is {'unexpected' if wrong & found else 'missing'}")
+                raise ValueError(
+                    f"the row of step {min(wrong)} is {'unexpected' if min(wrong) in found else 'missing'}"
+                )
         with self._reading("table steps"):
             if wrong := set(range(1, steps + 1)) - {step for (step,) in self._db.execute("SELECT step FROM steps")}:
                 raise ValueError(f"the row of step {min(wrong)} is missing")

@@ -115,7 +115,7 @@ def _lease_evaluation(run: RunState, one: Evaluation, request: LeaseRequest, cal
 def _lease_later_stage(run: RunState, stage: int, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
     """Lease tasks that share one version of the reference. Return None until that version is published.
 
-    A task of a step after a refresh waits for the version of the refresh. Once that version exists, the steps before it
+    A task of a step after a refresh waits for the version of the refresh. Once that version exists, the steps up to it
     have been trained, so drops of earlier tasks can no longer move the task to a step before the refresh.
     """
     first = first_waiting(run, stage)

@@ -103,7 +103,8 @@ class RunState:
         self.identities: dict[int, list[str]] = {}
         """Task ids of each step, kept until the oldest checkpoint to which recovery may fall back covers the step."""
         self.reopened: list[str] = []
-        """Tasks whose steps were taken back. They are admitted before all others."""
+        """Tasks of steps that were taken back, and tasks that were waiting at that time. They are admitted before all
+        others."""
         self.position = 0
         """Number of tasks that were admitted from the epoch order."""
         self.highest_fence = 1

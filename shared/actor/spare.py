@@ -6,7 +6,8 @@ DESCRIPTOR is one end of a socket pair that keeps message boundaries; further ar
 Messages are JSON. The spare receives the list of its imports, each `module` or `module:function` (called without
 arguments). When they are done, it answers with an empty list. It then takes one order: the module of the service and
 its arguments, together with the descriptor of its output. The module runs as it would under `python -m`. Before the
-order, a spare knows neither the keys nor the data of a run. It exits when its supervisor does: the other end of the pair closes.
+order, a spare knows neither the keys nor the data of a run. It exits when its supervisor does: the other end of the
+pair closes.
 
 A spare imports at the lowest priority (SCHED_IDLE): only while its core is otherwise idle. With a nice value of 19, its
 imports slowed down a quickstart on two cores by a tenth. An unprivileged process may not be able to raise its priority

@@ -2,7 +2,7 @@
 
     samples/train/<step>.jsonl                              samples of a training step
     samples/eval/<set>/<version>.jsonl                      samples of an evaluation of a policy version
-    samples/discarded/<lineage>/<split>/<number>.jsonl      samples of steps undone by a return to an earlier step
+    samples/discarded/<lineage>/<split>/<number>.jsonl      samples of steps that were taken back
 
 Each line is a JSON object with the fields of `Record`. Only the service `recorder` writes these files.
 """

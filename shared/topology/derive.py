@@ -82,8 +82,8 @@ def _takes_turns(data: dict[str, Any]) -> bool:
 
 
 def lease_block(tasks_per_step: int, group_size: int, instances: int, samples: int = _LEASE_SAMPLES) -> int:
-    """Return the task count of a lease: the largest divisor of `tasks_per_step` with which every engine gets a lease
-    and no lease exceeds `samples` samples.
+    """Return the task count of a lease: the largest divisor of `tasks_per_step` that is at most an engine's equal share
+    of the step (rounded up) and that keeps a lease within `samples` samples. Return 1 if a single group has more.
 
     A divisor is needed because a lease that spans two steps would have two oldest versions to sample with.
     """

@@ -57,7 +57,7 @@ def check(topology: Topology) -> Found:
 
 def transfer_floor_s(route: WeightsRoute, nbytes: int, engines: int) -> float:
     """Return the minimum seconds, at the planned rate, for sending a version of `nbytes` bytes to `engines` engines
-    over the trainer's line."""
+    over the trainer's network link."""
     return nbytes * engines / PLANNED_BYTES_PER_S[route]
 
 

@@ -42,7 +42,7 @@ class RunView:
         self._rewinds: deque[Rewind] = deque(maxlen=MAX_REWINDS)
         self._log = LogTail()
         self.history_is_old = False
-        """Whether the stream showed that the curves lack rows, or have rows of steps that the run has undone."""
+        """Whether the stream showed that the curves lack rows, or have rows of steps that the run has taken back."""
 
     # ---- in
 

@@ -60,7 +60,7 @@ def take(browser: Browser, url: str) -> None:
         page.locator("#runs input").first.check()
         expect(page.locator(".chart").first).to_have_attribute("data-points", re.compile(rf"\b{STEPS}\b"))
         save(page, "curves")
-        page.get_by_role("button", name="Time line").click()
+        page.get_by_role("button", name="Timeline").click()
         expect(page.locator("#lane-names")).to_contain_text("works")
         save(page, "timeline")
     with visit(browser, url, dark=True) as page:

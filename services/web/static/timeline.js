@@ -51,7 +51,7 @@ export function draw() {
     context.fillText(tick ? `−${duration(-seconds)}` : "now", place(seconds, width), height - LANE / 2);
   }
   context.textAlign = "left";
-  canvas.setAttribute("aria-label", `time line of ${picture.lanes.length} processes`);
+  canvas.setAttribute("aria-label", `timeline of ${picture.lanes.length} processes`);
   const shares = picture.lanes.map((lane) => h("span", {}, `${lane.name} `, h("b", {}, share(lane))));
   const legend = [...colors].map(([what, color]) => {
     const mark = h("i", { class: "mark" });

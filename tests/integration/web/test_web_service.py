@@ -229,7 +229,7 @@ def test_curves_grow_while_a_run_trains(browser: Browser, tmp_path: Path) -> Non
             page.get_by_role("button", name="Services").click()
             expect(page.locator("#processes")).to_contain_text("policy-trainer-worker/0")
             expect(page.locator("#pipeline")).to_contain_text("batch-store/0")
-            page.get_by_role("button", name="Time line").click()
+            page.get_by_role("button", name="Timeline").click()
             expect(page.locator("#lane-names")).to_contain_text("policy-trainer-worker/0")
             page.get_by_role("button", name="Log").click()
             expect(page.locator("#lines")).to_contain_text("scheduler/0")

@@ -68,8 +68,8 @@ class OutgoingWeights:
 
     parameters: list[TransferParameter]
     stored: Callable[[], Mapping[str, Tensor]]
-    """Function that returns the tensors in host memory. It may block, and is called at most once, if live weights are
-    gone."""
+    """Function that returns the tensors in host memory. It may block, and is called at most once, if the live weights
+    are not, or are no longer, this version."""
     live: LiveWeights = field(default_factory=LiveWeights)
     version: Version = (-1, -1)
 

@@ -4,6 +4,7 @@ change meanwhile."""
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
@@ -111,14 +112,16 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
     """
     shards = await asyncio.to_thread(staging.arrays, weights)  # copies from a GPU take seconds for a large model
     task_id = make_task_id(WEIGHTS, request.lineage, request.step)
-    fence = request.fence
+    fence, until = request.fence, time.monotonic() + PUT_S
     while True:
         try:
-            (receipt,) = await data.put([TaskShards(task_id, fence, shards)], store=request.store, deadline_s=PUT_S)
+            (receipt,) = await data.put(
+                [TaskShards(task_id, fence, shards)], store=request.store, deadline_s=max(0.0, until - time.monotonic())
+            )
         except RpcError as error:
             # The store has collected an earlier put of this version: it was not announced, or no task needed it.
-            # Every recovery may add such a put, so their number is not limited. The store refuses before any bytes are
-            # written.
+            # Every recovery may add one, so their number is not limited. The store refuses before any bytes are
+            # written, except if a clear arrives during the write.
             if error.code != ErrorCode.COLLECTED:
                 raise
             fence += 1
