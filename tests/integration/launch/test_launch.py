@@ -174,6 +174,7 @@ def test_the_log_says_that_a_stopped_service_could_not_write_its_stacks(
         assert "stopped (SIGSTOP)" in hang_line(here.path, "rollout")["stacks"]
 
 
+@pytest.mark.long
 def test_slow_services_and_a_stopped_launcher_cause_no_false_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

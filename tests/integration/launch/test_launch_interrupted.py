@@ -87,13 +87,13 @@ def assert_it_runs(path: Path, temporary: Path, shm: Path, *arguments: str) -> N
 
 POINTS = [
     "shared.security.keys:create before",
-    "tempfile:mkdtemp after 1",
-    "os:symlink after",
     "pathlib:Path.rename before",
-    "shared.rundir:RunDir.create after",
     "launch.supervisor.server:Supervisor.__init__ after",
 ]
 MORE_POINTS = [
+    "tempfile:mkdtemp after 1",
+    "os:symlink after",
+    "shared.rundir:RunDir.create after",
     "shared.security.keys:create after",
     "shared.topology.schema:Topology.dump_resolved before",
     "tempfile:mkdtemp after 2",

@@ -43,6 +43,7 @@ def assert_follows(rows: list[dict[str, float]], *, every: int, steps: int, leas
             assert row["loss/kl"] > least_kl, row["step"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(260)
 def test_the_reference_keeps_its_refreshed_version_after_a_restart(tmp_path: Path) -> None:
     # Each step takes a quarter of a second, which leaves time to kill the reference before the last refresh.

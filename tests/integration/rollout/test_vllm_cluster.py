@@ -186,7 +186,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"))
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_an_untied_llama_trains_with_log_probs_that_agree(engine: str, llama: Path, tmp_path: Path) -> None:
     more = [f"policy.model={llama}", "algorithm.tasks_per_step=8", "reward.function=builtin:exact_match"]
     with cluster(TOPOLOGIES / "quickstart.yaml", tmp_path, *_overrides(engine, 4), *more, limit_s=400) as run:

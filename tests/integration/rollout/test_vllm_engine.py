@@ -40,7 +40,7 @@ def untied_llama(folder: Path) -> Path:
 MODELS: dict[str, Callable[[Path], Path]] = {"tied qwen3": lambda folder: TINY, "untied llama": untied_llama}
 
 
-@pytest.fixture(scope="module", params=sorted(MODELS))
+@pytest.fixture(scope="module", params=["tied qwen3", pytest.param("untied llama", marks=pytest.mark.long)])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("vllm")
     (folder / "model").mkdir()

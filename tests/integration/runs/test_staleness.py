@@ -33,7 +33,7 @@ CHEAP = [
     [
         pytest.param(0, "order", FEW, marks=pytest.mark.long),
         (1, "order", FEW),  # This is the quickstart's setting.
-        (2, "completion", FEW),
+        pytest.param(2, "completion", FEW, marks=pytest.mark.long),
         pytest.param(0, "order", STEPS, marks=pytest.mark.long),
         pytest.param(1, "order", STEPS, marks=pytest.mark.long),
         pytest.param(2, "order", STEPS, marks=pytest.mark.long),

@@ -386,7 +386,7 @@ def test_a_run_trains_every_task_once_and_collects_it(run: RunDir, scheduler: Sc
 
 
 @pytest.mark.parametrize("steps", [KILL_STEPS])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_kills_at_random_moments_neither_lose_nor_duplicate_a_task(
     run: RunDir, scheduler: Scheduler, seed: int
 ) -> None:

@@ -86,7 +86,7 @@ def _save(folder: Path) -> None:
     checkpoint.save(folder, snapshot(2), keep_last=1)
 
 
-@pytest.mark.parametrize("name", [MODEL, OPTIMIZER, STATE])
+@pytest.mark.parametrize("name", [*(pytest.param(each, marks=pytest.mark.long) for each in (MODEL, OPTIMIZER)), STATE])
 def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
