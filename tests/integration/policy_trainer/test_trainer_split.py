@@ -65,6 +65,7 @@ def test_two_ranks_write_the_same_metrics_as_one(run: RunDir, layout: Layout, op
             assert row[name] == pytest.approx(value, rel=LIMIT, abs=LIMIT), f"step {step} {name}"
 
 
+@pytest.mark.timeout(300)
 def test_a_checkpoint_passes_through_other_backends_and_world_sizes_without_losing_a_bit(run: RunDir) -> None:
     """Two tensor-parallel megatron ranks load and save the checkpoint of one torch rank, and torch continues from the
     result."""
