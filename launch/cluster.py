@@ -21,7 +21,7 @@ import typer
 from launch import detached, evaluation, hub, place, preflight, scaling
 from launch.access import access_of, export
 from launch.gpus import visible_gpus, wanted
-from launch.heavy import heavy_imports
+from launch.heavy import spare_kinds
 from launch.interrupts import Interrupts
 from launch.logs import last_lines, shorten
 from launch.placement.book import HostBook
@@ -253,7 +253,7 @@ def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> N
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
     if topology.services.monitor.web is not None:
         print(f"page           http://{topology.services.monitor.web.listen}/")
-    print(f"spares         {', '.join(heavy_imports(topology)) or 'none'}")
+    print(f"spares         {'; '.join(kind.name for kind in spare_kinds(topology)) or 'none'}")
     if machines:
         print(f"hosts          {', '.join(f'{host}: {machine}' for host, machine in sorted(machines.items()))}")
     print(
@@ -409,8 +409,7 @@ async def _supervise(
         on_event=on_event,
         lock=lock,
         save_limit_s=stop_limit_s(topology),
-        spares=heavy_imports(topology),
-        spares_after_s=topology.run.spares_after_s,
+        spares=spare_kinds(topology),
         ranks=scaling.ranks(topology),
         resize=functools.partial(scaling.resize, run),
         hosts=hosts,

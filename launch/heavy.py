@@ -1,7 +1,7 @@
-"""Names the modules that are needed to compute with the model, so that spare processes can import them beforehand.
+"""Names the modules that services need to compute with the model, so that they are imported once for all services.
 
-An entry is `module`, or `module:function` for a function that imports. If a module is missing here, processes import it
-when they start, which only makes the start slower.
+An entry is `module`, or `module:function` for a function that imports. If a module is missing here, each service
+imports it when it starts, which only makes the start slower.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from launch.supervisor.spares import SpareKind
 from shared.topology import Topology, model_files
 
 _TRANSFORMERS = (
@@ -17,18 +18,20 @@ _TRANSFORMERS = (
 )
 
 
-def heavy_imports(topology: Topology) -> dict[str, tuple[str, ...]]:
-    """Return the imports of every service for which a spare process is kept. The result is empty with `run.spares:
-    false`."""
+def spare_kinds(topology: Topology) -> list[SpareKind]:
+    """Return the kinds of spare process that a run keeps, or an empty list with `run.spares: false`.
+
+    Rollouts with vLLM have a spare of their own, because the imports of vLLM take longer than all others together.
+    """
     if not topology.run.spares:
-        return {}
+        return []
     model = (*_TRANSFORMERS, *_modeling(topology.policy.model))
     trainer, reference, engine = (
         topology.services.policy_trainer,
         topology.services.reference,
         topology.services.rollout.engine,
     )
-    found = {
+    imports = {
         "policy-trainer-worker": (
             "services.policy_trainer.worker.service",
             "services.policy_trainer.worker.start",
@@ -38,26 +41,28 @@ def heavy_imports(topology: Topology) -> dict[str, tuple[str, ...]]:
             "services.policy_trainer.worker.weights.publish",
             "services.policy_trainer.worker.losses.own",
             *(("services.policy_trainer.worker.megatron.backend",) if trainer.backend == "megatron" else ()),
-            *model,
         )
     }
     if reference is not None:
         backend = "frozen" if reference.backend == "torch" else "frozen_megatron"
-        found["reference"] = (
+        imports["reference"] = (
             "services.reference.service",
             "services.reference.scoring",
             "services.reference.scorer",
             f"services.reference.{backend}",
-            *model,
         )
-    if engine != "openai":  # This engine is a client of a server.
-        found["rollout"] = (
+    if engine == "transformers":
+        imports["rollout"] = ("services.rollout.service", "services.rollout.engines.transformers_engine")
+    together = dict.fromkeys([*(name for names in imports.values() for name in names), *model])
+    kinds = [SpareKind(tuple(imports), tuple(together))]
+    if engine == "vllm":
+        own = (
             "services.rollout.service",
-            f"services.rollout.engines.{engine}_engine",
-            *(("services.rollout.engines.vllm_setup:import_vllm",) if engine == "vllm" else ()),
-            *model,
+            "services.rollout.engines.vllm_engine",
+            "services.rollout.engines.vllm_setup:import_vllm",
         )
-    return found
+        kinds.append(SpareKind(("rollout",), (*own, *model)))
+    return kinds
 
 
 def _modeling(model: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ import structlog
 import typer
 
 from launch import distribution, place, preflight
-from launch.heavy import heavy_imports
+from launch.heavy import spare_kinds
 from launch.placement.facts import HostFacts, facts, lacking
 from launch.placement.link import HostLink
 from launch.supervisor.events import RunOutcome
@@ -267,8 +267,7 @@ class _Life:
                 listen=dict.fromkeys([*keys, (SUPERVISOR, 0)], self._listen),
                 on_event=lambda event: None,
                 lock=self._lock,
-                spares=heavy_imports(self._topology),
-                spares_after_s=self._topology.run.spares_after_s,
+                spares=spare_kinds(self._topology),
                 access=self._access,
             )
             running = asyncio.ensure_future(supervisor.run())

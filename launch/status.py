@@ -194,11 +194,9 @@ def table(answer: dict[str, Any]) -> None:
     if answer["last_drop"]:
         console.print(f"the last drop  {answer['last_drop']}", markup=False)
     if answer["spares"]:
-        sizes = [
-            f"{each['service']} {each['rss_bytes'] / (1 << 20):.0f} MiB{'' if each['warm'] else ' (importing)'}"
-            for each in answer["spares"]
-        ]
-        console.print(f"spares  {'  '.join(sizes)}")
+        for each in answer["spares"]:
+            size = f"{each['rss_bytes'] / (1 << 20):.0f} MiB{'' if each['warm'] else ' (importing)'}"
+            console.print(f"spare for {', '.join(each['services'])}  {size}")
     for each in answer["troubles"] or ():
         console.print(f"{service_name(each['service'], each['instance'])}  {each['text']}", markup=False)
     for each in answer["warnings"]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -30,6 +30,13 @@ class Spawned:
 
     key: Key
     pid: int
+
+
+@dataclass(frozen=True)
+class SpareSettled:
+    """The first spare process of `services` can be forked, or there is none."""
+
+    services: Collection[str]
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,8 @@ class TimePassed:
 
 
 Event = (
-    Spawned
+    SpareSettled
+    | Spawned
     | Reported
     | Silent
     | Exited

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -17,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
 import structlog
 
 from launch.supervisor.plan import SUPERVISOR, Key
-from launch.supervisor.spares import SpareKind
 from shared.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,11 @@ GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x300000"
 """Makes copies of 3 MiB or more bypass the caches, which reduces the memory traffic when weights are put. By default
 glibc derives the limit from the size of the last-level cache, which some virtual machines report as 320 MiB instead of
 32 MiB."""
+
+ORPHANS_END_S = 1.0
+"""Seconds after the end of a service until the processes that it left behind, which were killed, are reaped."""
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
@@ -41,6 +47,8 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        # for numpy, which computes little here and starts its threads when it is imported
+        "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         # with one arena per thread, a torch process would keep the memory that its threads free
@@ -52,10 +60,24 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Child:
-    """A process that the supervisor has started, and its pidfd."""
+    """A child process of the supervisor."""
 
-    process: subprocess.Popen[bytes]
+    pid: int
     descriptor: int
+    """Its pidfd."""
+    popen: subprocess.Popen[bytes] | None = None
+    """None if the process is a fork of a spare."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.descriptor, number)
+
+    def wait(self) -> int:
+        """Return the exit status, or the negative number of the signal that ended the process. Call it once."""
+        if self.popen is not None:
+            return self.popen.wait()
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class Programs:
@@ -80,6 +102,8 @@ class Programs:
         self._lock = lock
         self._drain_limit_s = drain_limit_s
         self._guard: subprocess.Popen[bytes] | None = None
+        self._alive: set[int] = set()
+        """The processes that someone here waits for."""
         self._log = structlog.get_logger(SUPERVISOR)
 
     def place(self, key: Key, threads: int, gpus: str) -> None:
@@ -87,9 +111,13 @@ class Programs:
         self._threads[key] = threads
         self._gpus[key] = gpus
 
-    def kind(self, key: Key) -> SpareKind:
-        """Return the kind of spare process that can become process `key`."""
-        return SpareKind(key[0], self._threads.get(key, 1), self._gpus.get(key))
+    def own_environment(self, key: Key) -> dict[str, str]:
+        """Return the environment variables of process `key` that a process with 1 thread lacks or has otherwise."""
+        common = child_environment(1)
+        return {name: value for name, value in self._environment(key).items() if common.get(name) != value}
+
+    def _environment(self, key: Key) -> dict[str, str]:
+        return child_environment(self._threads.get(key, 1), self._gpus.get(key))
 
     def start(self, key: Key, command: Sequence[str], output: BinaryIO, pass_fds: Sequence[int] = ()) -> Child:
         """Start `command` with the environment of process `key` and announce it to the guard. Raises OSError."""
@@ -98,33 +126,55 @@ class Programs:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=child_environment(self._threads.get(key, 1), self._gpus.get(key)),
+            env=self._environment(key),
             pass_fds=pass_fds,
             process_group=0,
         )
         try:
-            child = Child(process, os.pidfd_open(process.pid))
+            return self.adopt(key, process.pid, process)
         except OSError:  # its exit would go unnoticed
             process.kill()
             process.wait()
             raise
-        self._tell_guard(f"+{process.pid} {self._drain_limit_s(key)}\n")
+
+    def adopt(self, key: Key, pid: int, popen: subprocess.Popen[bytes] | None = None) -> Child:
+        """Return the child `pid`, which is process `key`, and announce it to the guard. Raises OSError."""
+        child = Child(pid, os.pidfd_open(pid), popen)
+        self._alive.add(pid)
+        self._tell_guard(f"+{pid} {self._drain_limit_s(key)}\n")
         return child
 
     def reap(self, child: Child) -> int:
         """Return the exit status of a process that has ended or is about to, and kill the processes that it started."""
-        asyncio.get_running_loop().remove_reader(child.descriptor)
-        os.close(child.descriptor)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(child.descriptor)
         # The processes that it started (an engine's ranks, reward processes) use memory that other processes get next.
         # They are killed before the wait, while no other process can have this pid.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)
-        status = child.process.wait()
-        self._tell_guard(f"-{child.process.pid}\n")
+            os.killpg(child.pid, signal.SIGKILL)
+        status = child.wait()
+        os.close(child.descriptor)
+        self._alive.discard(child.pid)
+        self._tell_guard(f"-{child.pid}\n")
+        loop.call_later(ORPHANS_END_S, self._reap_orphans)
         return status
 
+    def _reap_orphans(self) -> None:
+        """Reap the processes that services started and left behind, and that have ended: a subreaper is their parent.
+
+        The launcher's own short-lived programs are in its process group, and are left to those who wait for them.
+        """
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error, ChildProcessError, ProcessLookupError):
+                orphan = process.pid not in self._alive and os.getpgid(process.pid) != os.getpgrp()
+                if orphan and process.status() == psutil.STATUS_ZOMBIE:
+                    os.waitpid(process.pid, os.WNOHANG)
+
     def start_guard(self) -> None:
-        """Start the process that stops the rest of the run if the launcher dies (`launch.supervisor.guard`)."""
+        """Start the process that stops the rest of the run if the launcher dies (`launch.supervisor.guard`), and become
+        the parent of processes whose parent ends, such as forks of a spare."""
+        if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         script = Path(__file__).with_name("guard.py")
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(script), str(self._run.sockets), str(self._run.shm)],
@@ -134,12 +184,14 @@ class Programs:
             pass_fds=() if self._lock is None else (self._lock,),
             start_new_session=True,
         )
+        self._alive.add(self._guard.pid)
 
     async def close_guard(self) -> None:
         """Stop the guard. Call this once every program has ended."""
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
             await asyncio.get_running_loop().run_in_executor(None, self._guard.wait)
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
     def _tell_guard(self, line: str) -> None:
         if self._guard is None or self._guard.stdin is None:

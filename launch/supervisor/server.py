@@ -6,11 +6,9 @@ It decides nothing itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, assert_never
@@ -38,6 +36,7 @@ from launch.supervisor.events import (
     RollingRestartAsked,
     RunEnded,
     Silent,
+    SpareSettled,
     Spawn,
     Spawned,
     StartAsked,
@@ -58,6 +57,7 @@ from launch.supervisor.plan import (
 )
 from launch.supervisor.programs import Child, Programs
 from launch.supervisor.spare_processes import SpareNotice, SpareProcesses
+from launch.supervisor.spares import SpareKind
 from launch.supervisor.stacks import log_stacks
 from launch.supervisor.state import RunLifecycle, RunPhase
 from launch.supervisor.views import Views
@@ -113,8 +113,7 @@ class Supervisor:
         lock: int | None = None,
         save_limit_s: float = 0.0,
         command: Callable[[str], Sequence[str]] | None = None,
-        spares: Mapping[str, Sequence[str]] | None = None,
-        spares_after_s: float = 0.0,
+        spares: Sequence[SpareKind] = (),
         ranks: Mapping[str, int] | None = None,
         resize: Callable[[str, int], Resized] | None = None,
         hosts: HostDesk | None = None,
@@ -124,8 +123,8 @@ class Supervisor:
         spans several hosts, `listen` gives each process's endpoint for other hosts, including the supervisor's own.
         `lock` is the descriptor of the lock on the run directory, which the guard inherits. `save_limit_s` limits the
         time in which the trainer saves a checkpoint at the end. `command` returns the program of a service; by default,
-        a service runs its module. `spares` gives the imports of the spare process of each service that has one. The
-        first spare is started `spares_after_s` seconds after all processes are ready.
+        a service runs its module. `spares` are the spare processes to keep, of which services are forks. Services
+        without a process in `plan` have none.
 
         `ranks` is the number of processes that together hold one model, by service (default 1). `resize` checks that a
         service can have a number of instances and returns what they need, or raises RpcError; if it is None, nothing
@@ -133,7 +132,10 @@ class Supervisor:
         supervisor on another host, which runs a part of the run.
         """
         self._run = run
-        self.state = RunLifecycle(plan, save_limit_s, hosts=hosts is not None)
+        services = {service for service, _ in plan}
+        self._kinds = [kind for kind in spares if services.intersection(kind.services)]
+        forked = {service for kind in self._kinds for service in kind.services}
+        self.state = RunLifecycle(plan, save_limit_s, hosts=hosts is not None, held=forked)
         self._programs = Programs(
             run, threads=threads, gpus=gpus or {}, lock=lock, drain_limit_s=self.state.drain_limit_s
         )
@@ -144,11 +146,9 @@ class Supervisor:
         self._hosts = hosts
         self._access = access
         self._command = command or (lambda service: [sys.executable, "-m", module_of(service)])
-        self._imports = dict(spares or {})
-        self._spares_after_s = spares_after_s
         self._spares: SpareProcesses
         self._views: Views
-        self._children: dict[Key, subprocess.Popen[bytes]] = {}
+        self._children: dict[Key, Child] = {}
         self._ended: asyncio.Future[RunEnded]
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -173,11 +173,8 @@ class Supervisor:
         self._spares = SpareProcesses(
             self._run,
             self._programs,
-            [key for key in self.state.processes if key[0] in self._imports],
-            self._imports,
-            command=self._command_of,
-            after_s=self._spares_after_s,
-            calm=lambda: self.state.calm,
+            self._kinds,
+            on_settled=lambda services: self._feed(SpareSettled(services)),
             on_notice=self._on_event,
         )
         self._mailbox.handle(ServiceReport, self._on_report)
@@ -211,6 +208,7 @@ class Supervisor:
             self._run.outcome.unlink(missing_ok=True)
             self._programs.start_guard()
             self._feed(TimePassed())
+            self._spares.fill()
             self._background(watch.watch())
             return await self._ended
         finally:
@@ -292,8 +290,8 @@ class Supervisor:
             self._spares.close()
             self._end_hosts()
             self._write_outcome()
-        else:
-            self._spares.refill()
+        elif self.state.calm:
+            self._spares.fill()
 
     def _end_hosts(self) -> None:
         """Stop the other hosts once the driver has ended. Until then, the driver may need what is on those hosts."""
@@ -366,23 +364,23 @@ class Supervisor:
         command = self._command_of(key)
         try:
             with (self._run.logs / f"{service}-{instance}.out").open("ab") as output:
-                child = self._spares.adopt(key, command, output) or self._programs.start(key, command, output)
+                child = self._spares.fork(key, command, output) or self._programs.start(key, command, output)
         except OSError as error:
             self._log.error("cannot start", name=service_name(*key), error=str(error))
             return Exited(key, 0, CANNOT_START)
-        self._children[key] = child.process
+        self._children[key] = child
         self._loop.add_reader(child.descriptor, self._on_exit, key, child)
-        self._log.info("started", name=service_name(*key), pid=child.process.pid)
-        started = Spawned(key, child.process.pid)
+        self._log.info("started", name=service_name(*key), pid=child.pid)
+        started = Spawned(key, child.pid)
         self._on_event(started)
         return started
 
     def _signal(self, key: Key, pid: int, number: int) -> None:
         child = self._children.get(key)
         if child is not None and child.pid == pid:
-            child.send_signal(number)
+            child.signal(number)
             if number == signal.SIGTERM:
-                child.send_signal(signal.SIGCONT)  # a stopped process cannot drain
+                child.signal(signal.SIGCONT)  # a stopped process cannot drain
 
     async def _kill_hung(self, key: Key, pid: int) -> None:
         cause = self.state.processes[key].cause
@@ -390,8 +388,8 @@ class Supervisor:
         self._signal(key, pid, signal.SIGKILL)
 
     def _on_exit(self, key: Key, child: Child) -> None:
-        status, pid = self._programs.reap(child), child.process.pid
-        if self._children.get(key) is child.process:
+        status, pid = self._programs.reap(child), child.pid
+        if self._children.get(key) is child:
             del self._children[key]
         self._ended_lives.add((key, pid))
         self._log.info("exited", name=service_name(*key), pid=pid, status=status)
@@ -568,8 +566,7 @@ class Supervisor:
             task.cancel()
         self._spares.close()
         for child in self._children.values():  # some are left only after an exception in `run`
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
+            child.signal(signal.SIGKILL)
         for child in self._children.values():
             child.wait()
         if self._hosts is not None:

@@ -1,4 +1,4 @@
-"""Decides when spare processes are started, which processes start from a spare, and when a kind of spare is given up.
+"""Decides when spare processes are started, which processes are forks of one, and when a kind of spare is given up.
 
 It uses no process, socket or clock. There is at most one spare of a kind. One transition is missing on purpose: a kind
 of spare that was given up is not tried again, because its imports would fail again; its processes start without spares.
@@ -18,21 +18,23 @@ KILL_LIMIT = 3
 
 
 class SpareKind(NamedTuple):
-    """Settings that are fixed before a process imports anything. A spare can only become a process of its own kind."""
+    """The services that are forks of the same spare, and its imports."""
 
-    service: str
-    threads: int
-    gpus: str | None
-    """CUDA_VISIBLE_DEVICES, or None for the launcher's value."""
+    services: tuple[str, ...]
+    imports: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.services)
 
 
 @dataclass
 class Spare:
-    """A spare process that no service has used yet."""
+    """A spare process."""
 
     pid: int
     warm: bool = False
-    """Whether the spare has imported everything."""
+    """Whether the spare has imported everything and can be forked."""
 
 
 class SpareRules:
@@ -43,19 +45,14 @@ class SpareRules:
         self._kills: dict[SpareKind, deque[float]] = {kind: deque() for kind in kinds}
 
     @property
+    def missing(self) -> list[SpareKind]:
+        """The kinds that have no spare and were not given up."""
+        return [kind for kind in self._kills if kind not in self.spares]
+
+    @property
     def complete(self) -> bool:
         """Whether there is a warm spare of every kind that was not given up."""
-        return all(kind in self.spares and self.spares[kind].warm for kind in self._kills)
-
-    def due(self, *, calm: bool) -> SpareKind | None:
-        """Return the kind of spare to start next, or None.
-
-        Return None unless the run is `calm`, because imports would slow down a starting process. Only one spare imports
-        at a time, so that the first is warm early.
-        """
-        if not calm or not all(spare.warm for spare in self.spares.values()):
-            return None
-        return next((kind for kind in self._kills if kind not in self.spares), None)
+        return not self.missing and all(spare.warm for spare in self.spares.values())
 
     def started(self, kind: SpareKind, pid: int) -> None:
         self.spares[kind] = Spare(pid)
@@ -64,15 +61,13 @@ class SpareRules:
         """Note that the spare of `kind` has imported everything."""
         self.spares[kind].warm = True
 
-    def take(self, kind: SpareKind) -> bool:
-        """Return whether a process of `kind` can start from the spare. If so, forget the spare.
+    def lost(self, kind: SpareKind) -> None:
+        """Note that the spare of `kind` does not answer and is being killed."""
+        self.spares[kind].warm = False
 
-        A spare that is still importing is not used, because the process would wait for imports at the lowest priority.
-        """
-        if kind not in self.spares or not self.spares[kind].warm:
-            return False
-        del self.spares[kind]
-        return True
+    def usable(self, kind: SpareKind) -> bool:
+        """Return whether processes of `kind` can be forks of its spare."""
+        return kind in self.spares and self.spares[kind].warm
 
     def exited(self, kind: SpareKind, status: int, now: float) -> str:
         """Note that the spare of `kind` has exited. Return the cause if the kind is given up, or an empty string."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
@@ -34,6 +34,7 @@ from launch.supervisor.events import (
     RunEnded,
     RunOutcome,
     Silent,
+    SpareSettled,
     Spawn,
     Spawned,
     StartAsked,
@@ -107,10 +108,19 @@ class Process:
 class RunLifecycle:
     """The state machine of one run. `processes` keeps the order of the plan."""
 
-    def __init__(self, plan: Sequence[Key], save_limit_s: float = 0.0, *, hosts: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Sequence[Key],
+        save_limit_s: float = 0.0,
+        *,
+        hosts: bool = False,
+        held: Collection[str] = (),
+    ) -> None:
         """`save_limit_s` limits the time in which the trainer saves a checkpoint at the end of the run. With `hosts`,
-        the run has processes on other hosts, which end before the services that they talk to."""
+        the run has processes on other hosts, which end before the services that they talk to. The services `held` are
+        first started when their spare is settled."""
         self._hosts = hosts
+        self._held = set(held)
         self._save_limit_s = save_limit_s
         self.phase = RunPhase.STARTING
         self.processes = {key: Process(key) for key in plan}
@@ -131,6 +141,8 @@ class RunLifecycle:
         match event:
             case TimePassed():
                 pass
+            case SpareSettled(services):
+                self._held.difference_update(services)
             case Spawned(key, pid):
                 self._spawned(self.processes[key], pid, now)
             case Reported():
@@ -359,6 +371,7 @@ class RunLifecycle:
         for process in self.processes.values():
             due = process.state == ProcessState.BACKOFF and process.start_at is not None and process.start_at <= now
             begun = process.state == ProcessState.WAITING and (up or process in first)
+            begun = begun and process.key[0] not in self._held
             if due or begun:
                 self._spawn(process, now)
         if all(process.state == ProcessState.READY for process in self._active()):

@@ -56,11 +56,11 @@ class ProcessRow(Record, frozen=True, array_like=True):
 
 
 class SpareRow(Record, frozen=True, array_like=True):
-    """A process that the supervisor keeps to replace a process of `service`."""
+    """A process that has imported the libraries of `services`. Each process of them is a fork of it."""
 
-    service: str
+    services: list[str]  # names of services
     pid: int
-    warm: bool  # whether it has finished its imports and can be used
+    warm: bool  # whether it has finished its imports and can be forked
     rss_bytes: int = 0
 
 

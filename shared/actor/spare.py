@@ -1,105 +1,144 @@
-"""A spare process: it has imported what a service needs, and becomes that service when the supervisor orders it to.
+"""A spare process: it has imported what services need, and the services that the supervisor orders are forks of it.
 
     python -m shared.actor.spare DESCRIPTOR ...
 
 DESCRIPTOR is one end of a socket pair that keeps message boundaries; further arguments are only for people to read.
 Messages are JSON. The spare receives the list of its imports, each `module` or `module:function` (called without
-arguments). When they are done, it answers with an empty list. It then takes one order: the module of the service and
-its arguments, together with the descriptor of its output. The module runs as it would under `python -m`. Before the
-order, a spare knows neither the keys nor the data of a run. It exits when its supervisor does: the other end of the
-pair closes.
+arguments), and answers with an empty list when they are done. Then it takes orders. An order is a pair: the module of
+the service with its arguments, and the environment variables that differ from the spare's own. Two descriptors come
+with it: the output of the service, and one end of another socket pair. The service sends its process id there and waits
+for an answer. It ends if there is none, because the supervisor may then start the service in another way. The module
+runs as it would under `python -m`. A spare knows neither the keys nor the data of a run. It exits when its supervisor
+does, because the other end of its pair closes then.
 
-A spare imports at the lowest priority (SCHED_IDLE): only while its core is otherwise idle. With a nice value of 19, its
-imports slowed down a quickstart on two cores by a tenth. An unprivileged process may not be able to raise its priority
-again, but on Linux each thread has its own priority. The imports therefore run on a thread that ends afterwards, and
-the main thread, which becomes the service, keeps its priority. Threads inherit the priority of the thread that starts
-them, so a spare is not used if its imports leave threads behind.
+A service is a grandchild of the spare, and its parent has ended. The supervisor is a subreaper (prctl(2)), so it is the
+parent from then on, as it is of a service that it starts without a spare.
 
-Forks of one process that has imported everything would share its memory. But forking is unsafe here: the child of a
-process with torch, OpenMP or engine threads inherits the locks that these threads held, but not the threads.
+Only a process with one thread can be forked safely: its child would inherit the locks that other threads held, but not
+the threads. Nor may the CUDA driver have been initialized. A spare whose imports do either fails.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
 import runpy
 import socket
 import sys
-import threading
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from shared.actor.process import die_with_parent
 
 MESSAGE_BYTES = 64 << 10
 """Maximum size of a message."""
+CUDA_DEVICE = "/dev/nvidia-uvm"
+"""A device file that a process opens when it initializes the CUDA driver, but not when it only counts GPUs by NVML."""
+_POLL_S = 0.001
 _ARG_START, _ARG_END = 45, 46
 """Indices of the /proc/self/stat fields after the name that hold the address range of the command line (proc(5))."""
 
 
 def main() -> None:
     die_with_parent()
-    supervisor = socket.socket(fileno=int(sys.argv[1]))
-    supervisor.set_inheritable(False)
-    imports = _receive(supervisor)[0]
-    importing = threading.Thread(target=_import, args=(imports, supervisor), name="imports", daemon=True)
-    importing.start()
-    (module, *arguments), output = _receive(supervisor)
-    importing.join()
-    supervisor.close()
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(output, stream.fileno())
-    os.close(output)
-    _show([sys.executable, "-m", module, *arguments])
-    sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    supervisor = os.getppid()
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    orders.set_inheritable(False)
+    for name in _receive(orders)[0]:
+        module, _, function = name.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
+    if problem := why_not_to_fork(len(os.listdir("/proc/self/task")), open_files()):
+        sys.exit(f"spare: {problem}")
+    # The collector would write to the objects that exist now, and so copy the pages that the forks share.
+    gc.collect()
+    gc.freeze()
+    orders.send(b"[]")
+    while True:
+        (command, environment), (output, answer) = _receive(orders)
+        with socket.socket(fileno=answer) as answering:
+            if _forked(supervisor):
+                orders.close()
+                _become(command, environment, output, answering)
+                return
+        os.close(output)
 
 
-def _receive(supervisor: socket.socket) -> tuple[list[str], int]:
-    """Return the next message and its descriptor (-1 if it has none). Exit if the supervisor has closed its end."""
-    message, descriptors, _, _ = socket.recv_fds(supervisor, MESSAGE_BYTES, 1)
-    if not message:
-        os._exit(0)  # at once: the imports may be under way
-    return json.loads(message), descriptors[0] if descriptors else -1
+def why_not_to_fork(threads: int, files: Sequence[str]) -> str:
+    """Return why a process with `threads` threads and these open files cannot be forked, or an empty string."""
+    if threads > 1:
+        return f"the imports have started {threads - 1} threads, which a fork would lack"
+    if CUDA_DEVICE in files:
+        return f"the imports have initialized the CUDA driver ({CUDA_DEVICE} is open), which a fork could not use"
+    return ""
 
 
-def _import(names: Sequence[str], supervisor: socket.socket) -> None:
-    """Import `names` at the lowest priority and tell the supervisor. On any failure, exit with status 1."""
-    own = threading.get_native_id()
-    os.sched_setscheduler(own, os.SCHED_IDLE, os.sched_param(0))
-    try:
-        for name in names:
-            module, _, function = name.partition(":")
-            imported = importlib.import_module(module)
-            if function:
-                getattr(imported, function)()
-        if left := threads_of_lowest_priority() - {own}:
-            raise RuntimeError(f"the imports have left {len(left)} threads behind, which keep the lowest priority")
-        supervisor.send(b"[]")
-    except BrokenPipeError:
-        return  # the supervisor is gone; the main thread notices it, too
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
-def threads_of_lowest_priority() -> set[int]:
-    """Return the ids of the threads of this process that have the lowest priority."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):
-            if os.sched_getscheduler(int(task.name)) == os.SCHED_IDLE:
-                found.add(int(task.name))
+def open_files(folder: Path = Path("/proc/self/fd")) -> list[str]:
+    """Return the targets of the links in `folder`: by default, the open files of this process."""
+    found = []
+    for link in folder.iterdir():
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
+            found.append(os.readlink(link))
     return found
 
 
+def _receive(orders: socket.socket) -> tuple[Any, list[int]]:
+    """Return the next message and its descriptors. Exit if the supervisor has closed its end."""
+    message, descriptors, _, _ = socket.recv_fds(orders, MESSAGE_BYTES, 2)
+    if not message:
+        os._exit(0)
+    return json.loads(message), descriptors
+
+
+def _forked(supervisor: int) -> bool:
+    """Return False in the spare and True in its new grandchild, once the supervisor is the grandchild's parent."""
+    try:
+        if child := os.fork():
+            os.waitpid(child, 0)
+            return False
+    except OSError:  # The supervisor notices that nobody answers.
+        traceback.print_exc()
+        return False
+    between = os.getpid()
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        traceback.print_exc()
+        os._exit(1)
+    while os.getppid() == between:
+        time.sleep(_POLL_S)
+    if os.getppid() != supervisor:
+        os._exit(0)
+    return True
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str], output: int, answer: socket.socket) -> None:
+    """Run the module of `command` with its arguments, if the supervisor still wants it."""
+    os.setpgid(0, 0)
+    answer.send(str(os.getpid()).encode())
+    if not answer.recv(1):
+        os._exit(0)
+    answer.close()
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+    os.close(output)
+    os.environ.update(environment)
+    _show([sys.executable, "-m", *command])
+    sys.argv[1:] = command[1:]
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
 def _show(command: Sequence[str]) -> None:
-    """Have `ps` show `command`, as after a cold start, cut off at the length of the spare's own command line."""
+    """Have `ps` show `command`, as after a start of its own, cut off at the length of the spare's own command line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
     text = b"\0".join(os.fsencode(each) for each in command)[: end - start - 1]

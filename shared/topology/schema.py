@@ -48,14 +48,8 @@ class Run(Section):
     deterministic: bool = Field(default=False, description="the same seed gives the same bits, even after kills")
     spares: bool = Field(
         default=True,
-        description="keep spare processes that have imported the libraries of the services that compute, so that these "
-        "restart fast; each takes the memory of those libraries",
-    )
-    spares_after_s: float = Field(
-        default=30.0,
-        ge=0,
-        description="seconds from the moment all services are ready to the first spare, whose imports use processor "
-        "time",
+        description="import the libraries of the services that compute once on each host, in a process of which these "
+        "services are forks: they start and restart faster and share the memory of the libraries",
     )
     on_bad_step: Literal["stop", "skip"] = Field(
         default="stop",

@@ -4,10 +4,10 @@
     python -m tests.bench.recovery --set run.spares=false
     python -m tests.bench.recovery --only rollout --timeline    what the processes log until the run goes on
 
-A service is killed by SIGKILL once all services are READY, its spare process (if it has one) is warm, and `CALM_STEPS`
-steps have been committed since then. Two times are taken. `next commit` ends with the next row of metrics.jsonl;
-training may continue for a while with data that the killed service produced before. `with it` ends with the first row
-after the new process is READY. A row is seen at most `POLL_S` late.
+A service is killed by SIGKILL once all services are READY and `CALM_STEPS` steps have been committed since then. Two
+times are taken. `next commit` ends with the next row of metrics.jsonl; training may continue for a while with data that
+the killed service produced before. `with it` ends with the first row after the new process is READY. A row is seen at
+most `POLL_S` late.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Trial:
     folder: Path
     queue: list[str]
     chance: random.Random
-    spares: bool
     timeline: bool
     done: list[Kill] = field(default_factory=list)
     _kill: Kill | None = None
@@ -79,7 +78,6 @@ class Trial:
     _events: list[tuple[float, str, dict[str, Any]]] = field(default_factory=list)
     _pids: dict[str, int] = field(default_factory=dict)
     _ready: set[str] = field(default_factory=set)
-    _warm: set[str] = field(default_factory=set)
     _calm_since: int | None = None
     _kill_at: float = 0.0
 
@@ -91,8 +89,7 @@ class Trial:
         if self._kill is not None:
             self._finish(self._kill, now, rows)
             return
-        calm = self._ready >= set(SERVICES) and (not self.spares or self._warm >= set(SERVICES[4:]))
-        if not calm or not self.queue:
+        if not self._ready >= set(SERVICES) or not self.queue:
             self._calm_since = None
         elif self._calm_since is None:
             self._calm_since = rows
@@ -104,7 +101,6 @@ class Trial:
     def _strike(self, service: str, rows: int) -> None:
         self._kill_at, self._calm_since = 0.0, None
         self._ready.discard(service)
-        self._warm.discard(service)
         pid = self._pids[service]
         self._kill = Kill(service, pid, time.time(), rows)
         os.kill(pid, signal.SIGKILL)
@@ -136,8 +132,6 @@ class Trial:
             if event == "started":
                 self._pids[service] = int(entry["pid"])
                 self._ready.discard(service)
-            elif event == "spare warm":
-                self._warm.add(str(entry["kind"]))
         elif event == "state":
             if entry.get("state") == "READY":
                 self._ready.add(name)
@@ -167,13 +161,12 @@ def measure(services: Sequence[str], args: argparse.Namespace) -> list[Kill]:
     chance = random.Random(args.seed)
     queue = [service for _ in range(args.turns) for service in chance.sample(services, len(services))]
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        spares = not any(setting.replace(" ", "") == "run.spares=false" for setting in args.settings)
-        trial = Trial(Path(name), queue, chance, spares, args.timeline)
+        trial = Trial(Path(name), queue, chance, args.timeline)
         run_cluster(
             ENOUGH_STEPS,
             Path(name),
             args.limit_s,
-            settings=["run.spares_after_s=0", *args.settings],
+            settings=args.settings,
             watch=trial.watch,
             enough=lambda _: len(trial.done) == args.turns * len(services),
         )

@@ -48,8 +48,8 @@ def main() -> None:
     print(order_line([WITHOUT, WITH], args.turns), flush=True)
     run = partial(measure, args.steps, args.warm_up, args.limit_s)
     sides = {
-        WITHOUT: partial(run, ["run.spares=false", "monitor.samples=null"]),
-        WITH: partial(run, ["run.spares=false", *args.settings]),
+        WITHOUT: partial(run, ["monitor.samples=null"]),
+        WITH: partial(run, args.settings),
     }
     try:
         found = by_turns(sides, args.turns)

@@ -332,7 +332,7 @@ def colocated_run(device: str) -> Measured:
     topology = ROOT / "launch" / "topologies" / "colocate.yaml"
     with tempfile.TemporaryDirectory(prefix="smoke-gpu-") as folder:
         path = Path(folder) / "run"
-        sets = [f"run.steps={STEPS}", "policy.dtype=bfloat16", "run.spares=false"]
+        sets = [f"run.steps={STEPS}", "policy.dtype=bfloat16"]
         sets += [f"services.{name}.gpus=1" for name in load(topology).placement.colocate]
         command = [sys.executable, "-m", "launch.cluster", str(topology), "--run-dir", str(path)]
         command += [word for each in sets for word in ("--set", each)]

@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 
 from tests.integration.damage import fenced_keys, flip_shard
-from tests.integration.tiny.harness import QUICKSTART, hurry, processes_of
+from tests.integration.tiny.harness import QUICKSTART, processes_of
 from tests.integration.whole_cluster import Cluster, cluster
 
 STEPS = 10
@@ -102,27 +103,10 @@ def losses(run: Cluster) -> int:
     return sum(line["event"] == "shards lost" for line in run.log("scheduler"))
 
 
-def held(file: Path) -> str:
-    """Return the setting that delays a run until `file` exists. Its rewards equal those of the quickstart."""
-    function = f"function: 'tests.integration.held_reward:reward', params: {{until: '{file}'}}"
-    return f"reward={{{function}, timeout_s: {LIMIT_S}}}"
-
-
-def wait_for_spares(run: Cluster) -> None:
-    """Wait until every spare process is warm."""
-
-    def warm() -> bool:
-        spares = run.status().get("spares") or ()
-        hurry(row["pid"] for row in spares)
-        return [row["warm"] for row in spares] == [True] * 3
-
-    run.wait_for("warm spares", warm)
-
-
-def spares_used(run: Cluster) -> set[str]:
-    """Return the services that have a process that was started from a spare."""
+def forks(run: Cluster) -> Counter[str]:
+    """Return the number of processes that were forks of a spare, by service."""
     log = [json.loads(line) for line in run.run.log_file("supervisor", 0).read_text().splitlines()]
-    return {line["kind"] for line in log if line["event"] == "spare used"}
+    return Counter(line["name"].partition("/")[0] for line in log if line["event"] == "spare forked")
 
 
 def committed(run: Cluster, step: int) -> bool:

@@ -131,8 +131,6 @@ def cluster(
     path.mkdir(parents=True, exist_ok=resume)
     command = [sys.executable, "-m", launcher, str(topology), "--run-dir", str(path)]
     command += ["--resume"] if resume else []
-    # Imports that a test does not need would only slow it down.
-    command += [] if any(each.startswith("run.spares=") for each in overrides) else ["--set", "run.spares=false"]
     for override in overrides:
         command += ["--set", override]
     with (path / "cluster.out").open("wb") as output:

@@ -346,7 +346,7 @@ class SimProcess:
         self._world = world
         self._node = node
 
-    def send_signal(self, number: int) -> None:
+    def signal(self, number: int) -> None:
         if number == SIGKILL:
             self.kill()
         elif number == SIGTERM and self._node.alive:

@@ -72,7 +72,7 @@ def query(port: int, expression: str) -> list[Any]:
 def real_run(folder: Path, port: int, otlp: int) -> Iterator[Path]:
     """Run the quickstart with an exporter."""
     path = folder / "run"
-    settings = [f"monitor.prometheus.listen=127.0.0.1:{port}", "run.steps=40", "run.spares=false"]
+    settings = [f"monitor.prometheus.listen=127.0.0.1:{port}", "run.steps=40"]
     settings += [f"monitor.traces={{otlp: 'http://127.0.0.1:{otlp}', share: 0.2}}"]
     arguments = [part for setting in settings for part in ("--set", setting)]
     process = subprocess.Popen(

@@ -81,7 +81,7 @@ def run_on(
 ) -> Iterator[subprocess.Popen[str]]:
     """Start the quickstart in `path` on the cluster. Any process that is left is killed at the end of the test."""
     ports = [f"{key}={port}" for key, port in free_ports().items()]
-    given = [*ports, "services.batch-store.memory=256MiB", "run.spares=false", "data.eval={}", *settings]
+    given = [*ports, "services.batch-store.memory=256MiB", "data.eval={}", *settings]
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "launch.cluster", str(QUICKSTART), "--run-dir", str(path)),

@@ -115,7 +115,6 @@ def test_agents_without_the_model_run_their_rollouts_with_their_own_copy(tmp_pat
         "policy.distribute=true",
         "run.steps=4",
         "data.eval={}",
-        "run.spares=false",
         "services.batch-store.memory=256MiB",
     ]
     with two_hosts() as (home, away), contextlib.ExitStack() as stack:

@@ -107,7 +107,6 @@ def running(folder: Path, delay_s: float = 0.0) -> Iterator[Run]:
         "services.batch-store.memory=256MiB",
         "run.steps=100000",
         "data.eval={}",
-        "run.spares=false",
     ]
     with two_hosts(delay_s) as (home, away):
         words = [word for each in [*sets, f"transport.listen={home.address}"] for word in ("--set", each)]

@@ -34,9 +34,8 @@ PLAIN = (
     "algorithm.tasks_per_step=16",
     "services.batch-store.memory=256MiB",
     "checkpoint.every=100",
-    "run.spares=false",
 )
-RANKS = ("services.policy-trainer.workers=2", "run.spares=false")
+RANKS = ("services.policy-trainer.workers=2",)
 
 
 @contextlib.contextmanager

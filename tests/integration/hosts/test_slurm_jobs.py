@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 JOBS = ROOT / "launch" / "jobs"
 LIMIT_S = 300.0
-SETS = ("services.batch-store.memory=256MiB", "run.spares=false", "data.eval={}")
+SETS = ("services.batch-store.memory=256MiB", "data.eval={}")
 
 
 class Job:

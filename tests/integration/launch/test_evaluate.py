@@ -20,7 +20,7 @@ from tests.integration.tiny.harness import QUICKSTART, ROOT, SERVICES, assert_no
 
 POLICY = QUICKSTART.parent / "models" / "tiny-qwen3"
 ROWS = 64
-SMALL = (f"data.eval.heldout.rows={ROWS}", "run.spares=false", "services.batch-store.memory=256MiB")
+SMALL = (f"data.eval.heldout.rows={ROWS}", "services.batch-store.memory=256MiB")
 
 
 def evaluate(*arguments: str, sets: tuple[str, ...] = SMALL, limit_s: float = 240) -> subprocess.CompletedProcess[str]:

@@ -1,21 +1,24 @@
-"""Spare processes of a run: their use by services, their replacement, and what they leave behind."""
+"""Spare processes of a run: the services that are forks of them, their replacement, and what they leave behind."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from launch.heavy import heavy_imports
+from launch.heavy import spare_kinds
 from launch.supervisor.programs import child_environment
 from shared.topology import load
 from tests.integration.tiny.harness import (
@@ -24,36 +27,31 @@ from tests.integration.tiny.harness import (
     Launched,
     assert_nothing_left,
     ctl,
-    hurry,
     launched,
     processes_of,
     wait_for,
 )
 
+PR_SET_CHILD_SUBREAPER = 36
+libc = ctypes.CDLL(None)
 HEAVY = {"policy-trainer-worker", "reference", "rollout"}
 
 
-def warm(here: Launched, kinds: set[str] = HEAVY) -> dict[str, int]:
-    """Return the pids of the spares by service, once the spares of `kinds` are warm."""
+def warm(here: Launched) -> int:
+    """Return the pid of the spare, once it is warm."""
 
-    def answer() -> dict[str, int]:
+    def answer() -> int:
         spares = here.status().get("spares") or ()
-        hurry(row["pid"] for row in spares)
-        found = {row["service"]: row["pid"] for row in spares if row["warm"]}
-        return found if found.keys() == kinds else {}
+        return next((int(row["pid"]) for row in spares if row["warm"]), 0)
 
-    pids: dict[str, int] = wait_for(f"warm spares of {kinds}", answer)
-    return pids
+    pid: int = wait_for("a warm spare", answer)
+    return pid
 
 
-def priorities(pid: int) -> set[tuple[int, int]]:
-    """Return the scheduling policies and nice values of all threads of a process."""
-    found = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # The thread has just ended.
-            number = int(task.name)
-            found.add((os.sched_getscheduler(number), os.getpriority(os.PRIO_PROCESS, number)))
-    return found
+def forked(here: Launched) -> list[int]:
+    """Return the pids of the services that were forked, in order."""
+    log = (here.path / "logs" / "supervisor-0.jsonl").read_text().splitlines()
+    return [line["pid"] for line in map(json.loads, log) if line["event"] == "spare forked"]
 
 
 def identity(pid: int) -> dict[str, Any]:
@@ -61,81 +59,82 @@ def identity(pid: int) -> dict[str, Any]:
     process = psutil.Process(pid)
     signals = Path(f"/proc/{pid}/status").read_text().splitlines()
     return {
-        "command": process.cmdline(),
-        "parent": process.ppid(),
+        "command": process.cmdline()[1:6],
+        "parent is the launcher": process.ppid(),
         "leads its group": os.getpgid(pid) == pid,
         "folder": process.cwd(),
-        "environment": process.environ(),
-        "priorities": priorities(pid),
-        "output": [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)],
+        "priority": (os.sched_getscheduler(pid), process.nice()),
+        "input": os.readlink(f"/proc/{pid}/fd/0"),
+        "output": [Path(os.readlink(f"/proc/{pid}/fd/{number}")).name for number in (1, 2)],
         "signals": [line for line in signals if line.startswith(("SigBlk", "SigIgn", "SigCgt"))],
     }
 
 
-def test_a_killed_service_restarts_in_its_spare_like_a_new_process_and_the_spare_is_replaced(
-    tmp_path: Path,
-) -> None:
-    with launched(tmp_path / "run", spares=True) as here:
-        before = here.wait_ready()
-        spares = warm(here)
-        assert {row["pid"] for row in before.values()}.isdisjoint(spares.values())
-        cold = {service: identity(before[f"{service}/0"]["pid"]) for service in HEAVY}
-        for service in HEAVY:
-            os.kill(before[f"{service}/0"]["pid"], signal.SIGKILL)
-            wait_for("the kill to be seen", lambda service=service: here.status()["services"])
+def test_services_are_forks_of_one_spare_at_every_start_and_look_like_processes_of_their_own(tmp_path: Path) -> None:
+    found = {}
+    for name, spares in (("run", False), ("other", True)):
+        with launched(tmp_path / name / "run", spares=spares) as here:
+            before = here.wait_ready()
+            pids = {service: before[f"{service}/0"]["pid"] for service in HEAVY}
+            found[spares] = {service: identity(pid) for service, pid in pids.items()}
+            for each in found[spares].values():
+                assert each.pop("parent is the launcher") == here.process.pid
+                assert each["command"].pop(3) == str(here.path)
+            if not spares:
+                continue
+            spare = warm(here)
+            assert set(forked(here)) == set(pids.values())
+            for pid in pids.values():
+                os.kill(pid, signal.SIGKILL)
             wait_for(
-                f"{service} in its spare",
-                lambda service=service: here.wait_ready()[f"{service}/0"]["pid"] == spares[service],
+                "restarts",
+                lambda: all(row["restarts"] for row in here.wait_ready().values() if row["service"] in HEAVY),
             )
-        assert {service: identity(spares[service]) for service in HEAVY} == cold
-        after = here.wait_ready()
-        assert {name: row["restarts"] for name, row in after.items()} == {
-            name: int(name.removesuffix("/0") in HEAVY) for name in before
-        }
-        again = warm(here)
-        assert set(again.values()).isdisjoint(spares.values())
-        assert all(row["rss_bytes"] > 1 << 20 for row in here.status()["spares"])
+            after = here.wait_ready()
+            assert set(forked(here)[len(HEAVY) :]) == {after[f"{service}/0"]["pid"] for service in HEAVY}
+            assert warm(here) == spare
+            assert here.status()["spares"][0]["rss_bytes"] > 1 << 20
+    assert found[True] == found[False]
 
 
-@pytest.mark.long
-def test_a_planned_restart_uses_a_stopped_spare(tmp_path: Path) -> None:
+def test_a_stopped_spare_is_continued_when_it_is_needed(tmp_path: Path) -> None:
     with launched(tmp_path / "run", spares=True) as here:
         here.wait_ready()
-        spare = warm(here)["rollout"]
-        os.kill(spare, signal.SIGSTOP)
+        os.kill(warm(here), signal.SIGSTOP)
+        count = len(forked(here))
         assert ctl(here.path, "restart", "rollout").returncode == 0
-        wait_for("rollout in its spare", lambda: here.wait_ready()["rollout/0"]["pid"] == spare)
+        wait_for("a restart", lambda: here.wait_ready()["rollout/0"]["restarts"] == 1)
+        assert len(forked(here)) == count + 1
 
 
 def test_a_killed_spare_is_replaced_and_no_service_restarts(tmp_path: Path) -> None:
     with launched(tmp_path / "run", spares=True) as here:
         before = here.wait_ready()
-        spare = warm(here)["rollout"]
+        spare = warm(here)
         os.kill(spare, signal.SIGKILL)
-        wait_for("another spare", lambda: warm(here)["rollout"] != spare)
+        wait_for("another spare", lambda: warm(here) != spare)
         assert {name: row["pid"] for name, row in here.wait_ready().items()} == {
             name: row["pid"] for name, row in before.items()
         }
 
 
-@pytest.mark.long
-def test_spares_whose_imports_fail_are_reported_once_and_services_restart_without_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("module", ["no_such_module", "tests.integration.tiny.thread_left"])
+def test_services_start_without_a_spare_whose_imports_fail_or_leave_threads_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
-    monkeypatch.setenv("TINY_IMPORTS", "no_such_module")
+    monkeypatch.setenv("TINY_IMPORTS", module)
     with launched(tmp_path / "run", spares=True) as here:
         before = here.wait_ready()
-        log = here.path / "logs" / "supervisor-0.jsonl"
-        wait_for("three spares to fail", lambda: log.read_text().count('"spare died"') == len(HEAVY))
         os.kill(before["rollout/0"]["pid"], signal.SIGKILL)
         wait_for("a restart", lambda: here.wait_ready()["rollout/0"]["restarts"] == 1)
+        assert forked(here) == []
         here.process.send_signal(signal.SIGINT)
         _, output, errors = here.end()
-        assert log.read_text().count('"spare died"') == len(HEAVY)
-    for service in HEAVY:
-        line = f"{service}: starts without a spare process from now on: exit status 1"
-        assert (output + errors).count(line) == 1
-    assert "no_such_module" in (here.path / "logs" / "rollout-spare.out").read_text()
+        assert (here.path / "logs" / "supervisor-0.jsonl").read_text().count('"spare died"') == 1
+    line = "started without a spare process from now on: exit status 1"
+    assert (output + errors).count(line) == 1
+    said = (here.path / "logs" / "spare-0.out").read_text()
+    assert (module if module == "no_such_module" else "the imports have started 1 threads") in said
 
 
 def test_no_spare_is_kept_if_spares_are_disabled(tmp_path: Path) -> None:
@@ -147,76 +146,113 @@ def test_no_spare_is_kept_if_spares_are_disabled(tmp_path: Path) -> None:
         assert not any("shared.actor.spare" in psutil.Process(pid).cmdline() for pid in processes_of(here.path))
 
 
-@pytest.mark.long
-def test_the_first_spare_starts_some_time_after_all_services_are_ready(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", "--set", "run.spares_after_s=3", spares=True) as here:
-        rows = here.wait_ready()
-        services = [psutil.Process(row["pid"]).create_time() for row in rows.values()]
-        assert min(psutil.Process(pid).create_time() for pid in warm(here).values()) >= max(services) + 3
+def test_the_launcher_leaves_no_zombie_of_a_process_that_a_killed_service_started(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", spares=True) as here:
+        rollout = here.wait_ready()["rollout/0"]["pid"]
+        (child,) = psutil.Process(rollout).children()
+        os.kill(rollout, signal.SIGKILL)
+        wait_for("a restart", lambda: here.wait_ready()["rollout/0"]["restarts"] == 1)
+        wait_for("the child to be reaped", lambda: not psutil.pid_exists(child.pid))
 
 
 def test_spares_end_with_the_run_or_with_a_killed_launcher(tmp_path: Path) -> None:
     with launched(tmp_path / "stopped", spares=True) as here:
         here.wait_ready()
-        spares = warm(here)
         # Spares are among the run's processes, so the checks below notice any that remain.
-        assert set(spares.values()) <= set(processes_of(here.path))
+        assert warm(here) in processes_of(here.path)
         run = here.run
         here.process.send_signal(signal.SIGINT)
         here.end()
         assert_nothing_left(run)
     with launched(tmp_path / "killed", spares=True) as here:
         here.wait_ready()
-        spares = warm(here)
-        os.kill(spares["rollout"], signal.SIGSTOP)
+        os.kill(warm(here), signal.SIGSTOP)
         run = here.run
         here.process.kill()
         assert_nothing_left(run)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_a_spare_of_the_quickstart_imports_everything_at_low_priority_and_opens_no_device(tmp_path: Path) -> None:
-    """The adopted module prints traces of actions that are forbidden to a spare. The test has no launcher."""
-    imports = heavy_imports(load(QUICKSTART, []))["policy-trainer-worker"]
+@dataclass
+class Alone:
+    """A spare without a launcher, and the end of its socket pair that a supervisor would hold."""
+
+    process: subprocess.Popen[bytes]
+    orders: socket.socket
+
+    def order(self, module: str, environment: dict[str, str], output: int) -> socket.socket:
+        """Order a fork that runs `module`. Return the socket on which it answers."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            message = json.dumps([[module, "--instance", "0"], environment]).encode()
+            socket.send_fds(self.orders, [message], [output, theirs.fileno()])
+        ours.settimeout(30)
+        return ours
+
+
+@contextlib.contextmanager
+def alone(folder: Path, imports: tuple[str, ...]) -> Iterator[Alone]:
+    """Start a spare that can run modules in `folder`. It is the child of this process, as are its forks."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = {**child_environment(2, ""), "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    (tmp_path / "adopted.py").write_text(
-        "import json, sys, time, torch\n"
-        "from shared.actor.spare import threads_of_lowest_priority\n"
-        "until = time.monotonic() + 20\n"
-        "while threads_of_lowest_priority() and time.monotonic() < until:\n"
-        "    time.sleep(0.01)  # the thread that imported is about to end\n"
-        "print(json.dumps({\n"
-        "    'modules': sorted(sys.modules), 'arguments': sys.argv[1:], 'name': __name__,\n"
-        "    'cuda': torch.cuda.is_initialized(), 'threads': torch.get_num_threads(),\n"
-        "    'slow': sorted(threads_of_lowest_priority()),\n"
-        "}))\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shared.actor.spare", str(theirs.fileno()), "-" * 80],
-        pass_fds=(theirs.fileno(),),
-        env=environment,
-    )
+    environment = {**child_environment(1), "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    command = [sys.executable, "-m", "shared.actor.spare", str(theirs.fileno()), "-" * 80]
+    process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
-        with theirs, ours, (tmp_path / "out").open("w+") as output:
+        with theirs, ours:
             theirs.close()
-            ours.settimeout(250)  # On a busy machine the spare gets little time.
+            ours.settimeout(100)
             ours.send(json.dumps(imports).encode())
-            wait_for("imports at the lowest priority", lambda: os.SCHED_IDLE in dict(priorities(process.pid)))
             assert ours.recv(64) == b"[]"
-            socket.send_fds(ours, [json.dumps(["adopted", "--instance", "0"]).encode()], [output.fileno()])
-            assert process.wait(30) == 0
-            output.seek(0)
-            said = json.loads(output.read())
+            yield Alone(process, ours)
     finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
         process.kill()
         process.wait()
-    assert (said["arguments"], said["name"], said["cuda"], said["threads"]) == (
-        ["--instance", "0"],
-        "__main__",
-        False,
-        2,
+
+
+@pytest.mark.timeout(200)
+def test_a_fork_has_the_imports_of_the_quickstart_its_own_environment_and_threads_and_no_device(tmp_path: Path) -> None:
+    (tmp_path / "forked.py").write_text(
+        "import json, os, sys, torch\n"
+        "from shared.model.cpu import set_up\n"
+        "set_up(int(os.environ['OMP_NUM_THREADS']))\n"
+        "(torch.ones(500, 500) @ torch.ones(500, 500)).sum()\n"
+        "print(json.dumps({\n"
+        "    'modules': sorted(sys.modules), 'arguments': sys.argv[1:], 'name': __name__,\n"
+        "    'cuda': torch.cuda.is_initialized(), 'threads': torch.get_num_threads(), 'added': os.environ['ADDED'],\n"
+        "}))\n"
     )
-    assert said["slow"] == []
-    assert {"torch", "transformers.models.qwen3.modeling_qwen3"} <= set(said["modules"])
+    (kind,) = spare_kinds(load(QUICKSTART, []))
+    with alone(tmp_path, kind.imports) as spare, (tmp_path / "out").open("w+") as output:
+        for threads in (2, 3):
+            output.truncate(0)
+            output.seek(0)
+            answer = spare.order("forked", {"OMP_NUM_THREADS": str(threads), "ADDED": "yes"}, output.fileno())
+            with answer:
+                pid = int(answer.recv(32))
+                answer.send(b"!")
+                assert os.waitpid(pid, 0) == (pid, 0)
+            output.seek(0)
+            said = json.loads(output.read())
+            assert {"torch", "transformers.models.qwen3.modeling_qwen3"} <= set(said.pop("modules"))
+            assert said == {
+                "arguments": ["--instance", "0"],
+                "name": "__main__",
+                "cuda": False,
+                "threads": threads,
+                "added": "yes",
+            }
+
+
+def test_a_fork_that_the_supervisor_no_longer_wants_ends_without_running_anything(tmp_path: Path) -> None:
+    (tmp_path / "touching.py").write_text("import pathlib\npathlib.Path(__file__).with_name('touched').touch()\n")
+    with alone(tmp_path, ("json",)) as spare, (tmp_path / "out").open("w") as output:
+        with spare.order("touching", {}, output.fileno()) as answer:
+            pid = int(answer.recv(32))
+        assert os.waitpid(pid, 0) == (pid, 0)
+        assert not (tmp_path / "touched").exists()
+        with spare.order("touching", {}, output.fileno()) as answer:
+            pid = int(answer.recv(32))
+            answer.send(b"!")
+            assert os.waitpid(pid, 0) == (pid, 0)
+        assert (tmp_path / "touched").exists()

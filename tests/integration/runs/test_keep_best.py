@@ -58,7 +58,7 @@ def test_the_best_checkpoint_survives_kills_and_is_exported(tmp_path: Path) -> N
 def _scores_the_same(model: Path, path: Path, accuracy: float) -> None:
     """Check that the exported model has the same accuracy on the same rows."""
     command = [sys.executable, "-m", "launch.cluster", str(QUICKSTART), "--evaluate", "--checkpoint", str(model)]
-    command += ["--run-dir", str(path), "--set", "data.eval.heldout.rows=128", "--set", "run.spares=false"]
+    command += ["--run-dir", str(path), "--set", "data.eval.heldout.rows=128"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     [line] = (path / "metrics.jsonl").read_text().splitlines()

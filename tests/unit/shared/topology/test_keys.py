@@ -147,11 +147,6 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "topology.run.spares",
         "integration/launch/test_spares.py::test_no_spare_is_kept_if_spares_are_disabled",
     ),
-    "run.spares_after_s": (
-        "launch/cluster.py",
-        "topology.run.spares_after_s",
-        "integration/launch/test_spares.py::test_the_first_spare_starts_some_time_after_all_services_are_ready",
-    ),
     "services.monitor.web.listen": (
         "services/web/service.py",
         "web.listen",
