@@ -73,4 +73,5 @@ class SupervisorDoor:
             await asyncio.gather(self._reports, return_exceptions=True)
         if self._gate is not None:
             self._gate.close()
+        self._telemetry.flush()
         self._monitor.close()

@@ -212,7 +212,7 @@ class MonitorService(Service):
         )
 
     def _publish(self, update: Update | None) -> None:
-        if update is None or self._pump is None:
+        if update is None or self._pump is None or not self._subscriptions:
             return
         try:
             frames = codec.encode(update, request_id=0, incarnation=self.incarnation, flags=FLAG_ONE_WAY)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
+from itertools import accumulate, chain
 from statistics import fmean
 from typing import Any
 
@@ -43,8 +45,7 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Re
     Raises ValueError, KeyError, IndexError or msgspec.DecodeError if the shards do not fit together.
     """
     text = unpack(shards[TEXT]) if TEXT in shards else TaskText("", [])
-    ends = np.cumsum(shards["lengths"])
-    rewards = [float(_bounded(each.reward)) for each in text.samples]
+    rewards = [_bounded(each.reward) for each in text.samples]
     group = msgspec.structs.replace(
         bare(ended, at),
         samples=ended.samples,
@@ -54,58 +55,71 @@ def records(ended: EndedTask, shards: Mapping[str, Array], at: float) -> list[Re
         group_best=max(rewards, default=None),
         cut=text.cut,
     )
-    return [_record(group, shards, text, number, ends) for number in range(ended.samples)]
+    # The arrays of a task are converted at once: for short samples, one numpy call takes as long as a whole record.
+    columns = {key: shards[key].tolist() for key in ("token_ids", "loss_mask", "versions")}
+    columns |= {key: _rounded(shards[key]) for key in ("rollout_logprobs", TRAIN_LOGPROBS) if key in shards}
+    spans = _spans(shards["sample_index"].tolist(), shards["lengths"].tolist(), columns["loss_mask"])
+    if {len(column) for column in columns.values()} != {int(shards["lengths"].sum())}:
+        raise ValueError(f"lengths sum to {int(shards['lengths'].sum())}, but the columns have other lengths")
+    advantages = [_bounded(each) for each in shards[ADVANTAGES].tolist()] if ADVANTAGES in shards else None
+    made = []
+    for number in range(ended.samples):
+        said = text.samples[number] if number < len(text.samples) else SampleText("", "", 0.0)
+        advantage = None if advantages is None else round(advantages[number], 6)
+        tokens = {
+            key: [each for at, end in spans[number] for each in column[at:end]] for key, column in columns.items()
+        }
+        made.append(_record(group, number, said, advantage, tokens))
+    return made
 
 
-def _record(group: Record, shards: Mapping[str, Array], text: TaskText, number: int, ends: Array) -> Record:
+def _record(
+    group: Record, number: int, said: SampleText, advantage: float | None, tokens: Mapping[str, list[Any]]
+) -> Record:
     """Return the record of one sample, including the fields of `group`, which all samples of the task share."""
-    tokens = _places(shards, number, ends)
-    mask = shards["loss_mask"][tokens]
-    said = text.samples[number] if number < len(text.samples) else SampleText("", "", 0.0)
-    trained = shards[TRAIN_LOGPROBS][tokens] if TRAIN_LOGPROBS in shards else np.zeros(0)
-    versions = np.unique(shards["versions"][tokens][mask == 1])
-    advantages = shards.get(ADVANTAGES)
+    mask, trained = tokens["loss_mask"], tokens.get(TRAIN_LOGPROBS, [])
     return msgspec.structs.replace(
         group,
         sample=number,
         completion=said.completion,
         messages=said.messages,
-        pieces=said.pieces if len(said.pieces) == len(tokens) else [],
-        token_ids=shards["token_ids"][tokens].tolist(),
-        logprobs=_rounded(shards["rollout_logprobs"][tokens]),
-        train_logprobs=_rounded(trained) if trained.any() else None,
-        sampled=None if mask.all() else mask.tolist(),
-        reward=float(_bounded(said.reward)),
+        pieces=said.pieces if len(said.pieces) == len(mask) else [],
+        token_ids=tokens["token_ids"],
+        logprobs=tokens["rollout_logprobs"],
+        train_logprobs=trained if any(trained) else None,
+        sampled=None if all(mask) else mask,
+        reward=_bounded(said.reward),
         rewards=_finite(said.rewards),
         metrics=_finite(said.metrics),
-        advantage=None if advantages is None else round(float(_bounded(advantages[number])), 6),
-        length=int(mask.sum()),
+        advantage=advantage,
+        length=sum(mask),
         finish_reason=said.finish_reason,
-        versions=versions.tolist(),
+        versions=sorted({version for version, sampled in zip(tokens["versions"], mask, strict=True) if sampled}),
         turns=said.turns,
         tool_calls=said.tool_calls,
     )
 
 
-def _places(shards: Mapping[str, Array], number: int, ends: Array) -> Array:
-    """Return the positions of a sample's tokens, int64.
-
-    Each sequence contributes its tokens from the first sampled one on.
-    """
-    found = []
-    for at in np.flatnonzero(shards["sample_index"] == number):
-        first, end = int(ends[at] - shards["lengths"][at]), int(ends[at])
-        found.append(np.arange(first + int(np.argmax(shards["loss_mask"][first:end])), end))
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+def _spans(samples: list[int], lengths: list[int], mask: list[int]) -> dict[int, list[tuple[int, int]]]:
+    """Return the first and last position (excluded) of each sequence by sample, from its first sampled token on."""
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for sample, length, end in zip(samples, lengths, accumulate(lengths), strict=True):
+        given = mask[end - length : end]
+        found[sample].append((end - length + (given.index(1) if 1 in given else 0), end))
+    return found
 
 
-def _rounded(values: Array) -> Any:
-    return np.round(_bounded(values), DECIMALS).tolist()
+def _rounded(values: Array) -> list[Any]:
+    bounded = np.nan_to_num(np.asarray(values, np.float64), nan=0.0, posinf=LIMIT, neginf=-LIMIT)
+    rounded: list[Any] = np.round(bounded, DECIMALS).tolist()
+    return rounded
 
 
-def _bounded(values: Any) -> Any:
-    return np.nan_to_num(np.asarray(values, np.float64), nan=0.0, posinf=LIMIT, neginf=-LIMIT)
+def _bounded(value: float) -> float:
+    if math.isfinite(value):
+        return float(value)
+    return 0.0 if math.isnan(value) else math.copysign(LIMIT, value)
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(_bounded(value)) for name, value in values.items() if not math.isnan(value)}
+    return {name: _bounded(value) for name, value in values.items() if not math.isnan(value)}

@@ -257,6 +257,7 @@ class Service:
                 task.cancel()
             await asyncio.gather(*self._background, return_exceptions=True)
             await self._flush_reports()
+            self.telemetry.flush()
             await self.close()
         return 0 if self.state == ProcessState.STOPPED else self.exit_status
 

@@ -19,6 +19,11 @@ from shared.security.zap import Gate
 from shared.tracing import traced
 
 SPAN, PART, SECURITY = "span", "span/part", "security"
+FLUSH_EVERY_S = 0.2
+"""Seconds between the moments at which messages are sent. They are multiples of this on the host's monotonic clock, so
+that the monitor is woken once for all services: a wake-up takes more CPU time than a message."""
+PENDING = 512
+"""Number of messages after which they are sent without waiting for that moment."""
 _NOTHING: Mapping[str, float | str] = MappingProxyType({})
 
 
@@ -31,6 +36,8 @@ class TelemetrySender:
         self._incarnation = incarnation
         self._sequence = 0
         self._client: Client | None = None
+        self._pending: list[Telemetry] = []
+        self._timer: asyncio.TimerHandle | None = None
         self.dropped = 0
         self.traced_share: float | None = None
         """Share of the tasks that are named in spans, 0 to 1 (`monitor.traces`), or None if the run has no traces."""
@@ -60,7 +67,10 @@ class TelemetrySender:
         return " ".join(traced(task_ids, self.traced_share or 0.0))
 
     def emit(self, topic: str, values: dict[str, float | str]) -> None:
-        """Report new `values` of `topic`. Call it on the loop's thread."""
+        """Report new `values` of `topic`, within `FLUSH_EVERY_S`. Call it on the loop's thread."""
+        if self._client is None:
+            self.dropped += 1
+            return
         self._sequence += 1
         message = Telemetry(
             service=self._service,
@@ -72,12 +82,26 @@ class TelemetrySender:
             topic=topic,
             values=values,
         )
-        try:
-            sent = self._client is not None and self._client.tell(message)
-        except WireError:  # too large, or not valid text: names chosen by a user may cause both
-            sent = False
-        if not sent:
-            self.dropped += 1
+        self._pending.append(message)
+        if len(self._pending) == PENDING:
+            self.flush()
+        elif self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(FLUSH_EVERY_S - loop.time() % FLUSH_EVERY_S, self.flush)
+
+    def flush(self) -> None:
+        """Send what has been reported. Call it before the client is closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        pending, self._pending = self._pending, []
+        for message in pending:
+            try:
+                sent = self._client is not None and self._client.tell(message)
+            except WireError:  # too large, or not valid text: names chosen by a user may cause both
+                sent = False
+            if not sent:
+                self.dropped += 1
 
 
 async def report_refusals(mailbox: Mailbox, gate: Gate | None, telemetry: TelemetrySender, every_s: float) -> None:

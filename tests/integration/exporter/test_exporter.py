@@ -88,6 +88,7 @@ def tell(run: RunDir, *messages: tuple[str, dict[str, float | str]], service: st
             await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)  # From here on, the sender is connected.
             for topic, given in messages:
                 sender.emit(topic, given)
+            sender.flush()
             return await client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)
         finally:
             client.close()

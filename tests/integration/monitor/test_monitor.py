@@ -72,9 +72,11 @@ class Sender:
 
     def emit(self, value: float, topic: str = "test") -> None:
         self._sender.emit(topic, {"value": value})
+        self._sender.flush()
 
     def emit_large(self, number: int) -> None:
         self._sender.emit("test", {"value": float(number), "pad": "x" * 4000})
+        self._sender.flush()
 
     async def snapshot(self) -> Snapshot:
         return await self.client.call(GetSnapshot(), Snapshot, deadline_s=CALL_S)
