@@ -36,7 +36,8 @@ class TelemetrySender:
         self._incarnation = incarnation
         self._sequence = 0
         self._client: Client | None = None
-        self._pending: list[Telemetry] = []
+        self._pending: list[tuple[int, float, str, dict[str, float | str]]] = []
+        """What has been reported but not sent: sequence number, time, topic and values."""
         self._timer: asyncio.TimerHandle | None = None
         self.dropped = 0
         self.traced_share: float | None = None
@@ -68,21 +69,11 @@ class TelemetrySender:
 
     def emit(self, topic: str, values: dict[str, float | str]) -> None:
         """Report new `values` of `topic`, within `FLUSH_EVERY_S`. Call it on the loop's thread."""
+        self._sequence += 1
         if self._client is None:
             self.dropped += 1
             return
-        self._sequence += 1
-        message = Telemetry(
-            service=self._service,
-            instance=self._instance,
-            incarnation=self._incarnation,
-            sequence=self._sequence,
-            dropped=self.dropped,
-            at=time.time(),
-            topic=topic,
-            values=values,
-        )
-        self._pending.append(message)
+        self._pending.append((self._sequence, time.time(), topic, values))
         if len(self._pending) == PENDING:
             self.flush()
         elif self._timer is None:
@@ -95,7 +86,17 @@ class TelemetrySender:
             self._timer.cancel()
             self._timer = None
         pending, self._pending = self._pending, []
-        for message in pending:
+        for sequence, at, topic, values in pending:
+            message = Telemetry(
+                service=self._service,
+                instance=self._instance,
+                incarnation=self._incarnation,
+                sequence=sequence,
+                dropped=self.dropped,
+                at=at,
+                topic=topic,
+                values=values,
+            )
             try:
                 sent = self._client is not None and self._client.tell(message)
             except WireError:  # too large, or not valid text: names chosen by a user may cause both
