@@ -12,17 +12,22 @@ import importlib.machinery
 import inspect
 import json
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+SPARE = "shared.actor.spare"
+_forked: list[str] = []
+"""The module that this fork of a spare process runs."""
+
 
 def _process() -> str:
-    """Return the module that `python -m` runs here."""
+    """Return the module that `python -m` runs here, or that this fork of a spare process runs in the same way."""
     words = sys.orig_argv
-    return words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    return _forked[0] if _forked else words[words.index("-m") + 1] if "-m" in words[:-1] else ""
 
 
 class _Point:
@@ -143,4 +148,18 @@ def _here(given: dict[str, Any]) -> bool:
     return bool(given["process"] == _process())
 
 
-_install()
+def _install_in_forks() -> None:
+    run = runpy.run_module
+
+    def run_module(name: str, *arguments: Any, **named: Any) -> Any:
+        _forked.append(name)
+        _install()
+        return run(name, *arguments, **named)
+
+    runpy.run_module = run_module
+
+
+if _process() == SPARE:
+    _install_in_forks()
+else:
+    _install()
