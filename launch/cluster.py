@@ -99,7 +99,7 @@ def main(
         typer.Option(
             "--export-access",
             metavar="FILE",
-            help="write an access file of role service for agents; it exists while the run lasts",
+            help="write an access file with the role service, for agents; it exists while the run lasts",
         ),
     ] = None,
 ) -> None:
@@ -206,7 +206,7 @@ def _main(
 
 
 def _for_evaluation(topology: Topology, file: Path, checkpoint: Path | None) -> Topology:
-    """Return `topology` for `--evaluate`. Refuse a topology without evaluation sets, and an unusable checkpoint."""
+    """Return `topology` for `--evaluate`. Refuse an unusable checkpoint or a topology without evaluation sets."""
     if not topology.data.eval:
         _refuse([f"{file}: data.eval: --evaluate has no evaluation set to score; add one"])
     topology = evaluation.without_training(topology)
@@ -225,8 +225,9 @@ def _reachable(topology: Topology, address: str) -> Topology:
 
 
 def _attach(topology_file: Path | None, run_dir: Path | None) -> int:
-    """Attach to `run_dir` if given, else to the newest run of the topology's name, or without a topology to the newest
-    run."""
+    """Attach to `run_dir`. If it is None, attach to the newest run with the topology's name, or, without a topology, to
+    the newest run of all.
+    """
     try:
         if run_dir is None:
             run_dir = newest_run(place.BASE) if topology_file is None else place.resumable(load(topology_file))
@@ -247,7 +248,7 @@ def _plan(topology: Topology) -> list[Key]:
 
 
 def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> None:
-    """Print the processes that would run. `machines` gives the host names of those other hosts that have been found."""
+    """Print the processes that would run. `machines` names the machine found for each of the other hosts."""
     print(f"run directory  {path.absolute()}")
     print(f"steps          {topology.run.last_step}")
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")

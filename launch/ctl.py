@@ -1,6 +1,6 @@
 """`python -m launch.ctl` inspects and steers a run. It asks the processes of the run and changes nothing itself.
 
-Exit status: 0 on success, 1 if the run does not answer or the doctor finds a cause, 2 if the command line is wrong
+Exit status: 0 on success, 1 if the run does not answer or the doctor finds a problem, 2 if the command line is wrong
 (unknown service or run).
 """
 
@@ -58,7 +58,7 @@ R = TypeVar("R")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__)
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 _FIND_THEIR_OWN = ("join", "plot")
-"""Commands that need no run on this machine, or take several runs."""
+"""Commands that need no run on this machine, or accept several runs."""
 
 
 @app.callback()
@@ -117,7 +117,7 @@ def restart(
 def drain(
     context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")], as_json: Json = False
 ) -> None:
-    """Let a rollout or reference finish its leases and end. It does not run again until restart or scale starts it."""
+    """End a rollout or reference once it has finished its leases. It stays down until restart or scale starts it."""
     run, before = context.obj
     with _one_line_errors():
         keys = select(name, _supervised_keys(run))
@@ -174,7 +174,7 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Report problems, and which process waits for which, since when and until when. Exit status 0 without problems."""
+    """Report problems, and which process waits for which, since when and until when. Exit status 0 if all is well."""
     from launch.doctor import as_document, as_lines, diagnose, examine
 
     run, before = context.obj
@@ -228,7 +228,7 @@ def plot(
 
     with _one_line_errors():
         if out.suffix != ".svg":
-            text = f"--out {out}: pictures are written as .svg; a browser or rsvg-convert makes other formats of it"
+            text = f"--out {out}: only .svg is written; convert it to other formats with a browser or rsvg-convert"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         histories = read_histories(runs or [_given_run(context)])
         metrics = chosen(histories, metric or [])
@@ -241,13 +241,16 @@ def plot(
 
 @app.command()
 def report(context: typer.Context) -> None:
-    """Write report.html into the run directory, as at the end of a run."""
+    """Write report.html into the run directory, as happens at the end of every run."""
     from launch.report import write_report
 
     run, _ = context.obj
     with _one_line_errors():
         if not isinstance(run, RunDir):
-            raise RpcError(ErrorCode.BAD_REQUEST, "a report is written on the host of the run directory: use --run")
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                "a report can be written only on the host that holds the run directory; use --run there",
+            )
         try:
             print(write_report(run))
         except OSError as error:
@@ -279,7 +282,10 @@ def samples(
     run, before = context.obj
     with _one_line_errors():
         if not isinstance(run, RunDir):
-            raise RpcError(ErrorCode.BAD_REQUEST, "samples are read on the host of the run directory: use --run")
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                "samples can be read only on the host that holds the run directory; use --run there",
+            )
         orders = {Order.WORST: worst, Order.BEST: best, Order.LONGEST: longest}
         given = [(order, count) for order, count in orders.items() if count is not None]
         if len(given) > 1:
@@ -305,7 +311,10 @@ def export_access(
     run, _ = context.obj
     with _one_line_errors():
         if not isinstance(run, RunDir):
-            raise RpcError(ErrorCode.BAD_REQUEST, "access is exported only on the host of the run directory: use --run")
+            raise RpcError(
+                ErrorCode.BAD_REQUEST,
+                "access can be exported only on the host that holds the run directory; use --run there",
+            )
         export(run, role_of(role), to)
     print(f"{to}: role {role} of run {run.name}; copy it over a trusted channel")
 
@@ -325,7 +334,7 @@ def join(
 def logs(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME[/INSTANCE]")],
-    lines: Annotated[int, typer.Option("-n", min=0, help="number of last lines to print")] = 50,
+    lines: Annotated[int, typer.Option("-n", min=0, help="number of lines to print from the end of the log")] = 50,
     follow: Annotated[bool, typer.Option("-f", help="print new lines until Ctrl-C")] = False,
     as_json: Json = False,
 ) -> None:
@@ -355,7 +364,7 @@ def logs(
 
 
 def _given_run(context: typer.Context) -> Path:
-    """Return the run directory given with `--run`, or else that of the newest run."""
+    """Return the run directory given with `--run`, or else the directory of the newest run."""
     given = context.parent.params if context.parent is not None else {}
     found = find(given.get("run"), given.get("access"))
     if not isinstance(found, RunDir):

@@ -32,7 +32,7 @@ DEFAULTS = (
 )
 """The metrics that are drawn if none is named."""
 READ_BYTES = 64 << 20
-"""Maximum bytes that are read from each file. If a file is longer, its newest rows are read."""
+"""Maximum number of bytes read from each file. If a file is longer, only its newest rows are read."""
 LARGEST = 1e300
 """Maximum absolute value that is drawn: differences between larger values overflow."""
 Point = tuple[int, float]
@@ -91,8 +91,8 @@ def read_histories(folders: Sequence[Path]) -> list[History]:
 def chosen(histories: Iterable[History], wanted: Sequence[str]) -> list[str]:
     """Return the metrics of the runs that match `wanted`: names, or patterns such as `eval/*/accuracy`.
 
-    Raises RpcError(bad_request) with the nearest name if no row has a wanted metric. If `wanted` is empty, the default
-    metrics that the runs have are chosen.
+    Raises RpcError(bad_request) with the nearest name if no row has a wanted metric. If `wanted` is empty, those of the
+    default metrics that the runs have are returned.
     """
     known = list(dict.fromkeys(name for history in histories for name in history.metrics))
     found: dict[str, None] = {}

@@ -31,7 +31,7 @@ _READY = b"R"
 
 @dataclass
 class Detached:
-    """The child's side, in the process that stays."""
+    """The child's side of the fork: the process that keeps running."""
 
     _to_launcher: int
 
@@ -49,7 +49,7 @@ class Detached:
 
 @dataclass
 class Launcher:
-    """The parent's side, in the command that returns."""
+    """The parent's side of the fork: the command that returns."""
 
     run: RunDir
     pid: int
@@ -58,7 +58,7 @@ class Launcher:
     def wait(self) -> int:
         """Show the console until every service is READY or the start has failed, and return the exit status."""
         console = FollowedFile(console_of(self.run))
-        # This also applies if the signal was inherited as ignored.
+        # Ctrl-C works even if SIGINT was inherited as ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             while True:
@@ -81,7 +81,7 @@ class Launcher:
 
 
 def detach(run: RunDir) -> Detached | Launcher:
-    """Fork. Returns twice: in the process that stays, and in the launcher."""
+    """Fork. Returns twice: a `Detached` in the process that keeps running, and a `Launcher` in the parent."""
     read, write = os.pipe()
     console = os.open(console_of(run), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     sys.stdout.flush()
@@ -115,7 +115,7 @@ def attach(run: RunDir) -> int:
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     console = FollowedFile(file)
     list(console.new_lines())
-    # This also applies if the signal was inherited as ignored.
+    # Ctrl-C works even if SIGINT was inherited as ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for line in tail(file, SHOWN_LINES):

@@ -40,7 +40,7 @@ LOOK_S = 0.2
 
 
 async def take(access: Access, folder: Path, host: str, is_over: Callable[[], bool]) -> Access:
-    """Return `access` with a topology that names files in `folder`, once these are there and verified.
+    """Return `access` with a topology that names files in `folder`, once those files are there and verified.
 
     Raises RpcError: bad_request if the disk has no room for the files, or draining once `is_over` returns True.
     """
@@ -138,14 +138,14 @@ def _check_room(folder: Path, rows: list[DistributedFile], host: str) -> None:
     if missing > free:
         text = (
             f"host {host}: policy.distribute: {folder} needs {format_size(missing)} more for the model and the data, "
-            f"the disk has {format_size(free)}; make room, or name another folder with --run-dir"
+            f"but the disk has {format_size(free)}; make room, or name another folder with --run-dir"
         )
         raise RpcError(ErrorCode.BAD_REQUEST, text)
 
 
 @contextlib.asynccontextmanager
 async def _home(access: Access) -> AsyncIterator[Client]:
-    """Connect to home's store at the endpoint that home's scheduler gives."""
+    """Connect to home's store at the endpoint that home's scheduler reports."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     life = new_incarnation()
     scheduler = Client(context, access.endpoints["scheduler"], "scheduler/0", life, keys=access.keys)

@@ -1,4 +1,4 @@
-"""`ctl doctor`: asks every process of a run what it waits for, and finds the causes in the graph of answers.
+"""`ctl doctor`: asks every process of a run what it waits for, and finds the causes in the graph of these waits.
 
 A process that does not answer is itself a finding, because a mailbox always answers. `diagnose` is a pure function.
 """
@@ -51,8 +51,8 @@ STALL_S = 5.0
 cause.
 """
 IDLE_S = 8.0
-"""Seconds without progress after which a computation counts as wrong, as do clears that a store does not
-acknowledge."""
+"""Seconds without progress after which a computation counts as wrong. Clears that a store has not acknowledged count as
+wrong after the same time."""
 REFUSED_S = 1.0
 SLOW_START_S = 30.0
 LEFT_S = 60.0
@@ -69,10 +69,11 @@ _AWAY = frozenset(
 
 @dataclass
 class Examined:
-    """Answers of a run's processes, by process name, or None for a process that should have answered but did not."""
+    """What the doctor has learned about a run."""
 
     run: str
     answers: dict[str, Waits | None]
+    """The answers by process name, or None for a process that should have answered but did not."""
     states: dict[str, str] = field(default_factory=dict)
     """States of processes as the supervisor sees them."""
     troubles: list[TroubleRow] = field(default_factory=list)
@@ -115,7 +116,7 @@ async def examine(run: Run) -> Examined:
     states = {service_name(each.service, each.instance): each.state for each in state.processes} if state else {}
     registered = {service_name(each.service, each.instance): each for each in status.services} if status else {}
     ours = {f"{SUPERVISOR}/0", "scheduler/0", *(name for name, each in states.items() if each not in _AWAY)}
-    # A process that was started by hand may have left. It is not reported as missing forever.
+    # A process that was started by hand may have left, so it is reported as missing only for a while.
     foreign = {name for name, row in registered.items() if name not in states and row.heartbeat_age_s < LEFT_S}
     ring = _keyring(run)
     endpoints = {
@@ -232,7 +233,7 @@ class _Graph:
         ]
 
     def stalls(self, name: str) -> tuple[str, ...]:
-        """Return the waits that depend on a process, nearest first, each process once."""
+        """Return the waits that depend on a process, directly or indirectly, nearest first, each of them once."""
         lines: dict[str, None] = {}
         asked, seen = [name], {name}
         while asked:
@@ -320,7 +321,7 @@ def _troubles(graph: _Graph) -> Iterator[Finding]:
 
 
 def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
-    """Yield each stall of the next step that no other finding explains and that no process is working to end."""
+    """Yield each stall of the next step that no other finding explains."""
     named = {each.service for each in wrong}
     for row in graph.stalled:
         service, is_instance = row.of.partition("/")[0], "/" in row.of
@@ -330,7 +331,7 @@ def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
         if not workers:
             yield Finding(True, row.of, f"{row.what}, and no {service} runs", row.since_s)
         elif not is_instance and row.since_s >= 2 * STALL_S and not named:
-            yield Finding(True, row.of, f"{row.what}, although {', '.join(workers)} answers", row.since_s)
+            yield Finding(True, row.of, f"{row.what}, although {', '.join(workers)} answered", row.since_s)
 
 
 def _notices(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
@@ -355,8 +356,8 @@ def told(row: WaitRow) -> str:
 
 
 def _times(since_s: float, limit_s: float) -> str:
-    since = f", since {since_s:.1f} s" if since_s else ""
-    return f"{since} of {limit_s:g} s" if since and limit_s else since
+    limit = f" of {limit_s:g} s" if limit_s else ""
+    return f" [{since_s:.1f} s{limit}]" if since_s else ""
 
 
 # ---------------------------------------------------------------------------------------------------- output

@@ -42,7 +42,7 @@ def with_model(topology: Topology, folder: Path) -> Topology:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a run checkpoint rather than a model folder."""
+    """Return whether `path` is a run's checkpoint rather than a model folder."""
     return (path / STATE).is_file()
 
 
@@ -65,7 +65,7 @@ def check_checkpoint(path: Path, model: str) -> None:
         raise RpcError(ErrorCode.BAD_REQUEST, f"--checkpoint {path}: {error}") from None
     if wrong:
         more = f" and {len(wrong) - _SHOWN_NAMES} more" if len(wrong) > _SHOWN_NAMES else ""
-        text = f"--checkpoint {path}: belongs to another model than policy.model ({model})"
+        text = f"--checkpoint {path}: belongs to a different model than policy.model ({model})"
         raise RpcError(ErrorCode.BAD_REQUEST, f"{text}: {', '.join(wrong[:_SHOWN_NAMES])}{more}")
 
 
@@ -112,7 +112,7 @@ def table(topology: Topology, row: Mapping[str, float]) -> list[str]:
 
 
 def best_lines(run: RunDir) -> list[str]:
-    """Return a line that names the exported best checkpoint, or an empty list if none was exported."""
+    """Return a list with one line that names the exported best checkpoint, or an empty list if none was exported."""
     try:
         best = json.loads(run.best_note.read_text())
         return [f"best       {run.export_best} (step {best['step']}, {best['metric']} {best['value']:.3f})"]

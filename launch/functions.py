@@ -72,8 +72,8 @@ def _missing_module(wanted: Wanted) -> str:
     if module == "builtin" or (folder / top).is_dir() or (folder / f"{top}.py").is_file() or find_spec(top):
         return ""
     return (
-        f"{wanted.key}: {wanted.path!r}: no module {top!r} in {folder} or on Python's path; start from the folder "
-        f"with {top}.py that defines {function!r}, or set PYTHONPATH"
+        f"{wanted.key}: {wanted.path!r}: no module {top!r} in {folder} or on Python's path; start from the folder of "
+        f"the {top}.py that defines {function!r}, or set PYTHONPATH"
     )
 
 

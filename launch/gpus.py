@@ -56,7 +56,7 @@ def wanted(topology: Topology) -> int:
 
 
 def described(topology: Topology) -> str:
-    """Return the GPUs that each service uses on this machine, such as `policy-trainer 8, reference 8 (the same),
+    """Return how many GPUs each service uses on this machine, such as `policy-trainer 8, reference 8 (the same),
     rollout 8`."""
     together = topology.placement.colocate
     shares = [share for share in _shares(topology) if share.host == topology.home]

@@ -21,7 +21,7 @@ _TRANSFORMERS = (
 def spare_kinds(topology: Topology) -> list[SpareKind]:
     """Return the kinds of spare process that a run keeps, or an empty list with `run.spares: false`.
 
-    Rollouts with vLLM have a spare of their own, because the imports of vLLM take longer than all others together.
+    Rollouts with vLLM have a spare of their own, because importing vLLM takes longer than all other imports together.
     """
     if not topology.run.spares:
         return []

@@ -2,8 +2,8 @@
 
 It joins the run that the access file describes (`launch.ctl export-access --role service`). With its own supervisor and
 guard, it runs what the run's supervisor orders: a store, rollouts, references and ranks of the trainer. It ends when
-the run ends or no longer answers. An agent that the run has given up joins again. Exit status: 0 if the run ended, 1 if
-the host failed or lost the run, 2 if the command line or the access is wrong.
+the run ends or no longer answers. An agent that the run considers lost joins again. Exit status: 0 if the run ended, 1
+if the host failed or lost the run, 2 if the command line or the access is wrong.
 
 The program that starts it (Ray, srun, ssh, a container) may pass the access on standard input instead (`--access -`):
 one line, after which the input stays open. When the input ends, this host ends. With `--wait` the file may be written
@@ -59,7 +59,7 @@ def main(
     ] = "",
     wait_s: Annotated[
         float,
-        typer.Option("--wait", metavar="SECONDS", min=0, help="maximum time to wait until FILE is written"),
+        typer.Option("--wait", metavar="SECONDS", min=0, help="maximum time to wait for FILE to be written"),
     ] = 0.0,
     name: Annotated[
         str, typer.Option("--name", help="the host's name in placement.hosts (default: its host name)")
@@ -114,7 +114,7 @@ def address_towards(endpoint: str) -> str:
 
 
 def _checked(text: str) -> HostFacts:
-    """Return the facts of this host, with the requirements of the topology `text` that it does not meet."""
+    """Return the facts about this host, with the requirements of the topology `text` that it does not meet."""
     try:
         topology = _topology(text, check_files=False)
         return facts(topology if topology.policy.distribute else _topology(text))
@@ -183,11 +183,11 @@ def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int
             run.remove_volatile()
         if status is not None:
             return status
-        print(f"host {host}: the run has given it up; it joins again", file=sys.stderr)
+        print(f"host {host}: the run considers it lost; it joins again", file=sys.stderr)
 
 
 class _Ends:
-    """Handles what ends this host, signals and the end of standard input, from the host's start to its exit.
+    """Ends this host after a signal or at the end of its standard input, at any time from its start to its exit.
 
     The first signal drains the host, so that it returns its leases. A second signal or the end of the input kills the
     host.
@@ -206,11 +206,11 @@ class _Ends:
 
     @property
     def asked(self) -> bool:
-        """Whether this host should end."""
+        """Whether this host has been asked to end."""
         return bool(self._causes)
 
     def apply_to(self, supervisor: Supervisor) -> None:
-        """Stop `supervisor` once this host should end, which may already be the case.
+        """Stop `supervisor` as soon as there is a reason for this host to end; there may be one already.
 
         Called on the supervisor's event loop.
         """
@@ -271,7 +271,7 @@ class _Life:
                 access=self._access,
             )
             running = asyncio.ensure_future(supervisor.run())
-            await asyncio.sleep(0)  # afterwards, the supervisor has opened its door
+            await asyncio.sleep(0)  # lets the supervisor open its door first
             self._ends.apply_to(supervisor)
             following = asyncio.create_task(link.follow(supervisor))
             ended = await running

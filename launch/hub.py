@@ -50,7 +50,7 @@ class Missing:
 def pinned(names: Mapping[Path, HubName], topology: FilePath) -> list[str]:
     """Return the overrides that make a run continue to use the commits of `names` that its resolved `topology` records.
 
-    There is no override for a name that gives a commit, or a repository other than the recorded one.
+    There is no override for a name that specifies a commit, or a repository other than the recorded one.
     """
     try:
         recorded = document.plain(topology.read_text())
@@ -80,7 +80,7 @@ def fetch(names: Mapping[Path, HubName]) -> None:
         except OSError as error:
             raise HubError(f"{each.name}: {folder}: {error.strerror}; name another folder with HF_HOME") from None
         if each.nbytes > free:
-            text = f"needs {format_size(each.nbytes)}, the disk has {format_size(free)}"
+            text = f"needs {format_size(each.nbytes)}, but the disk has {format_size(free)}"
             raise HubError(f"{each.name}: {folder} {text}; make room, or name another folder with HF_HOME")
         if each.files:
             print(f"fetching {each} into {folder}", flush=True)
@@ -145,7 +145,7 @@ def _offline(name: HubName, reason: str) -> None:
     """Return only if the cache has all of `name`. Otherwise, raise HubError with the command that fetches it."""
     if not _is_whole(name):
         command = f"fetch it where there is a network, with: {name.command}"
-        raise HubError(f"{name}: not complete in the local Hugging Face cache {hub.cache()} and {reason}; {command}")
+        raise HubError(f"{name}: not complete in the local Hugging Face cache {hub.cache()}, and {reason}; {command}")
 
 
 def _is_whole(name: HubName) -> bool:
@@ -155,7 +155,7 @@ def _is_whole(name: HubName) -> bool:
         _download(name, local_files_only=True)
     except errors.LocalEntryNotFoundError:
         return False
-    # The library cannot determine this for a revision that another release of the library has fetched.
+    # The library cannot tell whether a revision is whole if another release of the library has fetched it.
     return name.kind == "model" or hub.source_files(f"hub:{name}") is not None
 
 
@@ -193,7 +193,7 @@ def _broken_off(name: HubName, reason: str) -> str:
 
 
 def _refused(name: HubName, error: Exception) -> str:
-    """Return one line that describes an answer of the hub that no retry would change."""
+    """Return one line that describes an error that the hub answered with, and its remedy."""
     from huggingface_hub import errors
 
     page = f"{_endpoint()}/{'datasets/' if name.kind == 'dataset' else ''}{name.name}"
@@ -201,8 +201,8 @@ def _refused(name: HubName, error: Exception) -> str:
         case errors.GatedRepoError():
             return f"{name}: access is restricted; accept the terms at {page}, and set HF_TOKEN (or run: hf auth login)"
         case errors.RepositoryNotFoundError():
-            where = "no folder here, and no" if name.kind == "model" else "no"
-            return f"{name}: {where} {name.kind} {page}, or a private one; correct the name, or set HF_TOKEN"
+            where = "no folder here, and the" if name.kind == "model" else "the"
+            return f"{name}: {where} {name.kind} {page} is missing or private; correct the name, or set HF_TOKEN"
         case errors.RevisionNotFoundError():
             return f"{name}: {page} has no revision {name.revision!r}; give a branch, a tag or a commit after the @"
         case errors.HfHubHTTPError():

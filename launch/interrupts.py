@@ -34,7 +34,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Delay any signal until the end of the block. A signal mask would not suffice: other threads take signals."""
+        """Delay any signal until the end of the block. A mask would not suffice: other threads receive signals."""
         self._holds = True
         try:
             yield
@@ -53,7 +53,7 @@ class Interrupts:
             self._told = before
 
     def ignore(self) -> None:
-        """Ignore the signals until the process has ended: the run is over, and its outcome is about to be reported."""
+        """Ignore the signals until the process ends: the run is over, and its outcome is about to be reported."""
         for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
 

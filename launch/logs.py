@@ -39,7 +39,7 @@ def readable(line: str) -> str:
 def parsed(line: str) -> LogLine | None:
     """Parse a line of a `.jsonl` log, or return None for other text.
 
-    The text of the result has the event, the fields and the traceback.
+    The text of the result consists of the event, the fields and the traceback.
     """
     try:
         entry = json.loads(line)

@@ -43,7 +43,7 @@ def main(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print each row of the stream as one JSON object")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="print lines, as without a terminal")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="print lines, as is done without a terminal")] = False,
     topic: Annotated[
         list[str] | None,
         typer.Option("--topic", metavar="PREFIX", help="print only rows of topics with this prefix; may be repeated"),
@@ -92,7 +92,7 @@ def _serve_page(run: Run, listen: str) -> NoReturn:
 
 
 async def _watch(run: Run, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until it ends with the run, or until SIGINT or SIGTERM."""
+    """Run `work` until it ends with the run, or until SIGINT or SIGTERM arrives."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(work)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -105,7 +105,7 @@ async def _watch(run: Run, work: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_end(run: Run) -> None:
-    """Raise RpcError(deadline) for a run on another machine: its stream ends only because the monitor has fallen
+    """Raise RpcError(deadline) for a run on another machine: its stream ends only when the monitor has fallen
     silent."""
     if isinstance(run, Access):
         text = f"run {run.name}: the monitor has not answered for {LOST_S:g} s; the run ended or the connection broke"

@@ -61,7 +61,7 @@ def default_path(topology: Topology) -> Path:
 
 
 def resumable(topology: Topology) -> Path:
-    """Return the newest run of the topology's name under `runs/`. Raises RpcError if there is no such run."""
+    """Return the newest run with the topology's name under `runs/`. Raises RpcError if there is no such run."""
     runs = [path for path in BASE.glob(f"{topology.run.name}-*") if (path / "run.json").exists()]
     if not runs:
         raise RpcError(
@@ -127,7 +127,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _in_use_error(path: Path, who: str) -> RpcError:
-    return RpcError(ErrorCode.BUSY, f"run directory {path.absolute()}: in use by {who}; end that first")
+    return RpcError(ErrorCode.BUSY, f"run directory {path.absolute()}: in use by {who}, which must end first")
 
 
 def folder_for(path: Path) -> Path:
@@ -167,7 +167,7 @@ def reopen(path: Path, topology: Topology) -> RunDir:
     if differ:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
-            f"run directory {path}: was begun with other values of {', '.join(differ)}; "
+            f"run directory {path}: was begun with different values of {', '.join(differ)}; "
             f"resume it with {old.topology}, or begin a new run",
         )
     return RunDir.reopen(path, topology=topology, shm_root=preflight.shm_root(topology))

@@ -62,9 +62,9 @@ def check(topology: Topology, file: str) -> Findings:
 
 
 def check_host(topology: Topology) -> list[str]:
-    """Return one line for each requirement of computing processes of `topology` that this host does not meet.
+    """Return one line for each requirement of the topology's computing processes that this host does not meet.
 
-    A model that will be taken from home is not checked.
+    A model that will be fetched from home is not checked.
     """
     findings = Findings()
     findings.errors.extend(functions.problems(topology))
@@ -144,8 +144,8 @@ def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
     largest, size = model_files.largest_token(model), model_files.read_config(model).get("vocab_size")
     if largest is not None and isinstance(size, int) and largest >= size:
         findings.errors.append(
-            f"{where}: its tokenizer has token {largest}, its config.json a vocabulary of {size}; enlarge the model's "
-            "embedding (resize_token_embeddings), or use the tokenizer that it was trained with"
+            f"{where}: its tokenizer has token {largest}, but its config.json has a vocabulary of {size}; enlarge "
+            "the model's embedding (resize_token_embeddings), or use the tokenizer that the model was trained with"
         )
     if not model_files.has_chat_template(model) and (needs := _messages(topology)):
         findings.errors.append(
@@ -183,7 +183,7 @@ def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
         )
     elif room.free < wanted:
         findings.errors.append(
-            f"{where} {room.free / MIB:.0f} MiB free of {room.total / MIB:.0f}; lower it, or end what fills {root}"
+            f"{where} {room.free / MIB:.0f} MiB free of {room.total / MIB:.0f}; lower it, or free space in {root}"
         )
     elif not os.access(folder, os.W_OK):
         findings.errors.append(f"{file}: {folder}: not writable; set services.batch-store.directory")
@@ -242,7 +242,7 @@ def _refused_snapshots(topology: Topology) -> str:
     needed, limit = snapshot_bytes(topology), topology.checkpoint.memory
     if needed > limit:
         return (
-            f"checkpoint.memory: snapshots of the trainer need {format_size(needed)}, the limit is "
+            f"checkpoint.memory: snapshots of the trainer need {format_size(needed)}, but the limit is "
             f"{format_size(limit)}; raise it, or set checkpoint.memory_every to null"
         )
     root = shm_root(topology)
@@ -250,7 +250,7 @@ def _refused_snapshots(topology: Topology) -> str:
     left = max(free - topology.services.batch_store.memory, 0)
     if needed > left:
         return (
-            f"checkpoint.memory_every: snapshots of the trainer need {format_size(needed)}, {root} has "
+            f"checkpoint.memory_every: snapshots of the trainer need {format_size(needed)}, but {root} has "
             f"{format_size(left)} besides services.batch-store.memory; lower that, enlarge {root}, or set this to null"
         )
     return ""
@@ -261,7 +261,7 @@ def _check_gpus(topology: Topology, file: str, findings: Findings) -> None:
     if needed > len(names):
         seen = "CUDA_VISIBLE_DEVICES names" if "CUDA_VISIBLE_DEVICES" in os.environ else "this machine has"
         findings.errors.append(
-            f"{file}: services.*.gpus: {needed} GPUs wanted ({gpus.described(topology)}), {seen} {len(names)}; "
+            f"{file}: services.*.gpus: {needed} GPUs wanted ({gpus.described(topology)}), but {seen} {len(names)}; "
             "lower them, or let services take turns (placement.colocate)"
         )
     _check_allocator(topology, file, findings)
@@ -274,18 +274,18 @@ def _check_allocator(topology: Topology, file: str, findings: Findings) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             findings.errors.append(
-                f"{file}: services.rollout.weights: ipc: {name} has expandable_segments:True, whose memory engines "
-                "cannot open; remove that, or use weights: nccl"
+                f"{file}: services.rollout.weights: ipc: {name} has expandable_segments:True, and engines cannot "
+                "open such memory; remove that, or use weights: nccl"
             )
 
 
 def _check_connections(topology: Topology, file: str, findings: Findings) -> None:
-    """Check that the scheduler takes a connection from every process of the other hosts."""
+    """Check that the scheduler can accept a connection from every process of the other hosts."""
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed, most = len(topology.away_plan()), most_connections(descriptors)
     if needed > most:
         findings.errors.append(
-            f"{file}: placement: {needed} processes of other hosts connect to the scheduler, which takes {most} "
+            f"{file}: placement: {needed} processes of other hosts connect to the scheduler, which accepts {most} "
             f"connections (of at most {MOST_CONNECTIONS}, as ulimit -Hn allows); lower services.rollout.instances"
         )
 

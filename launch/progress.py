@@ -174,7 +174,7 @@ def starting_text(states: Mapping[str, str], status: Status | None) -> str:
 
 
 def rewind_text(step: int, committed: int, *, deterministic: bool, cause: str = "") -> str:
-    """Return `back to step 20 of 48: the weights of steps 21-48 died with their processes`, or name `cause`."""
+    """Return `back to step 20 of 48: the weights of steps 21-48 died with their processes`, or a line with `cause`."""
     lost = f"steps {step + 1}-{committed}" if committed > step + 1 else f"step {committed}"
     if cause and not deterministic:
         return f"back to step {step} of {committed}: {cause}; {lost} will be trained again"
@@ -193,7 +193,7 @@ class Troubles:
         self._counts = ""
 
     def take(self, status: Status) -> list[str]:
-        """Take a new status. Return notices about the troubles that began or ended since the previous status."""
+        """Process a new status. Return notices about the troubles that began or ended since the previous status."""
         now = {(each.service, each.instance, each.kind): each for each in status.troubles}
         notices = [f"{_who(each)}: {each.text}" for key, each in now.items() if key not in self._told]
         over = [key for key in self._told if key not in now and key[2] != TroubleKind.OVERRIDDEN]

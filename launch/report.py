@@ -1,4 +1,4 @@
-"""Writes the `report.html` of a run: one page without scripts or links, readable offline. It reads only run files.
+"""Writes the `report.html` of a run: one page without scripts or links, readable offline. It reads run files only.
 
 The page is written at the end of every run, and again by `ctl report`, which also works while the run is under way. Its
 size is limited, and so is the time that a finishing run waits for it.
@@ -45,12 +45,12 @@ CONFIGURATION_CHARS = 200_000
 BEST, WORST, LONGEST, EVALUATED = 4, 4, 2, 4
 """Numbers of samples shown from the newest step with samples, and from each evaluation set."""
 _CAUSES = ("process died", "killed", "to be killed", "cannot start", "host lost", "the run goes on without it")
-"""Events in the supervisor's log that are listed. Each names the process or host as `name` or `host`."""
+"""Events in the supervisor's log that are listed. Each names the process or host in its field `name` or `host`."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A sample for the page."""
+    """The texts of one sample, for the page."""
 
     title: str
     facts: str
@@ -71,13 +71,13 @@ def write_report(run: RunDir) -> Path:
 
 
 def write_in_time(run: RunDir, limit_s: float = AT_END_S) -> str:
-    """Write the page within `limit_s`. Return a line about the result for the console. A failure is also logged."""
+    """Write the page within `limit_s`. Return a line for the console about the result. A failure is also logged."""
     told = [f"not ready after {limit_s:g} s; python -m launch.ctl --run {run.path} report writes it"]
 
     def work() -> None:
         try:
             told[0] = str(write_report(run))
-        except Exception as error:  # a damaged file may cause any error, but the run has its outcome
+        except Exception as error:  # a damaged file may cause any error, but must not change the run's outcome
             structlog.get_logger(SUPERVISOR).warning("no report", exc_info=error)
             told[0] = f"not written ({type(error).__name__}: {error}), log: {run.log_file(SUPERVISOR, 0)}"
 

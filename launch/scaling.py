@@ -1,5 +1,5 @@
-"""`ctl scale`: checks whether a run can have another number of instances of a service, and returns their resources. It
-starts nothing."""
+"""`ctl scale`: checks whether a run can have a different number of instances of a service, and returns the resources of
+these instances. It starts nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.rundir import RunDir
 from shared.topology import Topology, TopologyError, load
 
 THREADS_PER_CPU = 4
-"""Maximum number of CPU threads of all instances for each CPU that this process may use."""
+"""Maximum number of CPU threads of all instances together, for each CPU that this process may use."""
 
 
 def ranks(topology: Topology) -> dict[str, int]:
@@ -37,11 +37,11 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
     setting = _setting(now, service, instances)
     away = any(spec.service == service for spec in now.away_plan())
     if away and not setting:
-        raise _refused(service, instances, "on the CPUs of other hosts its number follows from the topology")
+        raise _refused(service, instances, "on the CPUs of other hosts, the number follows from the topology")
     if not away and instances * threads > THREADS_PER_CPU * cpus:
         most = THREADS_PER_CPU * cpus // threads
         text = (
-            f"{instances * threads} CPU threads on {cpus} CPUs, at most {THREADS_PER_CPU} for each; use {most} or fewer"
+            f"{instances * threads} CPU threads on {cpus} CPUs exceed {THREADS_PER_CPU} for each; use {most} or fewer"
         )
         raise _refused(service, instances, text)
     try:
@@ -50,7 +50,7 @@ def resize(run: RunDir, service: str, instances: int) -> Resized:
         raise _refused(service, instances, "; ".join(str(error).splitlines())) from None
     names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
     if wanted(then) > len(names):
-        text = f"{wanted(then)} GPUs wanted ({described(then)}), there are {len(names)}"
+        text = f"{wanted(then)} GPUs wanted ({described(then)}), but there are {len(names)}"
         raise _refused(service, instances, text)
     before, after = visible_gpus(now, names), visible_gpus(then, names)
     here = {(spec.service, spec.instance) for spec in now.services_plan() if spec.host == now.home}

@@ -92,7 +92,7 @@ async def collect(run: Run) -> dict[str, Any]:
 
 
 async def _warnings(run: Run) -> list[warnings.WarningRecord]:
-    """Return the newest warnings: from the run's file or, for a run on another machine, the newest of each kind."""
+    """Return the newest warnings in the run's file or, for a run on another machine, the newest of each kind."""
     if isinstance(run, RunDir):
         return warnings.read(run.warnings)[-SHOWN_WARNINGS:]
     seen = await _reply_or_none(run, "monitor", GetSnapshot(), Snapshot)

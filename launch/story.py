@@ -271,8 +271,8 @@ def _cause(event: Durable, task_id: str, lease: TaskLease | None) -> str:
 
 
 def _logged(run: RunDir, task_id: str, held: list[Held]) -> Iterator[Entry]:
-    """Yield log lines of processes about the task and its leases, and those about holders that ended during their
-    leases."""
+    """Yield the log lines about the task and its leases, and those about lease holders that ended while they held the
+    task."""
     named = re.compile(rf"(?<![\w/-]){re.escape(task_id)}(?![\w/])")
     for path in sorted(run.logs.glob("*.jsonl")):
         for line in _lines(path):

@@ -184,7 +184,7 @@ class BlockLayout:
         for task_id, fence, shards in tasks:
             if check_task_id(task_id) in seen or not shards or not 0 <= fence < 1 << 63:
                 raise WireError(
-                    f"task {task_id} with fence {fence}, {len(shards)} shards: once per file, fence >= 0, shards > 0"
+                    f"task {task_id} with fence {fence}, {len(shards)} shards: once per file, fence >= 0 and shards > 0"
                 )
             seen.add(task_id)
             names = tuple(shards)
@@ -242,7 +242,7 @@ def parse(data: Buffer, file_bytes: int) -> Table:
     size, (tasks, keys, rows_n, dims_n, task_name_bytes, table_digest) = _unpack(data[:HEADER_BYTES], file_bytes)
     table = data[HEADER_BYTES : HEADER_BYTES + size]
     if len(table) != size:
-        raise WireError(f"block file: table of {len(table)} bytes, the header says {size}")
+        raise WireError(f"block file: table of {len(table)} bytes, but the header says {size}")
     if xxhash.xxh3_64_intdigest(table) != table_digest:
         raise WireError("block file: the table's checksum does not match its bytes")
     at = 0
@@ -260,10 +260,10 @@ def parse(data: Buffer, file_bytes: int) -> Table:
     for key in key_names:
         check_key(key)
     if fences.max() >= 1 << 63:
-        raise WireError("block file: a fence does not fit 63 bits")
+        raise WireError("block file: a fence does not fit in 63 bits")
     if counts.min() == 0 or int(counts.sum(dtype=np.int64)) != rows_n:
         raise WireError(
-            f"block file: row counts add up to {counts.sum(dtype=np.int64)}, must be {rows_n}, at least 1 per task"
+            f"block file: row counts add up to {counts.sum(dtype=np.int64)}: must be {rows_n}, with 1 or more per task"
         )
     starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
     _check_rows(rows, dims, starts, keys, size, file_bytes)
@@ -285,16 +285,17 @@ def _unpack(header: Buffer, file_bytes: int) -> tuple[int, tuple[int, int, int, 
     if flags or reserved:
         raise WireError(f"block file flags {flags:#x}: none are defined in layout {LAYOUT}")
     if size != file_bytes or size > MAX_FILE_BYTES:
-        raise WireError(f"block file of {file_bytes} bytes: the header says {size}, limit is {MAX_FILE_BYTES}")
+        raise WireError(f"block file of {file_bytes} bytes: the header says {size}; the limit is {MAX_FILE_BYTES}")
     if not 0 < tasks <= min(rows, MAX_TASKS) or not rows <= MAX_ROWS or not 0 < keys <= rows or dims > rows * MAX_NDIM:
         raise WireError(
-            f"block file of {tasks} tasks, {keys} keys, {rows} rows, {dims} dims: limits {MAX_TASKS}, {MAX_ROWS} rows"
+            f"block file of {tasks} tasks, {keys} keys, {rows} rows, {dims} dims: "
+            f"limits are {MAX_TASKS} tasks and {MAX_ROWS} rows"
         )
     if max(task_names, key_names) > MAX_NAMES_BYTES:
-        raise WireError(f"block file: names of {max(task_names, key_names)} bytes, limit is {MAX_NAMES_BYTES}")
+        raise WireError(f"block file: names of {max(task_names, key_names)} bytes: limit is {MAX_NAMES_BYTES}")
     table = 12 * tasks + 8 * dims + _ROW.itemsize * rows + task_names + key_names
     if HEADER_BYTES + table > file_bytes:
-        raise WireError(f"block file of {file_bytes} bytes: its table alone has {table}")
+        raise WireError(f"block file of {file_bytes} bytes: its table alone needs {table}")
     return table, (tasks, keys, rows, dims, task_names, digest)
 
 
@@ -304,7 +305,7 @@ def _names(data: Buffer, count: int, what: str) -> list[str]:
     except UnicodeDecodeError:
         raise WireError(f"block file: {what} names are not ASCII") from None
     if len(names) != count or len(set(names)) != count:
-        raise WireError(f"block file: {len(names)} {what} names, {len(set(names))} different; the header says {count}")
+        raise WireError(f"block file: {len(names)} {what} names, {len(set(names))} distinct; the header says {count}")
     return names
 
 

@@ -135,7 +135,7 @@ def decode(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Decoded:
 def check(frames: Sequence[Buffer], limits: Limits = CONTROL) -> Envelope:
     """Check a message's frames against its envelope without parsing, and return the envelope. Raises WireError only."""
     if len(frames) < 2:
-        raise WireError(f"message of {len(frames)} frames: at least an envelope and a body")
+        raise WireError(f"message of {len(frames)} frames: must have an envelope and a body")
     head = envelope.unpack(frames[0], limits)
     body, table, rest = _parts(head, frames)
     raw_bytes = 0

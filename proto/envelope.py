@@ -52,7 +52,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_remaining(header: bytes | memoryview, remaining_ms: int) -> bytes:
-    """Return a packed header with another remaining time and a new checksum."""
+    """Return a packed header with a new remaining time and a new checksum."""
     head = bytearray(header[: _LAYOUT.size])
     _REMAINING.pack_into(head, _REMAINING_OFFSET, remaining_ms)
     return bytes(head) + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
@@ -81,7 +81,7 @@ def unpack(data: bytes | memoryview, limits: Limits) -> Envelope:
     if frame_count > limits.frames:
         raise WireError(f"{frame_count} frames: limit is {limits.frames}")
     if total_bytes > limits.total_bytes or body_bytes + table_bytes > total_bytes:
-        raise WireError(f"total of {total_bytes} bytes: limit is {limits.total_bytes}, body+table must fit in it")
+        raise WireError(f"total of {total_bytes} bytes: limit is {limits.total_bytes}, and body+table must fit in it")
     return Envelope(
         type=kind,
         request_id=request_id,

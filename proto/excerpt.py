@@ -23,8 +23,8 @@ _EMPTY = np.empty(0, np.int64)
 
 
 class Picks(NamedTuple):
-    """Tasks to take, as columns. `task_ids` and `fences` have one entry per task. Place i is task `tasks[i]` of table
-    `files[i]` and has shards of pick `owners[i]`. Owners ascend, and so do the files of each owner.
+    """The tasks of an excerpt, as columns. `task_ids` and `fences` have one entry per task. Place i is task `tasks[i]`
+    of table `files[i]` and has shards of pick `owners[i]`. Owners ascend, and so do the files of each owner.
     """
 
     task_ids: list[str]
@@ -95,7 +95,7 @@ def make(tables: Sequence[Table], picks: Picks, keys: Sequence[str], max_bytes: 
 
 
 def rows_of(table: Table) -> tuple[list[int], list[int], list[int]]:
-    """Return the begin offsets, end offsets and checksums of all rows of a table, in order."""
+    """Return the start offsets, end offsets and checksums of all rows of a table, in order."""
     rows = table._rows
     return rows["offset"].tolist(), (rows["offset"] + rows["nbytes"]).tolist(), rows["checksum"].tolist()
 
@@ -113,7 +113,7 @@ def _spread(begins: Array, counts: Array) -> Array:
 def _rows(tables: Sequence[Table], picks: Picks) -> tuple[Array, Array, Array, Array]:
     """Return the concatenated rows of all places, their dimensions, and the file and the pick of each row."""
     files, tasks = np.array(picks.files, np.int64), np.array(picks.tasks, np.int64)
-    # Consecutive tasks of a file, the usual case, are taken together.
+    # Consecutive tasks of a file, the usual case, are handled together.
     breaks = np.flatnonzero((np.diff(files) != 0) | (np.diff(tasks) != 1)) + 1
     heads, tails = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(files)])) - 1
     numbers = files[heads]
@@ -131,7 +131,7 @@ def _rows(tables: Sequence[Table], picks: Picks) -> tuple[Array, Array, Array, A
 
 
 def _key_numbers(tables: Sequence[Table], names: Sequence[str], file_of: Array, rows: Array) -> Array:
-    """Return the index of each row's key in `names`, or -1 for other keys."""
+    """Return the index of each row's key in `names`, or -1 if `names` lacks the key."""
     place = {name: at for at, name in enumerate(names)}
     translate = np.full((len(tables), max(len(table.keys) for table in tables)), -1, np.int64)
     for number, table in enumerate(tables):

@@ -37,7 +37,7 @@ _BY_TYPE: dict[int, type[Message]] = {}
 
 
 def message(number: int, *, reply: type[Message] | None = None) -> Callable[[type[M]], type[M]]:
-    """Return a class decorator that assigns a message its type number, and a request also its `reply`."""
+    """Return a class decorator that sets the type number of a message class, and the `reply` of a request class."""
 
     def register(cls: type[M]) -> type[M]:
         if number in _BY_TYPE or not 0 < number < 65536:

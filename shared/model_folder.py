@@ -14,11 +14,12 @@ from shared.checkpoint_files import MODEL
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".msgpack", ".h5", ".onnx")
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK})
-"""Errors of file systems that cannot create a hard link to this file."""
+"""Errors that mean that the file system cannot create a hard link to a file."""
 
 
 def begin(target: Path) -> Path:
-    """Remove leftovers of an interrupted attempt, and return the folder to fill instead of `target`. It is absent."""
+    """Remove the leftovers of an interrupted attempt. Return the folder to fill instead of `target`; it does not exist
+    yet."""
     target.parent.mkdir(parents=True, exist_ok=True)
     for leftover in (_partial(target), _replaced(target)):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -48,7 +49,7 @@ def finish(source: Path, target: Path) -> None:
 def from_checkpoint(
     checkpoint: Path, source: Path, target: Path, dtype: str, notes: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Make `target` from the weights of a checkpoint, of data type `dtype`, and the other files of the model `source`.
+    """Make `target` from a checkpoint's weights, whose data type is `dtype`, and the other files of the model `source`.
 
     `notes` maps the names of additional files to their text. Where the file system allows it, the weights are a hard
     link to the checkpoint's file, so they take no space and outlive the checkpoint. Raises OSError.

@@ -55,7 +55,7 @@ class _PreparationFailures:
         raise RpcError(
             ErrorCode.INTERNAL,
             f"no lease{what} could be prepared in {now - self._since:.0f} s and {self._times} attempts "
-            f"(limits {PREPARE_S:g} s, {PREPARE_ATTEMPTS}), the last error: {error}{remedy}",
+            f"(limits {PREPARE_S:g} s, {PREPARE_ATTEMPTS}); the last error: {error}{remedy}",
         )
 
 
@@ -163,7 +163,9 @@ class LeasePipeline(Generic[P, C]):
             lease = await self._acquire()
             if self._may_lease.is_set():
                 return lease
-            await self._book.hand_back(lease, "finished blocks wait, so this one would wait, too", untouched=True)
+            await self._book.hand_back(
+                lease, "finished blocks are waiting, so this one would have to wait, too", untouched=True
+            )
         return await self._acquire()
 
     async def _allowed(self, may_lease: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""Prepares the resolved topology for files that leave the machine: without secrets, nested or flat."""
+"""Prepares the resolved topology for files that leave the machine: hides its secrets and, if required, flattens it."""
 
 from __future__ import annotations
 

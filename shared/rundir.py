@@ -1,4 +1,4 @@
-"""The run directory: the paths of one run, through which its services find each other. It holds no configuration."""
+"""The run directory: the paths of one run, through which its services find each other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RunDir:
     sockets: Path
     shm: Path
     scheduler: str = ""
-    """The scheduler's tcp endpoint on a host that joined the run. Empty on the host that started it."""
+    """The scheduler's tcp endpoint, on a host that joined the run. It is empty on the host that started the run."""
 
     @property
     def name(self) -> str:
@@ -90,7 +90,8 @@ class RunDir:
 
     @property
     def outcome(self) -> Path:
-        """`{"outcome": "done" | "stopped" | "failed", "cause": "..."}`, from the moment the run begins to end."""
+        """`{"outcome": "done" | "stopped" | "failed", "cause": "..."}`. The file exists from the moment at which the
+        run begins to end."""
         return self.path / "outcome.json"
 
     @property
@@ -144,8 +145,9 @@ class RunDir:
     ) -> RunDir:
         """Create the run directory, and private directories for its sockets and shared memory.
 
-        `folder`, if given, is an empty directory beside `path`. The run is made in `folder`, which is finally renamed
-        to `path`. Otherwise the run is made in `path`, which becomes a run when run.json is finally renamed there.
+        `folder`, if given, is an empty directory beside `path`. The run is made in `folder`, which is renamed to
+        `path` at the end. Otherwise the run is made in `path`, which becomes a run when run.json is renamed into place
+        at the end.
 
         Raises RpcError(bad_request) if `path` already holds a run, and OSError if there is no room for it.
         """
@@ -191,7 +193,8 @@ class RunDir:
 
         Logs and notes are kept. A path without a run is joined as usual.
 
-        Raises RpcError(bad_request) if `path` holds another run, or processes of the former membership still run.
+        Raises RpcError(bad_request) if `path` holds another run, or processes that this host ran for it before are
+        still running.
         """
         path = path.absolute()
         if not (path / "run.json").exists():
@@ -200,7 +203,9 @@ class RunDir:
         if not old.scheduler or keys.load(old.keys, Role.SERVICE).public != access.keys.public:
             raise RpcError(ErrorCode.BAD_REQUEST, f"run directory {path}: holds another run; choose another")
         if old.shm.exists() and not _remove_unowned(old.shm, old.shm / _OWNER_LOCK):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"run directory {path}: its services still run; end them first")
+            raise RpcError(
+                ErrorCode.BAD_REQUEST, f"run directory {path}: its services are still running; end them first"
+            )
         old.remove_volatile()
         (path / _TOPOLOGY).write_text(access.topology)
         return cls._write(path, shm_root, access.endpoints["scheduler"])
@@ -230,7 +235,7 @@ class RunDir:
             if longest > MAX_IPC_PATH_BYTES:
                 raise RpcError(
                     ErrorCode.BAD_REQUEST,
-                    f"socket directory {sockets}: {longest} bytes, but ipc paths end at {MAX_IPC_PATH_BYTES}; "
+                    f"socket directory {sockets}: {longest} bytes, but ipc paths are limited to {MAX_IPC_PATH_BYTES}; "
                     "set TMPDIR to a shorter path",
                 )
             text = json.dumps({"run": path.name, "sockets": str(sockets), "shm": str(shm), "scheduler": scheduler})

@@ -10,10 +10,10 @@ from typing import Any
 class Sample:
     """One finished sample of a task.
 
-    `row` is the row of the dataset, `messages` are the prompt's messages followed by the assistant's answer (a raw-text
-    prompt counts as one user message), `completion` is the text after the prompt without special tokens, `token_ids`
-    are the sampled tokens with the EOS. `finish_reason` is `stop` or `length`, `turns` counts the assistant's turns,
-    and `state` belongs to the workflow.
+    `row` is the row of the dataset. `messages` are the prompt's messages followed by the assistant's answer (a raw-text
+    prompt counts as one user message). `completion` is the text after the prompt, without special tokens, and
+    `token_ids` are the sampled tokens, including the EOS. `finish_reason` is `stop` or `length`, `turns` counts the
+    assistant's turns, and `state` belongs to the workflow.
     """
 
     task_id: str

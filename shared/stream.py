@@ -1,4 +1,4 @@
-"""The monitor's client: yields the present state, then every change in sequence, across restarts of the monitor."""
+"""The monitor's client: yields the current state, then every change in sequence, across restarts of the monitor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stream:
         self.gaps = 0
         """Number of times that updates were lost in transit and the state was read again."""
         self.lost = 0
-        """Number of updates lost in this way, counted when the next one arrives or no more arrive."""
+        """Number of updates lost in this way. They are counted when the next update arrives, or when no more arrive."""
         self._arrived = (_NONE, 0)
         """Incarnation of the monitor and sequence number of the last update that arrived."""
         self.heard_at = 0.0
@@ -63,7 +63,7 @@ class Stream:
         return self
 
     def _follow(self, address: str) -> None:
-        """Connect to the address in the snapshot. For other hosts, each life of the monitor takes a new port."""
+        """Connect to the address in the snapshot. For other hosts, each life of the monitor uses a new port."""
         if address and address != self._address:
             if self._address:
                 self._socket.disconnect(self._address)

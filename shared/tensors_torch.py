@@ -1,6 +1,6 @@
 """numpy arrays and torch tensors over the same memory, for every dtype of the wire. Conversions preserve every bit.
 
-Light services import nothing that imports this module, because it imports torch.
+Lightweight services import nothing that imports this module, because it imports torch.
 """
 
 from __future__ import annotations

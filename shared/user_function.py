@@ -1,4 +1,5 @@
-"""Finds a function that a topology names by import path, `my.module:fn`. Errors are raised at start, in one line.
+"""Finds a function that a topology names by import path, `my.module:fn`. Errors are raised at the start of a run, each
+in one line.
 
 Paths come from the topology only, not from messages.
 """

@@ -12,7 +12,7 @@ TOPIC = "warning/"
 
 
 class WarningRecord(msgspec.Struct, frozen=True):
-    """One warning. A warning is given each time its condition begins."""
+    """One warning. It is issued each time its condition begins."""
 
     at: float
     """Time of the warning, in seconds since 1970."""

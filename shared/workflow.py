@@ -24,7 +24,7 @@ class WorkflowError(Exception):
 
 
 class ContextFull(WorkflowError):
-    """The next call does not fit the model's context or the sample's `workflow.max_tokens`."""
+    """The next call does not fit into the model's context or the sample's `workflow.max_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Turn:
 
     `token_ids`, `logprobs` and `versions` describe the sampled tokens, including the EOS. `text` has no special
     tokens and ends before a stop text. `finish_reason` is `stop` or `length`. `prompt_tokens` counts the input tokens.
-    Append `message` to the history to have the next call continue this one.
+    Append `message` to the history so that the next call continues this one.
     """
 
     text: str
@@ -81,7 +81,8 @@ class LLM(Protocol):
     """The policy, as called by one sample."""
 
     async def chat(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> Turn:
-        """Return the policy's answer to a history. Raises ContextFull, and WorkflowError for an invalid history."""
+        """Return the policy's answer to a history. Raises ContextFull if the history does not fit, and WorkflowError if
+        it is invalid."""
 
     async def complete(self, prompt: str) -> Turn:
         """Return the policy's continuation of raw text, always as a new sequence."""

@@ -1,5 +1,5 @@
-"""Configuration of all tests: hypothesis profiles, and the rules that a GPU test needs a GPU and that CI skips no other
-test.
+"""Configuration of all tests. It sets the hypothesis profiles, skips GPU tests without a GPU, and fails any other test
+that CI skips.
 
 Fixtures of a single test folder do not belong here.
 """
@@ -57,4 +57,4 @@ def _fail_if_left_out(report: pytest.TestReport | pytest.CollectReport) -> None:
     """Fail a skipped test in CI. Tests skip where the machine lacks something, and CI must lack nothing."""
     if report.skipped and os.environ.get("CI"):
         report.outcome = "failed"
-        report.longrepr = f"not to be left out in CI: {report.longreprtext}"
+        report.longrepr = f"must not be skipped in CI: {report.longreprtext}"

@@ -16,7 +16,7 @@ METRICS = {"train", "step", "eval", "cluster/metrics"}
 
 
 def undocumented(sent: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return the pairs of a topic and the name of a value that no row of the table covers."""
+    """Return the pairs (topic, name of a value) that no row of the table covers."""
     table = DOCUMENT.read_text().split("## Values")[1]
     rows = re.findall(r"^\| (`[^|]+) \| (`[^|]+) \|", table, re.MULTILINE)
     known = [(_patterns(topics), _patterns(values)) for topics, values in rows]

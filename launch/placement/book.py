@@ -1,10 +1,10 @@
-"""Decides which host runs what. `report`, `lose` and `look` return orders and effects. It uses no socket or clock.
+"""Decides which host runs what. `report`, `lose` and `look` return orders and effects. No socket or clock is used.
 
 A host is AWAITED until its agent reports, then JOINED. It is LOST once the engine that placed it says so, or its agent
 falls silent or leaves before the run ends; then its processes move to a joined host with room, and the scheduler is
 told. A lost host that reports under a new incarnation is JOINED again, with a new store. It gets back only what no
-other host had room for, because moving a working process costs its leases. An agent whose life was given up is told so
-and begins a new life, because its processes may already run elsewhere.
+other host had room for, because moving a working process costs its leases. An agent whose host was lost is told so and
+begins a new life, because its processes may already run elsewhere.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Host:
 
 
 class HostBook:
-    """The hosts of a run except the one on which it was started, and the place of every process there."""
+    """The hosts of a run except the one on which it was started, and the place of every process on them."""
 
     def __init__(self, topology: Topology, threads: Mapping[str, int]) -> None:
         """`threads` is the number of CPU threads of each process, by service."""
@@ -121,7 +121,7 @@ class HostBook:
         self._places: dict[Key, _Place] = {}
         """The place of every process except the stores."""
         self._on: dict[str, dict[_Place, None]] = {name: {} for name in self.hosts}
-        """The places on each host, so that a report of one host is handled without a look at the others."""
+        """The places on each host, so that a report of one host is handled without looking at the others."""
         self._numbers = itertools.count()
         self._next_store = len(topology.store_hosts())
         self.ending = False
@@ -176,7 +176,7 @@ class HostBook:
                 self._put(_Place(unit, unit.host, first or 0, next(self._numbers)))
 
     def report(self, report: HostReport, now: float) -> tuple[HostOrders, list[Effect]]:
-        """Take an agent's report. Return the agent's orders, and the effects to carry out.
+        """Process an agent's report. Return the agent's orders, and the effects to carry out.
 
         Raises RpcError if the agent cannot take part.
         """
@@ -186,7 +186,7 @@ class HostBook:
             text = f"host {report.host!r} is not one of this run's other hosts; placement.hosts names {there}"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         if report.gpus < host.gpus:
-            text = f"host {host.name}: placement.hosts gives it {host.gpus} GPUs, its agent may use {report.gpus}"
+            text = f"host {host.name}: placement.hosts gives it {host.gpus} GPUs, but its agent may use {report.gpus}"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         if report.incarnation in host.given_up:
             raise RpcError(ErrorCode.LOST, f"host {host.name}: counts as lost, because it was silent; join again")
@@ -212,7 +212,7 @@ class HostBook:
         return self._orders(host), effects
 
     def lose(self, name: str, cause: str, now: float) -> list[Effect]:
-        """Give up a host. Its processes move to other hosts that have room for them."""
+        """Treat a host as lost. Its processes move to other hosts that have room for them."""
         host = self.hosts[name]
         effects: list[Effect] = []
         if host.state != HostState.JOINED or host.report is None:
@@ -226,7 +226,7 @@ class HostBook:
         return effects
 
     def look(self, now: float) -> list[Effect]:
-        """Give up the hosts whose agents have been silent for too long."""
+        """Treat every host whose agent has been silent for too long as lost."""
         silent = [
             host.name
             for host in self.hosts.values()
@@ -256,7 +256,7 @@ class HostBook:
         joined = [host for host in self.hosts.values() if host.state == HostState.JOINED] if homeless else []
         loads = [(self._load(host), at) for at, host in enumerate(joined)]
         heapq.heapify(loads)
-        too_large: float = math.inf  # a number of adjacent GPUs that no host has
+        too_large: float = math.inf  # a number of adjacent GPUs that no host has free
         for place in homeless:
             if place.unit.gpus >= too_large:
                 continue

@@ -1,8 +1,8 @@
-"""Carries out what `HostBook` decides: answers agents, tells the scheduler, passes requests on.
+"""Carries out what `HostBook` decides: answers agents, informs the scheduler, and passes requests on.
 
 An agent reports once a second and is answered with everything its host should run, so a lost report or a restarted
 agent needs no repair. Requests of an operator or of the scheduler that concern a process of another host go to the
-supervisor of that host's agent, which answers them as this one would.
+supervisor of that host's agent, which answers them just as this supervisor would.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ END_S = 40.0
 
 
 class HostDesk:
-    """The other hosts of a run, in the event loop of its supervisor."""
+    """Serves the agents of a run's other hosts, on the event loop of the run's supervisor."""
 
     def __init__(self, book: HostBook, *, on_notice: Callable[[str], None]) -> None:
-        """`on_notice` takes lines for people."""
+        """`on_notice` is called with each line for people."""
         self.book = book
         self.on_unable: Callable[[str], None] = lambda cause: None
         """Called once if the processes of a host cannot continue."""
@@ -76,7 +76,7 @@ class HostDesk:
     # ---- events
 
     def lose(self, host: str, cause: str) -> None:
-        """Give up a host that the placement engine reports as gone."""
+        """Treat a host as lost, because the placement engine reports that it is gone."""
         self._carry_out(self.book.lose(host, cause, asyncio.get_running_loop().time()))
 
     def tell(self, text: str) -> None:

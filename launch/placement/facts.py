@@ -21,7 +21,7 @@ from shared.topology.fields import format_size
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "shared", "services", "launch")
 CLOCK_LIMIT_S = 2.0
-"""Maximum seconds between the clocks of two hosts, because the logs of a run are ordered by time."""
+"""Maximum difference between the clocks of two hosts, in seconds, because the logs of a run are ordered by time."""
 
 
 class HostFacts(msgspec.Struct, frozen=True):
@@ -45,13 +45,13 @@ class HostFacts(msgspec.Struct, frozen=True):
 
 
 def facts(topology: Topology) -> HostFacts:
-    """Return the facts of this host, with the requirements of computing processes of `topology` that it does not
+    """Return the facts about this host, with those requirements of the topology's computing processes that it does not
     meet."""
     return lacking(preflight.check_host(topology))
 
 
 def lacking(problems: Sequence[str]) -> HostFacts:
-    """Return the facts of this host, with `problems` as the requirements that it does not meet."""
+    """Return the facts about this host, with `problems` as the requirements that it does not meet."""
     return HostFacts(
         name=socket.gethostname(),
         code=code_digest(),
@@ -68,7 +68,7 @@ def compare(home: HostFacts, there: HostFacts) -> list[str]:
     """Return the reasons why a host cannot take part in a run that was started at `home`, one line each."""
     found = []
     if there.code != home.code:
-        found.append(f"another rlbus (code {there.code}, here {home.code}); install the same release on both")
+        found.append(f"a different rlbus (code {there.code}, here {home.code}); install the same release on both")
     if _minor(there.python) != _minor(home.python):
         found.append(f"Python {there.python}, here {home.python}; use the same on both")
     if there.torch != home.torch:
@@ -77,8 +77,8 @@ def compare(home: HostFacts, there: HostFacts) -> list[str]:
 
 
 def room_problem(topology: Topology, there: HostFacts) -> str:
-    """Return a line if a host has no room for the files that it would take from home. Return an empty string if it has
-    room or takes no files.
+    """Return a line if a host has no room for the files that it would fetch from home. Return an empty string if it has
+    room or fetches no files.
     """
     if not topology.policy.distribute:
         return ""
@@ -86,14 +86,14 @@ def room_problem(topology: Topology, there: HostFacts) -> str:
     if needed <= there.free_bytes:
         return ""
     return (
-        f"policy.distribute: {format_size(needed)} of model and data do not fit, the disk of its working directory has "
-        f"{format_size(there.free_bytes)}; make room there"
+        f"policy.distribute: {format_size(needed)} of model and data do not fit: the disk of its working directory has "
+        f"{format_size(there.free_bytes)} left; make room there"
     )
 
 
 def clock_problem(sent_at: float, there_at: float, received_at: float) -> str:
-    """Return a line if a host's clock, which was read between `sent_at` and `received_at`, is wrong, or an empty
-    string.
+    """Return a line if a host's clock, which was read between `sent_at` and `received_at`, is wrong. Otherwise,
+    return an empty string.
 
     Only the part of the difference that the round trip cannot explain counts.
     """
@@ -101,7 +101,7 @@ def clock_problem(sent_at: float, there_at: float, received_at: float) -> str:
     if off <= CLOCK_LIMIT_S:
         return ""
     way = "ahead of" if there_at > received_at else "behind"
-    return f"its clock is {off:.1f} s {way} this machine's, at most {CLOCK_LIMIT_S:g}; synchronise them (chrony, ntp)"
+    return f"its clock is {off:.1f} s {way} this machine's (limit {CLOCK_LIMIT_S:g} s); synchronise them (chrony, ntp)"
 
 
 @cache

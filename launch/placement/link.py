@@ -36,7 +36,7 @@ class HostLink:
         self._ordered: set[Key] = set()
         self._log = structlog.get_logger("host")
         self.given_up = False
-        """Whether the run has given up this life of the agent, so that the agent must begin another one."""
+        """Whether the run considers this life of the agent lost, so that the agent must begin a new one."""
 
     async def join(self) -> HostOrders:
         """Report for the first time, and return the orders. Raises RpcError."""
@@ -45,7 +45,7 @@ class HostLink:
         return orders
 
     def gpus_of(self, process: HostProcess) -> str:
-        """Return CUDA_VISIBLE_DEVICES of a process."""
+        """Return the value of CUDA_VISIBLE_DEVICES for a process."""
         return ",".join(self._names[gpu] for gpu in process.gpus)
 
     async def follow(self, supervisor: Supervisor) -> None:

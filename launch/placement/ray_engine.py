@@ -78,7 +78,7 @@ class RayEngine:
                         problems = [*compare(home, there), room, clock_problem(*news.times)]
                         findings.errors.extend(f"host {news.host}: {each}" for each in problems if each)
                         if there.niceness > home.niceness:
-                            text = f"Ray runs its processes with niceness {there.niceness}, so that all others go first"
+                            text = f"Ray runs its processes with niceness {there.niceness}, so all others run first"
                             remedy = "set RAY_worker_niceness=0 for `ray start`"
                             findings.warnings.append(f"host {news.host}: {text}; {remedy}")
         except RpcError as error:

@@ -5,10 +5,10 @@ and because the launcher forks (`--detach`). It reads one JSON object per line f
 its output (`Order`, `News`). When its input ends, it and every agent end.
 
 Each host has one actor, which only keeps the agent: a process in its own session, whose standard input is a pipe from
-the actor. However the actor ends, even with its node's raylet, the pipe closes and the agent stops everything on its
-host. Ray would leave such processes alive. The actor's class travels by value and uses only the standard library, so
-that it can report a node that has another version of rlbus, or none. No tensor and no message of the run goes through
-Ray, and the access to the run goes through a method, because constructor arguments stay in Ray's tables.
+the actor. However the actor ends, even together with its node's raylet, the pipe closes and the agent stops everything
+on its host. Ray itself would leave such processes alive. The actor's class travels by value and uses only the standard
+library, so that it can report a node that has another version of rlbus, or none. No tensor and no message of the run
+goes through Ray, and the access to the run goes through a method, because constructor arguments stay in Ray's tables.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HostKeeper:
 
     def __init__(self, run: str) -> None:
         with contextlib.suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray starts workers with niceness 15, which processes inherit
+            os.setpriority(os.PRIO_PROCESS, 0, 0)  # Ray starts workers with niceness 15, which their children inherit
         self.run = run
         self.agent: subprocess.Popen[bytes] | None = None
         self.output = ""
@@ -72,7 +72,7 @@ class HostKeeper:
         """Return the exit status, the output and the errors of `launch.host --check` on this node.
 
         `root` is the folder of rlbus at home. `folder` is the working directory at home, from which users' modules are
-        imported. Both are used if this node has them.
+        imported. Each is used if this node has it.
         """
         done = subprocess.run(
             [sys.executable, "-m", "launch.host", "--check"],
@@ -104,7 +104,7 @@ class HostKeeper:
         self.agent.stdin.flush()
 
     def wait(self, limit_s: float) -> tuple[int, str] | None:
-        """Return the agent's exit status and the end of its output, or None if it still runs after `limit_s`."""
+        """Return the agent's exit status and the end of its output, or None if it is still running after `limit_s`."""
         if self.agent is None:
             return None
         try:
@@ -137,7 +137,7 @@ class _Placed:
 
 
 class Keeper:
-    """The driver on the cluster."""
+    """The Ray driver that keeps an agent on every host."""
 
     def __init__(self, ray: Any, order: Order) -> None:
         self._ray, self._order = ray, order
@@ -227,11 +227,11 @@ class Keeper:
             there = ", ".join(sorted(node["Labels"].get(LABEL, node["NodeManagerAddress"]) for node in alive))
             return (
                 f"no node has the label {LABEL}={name}, and no other free node has {gpus} GPUs (nodes: {there}); "
-                f"ray start --address … --labels {LABEL}={name}"
+                f"label one with `ray start --address … --labels {LABEL}={name}`"
             )
         node = fit[0]
         if node["Resources"].get("GPU", 0) < gpus:
-            return f"its node has {node['Resources'].get('GPU', 0):g} GPUs, placement.hosts.{name}.gpus is {gpus}"
+            return f"its node has {node['Resources'].get('GPU', 0):g} GPUs, but placement.hosts.{name}.gpus is {gpus}"
         strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         actor_name = f"host-{node['NodeID']}"
         try:
@@ -239,7 +239,7 @@ class Keeper:
                 name=actor_name, num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_concurrency=2
             ).remote(self._order.run)
         except ValueError:  # the name is taken
-            return f"its node already is a host of run {self._whose(actor_name)!r}; end that run first"
+            return f"its node is already a host of run {self._whose(actor_name)!r}; end that run first"
         self._placed[name] = _Placed(name, node["NodeID"], actor)
         return ""
 
@@ -364,15 +364,15 @@ def _open(order: Order) -> Keeper | None:
         import ray
         import ray.util.scheduling_strategies
     except ImportError as error:
-        tell(News("failed", f"ray is not installed here ({error}); pip install 'rlbus[ray]', or use local"))
+        tell(News("failed", f"ray is not installed here ({error}); install rlbus[ray], or use engine: local"))
         return None
     if closed := _closed(order.address):
-        tell(News("failed", f"no Ray cluster at {order.address!r} ({closed}); begin one with `ray start --head`"))
+        tell(News("failed", f"no Ray cluster at {order.address!r} ({closed}); start one with `ray start --head`"))
         return None
     try:
         ray.init(address=order.address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        tell(News("failed", f"no Ray cluster at {order.address!r} ({_line(error)}); begin one with `ray start --head`"))
+        tell(News("failed", f"no Ray cluster at {order.address!r} ({_line(error)}); start one with `ray start --head`"))
         return None
     if os.environ.get("RAY_AUTH_MODE") != "token" and os.environ.get("RAY_USE_TLS") != "1":
         text = "this Ray cluster has neither a token (RAY_AUTH_MODE=token) nor TLS (RAY_USE_TLS=1)"
@@ -385,7 +385,7 @@ def _open(order: Order) -> Keeper | None:
 
 
 def main() -> None:
-    """Serve the launcher until it ends. All other output to standard output goes to standard error."""
+    """Serve the launcher until it ends. Anything else that is printed goes to standard error."""
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

@@ -14,7 +14,7 @@ class Order(msgspec.Struct, frozen=True):
     kind: Literal["open", "start"]
     run: str = ""
     path: str = ""
-    """Run directory at home. A host's directory has the same path, below `hosts/`."""
+    """Run directory at home. The directory of a host is `hosts/<name>` below the same path."""
     address: str = ""
     """Address of the cluster, as for `ray.init`."""
     hosts: dict[str, int] = {}
@@ -23,7 +23,7 @@ class Order(msgspec.Struct, frozen=True):
     topology: str = ""
     """The topology as YAML, which the hosts check."""
     access: str = ""
-    """Base64 of the access to the run in the role service."""
+    """The access to the run with the role service, in Base64."""
 
 
 class News(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -35,7 +35,7 @@ class SupervisorDoor:
         incarnation: int,
         access: Access | None = None,
     ) -> None:
-        """`access` gives the monitor's endpoint and keys to a supervisor on another host."""
+        """`access` provides the monitor's endpoint and the keys to a supervisor on another host."""
         self._run = run
         self._context = context
         self._mailbox = mailbox

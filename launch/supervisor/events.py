@@ -1,4 +1,4 @@
-"""The events that the supervisor's state machine takes, and the effects that it returns.
+"""The events that the supervisor's state machine handles, and the effects that it returns.
 
 `Event` and `Effect` are unions over all of them.
 """
@@ -111,14 +111,14 @@ class KillOrdered:
 
 @dataclass(frozen=True)
 class StopAsked:
-    """Drain everything and end the run: the operator's stop, or the first Ctrl-C."""
+    """Drain everything and end the run, at the operator's request or the first Ctrl-C."""
 
     cause: str
 
 
 @dataclass(frozen=True)
 class KillAsked:
-    """End the run now, without draining: the second Ctrl-C, for example."""
+    """End the run now, without draining, for example at the second Ctrl-C."""
 
     cause: str = "killed"
 

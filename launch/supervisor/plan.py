@@ -1,4 +1,4 @@
-"""The processes that a service name stands for, and the order in which processes start and end. It starts nothing."""
+"""Finds the processes that a service name stands for, and defines the order in which processes start and end."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def rolling_order(keys: Iterable[Key], ranks: Mapping[str, int]) -> list[list[Ke
     """Return the groups of processes to restart one after another when everything is restarted.
 
     A group is one process, or the ranks of one model. `ranks` is the number of processes that together hold one
-    model, by service; these end together anyway.
+    model, by service; such processes end together anyway.
     """
     known = list(keys)
     units: list[list[Key]] = []

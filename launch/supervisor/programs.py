@@ -26,19 +26,19 @@ from shared.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x300000"
-"""Makes copies of 3 MiB or more bypass the caches, which reduces the memory traffic when weights are put. By default
+"""Makes copies of 3 MiB or more bypass the caches, which reduces the memory traffic of putting weights. By default,
 glibc derives the limit from the size of the last-level cache, which some virtual machines report as 320 MiB instead of
 32 MiB."""
 
 ORPHANS_END_S = 1.0
-"""Seconds after the end of a service until the processes that it left behind, which were killed, are reaped."""
+"""Seconds between the end of a service and the reaping of the killed processes that it left behind."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
-    """Return the environment of a service: our packages first, `threads` threads, few malloc arenas, no network
-    look-ups, and the GPUs `gpus` (None: the launcher's GPUs)."""
+    """Return the environment of a service: our packages first on the path, `threads` threads, few malloc arenas, no
+    look-ups on the network, and the GPUs `gpus` (None: the launcher's GPUs)."""
     old = os.environ.get("PYTHONPATH", "")
     seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     return {
@@ -92,9 +92,9 @@ class Programs:
         lock: int | None,
         drain_limit_s: Callable[[Key], float],
     ) -> None:
-        """`threads` gives the CPU threads of each process (default 1), and `gpus` its CUDA_VISIBLE_DEVICES. `lock` is
-        the descriptor of the lock on the run directory, which the guard inherits. `drain_limit_s` returns how long the
-        guard lets a process take to end, in seconds.
+        """`threads` gives the number of CPU threads of each process (default 1), and `gpus` its CUDA_VISIBLE_DEVICES.
+        `lock` is the descriptor of the lock on the run directory, which the guard inherits. `drain_limit_s` returns
+        how many seconds the guard gives a process to end.
         """
         self._run = run
         self._threads = dict(threads)
@@ -103,7 +103,7 @@ class Programs:
         self._drain_limit_s = drain_limit_s
         self._guard: subprocess.Popen[bytes] | None = None
         self._alive: set[int] = set()
-        """The processes that someone here waits for."""
+        """Ids of the processes whose exit someone here waits for."""
         self._log = structlog.get_logger(SUPERVISOR)
 
     def place(self, key: Key, threads: int, gpus: str) -> None:
@@ -112,7 +112,7 @@ class Programs:
         self._gpus[key] = gpus
 
     def own_environment(self, key: Key) -> dict[str, str]:
-        """Return the environment variables of process `key` that a process with 1 thread lacks or has otherwise."""
+        """Return the environment variables of process `key` that differ from those of a process with 1 thread."""
         common = child_environment(1)
         return {name: value for name, value in self._environment(key).items() if common.get(name) != value}
 
@@ -148,7 +148,7 @@ class Programs:
         """Return the exit status of a process that has ended or is about to, and kill the processes that it started."""
         loop = asyncio.get_running_loop()
         loop.remove_reader(child.descriptor)
-        # The processes that it started (an engine's ranks, reward processes) use memory that other processes get next.
+        # The processes that it started (an engine's ranks, reward processes) use memory that other processes need next.
         # They are killed before the wait, while no other process can have this pid.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -160,9 +160,9 @@ class Programs:
         return status
 
     def _reap_orphans(self) -> None:
-        """Reap the processes that services started and left behind, and that have ended: a subreaper is their parent.
+        """Reap the ended processes that services had left behind. A subreaper is the parent of such processes.
 
-        The launcher's own short-lived programs are in its process group, and are left to those who wait for them.
+        The launcher's own short-lived programs are in its process group, and are left to whoever waits for them.
         """
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.Error, ChildProcessError, ProcessLookupError):

@@ -119,17 +119,18 @@ class Supervisor:
         hosts: HostDesk | None = None,
         access: Access | None = None,
     ) -> None:
-        """`threads` gives the CPU threads of each process (default 1), and `gpus` its CUDA_VISIBLE_DEVICES. If the run
-        spans several hosts, `listen` gives each process's endpoint for other hosts, including the supervisor's own.
+        """`threads` gives the number of CPU threads of each process (default 1), and `gpus` its CUDA_VISIBLE_DEVICES.
+        If the run spans several hosts, `listen` gives each process's endpoint for other hosts, including the
+        supervisor's own.
         `lock` is the descriptor of the lock on the run directory, which the guard inherits. `save_limit_s` limits the
         time in which the trainer saves a checkpoint at the end. `command` returns the program of a service; by default,
-        a service runs its module. `spares` are the spare processes to keep, of which services are forks. Services
-        without a process in `plan` have none.
+        a service runs its module. `spares` are the spare processes to keep, of which services are forks. A spare
+        is left out if `plan` has no process of its services.
 
         `ranks` is the number of processes that together hold one model, by service (default 1). `resize` checks that a
         service can have a number of instances and returns what they need, or raises RpcError; if it is None, nothing
-        can be scaled. `hosts` manages the other hosts of the run. `access` gives the run's endpoints and keys to a
-        supervisor on another host, which runs a part of the run.
+        can be scaled. `hosts` manages the other hosts of the run. `access` provides the run's endpoints and keys to
+        a supervisor on another host, which runs a part of the run.
         """
         self._run = run
         services = {service for service, _ in plan}
@@ -261,7 +262,7 @@ class Supervisor:
         self._feed(HostUnable(cause))
 
     async def scheduler_status(self, deadline_s: float) -> Status | None:
-        """Return the scheduler's status of the run, or None if it does not answer."""
+        """Return the status of the run, or None if the scheduler does not answer."""
         try:
             return await self._scheduler_client().call(GetStatus(), Status, deadline_s=deadline_s)
         except RpcError:
@@ -461,7 +462,7 @@ class Supervisor:
         self._refuse_at_end()
         here, away = self._keys(request.service, request.instance)
         if request.service not in LEASING:
-            text = f"{request.service} cannot be drained: it leases no tasks as {' and '.join(LEASING)} do; restart it"
+            text = f"{request.service} cannot be drained: it leases no tasks (only {', '.join(LEASING)} do); restart it"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         ranks = self._ranks.get(request.service, 1)
         if len(here + away) % ranks:
@@ -541,7 +542,7 @@ class Supervisor:
         if child is None or child.pid != request.pid:
             if (key, request.pid) in self._ended_lives:
                 return Ack()
-            text = f"{service_name(*key)}: process {request.pid} was not started by this launcher, so it may still run"
+            text = f"{service_name(*key)}: process {request.pid} was not started by this launcher and may be alive"
             raise RpcError(ErrorCode.MISSING, f"{text}; end it where it runs")
         self._log.warning("to be killed", name=service_name(*key), cause=request.cause)
         self._dying.setdefault(request.pid, []).append(call)

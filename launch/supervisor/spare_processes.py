@@ -28,9 +28,9 @@ MIB = 1 << 20
 SPARE: Key = ("spare", 0)
 """Stands for a spare where a process is named."""
 COMMAND_BYTES = 1024
-"""Length of a spare's command line, in whose place those of the services are shown."""
+"""Length of a spare's command line, which each fork overwrites with the command line of its service."""
 FORK_LIMIT_S = 5.0
-"""Seconds within which a warm spare forks. The supervisor waits for it."""
+"""Maximum seconds for a warm spare to fork. The supervisor does nothing else during this time."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SpareProcesses:
         on_settled: Callable[[Collection[str]], None],
         on_notice: Callable[[SpareNotice], None],
     ) -> None:
-        """`on_settled` is called with the names of services when their first spare can be used, or cannot be had."""
+        """`on_settled` is called with the names of services once their spare can be used or has failed."""
         self._run = run
         self._programs = programs
         self._kinds = list(kinds)
@@ -70,9 +70,7 @@ class SpareProcesses:
             self._start(kind)
 
     def fork(self, key: Key, command: Sequence[str], output: BinaryIO) -> Child | None:
-        """Return a fork of a spare that is the process `key`, which `command` would start, or None if no spare can be
-        used.
-        """
+        """Fork a spare to run `command` as the process `key`. Return the fork, or None if no spare can be used."""
         kind = next((each for each in self._kinds if key[0] in each.services), None)
         if kind is None or not self._rules.usable(kind):
             return None
@@ -103,7 +101,7 @@ class SpareProcesses:
         ]
 
     def close(self) -> None:
-        """Kill all spares. Services that are forks of them go on."""
+        """Kill all spares. Services that are forks of them keep running."""
         for kind in list(self._children):
             child = self._release(kind)
             child.signal(signal.SIGKILL)

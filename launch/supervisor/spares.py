@@ -1,7 +1,7 @@
-"""Decides when spare processes are started, which processes are forks of one, and when a kind of spare is given up.
+"""Decides when spare processes are started, which processes are forks of them, and when a kind of spare is given up.
 
 It uses no process, socket or clock. There is at most one spare of a kind. One transition is missing on purpose: a kind
-of spare that was given up is not tried again, because its imports would fail again; its processes start without spares.
+of spare that was given up is not tried again, because its imports would fail again; its services start without a spare.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KILL_LIMIT = 3
 
 
 class SpareKind(NamedTuple):
-    """The services that are forks of the same spare, and its imports."""
+    """The services that are forks of the same spare, and the imports of that spare."""
 
     services: tuple[str, ...]
     imports: tuple[str, ...]
@@ -30,7 +30,7 @@ class SpareKind(NamedTuple):
 
 @dataclass
 class Spare:
-    """A spare process."""
+    """What is known about a spare process."""
 
     pid: int
     warm: bool = False
@@ -38,7 +38,7 @@ class Spare:
 
 
 class SpareRules:
-    """The spares of one run."""
+    """Keeps track of the spares of one run."""
 
     def __init__(self, kinds: Iterable[SpareKind]) -> None:
         self.spares: dict[SpareKind, Spare] = {}

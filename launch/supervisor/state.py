@@ -1,7 +1,7 @@
 """Decides when the processes of a run start, restart and end: `handle(event, now) -> effects`.
 
-It uses no process, socket or clock. Three transitions are missing on purpose. A run that failed or drains starts no
-process. A process that ended because the run is ending is not restarted. A process whose first start was
+It uses no process, socket or clock. Three transitions are missing on purpose. A run that has failed or is draining
+starts no process. A process that ended because the run is ending is not restarted. A process whose first start was
 refused (a bad model, a bad setting) is not restarted, because the next start would be refused too; but one that was
 READY before is restarted even then, because it once started with the same settings.
 """
@@ -89,7 +89,7 @@ class Process:
     was_ready: bool = False
     """Whether the process was READY in any of its lives."""
     served: bool = False
-    """Whether this life of the process was READY."""
+    """Whether the process has been READY in its current life."""
     kill_at: float | None = None
     start_at: float | None = None
     ready_by: float | None = None
@@ -117,8 +117,8 @@ class RunLifecycle:
         held: Collection[str] = (),
     ) -> None:
         """`save_limit_s` limits the time in which the trainer saves a checkpoint at the end of the run. With `hosts`,
-        the run has processes on other hosts, which end before the services that they talk to. The services `held` are
-        first started when their spare is settled."""
+        the run has processes on other hosts, which end before the services that they talk to. The services in `held`
+        are not started before their spare is settled."""
         self._hosts = hosts
         self._held = set(held)
         self._save_limit_s = save_limit_s
@@ -130,11 +130,11 @@ class RunLifecycle:
         self._rolling: deque[Sequence[Key]] = deque()
         """The groups of a rolling restart that are still to be restarted, starting with the current one."""
         self._rolled: dict[Key, int] = {}
-        """The restart counts of the current group's processes before their restart, empty until it begins."""
+        """The restart counts of the current group's processes before their restart, empty until the restart begins."""
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event at loop time `now`. Return the effects to carry out, in order."""
+        """Handle one event at loop time `now`. Return the effects to carry out, in order."""
         self._effects = []
         if self.phase == RunPhase.ENDED:
             return []

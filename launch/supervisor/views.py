@@ -39,7 +39,7 @@ from shared.rundir import RunDir
 
 
 class Views:
-    """The states, waits, logs and stories of one run."""
+    """Serves the states, waits, logs and stories of one run."""
 
     def __init__(
         self,

@@ -53,14 +53,14 @@ def _what(process: Process) -> tuple[str, float | None] | None:
     """
     name = service_name(*process.key)
     if process.told_to_end and process.pid:
-        return f"{name} ends, as it was told to", process.kill_at
+        return f"{name} is ending, as it was told to", process.kill_at
     match process.state:
         case ProcessState.STARTING:
-            return f"{name} starts" + (f" again after {process.cause}" if process.cause else ""), process.ready_by
+            return f"{name} is starting" + (f" again after {process.cause}" if process.cause else ""), process.ready_by
         case ProcessState.BACKOFF:
             return f"{name} died ({process.cause}) and starts again, restart {process.restarts}", process.start_at
         case ProcessState.WAITING:
-            return f"{name} is started once scheduler, stores and monitor are READY", None
+            return f"{name} will be started once the scheduler, stores and monitor are READY", None
         case _:
             return None
 

@@ -266,7 +266,8 @@ class MonitorApp(App[None]):
 
     async def _show_samples(self, run: Run) -> None:
         if not isinstance(run, RunDir):
-            self._main.query_one("#sample-text", Static).update("samples are read on the machine of the run directory")
+            text = "samples can be read only on the machine that holds the run directory"
+            self._main.query_one("#sample-text", Static).update(text)
             return
         steps = await asyncio.to_thread(reader.steps, run.path, self._split)
         step = self._sample_step if self._sample_step in steps else steps[-1] if steps else None

@@ -20,7 +20,7 @@ from shared.warnings import parse
 LOST_S = 20.0
 """Seconds of silence after which a monitor on another machine counts as lost."""
 LOG_BYTES = 128 << 10
-"""Bytes that are read first from the end of each log."""
+"""Number of bytes that are initially read from the end of each log."""
 HISTORY_S = 2.0
 """Minimum seconds between two requests for the history."""
 PAGES = 8

@@ -85,4 +85,4 @@ def _prompt(record: Record) -> list[tuple[str, str]]:
 
 def _short(text: str) -> str:
     cut = len(text) - MAX_SHOWN_CHARS
-    return text if cut <= 0 else f"{text[:MAX_SHOWN_CHARS]} … and {cut:,} characters more"
+    return text if cut <= 0 else f"{text[:MAX_SHOWN_CHARS]} … and {cut:,} more characters"

@@ -12,7 +12,7 @@ _HARMLESS = {
     **{code: 0xFFFD for code in range(0x80, 0xA0)},
     **{ord(character): 0xFFFD for character in _BIDI},
 }
-"""Control characters become their pictures, codes that change the writing direction become �, a tab becomes a space."""
+"""Control characters become their pictures, direction codes become �, and a tab becomes a space."""
 
 
 def visible(text: str) -> str:
@@ -21,6 +21,6 @@ def visible(text: str) -> str:
 
 
 def visible_text(text: Text) -> Text:
-    """Do the same to styled text, in place, and return it."""
+    """Apply `visible` to styled text, in place, and return the text."""
     text.plain = visible(text.plain)
     return text

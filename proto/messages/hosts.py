@@ -26,17 +26,17 @@ class HostOrders(Message, frozen=True, kw_only=True):
 
 @message(36, reply=HostOrders)
 class HostReport(Request, frozen=True, kw_only=True):
-    """An agent reports its host and its processes, once a second. The first report of an incarnation joins the run.
+    """An agent reports its host and its processes, once a second. With its first report, an incarnation joins the run.
 
     Errors:
         bad_request: the run has no host of this name, or the host lacks GPUs.
         conflict: another agent of this host is alive.
-        lost: this incarnation has been given up because the host was considered lost. End everything, then join again.
+        lost: this incarnation no longer counts, because the host was considered lost. End everything, then join again.
     """
 
     host: str  # name of the host in `placement.hosts`
     incarnation: int  # incarnation of the agent
-    endpoint: str  # endpoint at which the agent answers messages that operators or schedulers send to a supervisor
+    endpoint: str  # endpoint at which the agent answers messages that operators or the scheduler send to a supervisor
     gpus: int  # number of GPUs that the agent may use
     processes: list[ProcessRow]  # the processes that it started
     ended: bool = False  # all these processes have ended, and this is the last report of the agent

@@ -56,7 +56,7 @@ class ProcessRow(Record, frozen=True, array_like=True):
 
 
 class SpareRow(Record, frozen=True, array_like=True):
-    """A process that has imported the libraries of `services`. Each process of them is a fork of it."""
+    """A spare process, which imports the libraries of `services`. The processes of these services are forks of it."""
 
     services: list[str]  # names of services
     pid: int
@@ -107,9 +107,9 @@ class WaitKind(StrEnum):
     ROOM = "room"  # memory is (nearly) full
     CODE = "code"  # a user-code process is working on calls
     OUTAGE = "outage"  # a judge does not answer: rewards wait, and nothing is leased
-    COMPUTE = "compute"  # a computation runs
-    CHECKPOINT = "checkpoint"  # a checkpoint is saved
-    PROCESS = "process"  # a process starts, ends, or waits for its restart
+    COMPUTE = "compute"  # a computation is running
+    CHECKPOINT = "checkpoint"  # a checkpoint is being saved
+    PROCESS = "process"  # a process is starting, ending, or waiting for its restart
     STOPPED = "stopped"  # a process is stopped by a signal
 
 

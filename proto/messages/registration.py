@@ -34,7 +34,8 @@ class Register(Request, frozen=True, kw_only=True):
     limit_bytes: int = 0
     """Memory limit of a batch store, plus its spill limit if it spills; 0 for other services."""
     data_id: str = ""
-    """Identity of a batch store's data. Another value under the same store name means that the former data is lost."""
+    """Identity of a batch store's data. A different value under the same store name means that the old data is
+    lost."""
     host_id: str = ""
     """Processes with the same value reach the service's ipc endpoint. All others need a tcp `endpoint`."""
 
@@ -65,7 +66,7 @@ class Trouble(Record, frozen=True, array_like=True):
 
     kind: str  # a `TroubleKind`
     text: str  # one line
-    ends_run: bool = False  # the run does not wait for its end: the scheduler gives the driver no further batch
+    ends_run: bool = False  # the run does not wait until the trouble is over: the driver gets no further batch
 
 
 @message(22)
@@ -99,8 +100,8 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     """Policy version that an engine has loaded, or -1 if there is none or the service is not an engine."""
     holds_lineage: int = 0  # lineage of that version
     leases: list[LeaseProgress] = []  # the leases on which it works
-    store_bytes: int = 0  # bytes that a batch store holds; 0 from other services
-    store_shards: int = 0  # shards that a batch store holds; 0 from other services
+    store_bytes: int = 0  # bytes that a batch store holds; 0 for other services
+    store_shards: int = 0  # shards that a batch store holds; 0 for other services
     progress: int = 0  # counter of the working thread; an advance renews the hold on shared devices
     troubles: list[Trouble] = []  # all current troubles
 

@@ -36,7 +36,8 @@ class SamplesDue(Message, frozen=True, kw_only=True):
     trainer_stores: list[str] = []  # the stores into which the trainer puts advantages and log-probs
     rewinds: list[TakenBack] = []
     """The returns to earlier steps that the recorder does not know of yet. Before it records any of `tasks`, it must
-    discard the samples of steps and versions after a return's step, if they belong to its lineage or an earlier one."""
+    discard the samples of all steps and versions after a return's step that belong to the return's lineage or to an
+    earlier one."""
     lost: int = 0  # number of tasks so far whose samples were lost because the recorder was too slow or not running
 
 

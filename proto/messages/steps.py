@@ -20,8 +20,8 @@ class RunInfo(Message, frozen=True, kw_only=True):
     checkpoint_now: bool = False
     """As in `StepBatch`, for the steps trained so far: save a checkpoint once the workers are at the committed step."""
     reference_step: int = 0
-    """The policy version of this step must be given to the reference (`algorithm.kl.refresh_every`), and no store holds
-    it: publish it again from its checkpoint, unless the workers hold it. 0: nothing is missing."""
+    """The reference needs the policy version of this step (`algorithm.kl.refresh_every`), but no store holds it:
+    publish it again from its checkpoint, unless the workers hold it. 0: nothing is missing."""
     drivers: int = 0  # number of drivers that have taken over the run so far, including this one
 
 

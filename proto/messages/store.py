@@ -22,14 +22,14 @@ class PutGrant(Message, frozen=True, kw_only=True):
 
 @message(61, reply=PutGrant)
 class PutBegin(Request, frozen=True, kw_only=True):
-    """A producer asks for room for one file with the shards of these tasks. Asking again gives the same path.
+    """A producer asks for room for one file with the shards of these tasks. Asking again returns the same path.
 
     Errors:
-        bad_request: the put id or a task id is malformed, there are no tasks, a task occurs twice, or `nbytes` is 64
-            or less, or more than the store's memory.
+        bad_request: the put id or a task id is malformed, there are no tasks, a task occurs twice, or `nbytes` is at
+            most 64 or exceeds the store's memory.
         busy: there is no room, no descriptor is left, or the mount is full.
         collected: tasks (`names`) are tombstoned at these fences. The whole put is refused.
-        conflict: the put id is open with other tasks or another size.
+        conflict: the put id is open with different tasks or a different size.
     """
 
     put_id: str  # 32 lower-case hexadecimal digits, chosen at random; a retry of the whole put uses the same id
@@ -55,7 +55,7 @@ class PutSeal(Request, frozen=True, kw_only=True):
         bad_request: the file is malformed, or does not contain the granted tasks.
         busy: the mount has no room, or no descriptor is left. Nothing is sealed: ask again.
         collected: tasks (`names`) were tombstoned meanwhile. The whole put is refused.
-        conflict: shards (`names`) are sealed with other bytes.
+        conflict: shards (`names`) are sealed with different bytes.
         missing: no such put (`names`) is open. Begin again.
     """
 

@@ -67,7 +67,7 @@ class OpenStream(Request, frozen=True, kw_only=True):
     line_id: str  # the line over which the ranges will be sent
     tasks: list[PutTask]  # the tasks, in the order of the stream
     keys: list[str] = []  # the keys of each task, in the order of the stream; empty: all keys, in file order
-    max_bytes: int = 1 << 26  # tasks are taken up to this total size of their shards; the first is always taken
+    max_bytes: int = 1 << 26  # tasks are included up to this total size of their shards; the first always is
 
 
 @message(38)

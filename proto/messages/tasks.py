@@ -54,7 +54,7 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
-    """The location of a policy version, given by lineage and step, and the means to prove that it was loaded."""
+    """Where the policy version of this lineage and step is stored, and the means to prove that it was loaded."""
 
     lineage: int
     step: int
@@ -83,8 +83,8 @@ class LeaseGrant(Message, frozen=True, kw_only=True):
     group_size: int = 1  # samples per task
     block_rows: int = 0  # fixed number of rows to run, including padding; 0: any number
     weights: WeightsRef | None = None
-    """Stage rollout: the version to load if the engine holds an older one. Stage reference: exactly the version to
-    score with; nil is the model with which the run began."""
+    """For stage rollout, the version to load if the engine holds an older one. For stage reference, the exact version
+    to score with; nil means the model with which the run began."""
 
 
 @message(31, reply=LeaseGrant)
@@ -117,7 +117,7 @@ class Outcome(IntEnum):
 class DropReason(StrEnum):
     """Reasons for dropping a task. Readers count an unknown reason as OTHER."""
 
-    TOO_LONG = "too_long"  # the prompt, or the answer of supervised fine-tuning, has more tokens than the limit
+    TOO_LONG = "too_long"  # the prompt, or the answer in supervised fine-tuning, has more tokens than the limit
     NO_CHAT_TEMPLATE = "no_chat_template"  # the prompt consists of messages, and the tokenizer has no template for them
     BAD_ROW = "bad_row"  # the row cannot be read, or lacks a usable prompt or answer
     REWARD_FAILED = "reward_failed"  # too few samples are left, and the first loss was caused by a reward function
@@ -180,7 +180,7 @@ class Complete(Request, frozen=True, kw_only=True):
     """A worker ends a lease or a part of it. Sealed shards become visible when their result is accepted, not before.
 
     Errors:
-        bad_request: the stage is unknown, or scalars or numbers are not allowed. In this case, no result is accepted.
+        bad_request: the stage is unknown, or a scalar or number is invalid. In this case, no result is accepted.
     """
 
     lease_id: int

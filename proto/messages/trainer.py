@@ -16,8 +16,9 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     clip_low: float  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float  # as for `clip_low`
     anchor: str
-    """"rollout", "proximal", or "present": as proximal, but the call's gradients make the only update of the step."""
-    temperature: float  # temperature of training sampling; logits are divided by it
+    """"rollout", "proximal" or "present". The last is like proximal, but the call's gradients make the step's only
+    update."""
+    temperature: float  # sampling temperature of training; logits are divided by it
     tis_cap: float = 0.0  # cap of the truncated importance weight exp(prox - rollout)
     kl_estimator: str = ""  # "k1", "k2" or "k3"
     kl_coef: float = 0.0  # factor of the KL term
@@ -69,7 +70,7 @@ class ForwardDone(Message, frozen=True, kw_only=True):
 
 @message(83, reply=ForwardDone)
 class Forward(WorkerRequest, frozen=True, kw_only=True):
-    """Run the model over a batch at the temperature of training sampling and put the results as shards.
+    """Run the model over a batch at the temperature at which training samples are drawn; put the results as shards.
 
     The shards have the keys `<key>:<driver in hexadecimal>-<order>`.
     """
@@ -134,7 +135,7 @@ class Publish(WorkerRequest, frozen=True, kw_only=True):
     step: int  # the policy version
     store: str  # name of the store
     fence: int
-    """The first fence to try. As long as the store has collected the fence (an earlier incarnation put the version and
+    """The first fence to try. If the store has already collected a fence (an earlier incarnation put the version but
     never announced it, or no task needed the version), the next one is tried."""
 
 
@@ -212,8 +213,8 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
     agree.
     """
     turn: int = 0
-    """`RunInfo.drivers` of this driver. A takeover is refused if an earlier one had a higher turn: it is a late message
-    from a driver that has died."""
+    """`RunInfo.drivers` of this driver. A takeover is refused if an earlier takeover had a higher turn, because it is
+    then a late message from a driver that has died."""
 
 
 @message(96)

@@ -23,7 +23,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """GPU memory that another process can open on the same GPU, described by CUDA IPC values with torch's names."""
 
     gpu: str  # the GPU's own id (UUID)
-    nbytes: int  # number of bytes of the memory that are used
+    nbytes: int  # size of the memory, in bytes
     handle: bytes  # handle of the storage
     storage_bytes: int  # bytes of the storage
     storage_offset: int  # offset of the memory in the storage, in bytes
@@ -54,7 +54,7 @@ class AskTransfer(Request, frozen=True, kw_only=True):
 
     Errors:
         conflict: this incarnation of the engine was replaced by a later one.
-        missing: the trainer cannot send that version, or cannot send it to this engine. Its shards remain available.
+        missing: the trainer cannot send that version, or not to this engine. The version's shards remain available.
     """
 
     instance: int

@@ -2,7 +2,7 @@
 
 `<put id>.tmp` is a granted file, `<put id>.part` one that is being copied to disk, `<put id>.blk` a sealed one (if a
 file is both in memory and on disk, the copy on disk counts), and `*.dead` a zombie. A file that a reader or producer
-has locked is never deleted and its pages are not lent.
+has locked is never deleted, and its pages are never lent.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REMEDIES = (
     ),
     (
         "spill_limit",
-        "delete what runs before a restart of this host left there, or name another folder as "
+        "delete what earlier runs left there before this host restarted, or name another folder as "
         "services.batch-store.spill",
     ),
 )
@@ -49,7 +49,7 @@ _REMEDIES = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file found by a scan. If `table` is None, it is to be retired for the reason `why`; otherwise it is sealed."""
+    """A file found by a scan. Without a `table`, it is to be retired for the reason `why`; otherwise it is sealed."""
 
     name: str
     nbytes: int
@@ -58,7 +58,7 @@ class Found:
     place: Tier = Tier.MEMORY
     duplicate: bool = False
     unreadable: bool = False
-    """Whether reading the file from the disk failed. Such a file is left in place for a later life."""
+    """Whether reading the file from the disk failed. Such a file is left in place for a later incarnation."""
 
 
 class StoreFiles:
@@ -95,7 +95,7 @@ class StoreFiles:
         self._closed: dict[str, str] = {}
         """Name -> path of spares and zombies without an open descriptor. There may be more spares than descriptors."""
         self._claimed: dict[str, int] = {}
-        """Spare -> open descriptor, while a put takes the spare."""
+        """Spare -> open descriptor, from `claim` until `reuse` or `release`."""
 
     @staticmethod
     def _load_identity(path: Path) -> str:
@@ -108,7 +108,7 @@ class StoreFiles:
     def check_room(self, limits: Sequence[int]) -> None:
         """Raise RpcError(bad_request) if a mount cannot hold its limit, including the files that it already holds.
 
-        `limits` holds bytes, indexed by `Tier`.
+        `limits` are in bytes, indexed by `Tier`.
         """
         for place, folder in enumerate(self._folders):
             mount = os.statvfs(folder)
@@ -118,12 +118,12 @@ class StoreFiles:
                 key, remedy = _REMEDIES[place]
                 raise RpcError(
                     ErrorCode.BAD_REQUEST,
-                    f"{self._name}: services.batch-store.{key} is {limits[place]} bytes, {folder.parent.parent} "
-                    f"has room for {room}; lower it, {remedy}",
+                    f"{self._name}: services.batch-store.{key} is {limits[place]} bytes, but {folder.parent.parent} "
+                    f"has room for {room}; lower the limit, {remedy}",
                 )
 
     def has_sealed(self) -> bool:
-        """Return whether a former life left sealed files."""
+        """Return whether an earlier incarnation left sealed files."""
         return any(entry.name.endswith(".blk") for folder in self._folders for entry in os.scandir(folder))
 
     def path(self, name: str, place: Tier = Tier.MEMORY) -> str:
@@ -158,7 +158,7 @@ class StoreFiles:
     def damaged(self, put_id: str, place: Tier, tasks: Sequence[int]) -> list[int] | None:
         """Return which of these tasks (indices in a sealed file) are damaged, or None if the whole file is lost.
 
-        This is slow: call it on a thread. A file that was collected meanwhile counts as lost.
+        This is slow: call it on a worker thread. A file that was collected meanwhile counts as lost.
         """
         descriptor = lock_named(self.path(f"{put_id}.blk", place), os.O_RDONLY)
         if descriptor is None:
@@ -174,7 +174,7 @@ class StoreFiles:
             os.close(descriptor)
 
     def seal(self, put_id: str) -> None:
-        """Rename a file to its sealed name. Its mtime exceeds that of all others, so that a restart knows the order."""
+        """Rename a file to its sealed name. Its mtime is set later than all others, to record the order."""
         path = self.path(f"{put_id}.tmp")
         self._sealed_ns = max(time.time_ns(), self._sealed_ns + 1)
         os.utime(path, ns=(self._sealed_ns, self._sealed_ns))
@@ -199,7 +199,7 @@ class StoreFiles:
 
     def copy_to_disk(self, put_id: str) -> bool:
         """Copy a sealed file to disk under the name of an unfinished file, then sync and verify the copy. This is slow:
-        call it on a thread.
+        call it on a worker thread.
 
         The copy holds a reader's lock, so a file collected meanwhile is neither truncated nor lent. Returns False if
         the file was collected before it could be opened. Raises OSError if the disk is full or fails, and WireError if
@@ -328,9 +328,9 @@ class StoreFiles:
     # ---- after a restart
 
     def scan(self) -> list[Found]:
-        """Return every file of the former life in seal order. All bytes of sealed files are verified.
+        """Return every file that earlier incarnations left, in seal order. All bytes of sealed files are verified.
 
-        This is slow: call it on a thread.
+        This is slow: call it on a worker thread.
         """
         found: list[tuple[int, Found]] = []
         spilled: set[str] = set()
@@ -378,7 +378,8 @@ class StoreFiles:
 
 
 def _copy(source: int, target: int) -> None:
-    """Copy `source` durably with its times, which order the files after a restart. Later reads come from the disk."""
+    """Copy `source` durably with its timestamps, which give the order of the files after a restart. Later reads come
+    from the disk."""
     status = os.fstat(source)
     os.posix_fallocate(target, 0, status.st_size)  # raises before the first byte if the disk is full
     at = 0
@@ -424,7 +425,8 @@ def _verify(descriptor: int, table: Table) -> None:
 
 
 def _damage(descriptor: int, table: Table, task: int) -> str:
-    """Return a message that names a shard of the task that differs from what was put, or an empty string."""
+    """Return a message naming a shard of the task whose bytes differ from those that were put, or an empty string if
+    there is none."""
     for shard in table.shards(task):
         digest = xxhash.xxh3_64()
         for at in range(0, shard.nbytes, _VERIFY_BYTES):

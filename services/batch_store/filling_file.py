@@ -55,8 +55,8 @@ class FillingFile:
         self.head_checksum = 0
 
     def close(self, *, complete: bool) -> None:
-        """Stop writing. Unless `complete` is true, the streams that read the file then end; the mapping stays until
-        they have ended.
+        """Stop writing. Unless `complete` is true, the streams that read the file then end. The mapping stays as long
+        as any stream reads it.
         """
         self._given_up = not complete
         os.close(self._descriptor)
@@ -112,7 +112,7 @@ class FillingFile:
                 if end > upto:
                     break
                 if xxhash.xxh3_64_intdigest(self._view[at:end]) != self._digest(at // CHUNK_BYTES):
-                    raise WireError(f"bytes {at} to {end} do not have the digest of the trainer's store")
+                    raise WireError(f"bytes {at} to {end} do not match the digest from the trainer's store")
                 self.verified_bytes = end
         finally:
             if self.verified_bytes > before:

@@ -32,7 +32,7 @@ AT_ONCE_CHUNKS = 32
 """Number of digests computed at a time. They are kept even if the request ends before its page is complete."""
 CALL_S, OPEN_S = 5.0, 5.0
 TRIES = 2
-"""Number of attempts after which a store is skipped. An attempt that brings a verified chunk counts as the first again.
+"""Number of attempts after which a store is skipped. An attempt that brings a verified chunk resets the count to 1.
 A store that was itself waiting for its predecessor may thus bring no chunk in one attempt and continue in the next."""
 STALL_S = 60.0
 """Seconds without a verified chunk from any store after which a version is given up."""
@@ -126,7 +126,7 @@ class Relay:
         ]
 
     def source(self, task: PutTask) -> FillingFile | None:
-        """Return the file that is being filled with this version, or None until its head has arrived."""
+        """Return the file that is being filled with this version, or None while its head has not arrived."""
         filling = self._fillings.get((task.task_id, task.fence))
         return filling.file if filling is not None and filling.file is not None and filling.file.head_bytes else None
 
@@ -187,7 +187,7 @@ class Relay:
                 self._abandon(put_id)
 
     def _end(self, filling: _Filling, work: asyncio.Task[None]) -> None:
-        """Forget a version whose fetch has ended, or was cancelled before it began. Waiting readers get its error."""
+        """Forget a version whose fetch has ended or was cancelled before it began. Waiting readers get the error."""
         del self._fillings[filling.task.task_id, filling.task.fence]
         filling.begun.set()
         if not work.cancelled() and work.exception() is not None and not isinstance(work.exception(), RpcError):
@@ -245,7 +245,7 @@ class Relay:
         while file.digests < file.chunks:
             held = await self._from_origin(filling, file.digests)
             if held.total_bytes != file.total_bytes:
-                text = f"{filling.origin}: {filling.task.task_id} has {held.total_bytes} bytes now"
+                text = f"{filling.origin}: {filling.task.task_id} now has {held.total_bytes} bytes"
                 raise RpcError(ErrorCode.CONFLICT, text)
             file.add_digests(held.digests)
 
@@ -281,7 +281,7 @@ class ChunkDigests:
         """
         chunks = -(-source.total_bytes // CHUNK_BYTES)
         if not 0 <= first < chunks:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{path}: chunk {first} of {chunks}")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{path}: no chunk {first}: there are {chunks}")
         async with self._lock:  # stores of several hosts ask at the same time
             known = self._known.setdefault(path, [])
             while len(known) < min(first + PAGE_CHUNKS, chunks):

@@ -21,9 +21,10 @@ deletions. The descriptor limit divided by `AT_ONCE_SHARE` is a second maximum. 
 zombie keeps a descriptor until it is deleted.
 """
 ZOMBIE_SHARE = 4
-"""The descriptor limit divided by this is the maximum number of open zombies. Stream mappings have the same share, as
-do the connections of an endpoint (two descriptors each); those of the bulk port have a sixteenth. Some of the zombies
-beyond the maximum are opened in each round, and closed again if they are still mapped."""
+"""The descriptor limit divided by this is the maximum number of open zombies. Stream mappings may use
+the same share, and so may the connections of an endpoint (two descriptors each); the connections of the bulk port may
+use a sixteenth. Some of the zombies beyond the maximum are opened in each round, and closed again if they are still
+mapped."""
 T = TypeVar("T")
 
 
@@ -45,13 +46,13 @@ class Retirement:
         """Names of files whose removal failed and was logged."""
 
     def take(self, effects: Iterable[Retire]) -> None:
-        """Retire these files after those that are still due, as many as the free descriptors allow."""
+        """Retire the files that are already due, then these, as far as the free descriptors allow."""
         self._due.extend(effects)
         if self._due:
             self.settle()
 
     def free(self, names: Iterable[str]) -> None:
-        """Delete spares that the index has given up, as many as the free descriptors allow."""
+        """Delete spares that the index has given up, as far as the free descriptors allow."""
         self._closed.extend(names)
         if self._closed:
             self.settle()

@@ -41,7 +41,7 @@ class Retire:
 
 
 class Room:
-    """Bytes in use by place, zombies and spares."""
+    """The bytes in use in each place, the zombies and the spares."""
 
     def __init__(self, name: str, memory_bytes: int, incarnation: int, spill_bytes: int) -> None:
         """`memory_bytes` and `spill_bytes` are the limits. `incarnation` makes the names of zombies unique across
@@ -134,7 +134,7 @@ class Room:
         return [self.give_up_spare(name) for name in self._spares.surplus(now)]
 
     def give_up_spares(self) -> list[str]:
-        """Give up all spares, whose pages a full mount may need."""
+        """Give up all spares, because a full mount may need their pages."""
         return [self.give_up_spare(name) for name in self._spares.all_but(None)]
 
     def give_up_spare(self, name: str) -> str:

@@ -133,7 +133,7 @@ class StoreService(Service):
         return super().bind()
 
     async def start(self) -> None:
-        """Recover the files of a former life, then begin to answer."""
+        """Recover the files of earlier incarnations, then begin to answer."""
         files = self._files
         if files is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self.name}: started before it was bound")
@@ -196,7 +196,7 @@ class StoreService(Service):
             self._files.close()
 
     def bulk_endpoint(self) -> str:
-        """Return the endpoint, beside the mailbox, that serves chunks to readers without shared memory."""
+        """Return the endpoint that serves chunks to readers without shared memory; it is not the mailbox."""
         if self.listen:
             return f"{self.listen.rpartition(':')[0]}:*"
         return f"{self.run.endpoint(self.NAME, self.instance)}-bulk"
@@ -231,7 +231,7 @@ class StoreService(Service):
             f"{stats.zombie_bytes / (1 << 20):.1f} MiB collected but still mapped"
         )
         if refused:
-            text += f"; puts find no room, the last {now - self._refused[1]:.1f} s ago (services.batch-store.memory)"
+            text += f"; puts find no room (last: {now - self._refused[1]:.1f} s ago; services.batch-store.memory)"
         return [*rows, WaitRow(WaitKind.ROOM, text, 0.0)]
 
     def _recover(self, found: Found) -> None:
@@ -240,15 +240,15 @@ class StoreService(Service):
             self._retirement.take(self.index.recover(put_id, found.nbytes, found.table, found.place))
             return
         if found.unreadable:
-            self.log.error("unreadable file kept, its shards are missing", file=found.name, why=found.why)
+            self.log.error("unreadable file kept; its shards are missing", file=found.name, why=found.why)
             return
         if found.name.endswith(".blk") and not found.duplicate:
             self.log.error("damaged file deleted", file=found.name, bytes=found.nbytes, why=found.why)
         self._retirement.take([self.index.recover_refuse(found.name, found.nbytes, found.place)])
 
     async def _ready(self) -> StoreFiles:
-        """Wait until the files of a former life have been recovered, and return this store's files. The caller's
-        deadline limits the wait.
+        """Wait until the files of earlier incarnations have been recovered, and return this store's files. The
+        caller's deadline limits the wait.
         """
         return await asyncio.shield(self._scanned)
 
@@ -338,7 +338,7 @@ class StoreService(Service):
         try:
             table = files.read_table(f"{put_id}.tmp")
             if table.file_bytes != nbytes:
-                raise WireError(f"file of {table.file_bytes} bytes, {nbytes} were granted")
+                raise WireError(f"file of {table.file_bytes} bytes, but {nbytes} were granted")
             new = self.index.has_new_shards(put_id, table)
         except (RpcError, WireError) as error:
             self._retirement.take([self.index.abandon(put_id)])
@@ -379,7 +379,7 @@ class StoreService(Service):
             if not lost:
                 return found, places
             for at in lost:
-                self.log.error("spilled file deleted by another process, its shards are missing", file=found[at].path)
+                self.log.error("spilled file deleted by another process; its shards are missing", file=found[at].path)
                 self._retirement.take(self.index.lose(put_ids[at]))
 
     async def _clear(self, request: Clear, call: Call) -> Ack:
@@ -445,9 +445,9 @@ class StoreService(Service):
     async def _open_stream(self, request: OpenStream, call: Call) -> StreamOpened:
         tasks = request.tasks[:MAX_STREAM_TASKS]  # the reader learns of this from the reply's `covered`
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have at least one task, each once")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have at least one task, and none twice")
         if len(set(request.keys)) != len(request.keys):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have each key once")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have each key only once")
         if len(tasks) == 1 and not request.keys and self._relay.is_coming(tasks[0]):
             filling = self._relay.source(tasks[0])
             if filling is None:
@@ -489,7 +489,7 @@ class StoreService(Service):
                 return await self._relay.hold(request)
             path = found[0].path
         else:
-            text = f"{self.name}: {request.task.task_id} is neither a version of the weights nor a file of home"
+            text = f"{self.name}: {request.task.task_id} is neither a version of the weights nor a file from home"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         digests = await self._digests.page(path, source, request.first) if request.first >= 0 else []
         return Held(total_bytes=source.total_bytes, held_bytes=source.total_bytes, digests=digests)
@@ -516,7 +516,7 @@ class StoreService(Service):
 
 
 def _is_deleted(path: str) -> bool:
-    """Return whether no file has that name. Returns False if a disk error prevents the check."""
+    """Return whether the file no longer exists. Returns False if a disk error prevents the check."""
     try:
         os.stat(path)
     except FileNotFoundError:

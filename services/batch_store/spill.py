@@ -1,7 +1,7 @@
 """Makes room in memory by moving sealed files to a folder on disk.
 
-A move copies the file, syncs it, reads it back and verifies it, renames it to the sealed name, updates the index, and
-turns the file in memory into a zombie. The last three steps run without interruption on the loop's thread. Before the
+A move copies the file, syncs the copy, and verifies it by reading it back. Then it renames the copy to the sealed name,
+updates the index, and turns the file in memory into a zombie, all without interruption on the loop's thread. Before the
 rename, the file in memory is authoritative; after it, the file on disk is. A kill at any instant leaves the whole file
 in at least one place, and a restart keeps one copy.
 """
@@ -29,10 +29,10 @@ _OWNER = "owner"
 def spill_folder(name: str, spill: str, run: RunDir, instance: str) -> Path:
     """Return the folder of one store under `spill`, after deleting the folders of dead runs of this host.
 
-    The run's folder in `spill` has the same name as its folder in shared memory, and a file in it identifies the host
-    and the parent of that folder: only a process that sees the same parent can determine whether the run has ended.
-    Folders of other hosts are logged and left in place. A link in the run's shared memory points to the spilled files,
-    so that they are removed together (`RunDir.remove_volatile`).
+    The run's folder in `spill` has the same name as its folder in shared memory. A file in it identifies the host and
+    the parent of the folder in shared memory, because only a process that sees the same parent can determine whether
+    the run has ended. Folders of other hosts are logged and left in place. A link in the run's shared memory points to
+    the spilled files, so that they are removed together (`RunDir.remove_volatile`).
     """
     root, here = Path(spill), folder_id(run.shm.parent)
     foreign: list[str] = []

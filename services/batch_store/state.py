@@ -28,12 +28,12 @@ from shared.stages import WEIGHTS
 GRANT_S = 5.0
 """Seconds after which a grant is withdrawn unless its producer is alive and holds the lock of its file."""
 MAX_TOMBSTONES = 65536
-"""Maximum number of tombstones; the oldest are forgotten. A put that arrives after that is an orphan, which no lease
-names and no reader locates, until the next reconciliation clears it. Tombstones that a file in this store could
-contradict after a restart are kept."""
+"""Maximum number of tombstones; the oldest are forgotten. A put that arrives after its tombstone was forgotten is an
+orphan, which no lease names and no reader locates, until the next reconciliation clears it. Tombstones that a file in
+this store could contradict after a restart are kept."""
 PAGE_TASKS = 4096
 SCAN_FILES = 256
-"""Maximum number of files, oldest first, that are examined for one that fits the rest of the spill."""
+"""Maximum number of files, oldest first, that are examined to find one that fits in what is left of the spill."""
 _PUT_ID = re.compile(r"[0-9a-f]{32}")
 _WEIGHTS = f"{WEIGHTS}/"
 
@@ -103,7 +103,7 @@ class StoreState:
         grant = self._grants.get(put_id)
         if grant is not None:
             if grant.nbytes != nbytes or grant.tasks != tuple(tasks):
-                raise RpcError(ErrorCode.CONFLICT, f"{self._name}: put {put_id} is open with other tasks or sizes")
+                raise RpcError(ErrorCode.CONFLICT, f"{self._name}: put {put_id} is open for different tasks or bytes")
             grant.since = now
             return False
         self.room.reserve(nbytes, spare)
@@ -111,11 +111,11 @@ class StoreState:
         return True
 
     def spare(self, put_id: str, nbytes: int) -> str | None:
-        """Return the spare whose pages this put should take, or None if there is none or the put has its file."""
+        """Return the spare whose pages this put should take, or None if there is none or the put has a file."""
         return self.room.nearest(nbytes) if put_id not in self._grants else None
 
     def make_room(self, put_id: str, nbytes: int) -> list[str]:
-        """Give up spares to make room for this put, except the one it should take. The caller deletes them."""
+        """Give up spares (but not the one that this put should take) to make room. The caller deletes them."""
         return self.room.free_spares(nbytes, self.spare(put_id, nbytes)) if put_id not in self._grants else []
 
     def to_seal(self, put_id: str) -> int | None:
@@ -133,13 +133,14 @@ class StoreState:
     def has_new_shards(self, put_id: str, table: Table) -> bool:
         """Return whether a written file has shards that the store lacks. If so, rename the file, then call `seal`.
 
-        Raises RpcError: bad_request (not what was granted), collected, conflict (same fence, other bytes). If it raises
+        Raises RpcError: bad_request (not what was granted), collected, conflict (same fence, different bytes). If it
+        raises
         or returns False, call `abandon`.
         """
         grant = self._grants[put_id]
         written = list(zip(table.task_ids, table.fences, strict=True))
         if written != [(task.task_id, task.fence) for task in grant.tasks]:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id} holds other tasks than were granted")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id} contains tasks other than those granted")
         self._refuse_collected(grant.tasks)
         return self._has_new(put_id, table)
 
@@ -152,10 +153,10 @@ class StoreState:
     def supersede(self, put_id: str) -> list[Retire]:
         """Drop the shards that a sealed file replaces: those of its tasks that differ only in their revision.
 
-        A task's entry in another file is removed if this file has all shards of that entry. Otherwise a step that is
-        replayed many times would fill the store with unread shards and wait for room forever. After a restart, this is
-        called in seal order and keeps the same entries as before: if a file that covered an entry is gone, its shards
-        were covered by a later file in turn, or cleared.
+        A task's entry in another file is removed if this file has all shards of that entry. Without this, a step that
+        is replayed many times would fill the store with unread shards and wait for room forever. After a restart, this
+        is called in seal order and keeps the same entries as before: if a file that covered an entry is gone, its
+        shards were covered in turn by a later file, or cleared.
         """
         effects: list[Retire] = []
         table = self._sealed[put_id].table
@@ -190,7 +191,7 @@ class StoreState:
         self.room.remove(self._grants.pop(put_id).nbytes, Tier.MEMORY)
 
     def overdue(self, now: float) -> list[str]:
-        """Return the grants old enough to be abandoned, unless their producer still holds its lock."""
+        """Return the grants old enough to be abandoned if their producers no longer hold the files' locks."""
         return [put_id for put_id, grant in self._grants.items() if now - grant.since > GRANT_S]
 
     # ---- reads
@@ -364,13 +365,14 @@ class StoreState:
     # ---- after a restart
 
     def recall(self, tombstones: Iterable[PutTask]) -> None:
-        """Restore the tombstones of the former life, oldest first, before any `recover`."""
+        """Restore the tombstones of earlier incarnations, oldest first, before any `recover`."""
         for task in tombstones:
             fence = max(self.tombstones.pop(task.task_id, -1), task.fence)
             self.tombstones[task.task_id] = fence
 
     def recover(self, put_id: str, nbytes: int, table: Table, place: Tier = Tier.MEMORY) -> list[Retire]:
-        """Restore a sealed file of the former life with verified checksums, except for cleared or superseded shards.
+        """Restore a sealed file of an earlier incarnation, without its cleared or superseded shards. Its checksums
+        have been verified.
 
         Call this in seal order. If a file is found both on disk and in memory, one copy is recovered and the other is
         refused.
@@ -387,7 +389,7 @@ class StoreState:
         return self.supersede(put_id)
 
     def recover_refuse(self, name: str, nbytes: int, place: Tier = Tier.MEMORY) -> Retire:
-        """Retire an unsealed, damaged, dead or duplicate file of the former life, which may still be mapped."""
+        """Retire an unsealed, damaged, dead or duplicate file of an earlier incarnation, which may still be mapped."""
         self.room.add(nbytes, place)
         return self.room.retire(name, nbytes, place)
 
@@ -397,20 +399,20 @@ class StoreState:
         if not _PUT_ID.fullmatch(put_id):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put id {put_id[:40]!r}: not 32 hexadecimal digits")
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: must have at least one task, each once")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: needs at least one task, none twice")
         try:
             for task in tasks:
                 check_task_id(task.task_id)
         except WireError as error:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: {error}") from None
         if nbytes <= HEADER_BYTES:
-            text = f"{self._name}: put {put_id} of {nbytes} bytes: must exceed the header of {HEADER_BYTES}"
+            text = f"{self._name}: put {put_id} of {nbytes} bytes: must exceed the header of {HEADER_BYTES} bytes"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         if held_bytes(nbytes) > self.room.limits[Tier.MEMORY]:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"{self._name}: put of {nbytes} bytes can never fit in {self.room.limits[Tier.MEMORY]}; "
-                "put in parts or raise services.batch-store.memory",
+                f"{self._name}: put of {nbytes} bytes can never fit in {self.room.limits[Tier.MEMORY]} bytes; "
+                "put it in parts, or raise services.batch-store.memory",
             )
 
     def _refuse_collected(self, tasks: Sequence[PutTask]) -> None:
@@ -436,8 +438,8 @@ class StoreState:
                     if mine.get(key, digest) != digest:
                         raise RpcError(
                             ErrorCode.CONFLICT,
-                            f"{self._name}: put {put_id}: {task_id}#{key} is sealed under fence {fence} with other "
-                            "bytes; a new attempt needs a new fence",
+                            f"{self._name}: put {put_id}: {task_id}#{key} is sealed under fence {fence} with "
+                            "different bytes; a new attempt needs a new fence",
                             names=[f"{task_id}#{key}"],
                         )
                     new.discard(key)

@@ -45,7 +45,8 @@ class Places:
         return len(self._held)
 
     def take(self, address: str, now: float) -> tuple[ReaderPlace | None, ReaderPlace | None]:
-        """Return the place of a newcomer, or None, and the place of the connection that must end for it, or None.
+        """Return a place for the newcomer and the place of the connection that must end to make room. Either may be
+        None.
 
         The newcomer is turned away if its place is None. The connection that must end is the oldest unproven one from
         the address that has the most of them. Strangers on one host therefore displace each other, not readers on other

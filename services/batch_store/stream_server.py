@@ -223,7 +223,7 @@ class StreamServer:
             line = self._lines.get(line_id)
             if line is None:
                 raise RpcError(
-                    ErrorCode.LOST, f"{self._name}: line {line_id[:40]!r} is not open: it has ended, open another"
+                    ErrorCode.LOST, f"{self._name}: line {line_id[:40]!r} is not open: it has ended; open another"
                 )
             if sum(len(each.streams) for each in self._lines.values()) >= MAX_STREAMS:
                 raise self._busy(f"{MAX_STREAMS} streams are open")
@@ -269,7 +269,7 @@ class StreamServer:
             self._lines.clear()
 
     def _busy(self, why: str) -> RpcError:
-        return RpcError(ErrorCode.BUSY, f"{self._name}: {why}; another must end first", retry_after_s=BUSY_S)
+        return RpcError(ErrorCode.BUSY, f"{self._name}: {why}; one of them must end first", retry_after_s=BUSY_S)
 
     # ---- the thread
 
@@ -412,7 +412,7 @@ class StreamServer:
         if head.kind is not Kind.READ or stream is None or head.offset + head.nbytes > stream.source.total_bytes:
             raise WireError(
                 f"bulk {head.kind.name.lower()} of {head.nbytes} bytes at {head.offset} of stream {head.stream}: "
-                + ("the stream is not open" if stream is None else f"it has {stream.source.total_bytes}")
+                + ("the stream is not open" if stream is None else f"it has {stream.source.total_bytes} bytes")
             )
         reader.ranges.append(_Range(stream, head.offset, head.nbytes))
         reader.asked_bytes += head.nbytes
@@ -420,7 +420,7 @@ class StreamServer:
     # ---- messages to readers
 
     def _send(self, reader: _Reader) -> None:
-        """Send as much of one message as the kernel takes."""
+        """Send as much of one message as the kernel accepts."""
         reader.waits = not reader.out and bool(reader.ranges) and not _is_available(reader.ranges[0])
         if not reader.out and reader.ranges and reader.line is not None and not reader.waits:
             self._next(reader, reader.line)
@@ -460,7 +460,7 @@ class StreamServer:
             reader.buffer = None
 
     def _next(self, reader: _Reader, line: _ReaderLine) -> None:
-        """Prepare the next range for sending. Raises ConnectionAbortedError if the line's key may not seal it."""
+        """Prepare the next range for sending. Raises ConnectionAbortedError if the line's key must not seal it."""
         wanted = reader.ranges.popleft()
         reader.asked_bytes -= wanted.nbytes
         wanted.stream.used = time.monotonic()

@@ -81,7 +81,7 @@ def pin(
     max_bytes: int,
     cache: MappingCache,
 ) -> StreamSource:
-    """Map the files and return a stream of the first tasks, as many as fit. Blocks, so call it on a thread of its own.
+    """Map the files and return a stream of the first tasks, as many as fit. Blocks, so call it on a worker thread.
 
     `name` is the store's name for errors. `places[i]` are the indices of the files that hold task i. The number of
     files and `max_bytes` limit the number of tasks. Raises FileNotFoundError if a file was collected meanwhile (locate
@@ -94,7 +94,7 @@ def pin(
     tables = [file.table for file in files]
     for file, mapping in zip(files, mappings, strict=True):
         if len(mapping) != file.table.file_bytes:
-            raise WireError(f"{name}: {file.path} has {len(mapping)} bytes, it was sealed with {file.table.file_bytes}")
+            raise WireError(f"{name}: {file.path} has {len(mapping)} bytes; it was sealed with {file.table.file_bytes}")
     picks = _picks(tables, tasks, places)
     made = excerpt.make(tables, picks, keys, max_bytes)
     if made is None:

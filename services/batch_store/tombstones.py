@@ -56,8 +56,8 @@ class TombstoneList:
         self.incomplete = False
 
     def read(self) -> list[PutTask]:
-        """Return the tombstones of the former life, oldest first. A torn last line was not acknowledged: it is cut off.
-
+        """Return the tombstones of earlier incarnations, oldest first. A torn last line, which was never acknowledged,
+        is cut off.
         Damaged lines are skipped and logged, so that the store can still serve its other shards.
         """
         text = self._path.read_bytes()

@@ -42,7 +42,10 @@ class DistributedFiles:
         self._list = b""
 
     def open(self, task: PutTask) -> tuple[str, WholeSource]:
-        """Return a name for the content, and the content. Blocks, so call it on a thread. Raises RpcError(missing)."""
+        """Return a name for the content, and the content. Blocks, so call it on a worker thread.
+
+        Raises RpcError(missing).
+        """
         try:
             index = split_task_id(task.task_id)[2]
             if not self._is_distributed:

@@ -181,7 +181,7 @@ def _add_status(found: Collected, values: Mapping[str, float | str]) -> None:
         if isinstance(value, int | float):
             found.add(f"{PREFIX}_{family}", about, value)
     if isinstance(run := values.get("run"), str):
-        found.add(f"{PREFIX}_run_info", "the run, under its label", 1.0, {"run": run})
+        found.add(f"{PREFIX}_run_info", "the run, named by its label", 1.0, {"run": run})
     for key, value in values.items():
         kind, _, state = key.partition("/")
         if kind == "tasks" and isinstance(value, int | float):

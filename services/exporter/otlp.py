@@ -1,7 +1,7 @@
 """Sends spans to an OpenTelemetry collector: OTLP over HTTP with protobuf bodies, from a bounded queue.
 
 A collector that is slow or unreachable, or that refuses spans, delays nothing else. Spans that the collector does not
-take are dropped and counted.
+accept are dropped and counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAME = "rlbus"
 
 
 class Refused(Exception):
-    """The collector does not take these spans now, or will never take them (`forever`)."""
+    """The collector does not accept these spans now, or will never accept them (`forever`)."""
 
     def __init__(self, text: str, *, forever: bool) -> None:
         super().__init__(text)
@@ -62,11 +62,11 @@ class OtlpSender:
         # A daemon thread, so that the process can end without waiting for a collector that does not answer.
         self._thread = threading.Thread(target=self._work, name="otlp", daemon=True)
         self.sent = 0
-        """Number of spans that the collector has taken."""
+        """Number of spans that the collector has accepted."""
         self.dropped = 0
         """Number of spans that were dropped."""
         self.trouble = ""
-        """The reason why the collector does not take spans now, or an empty string."""
+        """The reason why the collector does not accept spans at present, or an empty string."""
 
     def start(self) -> None:
         self._thread.start()

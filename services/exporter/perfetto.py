@@ -1,4 +1,4 @@
-"""Writes spans to a file in Chrome's Trace Event Format, for Perfetto and chrome://tracing: always valid JSON.
+"""Writes spans to a file in Chrome's Trace Event Format, for Perfetto and chrome://tracing. It is always valid JSON.
 
 The file has a track for each kind of work of each process, and tracks for each traced task. Work that overlaps other
 work of the same kind gets another track, because the events of a track must nest. Once `trace.json` reaches half of the
@@ -63,8 +63,8 @@ class Tracks:
     def task_events(self, span: TraceSpan) -> Iterator[Event]:
         """Yield the begin and end events of a traced task. The task has its own track and one for each service.
 
-        Two services may work on a task at once: a holder that has lost its lease works on until the scheduler tells it
-        so. By then, the scheduler may have leased the task to another service.
+        Two services may work on a task at once: a holder that has lost its lease keeps working until the scheduler
+        tells it so. By then, the scheduler may have leased the task to another service.
         """
         pid = self._pids.get(TASKS)
         if pid is None:

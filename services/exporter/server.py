@@ -1,4 +1,4 @@
-"""The exporter: reads the monitor as any subscriber does, so that no scraper and no collector delays the monitor.
+"""The exporter: reads the monitor as any subscriber does, so that neither scrapers nor collectors delay the monitor.
 
 For Prometheus, the exporter asks the monitor for its last values, at most once a second. For traces, it follows the
 topics that report spans. Spans that the exporter misses are absent from the traces, with no other effect.

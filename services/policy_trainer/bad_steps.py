@@ -30,7 +30,7 @@ class BadSteps:
         if error.code != ErrorCode.BAD_DATA:
             raise error
         if self._policy == "stop":
-            raise RpcError(error.code, f"{error}; with run.on_bad_step: skip, the run skips it", names=error.names)
+            raise RpcError(error.code, f"{error}; to skip such updates, set run.on_bad_step: skip", names=error.names)
         self._log.warning("update skipped", step=step, cause=str(error), tasks=error.names[:_SHOWN_TASKS])
 
     def ended(self, step: int, updates: int) -> None:
@@ -43,5 +43,5 @@ class BadSteps:
             raise RpcError(
                 ErrorCode.BAD_DATA,
                 f"step {step}: {self._in_a_row} steps in a row were skipped as bad; the log of policy-trainer has the "
-                "causes; go back to a checkpoint from before them, or fix the reward, the loss or optimizer.lr",
+                "causes; go back to a checkpoint from before these steps, or fix the reward, the loss or optimizer.lr",
             )

@@ -18,8 +18,8 @@ def check_reference(batch: StepBatch) -> None:
         names = _tasks_of(batch, steps != steps[0])
         raise RpcError(
             ErrorCode.CONFLICT,
-            f"step {batch.step} refused, weights untouched: the reference was at version {steps[0]:g}, but at another "
-            f"one for {', '.join(names[:8])}",
+            f"step {batch.step} refused, weights untouched: the reference was at version {steps[0]:g}, but at "
+            f"a different one for {', '.join(names[:8])}",
             names=names,
         )
 
@@ -30,8 +30,8 @@ def check_tasks(batch: StepBatch) -> None:
     if not batch.batch.tasks:
         raise RpcError(
             ErrorCode.BAD_DATA,
-            f"step {batch.step} refused, weights untouched: all its {batch.dropped} tasks were dropped and "
-            "run.deterministic does not replace them; the log of the rollout service has the reasons",
+            f"step {batch.step} refused, weights untouched: all {batch.dropped} of its tasks were dropped, and "
+            "with run.deterministic they are not replaced; the log of the rollout service has the reasons",
         )
 
 
@@ -45,7 +45,7 @@ def check_rewards(batch: StepBatch, rewards: Array) -> None:
 
 def check_advantages(batch: StepBatch, advantages: Array) -> None:
     """Raise RpcError(bad_data) naming the tasks that have a non-finite value in `advantages`, float [samples]."""
-    remedy = "look at algorithm.advantage.name and at the size of the rewards"
+    remedy = "check algorithm.advantage.name and the size of the rewards"
     _check_finite(batch, advantages, "advantages", remedy)
 
 

@@ -1,7 +1,7 @@
 """The driver's view of its workers: one object that trains and hides ranks and devices.
 
 Each call runs once. Calls are numbered here and run in the order in which they were made, whatever their order of
-arrival. A call may be made before the previous one is awaited. Batches are divided over the data-parallel ranks here,
+arrival. A call may be made before the previous one is awaited. Batches are divided among the data-parallel ranks here,
 by tokens; only handles and per-sample numbers are sent.
 """
 
@@ -29,7 +29,7 @@ from shared.topology import Topology
 R = TypeVar("R", bound=Message)
 WORKER = "policy-trainer-worker"
 Divided = messages.Forward | messages.ForwardBackward
-"""Calls whose batch is divided over the data-parallel ranks. All ranks get the same request for every other call."""
+"""Calls whose batch is divided among the data-parallel ranks. All ranks get the same request for every other call."""
 
 _RECOVERABLE = frozenset([ErrorCode.LOST, ErrorCode.MISSING, ErrorCode.DRAINING, ErrorCode.DEADLINE])
 """Codes after which a reload helps. DEADLINE is included because workers answer with it after waiting for a store."""
@@ -94,7 +94,8 @@ class WorkerDispatch:
         )
 
     async def go_on(self, step: int) -> None:
-        """Make the workers accept calls again after they refused one and changed nothing. They must be at `step`.
+        """Make the workers accept calls again after they have refused one without changing anything. They must be
+        at `step`.
 
         Raises WorkersLost if one of them is at another step, because it has restarted.
         """
@@ -144,8 +145,8 @@ class WorkerDispatch:
         return self._submit(request, messages.ForwardBackwardDone)
 
     def begin_step(self, updates: int, *, snapshot_lineage: int = -1) -> None:
-        """Combine the next `updates` optimizer steps into one training step. Without this call, each is a training step
-        of its own.
+        """Combine the next `updates` optimizer steps into one training step. Without this call, each optimizer step is
+        a training step of its own.
 
         If `snapshot_lineage` is 0 or more, the workers keep a snapshot in shared memory after the last one, under this
         lineage.

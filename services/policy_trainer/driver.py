@@ -63,7 +63,7 @@ class Driver:
         """`on_row` receives the metrics of every committed step (telemetry). `stop` may end the run early. `export` is
         the folder to which the trained model is written.
 
-        Raises RpcError(bad_request) like `own_estimator`.
+        Raises RpcError(bad_request) as `own_estimator` does.
         """
         self.topology = topology
         self.loss = loss_spec(topology)
@@ -117,7 +117,7 @@ class Driver:
             batch = await self.scheduler.next_batch(step)
             metrics.wait_batch_s = time.perf_counter() - began
             await self.step(batch, metrics)
-            # The row is already written; the log shows whether the replay gave the same numbers.
+            # The row is already written; the log shows whether the replay produced the same numbers.
             self._log.info("replayed", **{"step": step, **metrics.row(batch, step_s=time.perf_counter() - began)})
             checkpoint_now = self.resumed.checkpoint_now or batch.checkpoint_now
         return checkpoint_now

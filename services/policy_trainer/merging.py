@@ -15,7 +15,7 @@ LARGEST = "_max"
 
 
 def add_up(totals: dict[str, float], part: Mapping[str, SupportsFloat]) -> None:
-    """Add `part`, which covers other tokens, to `totals`. For names that end in `_max`, keep the larger value."""
+    """Add `part`, which covers different tokens, to `totals`. For names that end in `_max`, keep the larger value."""
     for name, value in part.items():
         if name.endswith(LARGEST):
             totals[name] = max(totals.get(name, 0.0), float(value))

@@ -104,7 +104,7 @@ class StepMetrics:
 
 
 def _importance(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics of importance weights and of the KL between rollout and trainer, or {} if no token was weighed.
+    """Return metrics of importance weights and of the KL between rollout and trainer, or {} if no token was weighted.
 
     The effective sample size is (sum of v)^2 / sum of v^2 (Kish, "Survey Sampling", 1965), divided by the number of
     tokens, as verl does.

@@ -51,7 +51,7 @@ async def resume(
 
     `checkpoints` are the steps of all checkpoints on disk, announced or not. Weights are put into `store`. With
     `whole_rows`, a step whose sums are gone is replayed instead of committed (deterministic mode, which reproduces
-    rows, too). Raises RpcError if another driver has taken over or nothing can be loaded.
+    the rows as well). Raises RpcError if another driver has taken over or nothing can be loaded.
     """
     log = structlog.get_logger("driver")
     info = await scheduler.run_info()

@@ -47,7 +47,7 @@ class PolicyTrainerService(Service):
         """The time at which the open step's batch arrived, and the traced tasks of that batch."""
 
     async def start(self) -> None:
-        """Import the advantage estimator, so that the service fails at start-up if it cannot be used."""
+        """Import the advantage estimator, so that the service fails at start-up if the estimator cannot be used."""
         own_estimator(topologies.load(self.run.topology))
 
     def request_stop(self) -> None:
@@ -101,7 +101,7 @@ class PolicyTrainerService(Service):
                 if not damaged and not isinstance(error, WorkersLost):
                     raise
                 if self._stop.asked:
-                    self.log.warning("stopped, the committed step is not saved: workers lost", error=str(error))
+                    self.log.warning("stopped; the committed step is not saved: workers lost", error=str(error))
                     return
                 committed = (await scheduler.run_info()).committed_step
                 if committed != lost_at:

@@ -33,7 +33,7 @@ class Frozen(Protocol):
     def logprobs(
         self, token_ids: Array, lengths: Array, loss_mask: Array, temperature: float, on_part: Callable[[], None]
     ) -> Array:
-        """Return the log-probs, float32 [T], equal on all ranks and 0 where the mask is 0.
+        """Return the log-probs, float32 [T], identical on all ranks and 0 where the mask is 0.
 
         `on_part` is called once per micro-batch.
         """

@@ -15,7 +15,7 @@ def kl_sums(estimator: str, shards: dict[str, Array], ref: Array, samples: int) 
 
     `shards` holds the shards of one task, and `ref` (float32 [T]) its reference log-probs. With d = rollout - ref, the
     estimator k1 is d, k2 is d^2 / 2 and k3 is exp(-d) + d - 1. Source: Schulman, "Approximating KL divergence", 2020.
-    Raises ValueError for another estimator.
+    Raises ValueError for any other estimator.
     """
     d = shards["rollout_logprobs"].astype(np.float64) - ref
     if estimator == "k1":

@@ -77,7 +77,7 @@ class FrozenScorer:
         await self._on_compute(self._load)
 
     async def init_model(self, ref: WeightsRef | None = None, weights: Mapping[str, Array] | None = None) -> float:
-        """Load `weights`, the policy's version `ref` by Hugging Face name, or by default the model directory's weights.
+        """Load `weights` (policy version `ref`, by Hugging Face name) or, by default, the model directory's weights.
 
         Returns the canary error, as `canary_error` computes it. Raises RpcError(conflict) if that error exceeds the
         tolerance, or if the names or shapes belong to another model. After this exception, the scorer holds no version.
@@ -126,7 +126,7 @@ class FrozenScorer:
             self._made.append(self._make())
         self._model.load()
         if self._shelf is not None:
-            # `come_back` also gives the tensors storages of their own. Memory mapped from a file is aligned
+            # Like `come_back`, this gives the tensors storages of their own. Memory mapped from a file is aligned
             # differently, which changes the last bits.
             own_storages(self._model.tensors())
             self._shelf.renewed()
@@ -157,8 +157,8 @@ class FrozenScorer:
         if not error <= ref.canary.tolerance:  # so that a NaN counts as a mismatch
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"reference: canary mismatch after version {ref.step} of lineage {ref.lineage}: error {error:.3g} over "
-                f"the tolerance {ref.canary.tolerance:.3g}; nothing is scored with this version",
+                f"reference: canary mismatch after version {ref.step} of lineage {ref.lineage}: error {error:.3g} "
+                f"exceeds the tolerance {ref.canary.tolerance:.3g}; nothing is scored with this version",
             )
         self._version = (ref.lineage, ref.step)
         self._progress += 1
@@ -179,6 +179,6 @@ class FrozenScorer:
             joined["token_ids"], joined["lengths"], joined["loss_mask"], self._temperature, on_part
         )
         if cancel.is_set():
-            raise LeaseLost("the block was given up while it was scored")
+            raise LeaseLost("the block was given up while it was being scored")
         ends = np.cumsum([len(task["token_ids"]) for task in tasks])[:-1]
         return np.split(logprobs, ends)

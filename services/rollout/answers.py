@@ -90,9 +90,9 @@ class AnswerSampler:
 def dataset_answers(tasks: Sequence[ReadyTask], samples: int, swaps: int) -> list[list[Generation]] | None:
     """Return the data set's answers in place of sampled ones, or None if `tasks` must be sampled.
 
-    This runs supervised fine-tuning through the sampling path, without running a model. Each task has `samples` equal
-    answers, and `swaps` is the engine's count of weight swaps. Log-probs are 0, as if the author of the data set had
-    been certain. These log-probs suit only losses that do not use the sampler's log-probs, such as
+    This runs supervised fine-tuning through the sampling path, without running a model. Each task gets `samples`
+    identical answers, and `swaps` is the engine's count of weight swaps. Log-probs are 0, as if the author of the data
+    set had been certain. These log-probs suit only losses that do not use the sampler's log-probs, such as
     `algorithm.loss.name: cross_entropy`.
     """
     answers = [np.asarray(task.answer_ids, np.int32) for task in tasks if task.answer_ids is not None]

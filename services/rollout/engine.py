@@ -160,7 +160,7 @@ class Engine(Protocol):
     async def wake(self, parts: Parts) -> None:
         """Allocate the memory for `engine.weights`, `engine.kv_cache` or both. Parts that are already allocated stay.
 
-        Sleeping discards the weights, so generating and scoring require a new call of `set_weights`. Wake the keys and
+        Sleeping discards the weights, so generating and scoring require a new call to `set_weights`. Wake the keys and
         values after the weights have been set; scoring may need both parts.
         """
 

@@ -26,7 +26,7 @@ from services.rollout.weights_sync import WeightsSync
 from shared.rpc.errors import RpcError
 
 SHARDS_S = 60.0
-"""Number of seconds after a failed transfer during which newer weights are taken from the store."""
+"""Number of seconds after a failed transfer during which newer weights are fetched from the store."""
 
 
 class InFlight:
@@ -154,7 +154,7 @@ class InFlight:
                 raise
             for versions in self._under_way:
                 versions.replaced(ref.step, self._engine.swaps)
-            await self._engine.resume()  # not after other errors, which end the service
+            await self._engine.resume()  # not after any other error, which ends the service
             self._emit("weights/in_flight", {"step": ref.step, "pause_s": time.perf_counter() - began})
 
     def _missed(self, ref: WeightsRef, error: Exception) -> None:

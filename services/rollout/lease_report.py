@@ -18,7 +18,7 @@ from shared.stages import TRAIN
 
 @dataclass(frozen=True)
 class Sampled:
-    """The samples of a lease, by task, the policy version with which they began, and the seconds that they took."""
+    """A lease's samples (grouped by task), the policy version at their start, and the seconds that they took."""
 
     made: list[list[Made]]
     version: int

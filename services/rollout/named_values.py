@@ -11,7 +11,7 @@ from proto.tensors import Array
 
 PART, WORKFLOW = "reward/part/", "workflow/"
 MOST_NAMES = 64
-"""Maximum number of names in a process. Each name adds a column to every later task."""
+"""Maximum number of names per process. Each name adds a column to every later task."""
 NAME_CHARS = 64
 
 

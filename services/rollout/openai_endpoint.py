@@ -2,8 +2,8 @@
 
 Each call is captured in the sample to whose base URL it was sent. The endpoint listens on the loopback interface only.
 A request may shorten an answer (max_tokens, stop) but cannot change the sampling distribution: its temperature, top_p,
-penalties and seed are overridden by the topology's sampling settings, and the response header `x-overridden` lists
-them. The first request changed in this way is also reported in the log and on the console.
+penalties and seed are overridden by the topology's sampling settings, and the response header `x-overridden` names the
+overridden fields. The first request changed in this way is also reported in the log and on the console.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Handed:
 
 @dataclass(eq=False)
 class _Session:
-    """The calls of one sample. `called` holds the messages handed out, by the id of their first tool call."""
+    """The calls of one sample. `called` maps the id of a message's first tool call to the message handed out."""
 
     calls: SampleCalls
     called: dict[str, _Handed] = field(default_factory=dict)
@@ -156,8 +156,8 @@ class OpenAIEndpoint:
     async def _not_found(self, request: Request, _: Exception) -> Response:
         parts = request.scope["path"].split("/", 4)
         known = len(parts) == 5 and parts[3] == "v1" and parts[2] in self._sessions
-        only = "only POST chat/completions and GET models"
-        return _error(404, f"no {request.method} {parts[4]}, {only}" if known else _NO_SAMPLE)
+        only = "only POST chat/completions and GET models are served"
+        return _error(404, f"no {request.method} {parts[4]}: {only}" if known else _NO_SAMPLE)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         self._log.error("call failed", exc_info=error)
@@ -267,12 +267,12 @@ def _asked(body: bytes) -> dict[str, Any]:
         raise HTTPException(400, "logit_bias would change the distribution that the log-probs describe")
     if asked.get("response_format") not in (None, {}, {"type": "text"}):
         raise HTTPException(
-            400, "response_format: only text, since a grammar would change the distribution of the log-probs"
+            400, "response_format must be text, since a grammar would change the distribution of the log-probs"
         )
     if asked.get("tool_choice") not in (None, "auto", "none"):
-        raise HTTPException(400, "tool_choice: only auto and none, since the policy cannot be forced")
+        raise HTTPException(400, "tool_choice must be auto or none, since the policy cannot be forced to call a tool")
     if asked.get("functions"):
-        raise HTTPException(400, "functions: use tools")
+        raise HTTPException(400, "functions is not supported: use tools")
     return asked
 
 
@@ -284,7 +284,8 @@ def _is_calls(calls: Any) -> bool:
 
 
 async def _choices(session: _Session, asked: dict[str, Any]) -> list[Turn]:
-    """Return `n` answers to the same messages, each in its own sequence. One may continue an existing sequence."""
+    """Return `n` answers to the request's messages, each in its own sequence. One of them may continue an existing
+    sequence."""
     calls = [asyncio.create_task(_chat(session, asked)) for _ in range(asked.get("n") or 1)]
     try:
         return list(await asyncio.gather(*calls))
@@ -319,14 +320,16 @@ def _message(session: _Session, message: Message) -> Message:
 
 
 def _canonical(message: Message) -> tuple[str, list[Any], bytes]:
-    """Return a message with tool calls in canonical form: role, ids, and content and calls as sorted JSON."""
+    """Return the canonical form of a message with tool calls: its role, the calls' ids, and its content and calls as
+    JSON."""
     calls = message["tool_calls"]
     said = [content_text(message) or "", called(calls)]
     return message["role"], [call.get("id") for call in calls], msgspec.json.encode(said, order="sorted")
 
 
 def _parsed(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call with its arguments as an object, as templates expect. OpenAI messages have a string instead."""
+    """Return the call with its arguments as an object, which templates expect. OpenAI messages contain a string
+    instead."""
     function = call.get("function") or {}
     return {**call, "function": {**function, "arguments": arguments(function)}} if "arguments" in function else call
 

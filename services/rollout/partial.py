@@ -1,10 +1,11 @@
 """Notes of unfinished samples, for the engine that samples their task next.
 
-Blocks never wait for a note; losing a note only costs tokens. Each task has one file in the run directory, which is
-replaced by a rename, so a kill leaves either the previous note or the new one. Engines on one host share the files.
-Leases that require one exact version (evaluations, deterministic mode) are not noted. Only the newest note of a task
-waits to be written, so on a slow disk notes are written less often and do not pile up. A note that was written after
-its task was completed (by an engine that hung and continued) is removed once it is STALE_S older than the newest note.
+Blocks never wait for a note; losing a note only costs tokens. Each task has one file in the run directory. The file is
+replaced by a rename, so a kill leaves either the previous note or the new one. Engines on one host share the files. No
+notes are written for leases that require one exact version (evaluations, deterministic mode). Only a task's newest note
+waits to be written, so on a slow disk notes are written less often instead of piling up. A note that was written only
+after its task was completed (because its engine hung and then continued) is removed once it is STALE_S older than the
+newest note.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ class _TaskNotes(msgspec.Struct):
 
 
 STALE_S = 3600.0
-"""Maximum seconds by which a note may be older than the newest one. The task of an older note was leased again long ago
-or has ended. The age is not measured from the current time, so a run that is resumed after a week finds its notes."""
+"""Maximum seconds by which a note may be older than the newest one. A task whose note is older than that was leased
+again long ago or has ended. The age is not measured from the current time, so a run that is resumed after a week finds
+its notes."""
 CLOSE_S = 5.0
 
 
@@ -125,7 +127,7 @@ class PartialJournal:
             self._writer.submit(remove)
 
     def read(self, task_id: str, wanted: ResumableNotes) -> list[Completion] | None:
-        """Return the answers to resume, one per sample, or None if there are none.
+        """Return the answers to resume, one per sample, or None if there is nothing to resume.
 
         The answers of samples that must start over are empty. This method blocks, so do not call it on the loop's
         thread.

@@ -21,12 +21,12 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _DIGITS = "0123456789"
 _STAND_INS = 16
 _EDGE_TOKENS = 256
-"""Maximum number of extra tokens that a truncated text has compared with the same part of the whole text."""
+"""Maximum number of tokens by which a truncated text may exceed the same part of the whole text."""
 _CHARACTER_TOKENS = 4
 """Maximum number of tokens that make up one character."""
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _CHARACTERS = 8
-"""Number of characters that are tokenised first, per token of room."""
+"""Number of characters per token of room in the first prefix that is tokenised."""
 
 
 class PromptTooLong(ValueError):
@@ -63,7 +63,7 @@ class PromptBuilder:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 f"model {self._tokenizer.name_or_path}: its tokenizer has token {largest}, but the vocabulary size is "
-                f"{size}; enlarge its embedding (resize_token_embeddings), or use the tokenizer it was trained with",
+                f"{size}; enlarge the embedding (resize_token_embeddings), or use the model's original tokenizer",
             )
 
     def token_ids(self, row: dict[str, Any], at_most: int | None = None) -> list[int]:

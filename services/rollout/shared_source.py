@@ -1,6 +1,6 @@
 """Fetches each policy version once for all tasks that want it at the same time.
 
-A version is kept only while it is in use, because the store counts the version until it is released.
+A version is kept only while it is in use, because the store cannot free its bytes until it is released.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 TASKS_A_TURN = 4
 TEXT_S = 120.0
-"""Maximum seconds that one turn on the text thread may take, including other leases' earlier turns and hanging rows."""
+"""Maximum seconds that one turn on the text thread may take, including earlier turns of other leases and rows that
+hang."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class PreparedTasks:
 async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTasks:
     """Prepare the tasks of a lease, a few at a time.
 
-    Other leases use the text thread in between, and the lease is not lost because of slow rows. Raises LeaseLost, and
+    In between, other leases can use the text thread. Slow rows do not cause the lease to be lost. Raises LeaseLost, and
     the same errors as `TaskSets.prepare`.
     """
     grant = lease.grant
@@ -72,7 +73,8 @@ async def prepare(sets: TaskSets, lease: Lease, on_text: OnText) -> PreparedTask
 
 
 class TaskSets:
-    """The run's data sets and their sampling parameters. It belongs to one thread at a time (the tokenizer's)."""
+    """The run's data sets and their sampling parameters. The object belongs to one thread at a time (the
+    tokenizer's)."""
 
     def __init__(self, topology: Topology, prompts: PromptBuilder, context_tokens: int) -> None:
         """Open every source. `context_tokens` is the model's maximum sequence length.
@@ -155,7 +157,7 @@ class TaskSets:
         if grant.split != TRAIN:
             chosen = topology.data.eval.get(grant.split)
             if chosen is None:
-                raise RpcError(ErrorCode.BAD_REQUEST, f"lease of {grant.split!r}: no data.eval.{grant.split} is set")
+                raise RpcError(ErrorCode.BAD_REQUEST, f"lease of {grant.split!r}: data.eval.{grant.split} is not set")
             temperature, new_tokens = chosen.temperature, chosen.max_new_tokens or new_tokens
         recites = grant.split == TRAIN and self._recites
         return SamplingParams(

@@ -28,7 +28,8 @@ R = TypeVar("R", covariant=True)
 
 
 class TransferFailed(Exception):
-    """No version arrived. The engine keeps its version, and the communicator is gone. The message is one line."""
+    """No version arrived. The engine keeps its current version, and the communicator is gone. The message is one
+    line."""
 
 
 @runtime_checkable
@@ -99,7 +100,7 @@ class EngineTransfers:
     async def take(self, offer: TransferOffer, receiver: Receiver[R]) -> R:
         """Do the second half of `bring` and raise the same errors."""
         if offer is not self._offer:
-            raise TransferFailed("another transfer began in between")
+            raise TransferFailed("another transfer began meanwhile")
         self._offer = None
         try:
             received = await receiver.receive(offer, self._meeting(offer))
@@ -166,8 +167,8 @@ class EngineTransfers:
         )
 
     async def _end(self, offer: TransferOffer, failure: str) -> bool:
-        """Report the end and return whether the trainer received the report. If not, the trainer acts at its
-        deadline."""
+        """Report the end of a transfer and return whether the trainer received the report. If not, the trainer acts at
+        its deadline."""
         request = EndTransfer(
             instance=self._instance,
             incarnation=self._incarnation,

@@ -24,12 +24,13 @@ _WEIGHTS: Parts = frozenset({WEIGHTS})
 
 
 class WeightsGone(Exception):
-    """The scheduler cleared the version of a lease while the lease waited, so its samples would be useless."""
+    """The scheduler cleared the version of a lease while the lease waited, so the lease's samples would be useless."""
 
 
 @dataclass
 class Fetched:
-    """The weights of a lease. There are none if the engine already held the lease's version, or has since loaded it."""
+    """The weights fetched for a lease. `delivery` is None if the engine already held the lease's version or has since
+    loaded it."""
 
     delivery: Delivery | None = None
 
@@ -60,7 +61,7 @@ class VersionLoader:
         return Fetched(await self._fetch(lease, ref) if ref is not None and self._needs_other(lease) else None)
 
     async def acquire(self, lease: Lease, fetched: Fetched, *, exact: bool) -> tuple[BlockVersions, int]:
-        """Load the version if needed and register the lease as being sampled. Return the lease's versions and their
+        """Load the lease's version if needed, and register the lease as being sampled. Return its versions and their
         lineage.
 
         With `exact`, the version stays until `release` is called. Raises WeightsGone, and LeaseLost.

@@ -11,7 +11,7 @@ from proto.tensors import Array
 
 
 class BlockVersions:
-    """The versions with which one lease is sampled. They are extended on the service's loop and read on any thread.
+    """The versions with which one lease is sampled. Versions are added on the service's loop and read on any thread.
 
     Engines count how often their weights were replaced since they started (`Engine.swaps`) and report the count for
     each token, so it does not matter when a block of the lease began, as long as this object existed by then.
@@ -40,8 +40,8 @@ class BlockVersions:
         at = np.searchsorted(known, swaps).clip(max=len(known) - 1)
         if (known[at] != swaps).any():
             raise ValueError(
-                f"tokens sampled after {int(swaps.min())} to {int(swaps.max())} swaps of the engine's weights, but "
-                f"versions are known after {', '.join(map(str, self._steps))}"
+                f"tokens were sampled after {int(swaps.min())} to {int(swaps.max())} swaps of the engine's weights, "
+                f"but versions are known only after {', '.join(map(str, self._steps))}"
             )
         found: Array = np.fromiter(self._steps.values(), np.int32)[at]
         return found

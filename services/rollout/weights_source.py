@@ -41,7 +41,7 @@ class Entry(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The weights that were set in an engine, the route by which they arrived, and how they entered.
+    """The weights that were set in an engine, the route by which they arrived, and the way in which they entered it.
 
     `names` lists the weights; `given` holds the arrays that were set, and is empty if the engine received the weights
     itself.
@@ -67,13 +67,13 @@ class Delivery(Protocol):
         """The way in which the weights will enter the engine."""
 
     async def begin(self) -> None:
-        """Do what is possible while the engine continues to sample; `load` or `decline` follows. Raises
+        """Do what can be done while the engine continues to sample; `load` or `decline` follows. Raises
         TransferFailed."""
 
     async def load(self, engine: Engine) -> Loaded:
         """Set the weights.
 
-        Raises WeightsMismatch, RpcError, or, if the weights do not arrive, TransferFailed, which leaves the engine
+        Raises WeightsMismatch or RpcError. If the weights do not arrive, raises TransferFailed and leaves the engine
         unchanged.
         """
 
@@ -105,7 +105,7 @@ class Arrays:
 
 
 class WeightsSource(Protocol):
-    """A source from which the rollout takes weights."""
+    """A source from which the rollout obtains weights."""
 
     async def fetch(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Delivery:
         """Return the weights of `ref`. Raises RpcError if they are not available, or if nothing arrives for
@@ -214,7 +214,7 @@ class TransferSource:
         self._emit("weights/transfer", values)
 
     def failed(self, ref: WeightsRef, error: TransferFailed) -> None:
-        """Report that the shards are used instead."""
+        """Report that a transfer failed and the shards are used instead."""
         self._log.warning("transfer failed, the shards are used", step=ref.step, route=self.route, why=str(error))
         self._emit("weights/transfer", {"step": ref.step, "route": SHARDS, "why": str(error)[:200]})
 
@@ -234,7 +234,7 @@ class _IntoEngine:
         return Entry.RECEIVE
 
     async def begin(self) -> None:
-        """Ask the trainer to read the version and prepare to send, so that generation does not wait for this."""
+        """Ask the trainer to read the version and to prepare to send it, so that generation does not wait for that."""
         if self._asked is None:
             self._asked = asyncio.create_task(self.source.transfers.ask(self.ref, self.receiver))
         try:

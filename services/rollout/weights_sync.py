@@ -26,7 +26,8 @@ from shared.rpc.errors import RpcError
 from shared.weights.drill import canary_error
 
 CALIBRATION = 4.0
-"""Ratio of the tolerance to the larger canary error on verified weights: the drill's or the first version's."""
+"""Ratio of the tolerance to the larger of two canary errors on verified weights: the drill's and the first
+version's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class HeldVersion:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """A finished sync. `canary_error` is the largest absolute difference of a log-prob; `verify_s` is the part of
+    """A finished sync. `canary_error` is the largest absolute difference between log-probs; `verify_s` is the part of
     `seconds` spent verifying the loading."""
 
     step: int
@@ -53,7 +54,7 @@ class SyncReport:
     route: str = SHARDS
 
     def scalars(self, samples: int) -> dict[str, Array]:
-        """Return a completion's columns about its samples' weights, each float32 [samples].
+        """Return a completion's columns that describe its samples' weights, each float32 [samples].
 
         Bytes are exact to 24 bits; `sync_sent` is 1 for weights that the trainer sent and 0 for shards.
         """
@@ -131,8 +132,8 @@ class WeightsSync:
     async def place(self, ref: WeightsRef, weights: Mapping[str, Array] | Delivery) -> None:
         """Set `weights` (by parameter name, or as a delivery). The engine holds no version until `prove` succeeds.
 
-        Raises RpcError(conflict) if the weights do not fit, after which the engine must not continue, and
-        TransferFailed if they do not arrive, which leaves the engine unchanged.
+        Raises RpcError(conflict) if the weights do not fit; the engine must not continue then. Raises TransferFailed if
+        they do not arrive; the engine is then unchanged.
         """
         self.holds = HeldVersion()  # until the proof, the engine holds neither the old version nor the new one
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
@@ -143,7 +144,7 @@ class WeightsSync:
     async def prove(self) -> SyncReport:
         """Run the drill if it has not been passed yet, then check the canary of what was placed.
 
-        Raises RpcError(conflict) if the engine and the trainer disagree, after which the engine must not continue, and
+        Raises RpcError(conflict) if the engine and the trainer disagree; the engine must not continue then. Raises
         TransferFailed if the weights of the drill, or those after it, did not arrive.
         """
         coming, self._coming = self._coming, None
@@ -172,7 +173,7 @@ class WeightsSync:
         return report
 
     async def _drilled_and_set(self, coming: _Coming) -> Loaded:
-        """Return the weights that are now in the engine. They have entered by a drilled entry.
+        """Return the weights that are now in the engine. The entry that they used has been drilled.
 
         Raises TransferFailed if the drill had to use another entry: the weights would most likely need that entry, too.
         """
@@ -227,13 +228,13 @@ class WeightsSync:
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"{self._who}: canary of {what}: {list(canary.logprobs.shape)} log-probs for "
-                f"{len(canary.token_ids)} tokens, must be one less; trainer and engine are of different releases",
+                f"{len(canary.token_ids)} tokens, but there must be one fewer; trainer and engine differ in release",
             )
         error = canary_error(canary.logprobs, scores, canary.quantile)
         if not error <= tolerance:  # also rejects NaN
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"{self._who}: canary mismatch after {what}: error {error:.3g} over the tolerance {tolerance:.3g} "
+                f"{self._who}: canary mismatch after {what}: error {error:.3g} exceeds the tolerance {tolerance:.3g} "
                 f"with {parameters} parameters set; the engine holds these weights but does not compute the "
                 "trainer's log-probs; the engine must not sample",
             )
@@ -245,7 +246,7 @@ class WeightsSync:
     def _calibrate(self, canary: Canary, noise: float) -> float:
         """Return the tolerance for an engine whose error was `noise` on verified weights, both perturbed and true ones.
 
-        Raises RpcError(conflict) if that tolerance would accept an engine that took none of the drill's weights.
+        Raises RpcError(conflict) if that tolerance would accept an engine that loaded none of the drill's weights.
         """
         tolerance = max(CALIBRATION * noise, canary.floor)
         values: dict[str, float | str] = {"tolerance": tolerance, "noise": noise, "limit": canary.tolerance}
@@ -255,7 +256,8 @@ class WeightsSync:
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"{self._who}: the canary cannot be calibrated: engine and trainer differ by {noise:.3g} on the same "
-                f"weights, which needs a tolerance of {tolerance:.3g}, and the drill allows {canary.tolerance:.3g}; "
-                "they compute different models, or policy.dtype is too coarse for this one: use float32",
+                f"weights, which needs a tolerance of {tolerance:.3g}, but the drill allows only "
+                f"{canary.tolerance:.3g}; they compute different models, or policy.dtype is too coarse for this one: "
+                "use float32",
             )
         return tolerance

@@ -154,7 +154,7 @@ class RolloutWorker:
         try:
             versions, lineage = await self._versions.acquire(lease, prepared.weights, exact=exact)
         except WeightsGone as error:
-            await self.leases.hand_back(lease, f"waited for longer than its version lasted: {error}", untouched=True)
+            await self.leases.hand_back(lease, f"waited longer than its version lasted: {error}", untouched=True)
             return None
         try:
             return await self._sampled(lease, prepared, versions, lineage)
@@ -168,7 +168,7 @@ class RolloutWorker:
         sampling."""
         grant, held = lease.grant, versions.first
         if held < grant.min_step or (grant.exact and held != grant.min_step):
-            why = f"the engine holds version {held}, {_needed(grant)}"
+            why = f"the engine holds version {held}, but {_needed(grant)}"
             await self.leases.hand_back(lease, why, untouched=True)
             return None
         lease.check()

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from services.scheduler.run_state import RunState
 
 ADMITTED_AT_ONCE = 1024
-"""Maximum number of tasks that one event admits, unless one step has more, so that no request waits long."""
+"""Maximum number of tasks that one event admits, so that no request waits long. A step with more tasks raises this
+limit."""
 
 
 def admit(run: RunState) -> None:

@@ -113,7 +113,7 @@ def clear(run: RunState, task: Task, *, last: bool) -> int:
 
 
 def clear_weights(run: RunState, ref: WeightsRef) -> None:
-    """Clear the shards of a version and its copies."""
+    """Clear the shards of a version and the copies of the version."""
     run.clears.push((ref.task_id, ref.fence, False), [ref.store, *away_stores(run)])
 
 
@@ -146,7 +146,8 @@ def collect(run: RunState, task: Task) -> None:
 
 
 def take_samples(run: RunState, tasks: Iterable[PutTask], *, lost: bool) -> bool:
-    """Stop waiting for the recorder to take these tasks: it has taken them or, with `lost`, has been given up.
+    """Stop waiting for the recorder to take these tasks, because it has taken them or, with `lost`, is too slow or
+    silent.
 
     Return False, and change nothing, if none of the tasks is due.
     """
@@ -169,7 +170,7 @@ def take_samples(run: RunState, tasks: Iterable[PutTask], *, lost: bool) -> bool
 def take_back_samples(run: RunState, step: int) -> None:
     """Forget the due tasks of steps and versions after `step`, and note that recorded samples must be discarded.
 
-    In deterministic mode the recorded samples stay, because the repeated steps give the same ones.
+    In deterministic mode the recorded samples stay, because the repeated steps produce the same ones.
     """
     records = run.records
     later = [PutTask(task_id, due.fence) for task_id, due in records.due.items() if due.step > step]

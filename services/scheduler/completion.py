@@ -82,7 +82,7 @@ def _check(run: RunState, request: Complete, stage: int) -> None:
         raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: not in this run's graph")
     strange = sorted(request.scalars.keys() - run.plan.stages[stage].scalars) if stage > 0 else []
     if strange:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage}: it does not make scalar {strange[0]!r}")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage}: it does not produce the scalar {strange[0]!r}")
     for each in request.results:
         numbers = (
             (each.samples, 16),
@@ -121,12 +121,12 @@ def _problem(task: Task | None, stage: int, lease: TaskLease | None, result: Tas
     if result.fence < task.fence:
         return ErrorCode.COLLECTED, f"{result.task_id}: fence {result.fence} is over; the current fence is {task.fence}"
     if result.fence > task.fence:
-        return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never given (current: {task.fence})"
+        return ErrorCode.CONFLICT, f"{result.task_id}: fence {result.fence} was never issued (current: {task.fence})"
     accepted = task.parts[stage]
     if accepted is not None:
         if result.outcome == Outcome.DONE and accepted.content_hash == result.content_hash:
             return None
-        return ErrorCode.CONFLICT, f"{result.task_id}: fence {task.fence} was accepted with other content"
+        return ErrorCode.CONFLICT, f"{result.task_id}: fence {task.fence} was accepted with different content"
     if task.state == TaskState.DROPPED:
         return ErrorCode.COLLECTED, f"{result.task_id}: dropped"
     if lease is None or task.lease != lease.lease_id or lease.stage != stage:

@@ -1,8 +1,8 @@
 """The order in which steps consume tasks: the strategies' interface, and the default strategy. The module is pure.
 
 The plan decides once which strategy applies. In admission order (the default), a step takes the oldest tasks, and the
-version of a lease follows from the step that will consume its tasks. `staleness.py` has the strategy for `consume:
-completion`, and `deterministic.py` has the one for `run.deterministic`.
+version of a lease follows from the step that will consume its tasks. `staleness.py` contains the strategy for `consume:
+completion`, and `deterministic.py` the one for `run.deterministic`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Consumption:
     """One function for each decision that depends on the order of consumption."""
 
     fixed: bool
-    """Whether a task always keeps its step and its version, so that a step trained again has the same bits."""
+    """Whether a task always keeps its step and its version, so that a step trained again yields the same bits."""
     step_of: Callable[[RunState, int], int]
     """Return the step that will consume the task with this admission number."""
     room: Callable[[RunState], int]
@@ -48,10 +48,10 @@ class Consumption:
     The arguments are the oldest step that the version may have, and the version that the engine should keep if allowed.
     """
     versions_needed: Callable[[RunState], tuple[int, int | None]]
-    """Return the oldest step whose version a lease may still need, and the step from which all versions are kept, or
-    None."""
+    """Return the oldest step whose version a lease may still need, and the step from which on all versions are kept
+    (None: there is no such step)."""
     retry: Callable[[RunState, Task, int, str], None]
-    """End an attempt without a result, with its cost (see `attempts.FAILURE`) and the reason."""
+    """End an attempt that has no result. The last arguments are its cost (see `attempts.FAILURE`) and the reason."""
     take_back: Callable[[RunState, int, list[Task]], None]
     """Reopen the tasks of the batches after a step. No training task may be leased."""
     drop_if_stale: Callable[[RunState, Task], bool]

@@ -68,8 +68,8 @@ def _choose_block(run: RunState, stage: int, most: int) -> list[Task]:
 def _version(run: RunState, exact: int, held: Version | None) -> Version | None:
     """Return the version of exactly this step once this version and all older ones are evaluated.
 
-    The evaluations of all versions that a run does not publish again after a return to a checkpoint are therefore
-    complete, so the run misses none of them.
+    After a return to a checkpoint, the versions that the run does not publish again have therefore been evaluated, so
+    no evaluation is missed.
     """
     evaluates = any(each.version[1] <= exact for each in run.evaluations.open.values())
     return None if evaluates else run.versions.at_step(exact)
@@ -81,7 +81,7 @@ def _retry(run: RunState, task: Task, cost: int, reason: str) -> None:
     if task.failures >= FAILURE * run.config.attempts:
         run.broken = (
             f"{task.task_id}: {run.config.attempts} attempts failed, the last one: {reason}; without "
-            "this task a deterministic run would have other bits: raise lease.attempts and resume"
+            "this task, a deterministic run would produce different bits; raise lease.attempts and resume"
         )
     sample_again(run, task)
     if task.admission != EVALUATION:

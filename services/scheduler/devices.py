@@ -124,7 +124,9 @@ class DeviceTurns:
         invalid = sorted((holds | wants) - PARTS_OF[request.service]) + sorted(using - holds)
         if invalid or (using and wants):
             what = invalid[0] if invalid else f"{min(using)} in use while waiting for {min(wants)}"
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{name}: {what}: it has {', '.join(sorted(PARTS_OF[holder[0]]))}")
+            raise RpcError(
+                ErrorCode.BAD_REQUEST, f"{name}: {what}: its parts are {', '.join(sorted(PARTS_OF[holder[0]]))}"
+            )
         try:
             self._ledger.put(holder, holds)
         except ForbiddenPair as error:
@@ -193,7 +195,7 @@ class DeviceTurns:
     def _keeps(self, holder: Holder, *, before: Holder) -> Parts:
         """Return the parts that `holder` need not release for `before`.
 
-        A process keeps the parts that it uses, and those that it wants from an earlier place in the queue.
+        A process keeps the parts that it uses and, if it is ahead of `before` in the queue, the parts that it wants.
         """
         member = self._members[holder]
         if member.wants and self._places[holder[0]] < self._places[before[0]]:

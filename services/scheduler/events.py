@@ -61,7 +61,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
 class Leased(msgspec.Struct, frozen=True, tag=True):
     """A lease was granted.
 
-    `call` is (the caller's incarnation, the request id), so that a retry gets the same answer.
+    `call` is the pair (caller's incarnation, request id), so that a retry gets the same answer.
     """
 
     request: bytes
@@ -83,7 +83,7 @@ class Cleared(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreGone(msgspec.Struct, frozen=True, tag=True):
-    """A store of another host was silent for so long that it is considered gone for good."""
+    """A store on another host was silent for so long that it is considered gone for good."""
 
     store: str
 
@@ -102,7 +102,7 @@ class TailLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class ShardsLost(msgspec.Struct, frozen=True, tag=True):
-    """A store has confirmed that it no longer holds shards of these tasks (with their fences) intact."""
+    """A store has confirmed that it no longer holds intact shards of these tasks under these fences."""
 
     store: str
     tasks: list[PutTask]

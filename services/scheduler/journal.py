@@ -200,17 +200,19 @@ class Journal:
         elif found != tables.expected_schema():
             written = dict(self._db.execute("SELECT key, value FROM meta")).get("format")
             if written != FORMAT:
-                raise self.broken(f"format {written!r}, this release reads {FORMAT!r}; use the same release")
+                raise self.broken(f"its format is {written!r}, but this release reads {FORMAT!r}; use the same release")
             raise sqlite3.DatabaseError("its tables are not those of a journal")
         for table in tables.SUMMED:
             self._check_rows(table)
         meta = dict(self._db.execute("SELECT key, value FROM meta"))
         if meta.get("format") != FORMAT:
-            raise self.broken(f"format {meta.get('format')!r}, this release reads {FORMAT!r}; use the same release")
+            raise self.broken(
+                f"its format is {meta.get('format')!r}, but this release reads {FORMAT!r}; use the same release"
+            )
         if meta.get("plan") != fingerprint:
             raise self.broken(
-                "written with another seed, data, staleness, stages or batch sizes, which cannot change within a run; "
-                "start a new run"
+                "written with a different seed, data, staleness, stages or batch sizes, which cannot change within a "
+                "run; start a new run"
             )
 
     def _check_rows(self, table: str) -> None:
@@ -230,7 +232,8 @@ class Journal:
 
     @contextlib.contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Convert errors while reading into an RpcError that names the file and, if the file is damaged, `what`."""
+        """Convert errors raised while reading into an RpcError that names the file and, if the file is damaged,
+        `what`."""
         try:
             yield
         except _DAMAGE as error:
@@ -373,7 +376,7 @@ class Journal:
         return self._writing is None and self._event_bytes > max(SNAPSHOT_BYTES, 2 * self._snapshot_bytes)
 
     def commit(self) -> None:
-        """Make everything since the last commit durable.
+        """Make everything added since the last commit durable.
 
         Raises RpcError, with the file's name, if the file cannot be written.
         """
@@ -404,7 +407,7 @@ class Journal:
 
     def _unwritable(self, cause: str) -> RpcError:
         return self.broken(
-            f"cannot be written: {cause}; this process has sent nothing that depends on unwritten events: make "
+            f"cannot be written: {cause}; this process has sent nothing that depends on unwritten events; make "
             "room or repair the disk, then resume the run"
         )
 

@@ -2,7 +2,7 @@
 
 The module is pure. Generation for training continues during an evaluation: engines alternate between training blocks
 and evaluation blocks. An engine that holds the evaluated version also samples training blocks with it as long as that
-version is recent enough for their step. Once the version is too old, the engine switches between the versions only
+version is recent enough for their step. Once the version is too old, the engine switches between the two versions only
 after as many leases as a step has, so weights are seldom loaded back and forth. Evaluation goes first when a second
 version waits to be evaluated, so that evaluations do not pile up. In deterministic mode, evaluation always goes first.
 """
@@ -32,9 +32,9 @@ def stage_of(run: RunState, request: LeaseRequest) -> int:
     stage = stage_index(run.plan, request.stage)
     if stage < 0:
         known = ", ".join(each.name for each in run.plan.stages)
-        raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: this run has {known}")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"stage {request.stage!r}: the stages of this run are {known}")
     if request.max_tasks < 1:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"max_tasks {request.max_tasks}: ask for 1 or more")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"max_tasks {request.max_tasks}: it must be at least 1")
     return stage
 
 

@@ -1,8 +1,8 @@
 """The mark beside the journal, which records what the journal held at its last commit.
 
 SQLite replays a shortened write-ahead log without an error, as a shorter history. The mark, which is written after each
-commit, shows that the end is lost. The mark is not synced: it survives a kill of the process, and the older mark that a
-power cut may leave names only events that the journal also has. Two slots are written alternately, so a torn write
+commit, reveals such a loss. The mark is not synced: it survives a kill of the process, and the older mark that a power
+cut may leave names only events that the journal also contains. Two slots are written alternately, so a torn write
 leaves the previous mark intact.
 """
 
@@ -56,7 +56,7 @@ class Mark:
         fields = _FIELDS.pack(_MAGIC, self._number, *reached)
         slot = fields + xxhash.xxh3_128_digest(fields)
         if os.pwrite(self._fd, slot, self._number % _SLOTS * SLOT_BYTES) != len(slot):
-            raise OSError("the mark was written in part; is the disk full?")
+            raise OSError("the mark was only partly written; is the disk full?")
 
     def create(self, reached: Reached) -> None:
         """Write the first mark and make the file durable, so that a power cut cannot remove it. Raises OSError."""

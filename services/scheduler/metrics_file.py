@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one flat JSON object per line, with each step's row exactly once, even if processes are killed.
 
 The journal holds every row. This file always holds a prefix of these rows, and holds all of them when no write is in
-progress. At start an incomplete last line is removed and missing rows are added. When the run returns to an earlier
+progress. At start-up, an incomplete last line is removed and missing rows are added. When the run returns to an earlier
 step, the rows of the steps taken back move to `metrics.discarded.jsonl`, each with the lineage of weights that ended
 then. The rows are durable there before they are removed here.
 """
@@ -42,10 +42,10 @@ class MetricsFile:
     """An open metrics file. Each line is appended with a single write."""
 
     def __init__(self, path: Path, missing_after: Callable[[int], Iterable[str]], last: int, lineage: int) -> None:
-        """Remove an incomplete last line, then append the journal's rows of later steps.
+        """Remove an incomplete last line, then append the rows of the journal that are missing.
 
-        `last` is the step of the journal's last row. Rows of later steps, which exist if a power cut removed the end of
-        the journal, are discarded under `lineage`.
+        `last` is the step of the journal's last row. Rows of steps after `last`, which exist if a power cut removed the
+        end of the journal, are discarded under `lineage`.
         """
         self._discarded = path.with_name("metrics.discarded.jsonl")
         self._fd = os.open(path, _FLAGS, 0o644)

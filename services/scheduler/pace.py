@@ -55,7 +55,7 @@ class Paces:
     def expired(self, now: float) -> list[LeaseExpired]:
         """Remove and return the leases whose deadline has passed.
 
-        Some of these leases may have ended in another way.
+        Some of these leases may have ended otherwise.
         """
         found: list[LeaseExpired] = []
         while self._expiries and self._expiries[0][0] <= now:

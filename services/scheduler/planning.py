@@ -38,7 +38,7 @@ _TEMPLATE_TOKENS = 256
 
 
 def make_plan(topology: Topology, where: Path) -> tuple[Plan, list[RowError]]:
-    """Return the plan, and the unusable training rows, which the plan leaves out.
+    """Return the plan, and the unusable training rows, which are not in the plan.
 
     `where` is the path of the topology. Raises RpcError(bad_request) if a source cannot be used.
     """
@@ -112,7 +112,7 @@ def configuration(topology: Topology) -> Configure:
 def heartbeat_s(topology: Topology) -> float:
     """Return the heartbeat interval of a process that holds leases, in seconds.
 
-    The interval is longer in large runs, but short enough for several heartbeats within a lease.
+    The interval is longer in large runs, but short enough for several heartbeats before a lease can expire.
     """
     longest = min(topology.lease.lease_s / HEARTBEATS_A_LEASE, HEARTBEAT_MOST_S)
     return max(min(len(topology.services_plan()) / HEARTBEATS_A_SECOND, longest), HEARTBEAT_S)

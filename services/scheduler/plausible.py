@@ -27,11 +27,11 @@ def check_numbers(request: Register | Heartbeat) -> None:
         texts += [text for each in request.troubles[:MOST_TROUBLES] for text in (each.kind, each.text)]
     if not 0 <= request.instance < 1 << 31 or any(len(text) > MOST_TEXT for text in texts):
         who = f"{request.service[:64]}/{request.instance}"
-        text = f"{who}: instances are counted from 0, and no text has more than {MOST_TEXT} characters"
+        text = f"{who}: instances are counted from 0, and no text may have more than {MOST_TEXT} characters"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     if isinstance(request, Heartbeat) and len(request.troubles) > MOST_TROUBLES:
         text = f"{service_name(request.service, request.instance)}: {len(request.troubles)} troubles in one heartbeat"
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{text}, at most {MOST_TROUBLES}")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{text}; at most {MOST_TROUBLES} are allowed")
     for name, value in numbers.items():
         if not 0 <= value <= MOST:
             who = service_name(request.service, request.instance)

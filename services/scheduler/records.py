@@ -58,7 +58,7 @@ class Records:
         return ((PutTask(task_id, due.fence), due.nbytes) for task_id, due in self.due.items() if due.nbytes)
 
     def hold(self, due: Due, nbytes: int) -> None:
-        """Note that the collection of a due task waits for the recorder."""
+        """Record that the collection of a due task waits for the recorder."""
         self.held_bytes += nbytes - due.nbytes
         due.nbytes = nbytes
 

@@ -2,7 +2,7 @@
 
 `RunState` holds the data; the rules for each subject are functions in a module named after it (`leasing`, `completion`,
 `steps`, ...). An event that is refused raises RpcError before it changes anything. Applying the same events in the same
-order gives the same state, bit for bit. Heartbeats, time and waiting calls are therefore handled in `state.py`.
+order produces the same state, bit for bit. Heartbeats, time and waiting calls are therefore handled in `state.py`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RunState:
         self.needs = [tuple(sorted({makers[key] for key in stage.needs})) for stage in plan.stages]
         """For each stage, the stages that make the keys it needs."""
         self.out: list[Effect] = []
-        """Effects of the applied events. The caller takes them."""
+        """Effects of the applied events. The caller removes them."""
         self.config = Configure(steps=0, attempts=3, keep_last=2, collect_at_commit=False)
         self.registry = Registry()
 
@@ -303,7 +303,8 @@ class RunState:
     def _problem(self, task: Task, waits: bool, batched: int) -> str:
         """Return a description of what is wrong with a task, or an empty string.
 
-        `waits` is true if the window or an evaluation has the task. `batched` is the step that consumed the task, or 0.
+        `waits` is true if the window or an evaluation contains the task. `batched` is the step that consumed the task,
+        or 0.
         """
         lease = self.leases.get(task.lease)
         due = self.records.find(task)

@@ -1,4 +1,5 @@
-"""The actor around the state machine. It takes requests, commits the journal once per burst, and carries out effects.
+"""The actor around the state machine. It receives requests, commits the journal once per burst, and carries out
+effects.
 
 Decisions are made by the state machine (docs/architecture.md, "Layout"). An effect is carried out only after the event
 that caused it is durable.

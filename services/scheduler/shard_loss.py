@@ -4,8 +4,8 @@ The module is pure. An unfinished task is sampled again under a higher fence, wh
 A task that belongs to a step is only marked, because its shards may no longer be needed:
 
 - open step: the failed read starts a new driver life, which finds the step reopened. The other tasks of the step keep
-  their results, so in order of admission the step gets the same tasks in the same order. Workers that had begun
-  the step are reloaded (`services/policy_trainer/resume.py`), so no task is trained twice (promise 2).
+  their results, so if steps consume tasks as admitted, the step gets the same tasks in the same order. Workers that had
+  begun the step are reloaded (`services/policy_trainer/resume.py`), so no task is trained twice (promise 2).
 - committed step: a checkpoint is ordered. A trainer that must reload before the checkpoint is saved returns to the
   previous one.
 

@@ -112,7 +112,8 @@ def _head(run: RunState) -> bytes:
 
 
 def load(plan: Plan, parts: Iterable[bytes]) -> RunState:
-    """Rebuild a run from its parts. Raises MsgspecError, KeyError, ValueError or TypeError for invalid bytes."""
+    """Rebuild a run from the parts of a snapshot. Raises MsgspecError, KeyError, ValueError or TypeError for invalid
+    bytes."""
     rest = iter(parts)
     head = msgspec.msgpack.decode(next(rest, b""), type=_Head)
     run = RunState(plan)

@@ -28,7 +28,7 @@ def _drop_if_stale(run: RunState, task: Task) -> bool:
     if staleness <= run.plan.staleness:
         return False
     run.stale += 1
-    text = f"oldest token of version {oldest}: {staleness} behind, staleness is {run.plan.staleness}"
+    text = f"oldest token of version {oldest}: {staleness} behind, but staleness is {run.plan.staleness}"
     drop(run, task, DropReason.STALE, text)
     return True
 

@@ -106,8 +106,8 @@ too. The scheduler does not give up the trainer's store: the run needs it, and t
 ABSENT_S = 3.0
 """Seconds without a heartbeat after which a store is no longer named to other stores as a source of weights."""
 MARGIN_S = 0.5
-"""A deferred call is answered this many seconds before its deadline, or a quarter of its time before if that is
-less."""
+"""A deferred call is answered this many seconds before its deadline, or a quarter of its remaining time before it if
+that is less."""
 TELL_S = 1.0
 HOLD_S = 5.0
 """Maximum seconds for which the collection of an ended task waits for the recorder. If the recorder has been silent for
@@ -482,7 +482,7 @@ class Scheduler:
             self._ending[holder] = ends
 
     def is_over(self, service: str, instance: int, incarnation: int, now: float) -> bool:
-        """Return whether a life of a process counts as ended at `now` although its end was not observed.
+        """Return whether a life of a process counts as ended at `now` even though its end was not observed.
 
         A life counts as ended if another life of the process has registered, or if the life was silent for `GONE_S`.
         """
@@ -535,7 +535,9 @@ class Scheduler:
         if order.ref is None:
             return
         if held is None:
-            self._out.append(Fail(order.ref, ErrorCode.NOT_READY, f"{order.store} does not answer; report it again"))
+            self._out.append(
+                Fail(order.ref, ErrorCode.NOT_READY, f"{order.store} does not answer; report the shards again")
+            )
         else:
             self._out.append(Answer(order.ref, Ack()))
 

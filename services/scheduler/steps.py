@@ -39,7 +39,7 @@ def check_driver(run: RunState, driver: int) -> None:
 
 
 def take_over(run: RunState, request: GetRunInfo) -> RunInfo:
-    """Let a driver take over the run. With `reload` a new lineage begins at the latest step that can be reached."""
+    """Let a driver take over the run. With `reload`, a new lineage begins at the latest step that can be reached."""
     if request.driver in run.old_drivers:
         raise RpcError(ErrorCode.CONFLICT, f"driver {request.driver}: a newer driver has taken over")
     if request.driver != run.driver:
@@ -93,7 +93,7 @@ def rewind(run: RunState, step: int, *, reached: int = 0, cause: str = "") -> No
 
     The tasks of these steps are sampled again before all others. The steps' metrics rows are discarded, except in
     deterministic mode, where the steps produce the same bits again. The caller begins a new lineage. If the journal no
-    longer has the newest committed step, `reached` is that step. `Rewound` describes `cause`.
+    longer contains the newest committed step, `reached` is that step. `Rewound` describes `cause`.
     """
     taken_back: list[Task] = []
     take_back_samples(run, step)
@@ -157,7 +157,7 @@ def check_hope(run: RunState) -> None:
         return
     raise RpcError(
         ErrorCode.BAD_DATA,
-        f"step {run.batched_step + 1}: {run.dropped_in_a_row} tasks in a row were dropped, the last was "
+        f"step {run.batched_step + 1}: {run.dropped_in_a_row} tasks in a row were dropped; the last was "
         f"{run.last_drop}; fix the reward function, the workflow or the data, then resume",
     )
 
@@ -249,8 +249,8 @@ def commit(run: RunState, request: CommitStep) -> bool:
     if step != run.batched_step:
         raise RpcError(
             ErrorCode.CONFLICT,
-            f"commit of step {step}: step {run.committed_step} is committed, "
-            f"the open step is {run.batched_step if run.batched_step > run.committed_step else 'none'}",
+            f"commit of step {step}: step {run.committed_step} is committed "
+            f"and the open step is {run.batched_step if run.batched_step > run.committed_step else 'none'}",
         )
     run.committed_step = step
     for task in run.batches[step]:

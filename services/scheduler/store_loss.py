@@ -10,7 +10,7 @@ is taken back.
 Permanently losing the store of a joined host costs less. The shards of trained tasks in such a store matter only to a
 trainer that reloads, so a checkpoint is ordered and the run continues without waiting for the store.
 
-After a power cut the end of the journal may be missing. What the missing part recorded is unknown: tasks may have been
+After a power cut, the end of the journal may be missing. What the missing part recorded is unknown: tasks may have been
 sampled, trained and collected, versions published, and leases granted. The run returns to the newest checkpoint of the
 journal with fences, lineages and lease ids above all that may have been used, so stores and peers do not mistake lost
 state for current state.
@@ -62,7 +62,7 @@ def come_back_empty(run: RunState, store: str) -> None:
         if store in stores_of(run, lease.holder):
             give_up(run, lease, 0)
     again = _sample_without(run, store, "lost its data")
-    cause = f"{store} came back without its data: it held nothing of a step, {again} tasks are sampled again"
+    cause = f"{store} came back without its data: it held nothing of a step; {again} tasks are sampled again"
     run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
 
@@ -74,7 +74,7 @@ def _lose_store(run: RunState, store: str, why: str) -> None:
     _go_back(run, step, f"{store} lost its data")
     run.versions.forget(store)
     lose_evaluations(run, step)
-    cause = f"{store} {why}: back to step {step}, {replayed} steps and {again} tasks are repeated"
+    cause = f"{store} {why}: back to step {step}; {replayed} steps and {again} tasks are repeated"
     run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
 
 

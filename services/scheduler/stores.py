@@ -24,7 +24,7 @@ STORE, RANK = "batch-store", "policy-trainer-worker"
 FORERUNNERS = 2
 """Maximum number of stores that a store tries for a version before the trainer's store."""
 FULL_SHARE = 0.8
-"""Share of a store's room for trained tasks above which their bytes cause a checkpoint."""
+"""Share of a store's room for trained tasks. A checkpoint is ordered when their bytes exceed it."""
 
 
 # ---- locations of shards

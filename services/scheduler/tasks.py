@@ -18,7 +18,8 @@ REMEMBERED = 20_000
 
 
 class TaskState(StrEnum):
-    """A task whose next stage (such as the reference) is leased stays ROLLED_OUT; `Task.lease` names the lease."""
+    """The states of a task. A task leased for a later stage (such as the reference) stays ROLLED_OUT; see
+    `Task.lease`."""
 
     PENDING = "PENDING"
     LEASED = "LEASED"
@@ -185,7 +186,7 @@ class Tasks:
             del self._by_id[task.task_id]
 
     def story(self, task_id: str) -> list[Transition]:
-        """Return those state changes of a task that `log` still has, oldest first."""
+        """Return those state changes of a task that `log` still contains, oldest first."""
         return [each for each in self.log if each.task_id == task_id]
 
     def told(self, task_id: str) -> str:

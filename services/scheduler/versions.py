@@ -90,7 +90,7 @@ def publish(run: RunState, request: PublishWeights) -> None:
     """Publish a version, which can then be loaded, and open its evaluations."""
     ref = request.ref
     if ref.lineage != run.lineage:
-        raise RpcError(ErrorCode.CONFLICT, f"weights of lineage {ref.lineage}: this driver has {run.lineage}")
+        raise RpcError(ErrorCode.CONFLICT, f"weights of lineage {ref.lineage}: this driver's lineage is {run.lineage}")
     if not 0 <= ref.step < 1 << 31 or ref.task_id != f"{WEIGHTS}/{ref.lineage}/{ref.step}":
         text = f"weights {ref.task_id[:80]!r} of step {ref.step}: {WEIGHTS}/<lineage>/<step below 2**31> expected"
         raise RpcError(ErrorCode.BAD_REQUEST, text)

@@ -157,7 +157,7 @@ def _evaluation_waits(run: RunState, step: int, since_s: float) -> Iterator[Wait
 
 
 def _waited_for(run: RunState, task: Task) -> tuple[str, str]:
-    """Return a phrase that says where an unready task is, and the process or service that it waits for."""
+    """Return a phrase that says where an unready task is, and the process or service for which the task waits."""
     lease = run.leases.get(task.lease)
     if lease is not None:
         holder = service_name(*lease.holder)

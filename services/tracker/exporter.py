@@ -26,7 +26,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Unusable(Exception):
-    """The tracker refuses this run, and retrying cannot help, for example because of a wrong key, project or entity.
+    """The tracker refuses this run (for example, because of a wrong key, project or entity), and retrying cannot help.
 
     The text is one line.
     """
@@ -77,7 +77,7 @@ class Subject:
 class Exporter(Protocol):
     """The client of one tracker. Its methods may block and raise any exception; nothing waits for them.
 
-    The tracker is certain to have a row once `send` returns if `SURE` is true, and otherwise once `close` returns.
+    If `SURE` is true, the tracker is certain to hold a row once `send` returns; otherwise, once `close` returns.
     """
 
     SURE: bool
@@ -97,7 +97,7 @@ class Exporter(Protocol):
         """Report a note. Repeating a note has no effect in trackers that can recognize it."""
 
     def show(self, table: Table) -> None:
-        """Report samples. Some may be lost if this process is killed; the run directory has all samples."""
+        """Report samples. Some may be lost if this process is killed; the run directory contains all samples."""
 
     def close(self, end: End) -> None:
         """Finish the run in the tracker, so that it shows how the run ended."""

@@ -1,8 +1,8 @@
 """Feeds one tracker from the files of the run directory: rows in the order of their commits, then warnings.
 
-Everything in this module may block, so it runs on a thread, or in a process, that nothing waits for. Rows stay in the
-run directory until the tracker takes them. If this process is killed, the next process continues after the rows that
-the tracker has.
+Everything in this module may block, so it runs on a thread, or in a process, that nothing waits for. Rows wait in the
+run directory until the tracker accepts them. If this process is killed, the next process continues after the rows that
+the tracker holds.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Feeder:
         self.problem = ""
         """The reason why rows are waiting, in one line, or an empty string."""
         self.refused = ""
-        """The reason why the tracker will never take this run, in one line, or an empty string."""
+        """The reason why the tracker will never accept this run, in one line, or an empty string."""
         self.busy_since: float | None = None
         """Monotonic time at which the current call of the tracker library began, or None if no call is in progress."""
         self.rows_sent = 0
@@ -153,8 +153,8 @@ class Feeder:
     def _close(self, exporter: Exporter) -> None:
         self._show(exporter)
         end = self._end or End("killed")
-        text = f"{end.outcome}: {end.cause}" if end.cause else end.outcome
-        self._annotate(exporter, self._note(f"end-{self._ledger.sent}", "end", f"the run is {text}", serious=False))
+        text = f"{end.outcome} ({end.cause})" if end.cause else end.outcome
+        self._annotate(exporter, self._note(f"end-{self._ledger.sent}", "end", f"the run ended: {text}", serious=False))
         self._call(lambda: exporter.close(end))
         self._ledger.ended, self._ledger.problem = end.outcome, ""
         self._ledger.sure, self._ledger.warnings_sure = self._ledger.sent, self._ledger.warnings
@@ -233,7 +233,7 @@ def start(feeder: Feeder) -> threading.Thread:
 
 
 def end_of(run: RunDir) -> End:
-    """Return how the run ended, as its supervisor recorded when the run began to end."""
+    """Return how the run ended, as its supervisor recorded it when the run began to end."""
     try:
         found = json.loads(run.outcome.read_bytes())
         return End(str(found["outcome"]), str(found["cause"]))

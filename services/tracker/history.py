@@ -1,8 +1,9 @@
 """Every row that a run has committed, in the order of the commits, from `metrics.jsonl` and `metrics.discarded.jsonl`.
 
-`metrics.jsonl` alone has the rows that still count: a return to an earlier step moves rows to the other file. Together
-the two files contain the whole history, which only grows: the rows before the first return, then the rows after it, and
-so on. The position of a row in the history therefore never changes, and no two rows share a position.
+`metrics.jsonl` contains only the rows that still count, because a return to an earlier step moves rows to the other
+file. Together, the two files contain the whole history, which only grows: the rows before the first return, then the
+rows after it, and so on. The position of a row in the history therefore never changes, and no two rows share a
+position.
 
 The lineage of a row is 0 before the first return, and afterwards is one more than the lineage that was last taken back.
 """
@@ -51,7 +52,7 @@ class History:
         """Size of `metrics.discarded.jsonl` when both files were read. This file grows before `metrics.jsonl` is
         truncated."""
         self._pending = False
-        """Whether `metrics.jsonl` still had discarded rows when both files were read."""
+        """Whether `metrics.jsonl` still contained discarded rows when both files were read."""
         self._lineage = 0
 
     def __len__(self) -> int:

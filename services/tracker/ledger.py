@@ -60,7 +60,7 @@ def write(run: Path, name: str, ledger: Ledger) -> None:
 def hold(run: Path, name: str) -> int:
     """Lock tracker `name`, so that only one process at a time feeds it. Return the descriptor of the lock file.
 
-    The process keeps the lock until it dies. Raises RpcError(busy) if another process has the lock.
+    The process keeps the lock until it dies. Raises RpcError(busy) if another process holds the lock.
     """
     path = file_of(run, name).with_suffix(".lock")
     path.parent.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def hold(run: Path, name: str) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise RpcError(
-            ErrorCode.BUSY, f"tracker {name}: another process feeds it; wait for the end of the run"
+            ErrorCode.BUSY, f"tracker {name}: another process is feeding it; wait for the end of the run"
         ) from None
     return descriptor
 

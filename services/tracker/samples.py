@@ -14,7 +14,7 @@ from shared.stages import TRAIN
 
 COLUMNS = ("split", "task", "prompt", "completion", "reward", "advantage", "length", "finish_reason")
 TEXT_CHARS = 4000
-"""Maximum characters of a prompt or completion. The full text is in `samples/` in the run directory."""
+"""Maximum number of characters in a prompt or completion. The full text is in `samples/` in the run directory."""
 Cell = str | float | int | None
 
 
@@ -28,7 +28,7 @@ class Table:
 
 
 def is_evaluated(row: Row) -> bool:
-    """Return whether the row has results of evaluations."""
+    """Return whether the row contains evaluation results."""
     return bool(_sets(row))
 
 

@@ -1,7 +1,7 @@
 """The tracker service: one instance for each tracker in the topology. The run neither depends on it nor waits for it.
 
 The tracker library runs on a thread that may hang; the mailbox still answers. If the library hangs for too long, a new
-process replaces this one and continues after the rows that the tracker already has.
+process replaces this one and continues after the rows that the tracker already holds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ END_S = 5.0
 
 
 class TrackerService(Service):
-    """Feeds the tracker of its instance number."""
+    """Feeds the tracker that its instance number selects."""
 
     NAME = "tracker"
 

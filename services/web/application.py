@@ -84,7 +84,7 @@ class _Handlers:
 
     async def stream(self, request: Request) -> Any:
         if self._page.parts.watchers >= MAX_STREAMS:
-            raise HTTPException(503, f"{MAX_STREAMS} browsers follow this run already; close one")
+            raise HTTPException(503, f"{MAX_STREAMS} browsers are already following this run; close one")
         return self._page.parts
 
     async def metrics(self, request: Request) -> Response:

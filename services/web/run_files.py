@@ -19,11 +19,11 @@ from shared.view.notices import LogLine
 from shared.warnings import parse
 
 LOG_BYTES = 64 << 10
-"""Number of bytes at the end of each log file whose lines are shown."""
+"""Number of bytes at the end of each log file from which lines are shown."""
 MAX_NAME = 200
-"""Maximum characters of a metric name. Metrics with longer names are not shown."""
+"""Maximum number of characters in a metric name. Metrics with longer names are not shown."""
 MAX_LOG_TEXT = 4000
-"""Maximum characters of a log line."""
+"""Maximum number of characters in a log line."""
 _NOT_SHOWN = frozenset({"timestamp", "level", "event", "service", "instance", "incarnation", "run"})
 
 _object = msgspec.json.Decoder(dict[str, Any])
@@ -36,7 +36,7 @@ class RunFiles:
         self.path = path
         self.view = RunView()
         self.epoch = 0
-        """Number of times that rows were taken back. Rows of different epochs must not be combined."""
+        """Number of times that rows have been taken back. Rows of different epochs must not be combined."""
         self.last_step = -1.0
         self._metrics = MetricsFollower(path / "metrics.jsonl")
         self._warnings = FollowedFile(path / "warnings.jsonl")
@@ -58,7 +58,7 @@ class RunFiles:
         self.view.add_log(self._new_log_lines())
 
     def apply(self, row: TopicRow) -> None:
-        """Take a row of the monitor's stream."""
+        """Apply a row of the monitor's stream."""
         self.view.apply(row)
 
     def points(self, names: Iterable[str], after: float) -> dict[str, list[tuple[float, float]]]:

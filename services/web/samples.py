@@ -17,11 +17,11 @@ MAX_RECORDS = 500
 """Maximum number of samples of a step that are listed."""
 MAX_STEPS = 2000
 HEAD_CHARS = 160
-"""Maximum characters of a prompt and of a completion in the list."""
+"""Maximum number of characters in a listed prompt or completion."""
 MAX_CHARS = 60_000
-"""Maximum characters of each text of a shown sample."""
+"""Maximum number of characters in each text of a shown sample."""
 MAX_TOKENS = 8000
-"""Maximum number of tokens of a shown sample."""
+"""Maximum number of tokens in a shown sample."""
 
 
 def listed(run: Path, split: str, step: int | None) -> dict[str, Any]:

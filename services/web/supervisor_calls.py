@@ -33,7 +33,7 @@ class SupervisorCalls:
             case "drain":
                 await self._client.call(DrainService(service=service, instance=instance), Ack, deadline_s=DEADLINE_S)
             case _:
-                raise RpcError(ErrorCode.BAD_REQUEST, f"{action[:20]!r}: not an action; restart or drain")
+                raise RpcError(ErrorCode.BAD_REQUEST, f"{action[:20]!r}: not an action; use restart or drain")
 
     def close(self) -> None:
         self._client.close()

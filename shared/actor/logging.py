@@ -20,7 +20,7 @@ CONSOLE_FIELDS = ("service", "instance", "incarnation", "run")
 
 
 class _Tee:
-    """Writes each event as one JSON line to a file and, if there is a console, as one readable line to it.
+    """Writes each event as one JSON line to a file and, if there is a console, as one readable line to the console.
 
     Failures to write (a full disk, a closed console) are not raised. Lines that were not written to the file are
     counted.
@@ -85,7 +85,8 @@ def configure(path: Path, *, console: TextIO | None = None, **fields: Any) -> No
 
 
 def log_page(path: Path, lines: int, position: int) -> tuple[list[str], int]:
-    """Return whole lines and the position after them: from `position`, or the last `lines` lines if it is negative.
+    """Return whole lines and the position after them: from `position`, or the last `lines` lines if `position` is
+    negative.
 
     Reads at most 256 KiB, so all lines after `position` may take several pages.
     """

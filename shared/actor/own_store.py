@@ -20,7 +20,8 @@ LOOK_S = 5.0
 
 
 async def own_store(service: Service) -> str:
-    """Return the name of a store: on the run's own host the trainer's store, elsewhere the store of this host.
+    """Return the name of the store for this service's puts: the trainer's store on the run's own host, and this host's
+    store elsewhere.
 
     Raises RpcError(missing) if this host's store does not register within `WAIT_S` seconds.
     """
@@ -57,5 +58,5 @@ def _missing(service: Service, what: str) -> RpcError:
     return RpcError(
         ErrorCode.MISSING,
         f"{service.name}: {what}; start one: python -m services.batch_store --run {service.run.path} --instance N "
-        "--listen tcp://ADDRESS:0, then this service",
+        "--listen tcp://ADDRESS:0; then start this service again",
     )

@@ -1,4 +1,4 @@
-"""Runs a service as a process: parses arguments, handles signals, exits with its supervisor. Each __main__ calls it."""
+"""Runs a service as a process: parses arguments, handles signals and exits with its supervisor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_arguments(name: str) -> argparse.Namespace:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the supervisor dies for any reason, so that it leaves no orphans."""
+    """Have the kernel send this process SIGTERM when the supervisor dies for any reason, so that no orphans remain."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

@@ -1,4 +1,4 @@
-"""Measures what a process uses: memory, CPU time, GPU memory."""
+"""Measures the resources that a process uses: memory, CPU time and GPU memory."""
 
 from __future__ import annotations
 

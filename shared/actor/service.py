@@ -54,7 +54,8 @@ that its work cannot continue."""
 
 
 class ProcessState(StrEnum):
-    """The states of a process. Services report STARTING to FAILED; only the supervisor knows the other states."""
+    """The states of a process. Services report the states from STARTING to FAILED; only the supervisor knows the
+    others."""
 
     WAITING = "WAITING"
     STARTING = "STARTING"
@@ -68,7 +69,7 @@ class ProcessState(StrEnum):
 
 
 class Service:
-    """Base of every actor. Override `start`, `serve`, `drain`; add handlers to `self.mailbox` in `__init__`.
+    """Base of every actor. Override `start`, `serve` and `drain`; add handlers to `self.mailbox` in `__init__`.
 
     An actor runs in a process through `shared.actor.process.run_process`, or on a thread in tests. All methods belong
     to one event loop; other threads call them with `asyncio.run_coroutine_threadsafe(..., self.loop)`.
@@ -122,20 +123,21 @@ class Service:
     # ---- to override
 
     async def start(self) -> None:
-        """Prepare for READY, for example load a model or open a journal.
+        """Prepare for READY, for example by loading a model or opening a journal.
 
         Raises RpcError(bad_request) for a model, function or setting that would fail at every later start, too.
         """
 
     async def serve(self) -> None:
-        """Work until done. Returning ends the service as STOPPED. The default waits for a stop."""
+        """Work until done. Returning ends the service as STOPPED. By default, wait until the service is asked to
+        stop."""
         await self.stopping.wait()
 
     async def drain(self) -> None:
         """Finish or hand back work under way, within `drain_s` seconds."""
 
     def heartbeat(self) -> messages.Heartbeat:
-        """Return the message sent to the scheduler each second. Extend it with `msgspec.structs.replace`."""
+        """Return the next heartbeat for the scheduler. Extend it with `msgspec.structs.replace`."""
         return messages.Heartbeat(
             service=self.NAME,
             instance=self.instance,
@@ -158,17 +160,18 @@ class Service:
         )
 
     async def open_waits(self) -> list[WaitRow]:
-        """Return a row for each thing this service waits for, except its requests to other processes. Must be quick."""
+        """Return a row for each thing this service waits for, except its requests to other processes. This must be
+        quick."""
         return []
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
         """Stop working on these leases, which the scheduler has withdrawn."""
 
     def on_newer_weights(self, ref: messages.WeightsRef) -> None:
-        """Take note that `ref` is newer than the version that this engine holds."""
+        """Record that `ref` is newer than the version that this engine holds."""
 
     def on_upstream(self, stores: list[str]) -> None:
-        """Note the stores from which this store takes weights, nearest first."""
+        """Record the stores from which this store fetches weights, nearest first."""
 
     # ---- for services
 
@@ -248,7 +251,7 @@ class Service:
             self.cause = ""
             self._enter(ProcessState.STOPPED)
         except Exception as error:
-            # The cause is one line; the log has the traceback.
+            # The cause is one line; the log contains the traceback.
             self.cause = str(error) if isinstance(error, RpcError) else f"{type(error).__name__}: {error}"
             self.log.error("service failed", exc_info=error)
             self._enter(ProcessState.FAILED)

@@ -2,20 +2,21 @@
 
     python -m shared.actor.spare DESCRIPTOR ...
 
-DESCRIPTOR is one end of a socket pair that keeps message boundaries; further arguments are only for people to read.
+DESCRIPTOR is one end of a socket pair that keeps message boundaries; any further arguments are only for human readers.
 Messages are JSON. The spare receives the list of its imports, each `module` or `module:function` (called without
 arguments), and answers with an empty list when they are done. Then it takes orders. An order is a pair: the module of
-the service with its arguments, and the environment variables that differ from the spare's own. Two descriptors come
-with it: the output of the service, and one end of another socket pair. The service sends its process id there and waits
-for an answer. It ends if there is none, because the supervisor may then start the service in another way. The module
-runs as it would under `python -m`. A spare knows neither the keys nor the data of a run. It exits when its supervisor
-does, because the other end of its pair closes then.
+the service with its arguments, and the environment variables that differ from the spare's own. Two descriptors
+accompany each order: the output of the service, and one end of another socket pair. Over that pair, the service sends
+its process id and waits for an answer. If there is none, the service exits, because the supervisor may then start it in
+another way. The module runs as it would under `python -m`. A spare knows neither the keys nor the data of a run. It
+exits when its supervisor does, because the other end of its socket pair then closes.
 
-A service is a grandchild of the spare, and its parent has ended. The supervisor is a subreaper (prctl(2)), so it is the
-parent from then on, as it is of a service that it starts without a spare.
+A service is a grandchild of the spare; the process between them has exited. The supervisor is a subreaper (prctl(2)),
+so it becomes the service's parent, just as it is the parent of a service that it starts without a spare.
 
-Only a process with one thread can be forked safely: its child would inherit the locks that other threads held, but not
-the threads. Nor may the CUDA driver have been initialized. A spare whose imports do either fails.
+Only a process with one thread can be forked safely: a child inherits the locks that other threads held, but not those
+threads. Nor may the CUDA driver have been initialized. A spare therefore fails if its imports start a thread or
+initialize the driver.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from shared.actor.process import die_with_parent
 MESSAGE_BYTES = 64 << 10
 """Maximum size of a message."""
 CUDA_DEVICE = "/dev/nvidia-uvm"
-"""A device file that a process opens when it initializes the CUDA driver, but not when it only counts GPUs by NVML."""
+"""A device file that a process opens when it initializes the CUDA driver, but not when it only counts GPUs through
+NVML."""
 _POLL_S = 0.001
 _ARG_START, _ARG_END = 45, 46
 """Indices of the /proc/self/stat fields after the name that hold the address range of the command line (proc(5))."""
@@ -122,7 +124,7 @@ def _forked(supervisor: int) -> bool:
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str], output: int, answer: socket.socket) -> None:
-    """Run the module of `command` with its arguments, if the supervisor still wants it."""
+    """Run the module of `command` with its arguments, if the supervisor still wants the service."""
     os.setpgid(0, 0)
     answer.send(str(os.getpid()).encode())
     if not answer.recv(1):
@@ -138,7 +140,8 @@ def _become(command: Sequence[str], environment: Mapping[str, str], output: int,
 
 
 def _show(command: Sequence[str]) -> None:
-    """Have `ps` show `command`, as after a start of its own, cut off at the length of the spare's own command line."""
+    """Make `ps` show `command`, as if it had been started directly, truncated to the length of the spare's own command
+    line."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[_ARG_START]), int(fields[_ARG_END])
     text = b"\0".join(os.fsencode(each) for each in command)[: end - start - 1]

@@ -36,8 +36,8 @@ PARTS_OF: Mapping[str, Parts] = MappingProxyType(
 """The parts that processes of each service hold."""
 
 ALL_AT_ONCE: frozenset[str] = frozenset({"rollout"})
-"""Services whose parts leave only together: an engine is asleep or awake. No part is taken from such a service while it
-uses another part."""
+"""Services whose parts leave only together: an engine is either asleep or awake. No part is taken from such a service
+while it uses another part."""
 
 FORBIDDEN: tuple[tuple[str, str], ...] = (
     (WEIGHTS, GRADIENTS),
@@ -121,7 +121,8 @@ class DeviceLedger:
         }
 
     def put(self, holder: Holder, parts: Parts) -> None:
-        """Record that `holder` has exactly `parts`. If a pair is forbidden, change nothing and raise ForbiddenPair."""
+        """Record that `holder` holds exactly `parts`. If a pair is forbidden, change nothing and raise
+        ForbiddenPair."""
         for (service, instance), held in self.in_the_way(holder, parts).items():
             there = min(held)
             new = min(parts & barred_by([there]))
@@ -135,7 +136,7 @@ class DeviceLedger:
 
 
 class Holding:
-    """A process's own view: the parts it holds, uses and waits for. Each change makes a report with a new `number`.
+    """A process's own view: the parts it holds, uses and waits for. Each change requires a report with a new `number`.
 
     It moves no memory: the caller loads granted parts, moves the parts that `obey` returns off the device, and then
     calls `left`.
@@ -148,7 +149,8 @@ class Holding:
         self.wants = NOTHING
 
     def want(self, parts: Parts) -> bool:
-        """Ask for all `parts` together. Return whether they are already in use; until they are, no part is in use."""
+        """Ask for all `parts` together. Return whether this process already uses them; until it does, it uses no
+        parts."""
         if parts <= self.using:
             return True
         if parts != self.wants:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 ALIGN = 512
-"""Alignment of the pieces in bytes, the same as torch uses for GPU memory."""
+"""Alignment of the pieces in bytes, as in torch's own GPU allocations."""
 
 
 class LockedMemory:

@@ -1,7 +1,7 @@
 """Moves tensors off the device and back, bit for bit, to free their memory for a while, or only frees their memory.
 
-On CUDA the shelf is page-locked host memory, which the shelf keeps. On a CPU, where device and host share memory, it is
-a file, so that the memory is really freed. Models and optimizers keep their tensor objects, whose storage is emptied
+On CUDA, the shelf is page-locked host memory, which stays allocated. On a CPU, where device and host share memory, it
+is a file, so that the memory is really freed. Models and optimizers keep their tensor objects, whose storage is emptied
 and refilled in place.
 """
 
@@ -58,7 +58,8 @@ class Shelf:
         return sum(size for _, size in self._stored)
 
     def take(self) -> int:
-        """Move everything back into the same tensors and return the bytes moved. Raises OSError if the file is gone."""
+        """Move everything back into the same tensors and return the number of bytes. Raises OSError if the file is
+        gone."""
         on_cpu = [(storage, size) for storage, size in self._stored if storage.device.type == "cpu"]
         if on_cpu:
             with self._file.open("rb") as file:
@@ -158,7 +159,7 @@ def _bytes(storage: torch.UntypedStorage) -> memoryview:
 
 
 def own_storages(tensors: Iterable[Tensor]) -> None:
-    """Move tensors whose memory belongs to a mapped file or to numpy to memory that can be freed."""
+    """Copy tensors whose memory belongs to a mapped file or to numpy into memory that can be freed."""
     copies: dict[int, Tensor] = {}
     for tensor in tensors:
         if not isinstance(tensor, DTensor) and not tensor.untyped_storage().resizable():

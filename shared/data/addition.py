@@ -10,7 +10,7 @@ _TEST_ROWS = 256
 
 
 class AdditionSource:
-    """Every pair of two-digit numbers once, in a fixed shuffled order: 256 `test`, 7,844 `train` rows."""
+    """Every pair of two-digit numbers once, in a fixed shuffled order: 256 `test` rows and 7,844 `train` rows."""
 
     def __init__(self, split: str, *, name: str) -> None:
         # Order by a digest, not by random.shuffle, whose result may differ between Python versions.

@@ -1,4 +1,4 @@
-"""Reads the part of a source that names files: `<path>?<key>=<value>&...`, whose last part may be a pattern."""
+"""Reads the part of a source that names files, `<path>?<key>=<value>&...`. The file name may be a pattern."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def split_parameters(rest: str) -> tuple[str, str]:
 
 
 def matching_files(path: str) -> list[Path]:
-    """Return the file at `path`, or all files that match, ordered by name, if its last part contains a `*`."""
+    """Return the file at `path`, or all files that match, ordered by name, if the last part of the path contains a
+    `*`."""
     file = Path(path)
     return sorted(file.parent.glob(file.name)) if "*" in file.name else [file]

@@ -1,5 +1,6 @@
 """Entries of the reasoning-gym library by index, for rows and rewards. The library is imported when the first source of
-this kind is opened. Processes that must produce the same rows run under `gym_process.HASH_SEED`.
+this kind is opened. Processes that must produce the same rows run with PYTHONHASHSEED set to
+`gym_process.HASH_SEED`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class GymEntries:
         return self._cached(index)
 
     def score(self, answer: str, entry: dict[str, Any]) -> float:
-        """Return the data set's score of `answer`, from 0.0 to 1.0."""
+        """Return the data set's score for `answer`, from 0.0 to 1.0."""
         return float(self._dataset.score_answer(answer, entry))
 
 

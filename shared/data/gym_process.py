@@ -1,8 +1,8 @@
 """Makes reasoning-gym rows for another process, one line per row: `python -m shared.data.gym_process SOURCE WHERE`.
 
 It runs with PYTHONHASHSEED=0. Five of the 106 data sets of release 0.1.25 iterate over sets of strings and would
-otherwise give different rows in every process (isomorphic_strings, knight_swap, polynomial_multiplication, ransom_note,
-word_ladder).
+otherwise produce different rows in every process (isomorphic_strings, knight_swap, polynomial_multiplication,
+ransom_note, word_ladder).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _PACKAGES = Path(__file__).parents[2]
 
 
 class RowMaker:
-    """The client of the process.
+    """The client of a process that makes rows.
 
     The process first sends `{"rows"}`, then answers requests for an index with `{"question", "answer"}`. The client
-    replaces a process that has ended. Any thread may call its methods.
+    replaces a process that has ended. Any thread may call the client's methods.
     """
 
     def __init__(self, source: str, *, where: str) -> None:
@@ -65,8 +65,8 @@ class RowMaker:
                 self._request(another)
             except _ProcessEnded as error:
                 raise SourceLost(
-                    f"source {self._source!r}: the process that makes its rows {why} over row {index}, and {error} "
-                    f"over row {another}"
+                    f"source {self._source!r}: the process that makes its rows {why} at row {index}, and {error} "
+                    f"at row {another}"
                 ) from None
             except DataError:
                 pass  # an error is an answer, too

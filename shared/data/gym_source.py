@@ -10,7 +10,8 @@ from shared.data.source import Row, RowError, check_index, require
 
 
 class GymSource:
-    """Rows `{"id", "prompt", "answer", "reasoning_gym"}`. The query may set `size` (1000) and `seed` (0)."""
+    """Rows `{"id", "prompt", "answer", "reasoning_gym"}`. The query may set `size` (default 1000) and `seed` (default
+    0)."""
 
     def __init__(self, name: str, *, where: str) -> None:
         require(PACKAGE, EXTRA, f"{where}: source {name!r}")

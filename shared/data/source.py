@@ -1,7 +1,7 @@
 """The interface of a source of dataset rows, and the checks that make a row usable. It performs no I/O.
 
-A row is a dict ``{"prompt": "text" | [{"role", "content"}...], "answer"?, "id"?, "tools"?, anything else}``. Its
-index is part of its task id. Bad rows have an index, too, so dropping a row does not renumber the others.
+A row is a dict ``{"prompt": "text" | [{"role", "content"}...], "answer"?, "id"?, "tools"?, anything else}``. Its index
+is part of its task id. Bad rows also have an index, so dropping a row does not renumber the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RowError:
 
 
 class Source(Protocol):
-    """An ordered set of rows with random access. An index gives the same row in every process."""
+    """An ordered set of rows with random access. An index identifies the same row in every process."""
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class Source(Protocol):
 
     def row(self, index: int) -> Row:
         """Return row `index` as a new dict. Raises DataError if the row is unusable, SourceLost if the source is, and
-        IndexError outside 0 <= index < len."""
+        IndexError unless 0 <= index < len."""
 
     def place(self, index: int) -> str:
         """Return the location of row `index` for messages: `file:line`, or the closest equivalent."""
@@ -64,13 +64,13 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def require(module: str, extra: str, what: str) -> None:
-    """Raise DataError naming the optional `extra` if its `module` is not installed."""
+    """Raise DataError, which names the optional `extra`, if its `module` is not installed."""
     if importlib.util.find_spec(module) is None:
         raise DataError(f"{what} needs the package {module}; install it with: pip install 'rlbus[{extra}]'")
 
 
 def check_index(index: int, rows: int, name: str) -> None:
-    """Raise IndexError outside 0 <= index < rows."""
+    """Raise IndexError unless 0 <= index < rows."""
     if not 0 <= index < rows:
         raise IndexError(f"source {name!r} has no row {index}: it has rows 0 to {rows - 1}")
 
@@ -87,7 +87,7 @@ def bad_rows(source: Source, lines: Sequence[int] | None = None) -> list[RowErro
 
 
 def with_prompt(row: Any, field: str) -> Any:
-    """Return `row` with its `field` also as the prompt, or unchanged if it is not an object with that field."""
+    """Return `row` with the value of its `field` as the prompt, or unchanged if it is not an object with that field."""
     return row | {"prompt": row[field]} if isinstance(row, dict) and field in row else row
 
 

@@ -71,7 +71,7 @@ def quick(line: socket.socket) -> None:
 def unpaced(line: socket.socket) -> None:
     """Send to a peer on this host as fast as it reads.
 
-    Once a reader on loopback has been busy computing, bbr (the default of some hosts) keeps to the pace of that time:
+    Once a reader on loopback has been busy computing, bbr (the default on some hosts) keeps sending at that slow pace:
     a tenth to a fifth of the possible rate. Connections to other hosts keep the host's congestion control.
     """
     with contextlib.suppress(OSError):  # the peer is gone, or the kernel has no cubic

@@ -65,7 +65,7 @@ _PLAIN = frozenset(np.dtype(name) for name in ("<i4", "<f4", "u1", "<i8", "?"))
 """dtypes of most shards. Arrays of other types are checked individually."""
 FULL_RETRY_S = 0.5
 REPORT_S = 10.0
-"""Maximum seconds that a reader waits for its report to be acted upon. Meanwhile the store rereads the shards."""
+"""Maximum seconds that a reader waits for its report to be acted upon. Meanwhile, the store rereads the shards."""
 LARGE_BYTES = 256 << 20
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class DataClient:
 
         The arrays must not change until this returns. Raises WireError for values that cannot be written,
         DeadlineExceeded, and RpcError: busy (no room until the deadline), collected (`names` holds the tombstoned
-        tasks), conflict (same fence, other bytes), bad_request (larger than the store).
+        tasks), conflict (same fence, different bytes), bad_request (larger than the store).
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
@@ -171,7 +171,7 @@ class DataClient:
             except OSError as error:
                 if error.errno not in DISK_FULL_ERRNOS:
                     raise
-                # The store counts these requests with `full`. A producer that sends them keeps its grant.
+                # The store counts requests with `full` set. A producer that sends them keeps its grant.
                 again = msgspec.structs.replace(begin, full=True)
                 grant = await _ask(client, again, PutGrant, deadline)
                 await _wait_for_mount(grant.path, layout.file_bytes, deadline)
@@ -223,7 +223,7 @@ class DataClient:
         version.
 
         Calls `on_progress` when there is progress. Raises DeadlineExceeded after `stall_s` without progress, and
-        RpcError with the errors of `Hold`.
+        RpcError as `Hold` does.
         """
         loop = asyncio.get_running_loop()
         client = self._client_of(*parse_service_name(store))
@@ -304,7 +304,7 @@ class DataClient:
         target = self._write_mappings.of(descriptor, layout.file_bytes)
         if target is None:
             return write_block(descriptor, layout, self._helper)
-        # With two cores, the other core is then computing the canary of large weights.
+        # With two cores, the other core is computing the canary while large weights are put.
         helper = self._helper if layout.file_bytes < LARGE_BYTES or len(os.sched_getaffinity(0)) > 2 else None
         return copy_block(target, layout, helper)
 
@@ -418,7 +418,7 @@ def _by_file(located: Located) -> dict[int, list[int]]:
 
 
 def _check_whole(found: list[dict[str, Array]], wants: _ReadRequest) -> None:
-    """Raise RpcError(missing) that names the shards found in no file, if any."""
+    """Raise RpcError(missing), which names the shards, if any shards were found in no file."""
     keys = wants.keys or ()
     lacking = [at for at, arrays in enumerate(found) if len(arrays) < len(keys)]
     if lacking:
@@ -497,7 +497,7 @@ def _by_store(meta: BatchMeta, keys: Sequence[str]) -> list[_ReadRequest]:
 
 
 def _split(stores: tuple[int, ...], keys: Sequence[str], part_of: dict[str, int]) -> dict[int, tuple[str, ...] | None]:
-    """Return the keys to read from each store. Without keys, the value is None for each store."""
+    """Return the keys to read from each store. Without keys, each store is mapped to None."""
     if not keys:
         return dict.fromkeys(stores)
     by_store: dict[int, list[str]] = {}

@@ -6,7 +6,7 @@ kept mapping and 0.22 s with `pwrite`; mapping and faulting a file again takes 0
 
 The interface is `WriteMappingPool.of` and `ReadMappingPool.of`; both return None where a mapping would not pay off.
 Kept mappings do not pin a file's pages: a store truncates such a file before it deletes it, and the descriptors here
-hold no lock. They cost page tables (2 MiB per GiB) and two descriptors each, hence the limits.
+hold no lock. Each kept mapping costs page tables (2 MiB per GiB) and two descriptors, hence the limits.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ from shared.os_limits import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
 TABLE_ROWS = 24
-"""Fixed size of a table, in rows of 60 bytes. Without it, files of one row would be underestimated 20-fold."""
+"""Fixed size of a table, in rows of 60 bytes. Without this part, files of one row would be underestimated 20-fold."""
 CACHED_FILES = 4096
-"""Maximum number of cached mappings. A batch of 130,000 tasks in groups of 64 is 2048 files. The kernel's page tables
-take 1/512 of the mapped bytes."""
+"""Maximum number of cached mappings. A batch of 130,000 tasks, 64 to a file, takes up 2048 files. The kernel's page
+tables take 1/512 of the mapped bytes."""
 DESCRIPTOR_SHARE = 4
-"""Divisor of the descriptor limit that gives the maximum number of mappings of a store."""
+"""The maximum number of a store's mappings is the descriptor limit divided by this value."""
 AGAIN_S = 0.05
 """Seconds to wait before a file is located again because it no longer has the name under which it was found."""
 TOUCH_BYTES = 64 << 10
@@ -119,8 +119,8 @@ class MappingCache:
     """Read-only mappings of the most recently read files. Mapping a file accounts for half of the cost of sending it.
 
     The cache keeps at most `CACHED_FILES` mappings. Together with the mappings that streams still use, there are at
-    most `most_files`, which leaves descriptors for other uses. A mapping pins its file, which is not deleted while the
-    mapping or a view of it lives. Code that retires a file must `drop` it here. Any thread may use the cache.
+    most `most_files`, which leaves descriptors for other uses. A mapping pins its file: the file is not deleted while
+    the mapping or a view of it exists. Code that retires a file must `drop` it here. Any thread may use the cache.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,8 @@ class BlockMapping:
     def arrays(
         self, tasks: Sequence[int], keys: Sequence[str] | None, helper: Executor | None = None
     ) -> list[dict[str, Array]]:
-        """Return this file's shards of `tasks` (indices in `table`), all or only `keys`, as private writable views.
+        """Return this file's shards of `tasks` (indices into `table`) as private writable views: those of `keys`, or
+        all if `keys` is None.
 
         Each shard is compared with its checksum the first time that this process reads it. For a large file,
         `helper`'s thread compares half of the shards. Raises DamagedShards.
@@ -270,7 +271,7 @@ def _views(table: Table, data: mmap.mmap | Array, picked: selection.Selection) -
 
 
 def _by_column(table: Table, picked: selection.Selection, flat: dict[int, Array], each: int) -> list[dict[str, Array]]:
-    """Do the work of `views` in a third of the time, for tasks with equal keys and types."""
+    """Do the work of `views` in a third of the time, for tasks with the same keys and types."""
     columns: list[list[Array]] = []
     for at, code in enumerate(picked.codes[:each].tolist()):
         whole = flat[code]
@@ -286,7 +287,7 @@ def _by_column(table: Table, picked: selection.Selection, flat: dict[int, Array]
 def merged(first: dict[str, Array], second: dict[str, Array], order: Sequence[str]) -> dict[str, Array]:
     """Return the arrays of one task from two places, in `order` if it is not empty.
 
-    If a key was put twice, which gives the same bytes, the array of `first` is used.
+    If a key was put twice, both arrays have the same bytes, and the one in `first` is used.
     """
     both = second | first
     return {key: both[key] for key in order if key in both} if order else both

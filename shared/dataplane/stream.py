@@ -117,7 +117,7 @@ class StreamReader:
         stall_s: float,
         on_progress: OnProgress = ignore_progress,
     ) -> list[dict[str, Array]]:
-        """Return the arrays under `keys` (all arrays if it is empty) of each task. They are private to the caller.
+        """Return the arrays under `keys` (all arrays if `keys` is empty) of each task. They are private to the caller.
 
         While data arrives, `on_progress` is called at least every `stall_s`. Raises RpcError, which has
         `names` if its code is missing or collected, and DeadlineExceeded if nothing arrives for `stall_s`.
@@ -169,7 +169,7 @@ class StreamReader:
                     stream.add_done_callback(lambda _: slots.release())  # even if it was cancelled before it began
                     at += opened.covered
                     # Ask for slightly more tasks than would fill a stream if all were as large as these: looking up
-                    # tasks that do not fit is wasted work, and asking for too few makes unnecessary streams.
+                    # tasks that do not fit is wasted work, and asking for too few creates unnecessary streams.
                     ask = min(OPEN_TASKS, STREAM_BYTES * opened.covered * 17 // 16 // opened.total_bytes + 1)
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
@@ -213,7 +213,7 @@ class StreamReader:
                 raise RpcError(
                     ErrorCode.BUSY,
                     f"{load.store} covers {opened.covered} of {len(tasks)} tasks of a stream: they are in more files "
-                    "than when it began, and the store has descriptors for fewer; fetch again",
+                    "than when the stream began, and the store has descriptors for fewer; fetch again",
                     retry_after_s=AGAIN_S,
                 )
 
@@ -321,7 +321,7 @@ async def _ask(client: Client, request: Request, reply: type[R]) -> R:
 
 
 def _once(tasks: Sequence[PutTask]) -> list[PutTask]:
-    """Return the tasks without duplicates, that is, tasks with the same task id and fence."""
+    """Return the tasks without duplicates. Duplicates have the same task id and fence."""
     if len({task.task_id for task in tasks}) == len(tasks):
         return list(tasks)
     return list({(task.task_id, task.fence): task for task in tasks}.values())

@@ -102,7 +102,7 @@ class Arrival:
         found = [digest(view[begin:end]) for begin, end in zip(begins[mine], ends[mine], strict=True)]
         if found != checksums[mine]:
             bad = next(row for row in range(self._row, upto) if found[row - self._row] != checksums[row])
-            raise WireError(f"stream: row {bad} of {ends[bad] - begins[bad]} bytes does not have its checksum")
+            raise WireError(f"stream: row {bad} of {ends[bad] - begins[bad]} bytes does not match its checksum")
         self._row = upto
 
     def _check_large(self, begin: int, end: int, checksum: int, upto: int) -> bool:
@@ -116,7 +116,7 @@ class Arrival:
         if end > upto:
             return False
         if self._partial.intdigest() != checksum:
-            raise WireError(f"stream: row {self._row} of {end - begin} bytes does not have its checksum")
+            raise WireError(f"stream: row {self._row} of {end - begin} bytes does not match its checksum")
         self._partial = None
         self._row += 1
         return True
@@ -133,6 +133,6 @@ class Arrival:
 
 
 def _head_limit(tasks: Sequence[PutTask], keys: Sequence[str]) -> int:
-    """Return the maximum total length of header and table in a block file with these shards (`proto.blockfile`)."""
+    """Return the maximum total length of the header and table in a block file with these shards (`proto.blockfile`)."""
     names = sum(len(task.task_id) + 1 for task in tasks) + sum(len(key) + 1 for key in keys)
     return blockfile.HEADER_BYTES + 12 * len(tasks) + names + (32 + 8 * MAX_NDIM) * len(tasks) * len(keys)

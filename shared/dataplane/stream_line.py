@@ -154,7 +154,7 @@ class StreamLine:
     def __init__(self, opened: LineOpened, window: RequestWindow, checker: Executor, counts: Counts) -> None:
         """`checker` has one thread, on which received bytes are checked.
 
-        Raises WireError if the line id or the secret are not hexadecimal digits of the right length.
+        Raises WireError unless the line id and the secret are hexadecimal digits of the right length.
         """
         self.line_id = opened.line_id
         self._endpoint = opened.endpoint
@@ -193,7 +193,8 @@ class StreamLine:
         incoming.settle(StreamOutcome.LOST, "its line had ended")
 
     def cancel(self, incoming: Incoming) -> None:
-        """Stop receiving `incoming`. Settle it as LOST if it is not yet settled. Then nothing more is written to it."""
+        """Stop receiving `incoming`. Settle it as LOST if it is not yet settled. After that, nothing more is written to
+        it."""
         self._orders.put((self._drop, incoming))
 
     def close(self) -> None:
@@ -399,7 +400,8 @@ class StreamLine:
 def _unhex(text: str, nbytes: int) -> bytes:
     """Return the bytes of `text`. Raises WireError unless it is exactly 2 * `nbytes` hexadecimal digits.
 
-    The length is checked, too, because `fromhex` skips blanks: a secret of blanks only would be an empty secret.
+    The length is checked, too, because `fromhex` skips blanks: a secret that consists only of blanks would become an
+    empty secret.
     """
     try:
         made = bytes.fromhex(text)

@@ -5,6 +5,6 @@ Import it only in dedicated (worker) processes, because megatron-core keeps its 
 
 import warnings
 
-# Where its CUDA companion packages are absent, megatron-core gives this warning about eight times per rank on import.
+# Where its CUDA companion packages are absent, megatron-core warns about that some eight times per rank on import.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)

@@ -79,7 +79,7 @@ def read(config: Any) -> Architecture:
     qkv_bias = bias or kind == "qwen2"
     refused = None
     if kind not in FAMILIES:
-        refused = f"model_type {kind!r} (it knows {', '.join(FAMILIES)})"
+        refused = f"model_type {kind!r} (only {', '.join(FAMILIES)})"
     elif config.hidden_act != "silu":
         refused = f"hidden_act {config.hidden_act!r}"
     elif bias != linear_bias:
@@ -89,7 +89,7 @@ def read(config: Any) -> Architecture:
     elif getattr(config, "attention_dropout", 0.0):
         refused = f"attention_dropout {config.attention_dropout}"
     if refused:
-        raise RpcError(ErrorCode.BAD_REQUEST, f"backend megatron does not know {refused}; use backend torch")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"backend megatron does not support {refused}; use backend torch")
     layers = int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     return Architecture(
@@ -121,6 +121,7 @@ def rotary_frequencies(config: Any, architecture: Architecture) -> Tensor:
     frequencies, scaling = cast(Any, ROPE_INIT_FUNCTIONS)[rope["rope_type"]](config, torch.device("cpu"))
     if scaling != 1.0:
         raise RpcError(
-            ErrorCode.BAD_REQUEST, f"backend megatron: rope scaling {scaling} of attention; use backend torch"
+            ErrorCode.BAD_REQUEST,
+            f"backend megatron does not support rope attention scaling {scaling}; use backend torch",
         )
     return cast(Tensor, frequencies)

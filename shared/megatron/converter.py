@@ -2,7 +2,7 @@
 
 This is pure arithmetic on tensors, without process groups or files. Every rule has an exact inverse, so the converter
 serves weights, gradients and optimizer moments alike. With H heads and G key-value heads of D elements, megatron keeps
-the queries of a group beside its key and value: rows [G, (H/G + 2) * D]; a tensor-parallel rank has whole groups.
+the queries of a group beside its key and value: rows [G, (H/G + 2) * D]; each tensor-parallel rank holds whole groups.
 Padding rows of the vocabulary are zero and are dropped on the way back.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from shared.megatron.architecture import Architecture
 
 Rule = Literal["whole", "rows", "columns", "qkv", "gate_up", "vocab"]
-"""Layout of the full tensor on tensor-parallel ranks: whole on each, cut along dimension 0 or 1, or as described
+"""Layout of the full tensor on tensor-parallel ranks: whole on each rank, cut along dimension 0 or 1, or as described
 above."""
 
 

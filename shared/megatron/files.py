@@ -19,7 +19,7 @@ class ModelFiles:
     """The tensors of `folder` by name, read on demand, so that a rank reads only its own part of a model."""
 
     def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raises RpcError(bad_request) if tensors of `shapes` are missing or have other shapes."""
+        """Raises RpcError(bad_request) if tensors of `shapes` are missing or have different shapes."""
         self._folder = folder
         self._file_of: dict[str, Path] = {}
         wrong: list[str] = []
@@ -34,7 +34,9 @@ class ModelFiles:
             raise self._unusable(f"cannot be loaded: {str(error)[:300]}") from None
         wrong += sorted(shapes.keys() - self._file_of.keys())
         if wrong:
-            raise self._unusable(f"weights missing or of another shape: {', '.join(wrong[:3])}; save the model again")
+            raise self._unusable(
+                f"weights are missing or have the wrong shape: {', '.join(wrong[:3])}; save the model again"
+            )
 
     def __call__(self, name: str) -> Tensor:
         """Return one full tensor, in the file's dtype."""

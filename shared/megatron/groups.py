@@ -26,7 +26,8 @@ class Groups:
     layout."""
 
     def __init__(self, place: Place) -> None:
-        """Raises ValueError if the process has groups of another layout, or no process group yet for several ranks."""
+        """Raises ValueError if the process has groups of another layout, or if there are several ranks but no process
+        group."""
         layout = place.layout
         if not dist.is_initialized():
             if layout.world_size > 1:
@@ -54,7 +55,7 @@ class Groups:
             dist.get_world_size(),
         )
         if degrees != (layout.tp, layout.pp, layout.cp, layout.world_size):
-            raise ValueError(f"this process has groups of tp, pp, cp, world {degrees}; {layout} needs a new one")
+            raise ValueError(f"this process has groups of tp, pp, cp, world {degrees}; {layout} needs a new process")
         self.place = place
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
@@ -72,7 +73,8 @@ class Groups:
         return total
 
     def merge_over_dp(self, filled: Tensor) -> None:
-        """Merge in place: each rank of dp x cp has filled its own part of a zero tensor, and gets all parts exactly."""
+        """Merge in place: each rank of dp x cp has filled its own part of a zero tensor, and receives all parts
+        exactly."""
         if self.dp_cp.size() > 1:
             dist.all_reduce(filled.view(_BITS[filled.element_size()]), group=self.dp_cp)
 

@@ -79,7 +79,7 @@ def transformer_config(model: Architecture, dtype: torch.dtype, place: Place, *,
         fp16=dtype == torch.float16,
         pipeline_dtype=dtype,
         variable_seq_lengths=True,  # micro-batches are packed, with different numbers of nodes
-        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no effect without experts; others forbid the line above
+        moe_token_dispatcher_type="alltoall",  # noqa: S106 - no effect without experts; other types forbid the line above
         calculate_per_token_loss=True,  # neither the loss nor the gradient is divided
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # weights are always loaded

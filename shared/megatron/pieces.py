@@ -1,8 +1,8 @@
 """Holds this rank's pieces of a Llama, Qwen2 or Qwen3 model, and runs micro-batches through the ranks of a model copy.
 
-It deals with no optimizer, loss or bus. Transformer Engine is used if it is installed and CUDA is available, with
-sequence parallelism if tp > 1. On a CPU the same layers run on gloo through `cpu_shims`, so everything here must be
-called inside `megatron_device`.
+It does not deal with optimizers, losses or the bus. Transformer Engine is used if it is installed and CUDA is
+available, with sequence parallelism if tp > 1. On a CPU the same layers run on gloo through `cpu_shims`, so everything
+here must be called inside `megatron_device`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class Pieces:
         return Packed(cut.batch, context.to_device(cut, ranks, device), temperature, entropy)
 
     def _pad_nodes(self, batch: tree.MicroBatch) -> tree.MicroBatch:
-        """Pad `batch` to a number of nodes that sequence-parallel ranks can share. Nothing uses the added nodes."""
+        """Pad `batch` to a number of nodes that sequence-parallel ranks can share equally. Nothing uses the added
+        nodes."""
         odd = len(batch.token_ids) % self.place.layout.tp
         if not odd or not self.model.config.sequence_parallel:
             return batch

@@ -25,7 +25,8 @@ UNKNOWN_TERMS = ("softcap", "s_aux")
 
 @dataclass(frozen=True)
 class TreeBlock:
-    """A `tree.Block` on the device. `mask` is bool [R, 1, L, L], true where a slot attends; None for causal chains."""
+    """A `tree.AttentionBlock` on the device. `mask` is bool [R, 1, L, L], true where a slot attends; None for causal
+    chains."""
 
     rows: int
     longest: int
@@ -100,8 +101,8 @@ def attend_trees(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Map `query` [1, H, N, D] and `key`, `value` [1, G, N, D] to [1, N, H, D]. Raises ValueError for unsupported
-    terms."""
+    """Map `query` [1, H, N, D] and `key`, `value` [1, G, N, D] to [1, N, H, D]. Raises ValueError if an unsupported
+    term is given."""
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")
     heads, dim = query.shape[1], value.shape[3]
@@ -134,7 +135,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scali
 
 def repeats_keys(device: str, *, masked: bool) -> bool:
     """Return whether key heads are repeated for the query heads that share them. On CUDA, no fused kernel supports both
-    a mask and groups, and the kernel that does stores the scores of all pairs."""
+    a mask and groups, and the unfused one stores the scores of all pairs."""
     return masked and device == "cuda"
 
 

@@ -147,7 +147,7 @@ def attend_cut(
 ) -> tuple[Tensor, None]:
     """Map `query` [1, H, N, D] and `key`, `value` [1, G, N, D] of this rank's nodes to [1, N, H, D].
 
-    Raises ValueError for unsupported terms.
+    Raises ValueError if an unsupported term is given.
     """
     if dropout or attention_mask is not None or any(others.get(name) is not None for name in UNKNOWN_TERMS):
         raise ValueError(f"{type(module).__name__}: no support for dropout, a custom mask or {UNKNOWN_TERMS}")

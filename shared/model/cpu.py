@@ -1,4 +1,4 @@
-"""CPU settings of a process that computes: the number of threads, and whether freed memory is kept."""
+"""CPU settings of a process that runs a model: the number of threads, and whether freed memory is kept."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def set_up(threads: int) -> None:
 
     By default glibc returns free memory at the top of the heap and allocates new pages for every large array, which the
     kernel clears. That takes a twentieth of a trainer's time, and a quarter in a virtual machine that must first obtain
-    the pages; keeping them gives 7 % more samples per second. Nothing is changed if the environment sets one of the two
-    glibc variables for these thresholds.
+    the pages. Keeping freed memory increases samples per second by 7 %. Nothing is changed if the environment sets
+    MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_.
     """
     torch.set_num_threads(threads)
     if _IS_GLIBC and not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():

@@ -27,8 +27,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(path: str | Path, dtype: str) -> nn.Module:
     """Load the model in `path` with weights of `dtype` (`float32`, `bfloat16`, ...), in eval mode, on the CPU.
 
-    The same folder gives the same bits. Parameters require gradients. Raises RpcError(bad_request) with a one-line
-    message if the folder, its configuration or its weights cannot be used, or weights are missing.
+    The same folder always yields the same bits. Parameters require gradients. Raises RpcError(bad_request) with a
+    one-line message if the folder, its configuration or its weights cannot be used, or weights are missing.
     """
     folder = Path(path)
     if dtype not in _DTYPES:
@@ -52,9 +52,11 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
     if missing or info["mismatched_keys"]:
         names = ", ".join([*missing, *map(str, info["mismatched_keys"])][:3])
         raise RpcError(
-            ErrorCode.BAD_REQUEST, f"model {folder}: weights missing or of another shape: {names}; save the model again"
+            ErrorCode.BAD_REQUEST,
+            f"model {folder}: weights are missing or have the wrong shape: {names}; save the model again",
         )
-    # With a padding index, that embedding row would get no gradient, even where its token was sampled or given.
+    # With a padding index, the embedding row at that index would get no gradient, even where its token was sampled or
+    # is part of the prompt.
     model.get_input_embeddings().padding_idx = None
     return cast(nn.Module, model.eval())
 
@@ -104,7 +106,8 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def mismatched_weights(mine: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the names of weights that are missing from one mapping or differ in shape, as with another model."""
+    """Return the names of weights that are missing from one mapping or differ in shape, as they do if the models
+    differ."""
     reshaped = [name for name in sorted(mine.keys() & given.keys()) if tuple(mine[name]) != tuple(given[name])]
     return sorted(mine.keys() ^ given.keys()) + reshaped
 
@@ -128,7 +131,7 @@ def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
 def require_deterministic_algorithms() -> None:
     """Make operations without a deterministic form raise an error in this process. Call it before the first kernel.
 
-    Source: torch's notes on reproducibility. cuBLAS requires a fixed workspace before its first use.
+    Source: torch's notes on reproducibility. cuBLAS requires its workspace to be fixed before its first use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

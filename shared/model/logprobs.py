@@ -57,7 +57,7 @@ def token_logprobs(
     *,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log p(token_t | tokens before it in its sequence) of logits / `temperature`, 0 where `loss_mask` is 0.
+    """Return log p(token_t | earlier tokens in its sequence) from logits / `temperature`, or 0 where `loss_mask` is 0.
 
     `token_ids` int [T] holds S concatenated sequences; `lengths` int [S]; `loss_mask` [T]. Returns float32 [T] and,
     with `with_entropy`, the entropies float32 [T]. `max_tokens` limits one forward pass. The result is differentiable
@@ -90,9 +90,9 @@ def score(
     *,
     entropy: Entropy = "none",
 ) -> Iterator[Scores]:
-    """Yield the scores one micro-batch at a time.
+    """Yield the scores, one micro-batch at a time.
 
-    The caller must run the backward pass of each before it requests the next.
+    The caller must run the backward pass of each micro-batch before it requests the next one.
     """
     scorer = LogprobScorer(model)
     for batch in scorer.plan(_numpy(token_ids), _numpy(lengths), _numpy(loss_mask), temperature, max_tokens):
@@ -100,13 +100,14 @@ def score(
 
 
 class LogprobScorer(nn.Module):
-    """A causal model whose forward pass maps a micro-batch to log-probs, with the output layer in chunks.
+    """A causal model whose forward pass maps a micro-batch to log-probs and computes the output layer in chunks.
 
     It is a module, so that module wrappers (sharding, hooks) cover the whole pass.
     """
 
     def __init__(self, model: nn.Module, ranks: ContextRank | None = None) -> None:
-        """With `ranks`, split every sequence over them. Raises ValueError if the model's attention prevents it."""
+        """With `ranks`, split every sequence over them. Raises ValueError if the model's attention does not support
+        that."""
         super().__init__()
         self.model = model
         self._ranks = ranks
@@ -130,7 +131,8 @@ class LogprobScorer(nn.Module):
         )
 
     def score(self, batch: MicroBatch, temperature: float, entropy: Entropy) -> Scores:
-        """Run the model over `batch`. With context ranks this rank runs its part, which may have no scored token."""
+        """Run the model over `batch`. With context ranks, this rank runs only its part, which may contain no scored
+        token."""
         cut = None if self._ranks is None else context.cut(batch, self._ranks.rank, self._ranks.size)
         part = batch if cut is None else cut.batch
         logprobs_C, entropy_P = self(part, cut, temperature, entropy)
@@ -252,7 +254,8 @@ def _outputs(model: nn.Module, arguments: dict[str, Any], predictors: Tensor, *,
 
 
 def _run_padded(model: nn.Module, batch: MicroBatch, predictors: Tensor, *, logits: bool) -> Tensor:
-    """Do the work of `_run_trees` for models with other layers. Every row is one sequence, padded on the right."""
+    """Do the work of `_run_trees` for models whose layers do not support tree attention. Every row is one sequence,
+    padded on the right."""
     device = predictors.device
     hidden: list[Tensor] = []
     for block in batch.blocks:

@@ -102,7 +102,8 @@ class PlainDecoder:
     def packed(self, ids_N: Tensor, depths_N: Tensor, attend: PackedAttention) -> Tensor:
         """Run N packed tokens of any number of sequences and return hidden states [N, hidden].
 
-        `attend(queries, keys, values, scale)`, [1, heads, N, D] each -> [1, N, H, D], applies the mask.
+        `attend(queries, keys, values, scale)` maps tensors of [1, heads, N, D] each to [1, N, H, D] and applies the
+        mask.
         """
         cos, sin = self.angles(int(depths_N.max()) + 1)
 

@@ -17,8 +17,8 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 
 MAX_ROW_NODES = 2048
-"""Maximum number of nodes of a row with branches. The number of entries of its attention mask is the square of this
-number."""
+"""Maximum number of nodes of a row with branches. The size of the row's attention mask is the square of its number of
+nodes."""
 MIN_FILL = 0.8
 """Minimum fill of an attention block, which bounds its padding. Only attention is padded."""
 
@@ -87,8 +87,8 @@ def plan(
 
     A micro-batch has at most `max_tokens` nodes, unless it holds one longer sequence. `token_ids` is int [T], `lengths`
     int [S] with sum T, `loss_mask` [T] of 0 and 1. `hidden_size` determines the relative costs of attention and linear
-    layers, by which rows are formed. Without `share`, every sequence is a row of its own. Raises ValueError if the
-    sizes of the arrays differ or the first token of a sequence is to be scored.
+    layers, which decide how rows are formed. Without `share`, every sequence is a row of its own. Raises ValueError if
+    the sizes of the arrays differ or the first token of a sequence is to be scored.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     tokens = np.asarray(token_ids, dtype=np.int64)

@@ -114,7 +114,7 @@ class Group:
     async def join(self, store: str = "") -> None:
         """Wait until all ranks have joined. Rank 0 passes `store` if ranks on other hosts need it.
 
-        Raises DeadlineExceeded, and GroupEnded if rank 0's group is ending.
+        Raises DeadlineExceeded if not all ranks join in time, and GroupEnded if rank 0's group is ending.
         """
         if self.world_size == 1:
             return
@@ -145,7 +145,7 @@ class Group:
     async def meet(self, round_name: str, failure: str = "") -> None:
         """Wait for all ranks at `round_name`. A non-empty `failure` makes the round fail on all ranks.
 
-        Raises RpcError(lost) if another rank failed, and GroupEnded.
+        Raises RpcError(lost) if another rank failed, and GroupEnded if the group has ended.
         """
         if self.world_size == 1:
             return
@@ -184,7 +184,7 @@ class Group:
             what = f"{name}: a collective failed ({first[:300]})"
             if not lost:
                 raise CollectiveFailed(f"{what}; all ranks answer, see their logs") from error
-            raise GroupEnded(f"{what}; {', '.join(lost)} died or does not answer") from error
+            raise GroupEnded(f"{what}; {', '.join(lost)} died or did not answer") from error
 
     async def until_ended(self, work: Awaitable[None]) -> None:
         """Run `work` until it completes or the group ends. Once the group has ended, this rank's state cannot be
@@ -201,7 +201,8 @@ class Group:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def lost(self) -> list[int]:
-        """Return the ranks whose mailbox does not answer or belongs to a later life than the one that joined."""
+        """Return the ranks whose mailbox does not answer, or belongs to a later life than the one that joined the
+        group."""
         lives = await self._answering_lives()
         return [
             rank for rank in self._others() if rank not in lives or lives[rank] != self._lives.get(rank, lives[rank])

@@ -22,7 +22,7 @@ class Layout:
         if min(self.world_size, self.tp, self.pp, self.cp) < 1 or self.world_size % (self.tp * self.pp * self.cp):
             raise ValueError(
                 f"{self.world_size} ranks are not a multiple of tp*pp*cp = {self.tp * self.pp * self.cp}; "
-                "set services.policy-trainer.workers (gpus on CUDA) to one"
+                "set services.policy-trainer.workers (on CUDA: gpus) to a multiple"
             )
 
     @property

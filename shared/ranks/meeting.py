@@ -40,10 +40,10 @@ class Meeting:
 
 
 async def join(group: Group, service: Service, hosts: Collection[str | None]) -> Meeting:
-    """Wait until all ranks have joined `group`, and return the information to open the process group.
+    """Wait until all ranks have joined `group`, and return the information needed to open the process group.
 
-    `hosts` are the hosts of the ranks. Raises DeadlineExceeded, GroupEnded, and RpcError(bad_request) if this process
-    does not answer other hosts.
+    `hosts` are the hosts of the ranks. Raises DeadlineExceeded and GroupEnded. Raises RpcError(bad_request) if this
+    process does not answer other hosts.
     """
     if len(set(hosts)) == 1:
         await group.join()
@@ -84,7 +84,7 @@ def reach_hosts_by_nccl(listen: str) -> None:
 
 
 def exactly(interface: str) -> str:
-    """Return the value of NCCL_SOCKET_IFNAME for this interface. Without "=", the name would be taken as a prefix."""
+    """Return the value of NCCL_SOCKET_IFNAME for this interface. Without "=", NCCL would treat the name as a prefix."""
     return f"={interface}"
 
 
@@ -95,7 +95,7 @@ def announced_address(listen: str) -> str:
     """
     name = listen.removeprefix("tcp://").rpartition(":")[0]
     if not name:
-        raise _refused("this process answers no other host (--listen)")
+        raise _refused("this process does not answer other hosts (--listen)")
     try:
         return socket.gethostbyname(name)
     except OSError as error:

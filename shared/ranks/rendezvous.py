@@ -34,7 +34,8 @@ class _Round:
 
 
 class Rendezvous:
-    """A group that is formed or has ended. Ranks are answered through callbacks; `ended` holds the cause of the end."""
+    """A group that is being formed, is formed or has ended. Ranks are answered through callbacks; `ended` holds the
+    cause of the end."""
 
     def __init__(self, names: Sequence[str], generation: int, *, deadline_s: float) -> None:
         """`names` are the names of the processes by rank, such as `policy-trainer-worker/0`. `generation` identifies
@@ -60,7 +61,7 @@ class Rendezvous:
         elif request.round == JOIN:
             self._join(request, answer)
         elif request.generation != self._generation or not self._formed:
-            answer(RpcError(ErrorCode.LOST, f"group {request.generation:x} has ended; this is another one"))
+            answer(RpcError(ErrorCode.LOST, f"group {request.generation:x} has ended; this is another group"))
         elif request.round == END:
             self._parked[request.rank] = answer
         elif request.round in self._decided:

@@ -1,7 +1,7 @@
 """The client side of the bus: one DEALER per peer. No call waits without a deadline.
 
 A request is sent again under the same id until it is answered or its deadline passes, so it survives a restart of the
-peer. The peer answers each id once.
+peer. By this id, the peer recognises retries: within one life, it handles each request only once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ R = TypeVar("R", bound=Message)
 FIRST_RESEND_S = 0.25
 LAST_RESEND_S = 2.0
 RESEND_BYTES_PER_S = 16 << 20
-"""Assumed transfer rate of a large request, which delays its first retry."""
+"""Assumed transfer rate, by which the first retry of a large request is delayed."""
 LOCAL_RECONNECT_MS = 100
 """Maximum milliseconds between attempts to connect to a peer of this host. An attempt costs next to nothing."""
 UNSENT_MESSAGES = 64
@@ -75,7 +75,7 @@ class Client:
     ) -> None:
         """`peer` is the name used in error messages. `incarnation` identifies the calling process, and thereby retries.
 
-        With an empty `endpoint` nothing is sent before `connect`. Peers on other hosts (tcp) need `keys`.
+        With an empty `endpoint`, nothing is sent before `connect` is called. Peers on other hosts (tcp) need `keys`.
         Raises RpcError(bad_request) for a tcp endpoint without keys.
         """
         self.peer = peer

@@ -25,7 +25,7 @@ class RpcError(Exception):
     def to_message(self) -> Error:
         """Return the message to send, with the first `MAX_NAMES` names."""
         left = len(self.names) - MAX_NAMES
-        text = f"{self} (and {left} more than are named)" if left > 0 else str(self)
+        text = f"{self} (and {left} more that are not named)" if left > 0 else str(self)
         return Error(code=self.code, message=text, retry_after_s=self.retry_after_s, names=self.names[:MAX_NAMES])
 
 

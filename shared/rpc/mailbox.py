@@ -42,7 +42,7 @@ MAX_RUNNING = 65_536
 """Maximum number of requests that are handled or deferred at once. Further requests are answered with BUSY."""
 BUSY_S = 1.0
 LOGGED_STRIKES = 3
-"""Maximum number of offences of one account that are logged individually."""
+"""Maximum number of offences by one account that are logged individually."""
 
 
 class Deferred:
@@ -163,7 +163,7 @@ class Mailbox:
         if is_tcp(endpoint) and gate is None:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"{self._name}: {endpoint} refused: tcp needs the keys of the run; there are none (keys/), or use ipc",
+                f"{self._name}: {endpoint} refused: tcp needs the keys of the run, but there are none (keys/); use ipc",
             )
         raise_descriptor_limit()
         door = Door(len(self._doors), self._take(endpoint))
@@ -236,7 +236,7 @@ class Mailbox:
         if claim is None:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"{self._name}: {endpoint} is in use by a live process; stop that one or take another instance number",
+                f"{self._name}: {endpoint} is in use by a live process; stop it or use another instance number",
             )
         return claim
 
@@ -290,7 +290,7 @@ class Mailbox:
             head = codec.check(parts)
             kind = by_type(head.type)
             if head.flags & FLAG_REPLY:
-                raise WireError(f"{kind.__name__} flagged as a reply: a mailbox takes requests")
+                raise WireError(f"{kind.__name__} flagged as a reply: a mailbox accepts only requests")
             if head.flags & FLAG_ONE_WAY and issubclass(kind, Request):
                 raise WireError(f"{kind.__name__} flagged as one-way: nothing would bound how many are under way")
         except WireError as error:
@@ -384,7 +384,7 @@ class Mailbox:
 
     def _conflict(self, call: Call) -> None:
         """Refuse a request whose id was already used for a different request."""
-        text = f"{self._name}: request id {call.request_id} was used for another request; each needs its own"
+        text = f"{self._name}: request id {call.request_id} was used for another request; each request needs its own id"
         self._transmit(call, self._encode(call, RpcError(ErrorCode.CONFLICT, text).to_message()))
 
     def _forbid(self, call: Call, kind: type[Message], now: float) -> None:

@@ -1,4 +1,4 @@
-"""Keeps answers for retries. An answer is never given to another role or for another request."""
+"""Keeps answers for retries. An answer is never sent to a different role or for a different request."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
 
 
 class MessagePump(Protocol):
-    """Moves messages between one socket and an event loop: `Pump` does so for libzmq, another class in a simulated
-    network."""
+    """Moves messages between one socket and an event loop. `Pump` does so for libzmq; a simulated network has a pump of
+    its own."""
 
     def send(self, frames: Sequence[Buffer | zmq.Frame]) -> bool: ...
 

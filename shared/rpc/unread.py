@@ -1,7 +1,7 @@
 """Bounds the bytes of answers that wait for peers on other hosts to read them.
 
-libzmq bounds only the number of messages in its queues, and an answer may have 8 MiB. A message counts until libzmq has
-released its last frame; bytes that the kernel has taken do not count.
+libzmq bounds only the number of messages in its queues, and an answer may be 8 MiB long. A message counts until libzmq
+has released its last frame; bytes that the kernel has accepted do not count.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Unread:
         """Bytes by account."""
         self._guests_bytes = 0
         self._look_at = 64
-        """Number of peers with unread answers above which disconnected peers are forgotten."""
+        """Number of peers with unread answers above which all peers are checked, so that disconnected ones are
+        forgotten."""
 
     def counts(self, sender: Sender, nbytes: int) -> bool:
         """Return whether an answer of `nbytes` bytes to `sender` must be counted."""

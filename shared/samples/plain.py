@@ -9,7 +9,7 @@ SHOWN_CHARACTERS = 4000
 _KEPT = frozenset("\n\t")
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 """Unicode categories of control characters, invisible format characters (such as bidirectional overrides), lone
-surrogates, private characters, and separators that break lines."""
+surrogates, private-use characters, and separators that break lines."""
 
 
 def plain(text: str) -> str:

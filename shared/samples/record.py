@@ -26,7 +26,7 @@ class SampleState(StrEnum):
     """The outcome of a sample's task."""
 
     TRAINED = "trained"
-    FILTERED = "filtered"  # its group had equal rewards (`algorithm.filter`)
+    FILTERED = "filtered"  # its group had equal rewards (`algorithm.filter_zero_variance`)
     DROPPED = "dropped"  # too stale, or a bad row; `reason` says why
     SCORED = "scored"  # it belongs to an evaluation
 
@@ -74,7 +74,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def group_scores(record: Record) -> dict[str, float]:
     """Return the mean and the highest reward of the sample's group by name, or {} if the group has one sample.
 
-    For an evaluated row these equal avg@k and pass@k unless samples failed: avg@k and pass@k count failed samples as 0.
+    For an evaluated row, these equal avg@k and pass@k unless samples failed, which avg@k and pass@k count as 0.
     """
     if record.group_mean is None or record.group_best is None or record.samples < 2:
         return {}

@@ -27,7 +27,7 @@ class SampleText(msgspec.Struct, array_like=True):
 
 
 class TaskText(msgspec.Struct, array_like=True):
-    """The samples of a task that did not fail, in the order of `sample_index`."""
+    """Those samples of a task that did not fail, in the order of `sample_index`."""
 
     prompt: str | list[dict[str, Any]]
     samples: list[SampleText]
@@ -41,7 +41,8 @@ _decode = msgspec.msgpack.Decoder(TaskText).decode
 
 
 def pack(text: TaskText, tokens: int) -> Array:
-    """Return the shard, uint8 [N]. If the shard exceeds its limit, leave out pieces first, then messages, then text."""
+    """Return the shard, uint8 [N]. If the shard exceeds its limit, leave out the pieces, then the messages, and finally
+    cut the text."""
     limit = text_limit_bytes(tokens, len(text.samples))
     packed = _encode(text)
     for shorten in (_drop_pieces, _drop_messages):

@@ -63,7 +63,7 @@ class Connections:
         self._most = most_connections(descriptors)
         if self._most < MOST_CONNECTIONS:
             self._log.warning(
-                f"at most {self._most} connections of other hosts: the limit on open descriptors is {descriptors}; "
+                f"at most {self._most} connections from other hosts: the limit on open descriptors is {descriptors}; "
                 f"raise it (ulimit -Hn {MOST_CONNECTIONS * DESCRIPTOR_SHARE})"
             )
         self._spare = _put_by()
@@ -118,7 +118,7 @@ class Connections:
             self._end(handle, f"{self._most} connections are open")
 
     def _end_unwatched(self, descriptor: int) -> None:
-        """Close a connection for which no descriptor is left, using the spare descriptor."""
+        """Use the spare descriptor to close a connection for which no other descriptor is left."""
         self._use_spare()
         try:
             with _duplicate(descriptor) as handle:

@@ -27,8 +27,8 @@ def check_listen(endpoint: str) -> None:
     if not is_tcp(endpoint) or not port.isdigit() or int(port) > MAX_PORT or address in _EVERYWHERE:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
-            f"--listen {endpoint}: must be tcp://ADDRESS:PORT, with an address of this machine that other hosts reach "
-            "(it is announced to them); port 0 picks a free one",
+            f"--listen {endpoint}: must be tcp://ADDRESS:PORT, with an address of this machine that other hosts can "
+            "reach (it is announced to them); port 0 picks a free one",
         )
 
 

@@ -76,7 +76,7 @@ def create(folder: Path) -> None:
             load(folder, role)
         return
     if not zmq.has("curve"):
-        raise RpcError(ErrorCode.BAD_REQUEST, "libzmq was built without CURVE; install pyzmq from its own wheel")
+        raise RpcError(ErrorCode.BAD_REQUEST, "libzmq was built without CURVE; install pyzmq from its binary wheel")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     publics: dict[str, str] = {}
@@ -92,7 +92,7 @@ def load(folder: Path, role: Role) -> Keyring:
     pair = read_private(key_file(folder, role), _PairFile)
     publics = read_private(folder / PUBLIC_FILE, _PublicFile)
     if pair.role != role.label:
-        raise damaged(key_file(folder, role), "it is another role's")
+        raise damaged(key_file(folder, role), "it belongs to another role")
     known = {each: getattr(publics, each.label) for each in Role}
     return keyring(folder, role, pair.public, pair.secret, known)
 

@@ -15,7 +15,7 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"
 LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "importance_sampling", "cross_entropy")
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 Anchor = Literal["proximal", "rollout"]
-# These subtract a statistic of the group, which a group of one sample does not have.
+# These subtract a statistic of the group, which is undefined for a group of one sample.
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo")
 # The scale and offset of rewards have no effect on these.
 INVARIANT_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline")
@@ -46,7 +46,8 @@ def _builtin_or_function(names: tuple[str, ...]) -> Callable[[str], str]:
 class Advantage(Section):
     name: Annotated[str, AfterValidator(_builtin_or_function(ADVANTAGES))] = Field(
         default="grpo",
-        description="estimator, or your own function as my.module:fn; all but reinforce_pp compare a group",
+        description="estimator, or your own function as my.module:fn; all but reinforce_pp compare the samples of a "
+        "group",
     )
     scale: Literal["std", "none"] | None = Field(
         default=None, description="grpo: divide by the group's standard deviation (std, the default), or not (none)"
@@ -122,17 +123,21 @@ class FilterZeroVariance(Section):
 
 
 class OverlongPenalty(Section):
-    tokens: Count = Field(description="number of last tokens of max_new_tokens that lose reward, linearly, 1 or more")
-    factor: float = Field(default=1.0, gt=0, description="reward that a sample of full length loses, above 0")
+    tokens: Count = Field(
+        description="number of tokens before max_new_tokens over which the penalty grows linearly from 0, 1 or more"
+    )
+    factor: float = Field(default=1.0, gt=0, description="reward that a sample of maximum length loses, above 0")
 
 
 class Algorithm(Section):
     tasks_per_step: Count = Field(description="tasks (prompts) per training step, 1 or more")
-    group_size: Count = Field(description="samples of each task, 1 or more; 2 or more where a group is compared")
+    group_size: Count = Field(description="samples of each task, 1 or more; 2 or more where samples are compared")
     mini_batch_tasks: Count = Field(
         default=1, description="tasks per update; default tasks_per_step, which it must divide"
     )
-    num_iterations: Count = Field(default=1, description="passes over a step's tasks; the step still makes one version")
+    num_iterations: Count = Field(
+        default=1, description="passes over a step's tasks; the step still produces one version"
+    )
     advantage: Advantage = Field(default_factory=Advantage, description="advantage estimator")
     loss: Loss = Field(default_factory=Loss, description="policy loss")
     kl: KL | None = Field(default=None, description="KL to the reference; default: none")
@@ -167,5 +172,5 @@ class Optimizer(Section):
     betas: Pair = Field(default=(0.9, 0.999), description="[beta1, beta2], each from 0 to below 1")
     eps: float = Field(default=1e-8, gt=0, description="added to the denominator, above 0")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay, 0 or more")
-    clip_norm: float = Field(default=1.0, gt=0, description="gradient norm is clipped to this, above 0")
+    clip_norm: float = Field(default=1.0, gt=0, description="norm to which the gradient is clipped, above 0")
     warmup_steps: int = Field(default=0, ge=0, description="training steps of linear warm-up, 0 or more")

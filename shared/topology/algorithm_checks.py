@@ -59,10 +59,10 @@ def _rewards(topology: Topology) -> Found:
         message = f"{penalty.tokens} exceeds sampling.max_new_tokens ({topology.sampling.max_new_tokens}); use less"
         yield ("algorithm", "overlong_penalty", "tokens"), message
     if penalty is not None and topology.workflow is not None:
-        message = "counts against sampling.max_new_tokens, the limit of one answer, and a workflow's sample has several"
+        message = "counts against sampling.max_new_tokens, which limits one answer, but a workflow's sample has several"
         yield ("algorithm", "overlong_penalty"), f"{message}; remove it, and punish length in the reward function"
     if algorithm.filter_zero_variance is not None and algorithm.group_size == 1:
-        message = "would drop every task: the reward of a group of 1 has no variance; remove it, or set group_size"
+        message = "would drop every task: the reward of a group of 1 has no variance; remove it, or raise group_size"
         yield ("algorithm", "filter_zero_variance"), message
 
 
@@ -94,9 +94,9 @@ def _clip(topology: Topology) -> Found:
             message = f"{low} has no effect with clamp upper; use 1.0 (no lower bound), or set clamp both"
             yield (*path, 0), message
     elif not 0 < low < 1:
-        yield (*path, 0), f"{low} is out of range, above 0 and below 1, such as 0.2"
+        yield (*path, 0), f"{low} is out of range: it must be above 0 and below 1, such as 0.2"
     if high <= 0:
-        yield (*path, 1), f"{high} is out of range, above 0, such as 0.2"
+        yield (*path, 1), f"{high} is out of range: it must be above 0, such as 0.2"
 
 
 def _loss_options(topology: Topology) -> Found:
@@ -116,11 +116,13 @@ def _loss_options(topology: Topology) -> Found:
         yield (*path, "dual_clip"), f"{loss.dual_clip} must exceed 1 + clip[1] ({1 + loss.clip[1]}), such as 3.0"
     for index, temperature in enumerate(loss.temperatures or ()):
         if temperature <= 0:
-            yield (*path, "temperatures", index), f"{temperature} is out of range, above 0, such as 1.0"
+            yield (*path, "temperatures", index), f"{temperature} is out of range: it must be above 0, such as 1.0"
     if loss.params and not is_function(loss.name):
         yield (*path, "params"), f"have no effect with loss {loss.name}, only with my.module:fn; remove them"
     if loss.name == "gspo" and loss.aggregation != "seq_mean_token_mean":
-        message = f"{loss.aggregation} does not fit loss gspo, a ratio per sequence: use seq_mean_token_mean"
+        message = (
+            f"{loss.aggregation} does not fit loss gspo, which has one ratio per sequence; use seq_mean_token_mean"
+        )
         yield (*path, "aggregation"), message
 
 
@@ -155,7 +157,7 @@ def _refresh(topology: Topology) -> Found:
     if kl.coef == 0:
         yield path, f"{every} has no effect with coef 0, which starts no reference; remove it"
     if topology.consume == "completion":
-        yield path, f"{every} needs consume admission: otherwise no task knows which step will take it"
+        yield path, f"{every} needs consume admission: otherwise it is unknown which step will train a task"
     if every % checkpoint.every:
         message = f"{every} is not a multiple of checkpoint.every ({checkpoint.every}), but a refresh is a checkpoint"
         yield path, f"{message}; use a multiple"
@@ -179,7 +181,7 @@ def _cross_entropy(topology: Topology) -> Found:
     for name, value in algorithm.advantage:
         if value != getattr(none_given, name):
             shown = "" if name == "params" else f"{value} "
-            message = f"{shown}has no effect with loss cross_entropy, which asks for no advantage; remove it"
+            message = f"{shown}has no effect with loss cross_entropy, which uses no advantage; remove it"
             yield ("algorithm", "advantage", name), message
     given = {
         "overlong": algorithm.overlong != "keep",
@@ -196,9 +198,9 @@ def _cross_entropy(topology: Topology) -> Found:
         yield ("algorithm", "group_size"), message
     if topology.sampling.stop and not topology.data.eval:
         message = (
-            f"{list(topology.sampling.stop)} has no effect with loss cross_entropy, which trains on the rows' answers"
+            f"{list(topology.sampling.stop)} has no effect without data.eval, because loss cross_entropy trains on the"
         )
-        yield ("sampling", "stop"), f"{message} as they are, and without data.eval; remove it"
+        yield ("sampling", "stop"), f"{message} rows' answers as they are; remove it"
     if topology.workflow is not None:
         yield ("workflow",), "has no effect with loss cross_entropy, which learns from the rows' answers; remove it"
     if kl is not None and kl.place == "reward" and kl.coef > 0:

@@ -1,4 +1,4 @@
-"""Computes how many bytes a topology needs in the batch-store in the worst case. It inspects no running store.
+"""Computes how many bytes a topology needs in the batch-store in the worst case. It does not inspect running stores.
 
 The check at start, the reservation at admission and the error message all use this arithmetic. `stop_limit_s` limits
 the time in which a stopping run saves its state, for the launcher, the guard and the services.
@@ -33,7 +33,8 @@ _SPARE_VERSIONS = 1
 # In deterministic mode, besides `staleness` versions: the version being written, one more with which a step may be
 # sampled, and one that a reloaded trainer publishes again.
 _EXACT_VERSIONS = 3
-# With algorithm.kl.refresh_every, the reference's version, and the next one while the last earlier tasks are scored.
+# With algorithm.kl.refresh_every: the reference's version, and its next one while the last tasks from before a refresh
+# are still being scored.
 _REFERENCE_VERSIONS = 2
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STEP_S = 60.0
@@ -142,8 +143,8 @@ def weight_versions(topology: Topology) -> int:
     """Return the number of weight versions that a batch-store may have to hold at once.
 
     A transformers engine on a CPU computes with the version that it has mapped from its host's store, which counts
-    until the engine takes another one. Except for the engine that got a lease last, engines may hold older versions
-    than any lease.
+    until the engine switches to another one. Except for the engine that got a lease last, engines may hold older
+    versions than any lease.
     """
     rollout, kl = topology.services.rollout, topology.algorithm.kl
     reference = _REFERENCE_VERSIONS if kl is not None and kl.refresh_every else 0
@@ -210,7 +211,7 @@ def snapshot_bytes(topology: Topology) -> int:
         return 0
     trainer, width = topology.services.policy_trainer, DTYPE_BYTES[topology.policy.dtype]
     elements = sum(map(math.prod, shapes))
-    # A single rank of backend torch, and megatron, have float32 masters beside 16-bit weights.
+    # A single rank of backend torch has float32 masters beside 16-bit weights, and so have the ranks of megatron.
     megatron = trainer.backend == "megatron"
     low = width < _FLOAT and (megatron or trainer.world_size == 1)
     weights = width if low else _FLOAT

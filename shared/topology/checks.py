@@ -61,7 +61,7 @@ def _files(topology: Topology) -> Found:
     if not model.is_dir():
         yield path, _absent(hub.model_name(topology.policy.model), f"no folder {model}", "put the model there")
     elif not (model / "config.json").is_file():
-        yield (path, f"{model} has no config.json, which a model's folder has; save the model with save_pretrained")
+        yield (path, f"{model} has no config.json, which every model folder has; save the model with save_pretrained")
     elif not any(model.glob("*.safetensors")):
         yield (path, f"{model} has no *.safetensors, the only supported format; save the model as safetensors")
     sources: dict[Path, str] = {("data", "train", "source"): topology.data.train.source}
@@ -98,7 +98,7 @@ def _algorithm(topology: Topology) -> Found:
         yield ("algorithm", "tasks_per_step"), message
     for index, beta in enumerate(topology.optimizer.betas):
         if not 0 <= beta < 1:
-            yield ("optimizer", "betas", index), f"{beta} is out of range, from 0 to below 1, such as 0.9"
+            yield ("optimizer", "betas", index), f"{beta} is out of range: it must be from 0 to below 1, such as 0.9"
 
 
 def _reference(topology: Topology) -> Found:
@@ -127,7 +127,7 @@ def _evaluation(topology: Topology) -> Found:
         yield ("run", "evaluate"), "true, but data.eval has no evaluation set; add one"
     for name, each in topology.data.eval.items():
         if name == "train":
-            yield ("data", "eval", name), "'train' is the name of the training split; use another"
+            yield ("data", "eval", name), "'train' is the name of the training split; use another name"
         if each.temperature == 0 and each.samples > 1:
             message = f"{each.samples} samples at temperature 0 are all the same; use 1, or a temperature above 0"
             yield ("data", "eval", name, "samples"), message
@@ -136,7 +136,7 @@ def _evaluation(topology: Topology) -> Found:
     if metric is not None and metric not in known:
         near = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)
         remedy = f"use {near[0]}" if near else "there is no evaluation set in data.eval; add one"
-        yield ("checkpoint", "keep_best"), f"no evaluation gives {metric!r}; {remedy}"
+        yield ("checkpoint", "keep_best"), f"no evaluation produces {metric!r}; {remedy}"
 
 
 def _evaluated_metrics(topology: Topology) -> list[str]:
@@ -186,7 +186,7 @@ def _services(topology: Topology) -> Found:
         yield ("services", "batch-store", "spill"), f"{store.spill} has no limit; set spill_limit, such as 500GiB"
     checkpoint = topology.checkpoint
     if checkpoint.keep_every is not None and checkpoint.keep_every % checkpoint.every:
-        message = f"{checkpoint.keep_every} is not a multiple of every ({checkpoint.every}), so some would never exist"
+        message = f"{checkpoint.keep_every} is not a multiple of every ({checkpoint.every}), so some would not exist"
         yield ("checkpoint", "keep_every"), f"{message}; use a multiple"
 
 
@@ -251,7 +251,7 @@ def _partial(topology: Topology) -> Found:
     if topology.algorithm.loss.name == "cross_entropy":
         yield path, f"{value} has no effect with loss cross_entropy, which samples nothing; remove it"
     if topology.run.deterministic:
-        yield path, f"{value}: where a kill comes would decide the bits; run.deterministic needs it left out"
+        yield path, f"{value}: the moment of a kill would decide the bits; run.deterministic needs it left out"
 
 
 def _transport(topology: Topology) -> Found:
@@ -314,9 +314,9 @@ def _memory(topology: Topology) -> Found:
     limit = limit_bytes(topology)
     if limit < needed:
         message = (
-            f"{limit} bytes ({format_size(limit)}) cannot hold {held_tasks(topology)} tasks at a time of "
+            f"{limit} bytes ({format_size(limit)}) cannot hold {held_tasks(topology)} tasks of "
             f"{topology.algorithm.group_size} samples and {weight_versions(topology)} weight versions of "
-            f"{format_size(weights)}; set at least {needed} ({format_size(needed)}) or lower staleness, "
+            f"{format_size(weights)} at a time; set at least {needed} ({format_size(needed)}) or lower staleness, "
             "tasks_per_step, group_size or max_new_tokens"
         )
         yield ("services", "batch-store", "memory"), message

@@ -10,8 +10,8 @@ _COLOCATE = ("placement", "colocate")
 
 
 def check(topology: Topology) -> Found:
-    """Yield names that cannot take turns, hosts or numbers of GPUs that differ, and settings that a rollout cannot
-    follow between turns."""
+    """Yield names that cannot take turns, hosts or numbers of GPUs that differ, and settings under which a rollout
+    cannot take turns."""
     names = topology.placement.colocate
     if not names:
         return
@@ -41,7 +41,7 @@ def _places(topology: Topology) -> Found:
             yield ("services", name, "host"), f"{message}; use one host"
         mine, theirs = _devices(topology, name, service), _devices(topology, first, other)
         if mine != theirs:
-            message = f"{name} takes {mine} GPUs and {first}, which is colocated, {theirs}; use the same number"
+            message = f"{name} uses {mine} GPUs, but {first}, which is colocated, uses {theirs}; use the same number"
             yield ("services", name, "gpus"), message
 
 
@@ -62,5 +62,5 @@ def _rollout(topology: Topology) -> Found:
         message = f"{rollout.in_flight}: a colocated engine sleeps while weights are made; use wait"
         yield ("services", "rollout", "in_flight"), message
     if rollout.engine == "openai":
-        message = "a server of its own keeps its memory; colocate vllm or transformers"
+        message = "the engine's own server would keep its memory; colocate vllm or transformers"
         yield ("services", "rollout", "engine"), message

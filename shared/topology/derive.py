@@ -71,9 +71,9 @@ def _samples_single_answers(data: dict[str, Any], algorithm: dict[str, Any], rol
 
 
 def _takes_turns(data: dict[str, Any]) -> bool:
-    """Return whether engines take turns on devices.
+    """Return whether the engines take turns with other services on the same devices.
 
-    They sample one lease at a time and wait for its longest sample, so an engine that refills its batch by itself gets
+    They sample one lease at a time and wait for its longest sample, so an engine that refills its own batch is given
     its share of a step at once.
     """
     placement = data.get("placement")

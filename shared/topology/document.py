@@ -1,7 +1,7 @@
 """Reads a topology's YAML and remembers where each key came from. It does not know the meaning of any key.
 
 The node graph is walked here instead of being constructed by ruamel. This gives every key and list item its line,
-finds all duplicate keys, not only the first, and builds only mappings, lists and plain scalars.
+finds all duplicate keys instead of only the first one, and builds nothing but mappings, lists and plain scalars.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class Document:
         if isinstance(container, dict):
             return name
         if not isinstance(container, list):
-            message = f"no key {name!r} below it, it holds {shown(container)}"
+            message = f"no key {name!r} below it: it holds {shown(container)}"
             self.problems.append(Problem(label, path, message))
         elif re.fullmatch(r"[0-9]+", name) and int(name) < len(container):
             return int(name)
         else:
-            message = f"no item {name!r}, the list has items 0 to {len(container) - 1}; set the whole list"
+            message = f"no item {name!r}: the list has items 0 to {len(container) - 1}; set the whole list"
             self.problems.append(Problem(label, path, message))
         return None
 
@@ -159,7 +159,7 @@ class Document:
 
 
 def read(path: str | os.PathLike[str]) -> Document:
-    """Read as much of the document at `path` as possible. Errors such as duplicate keys are listed in `problems`.
+    """Read as much of the document at `path` as possible. Errors such as duplicate keys are listed in its `problems`.
 
     Raises TopologyError if nothing can be read: the file is missing, not UTF-8, not YAML, or not a mapping.
     """
@@ -183,7 +183,7 @@ def read(path: str | os.PathLike[str]) -> Document:
 def plain(text: str) -> Any:
     """Return the data of a resolved topology, such as `dump` writes. Raises ValueError in one line.
 
-    Every reader uses this function: PyYAML reads YAML 1.1, where the key `off` is false.
+    Every reader uses this function instead of PyYAML, which reads YAML 1.1, where the key `off` is false.
     """
     try:
         return _yaml().load(text)

@@ -41,7 +41,7 @@ def check(topology: Topology) -> Found:
     }
     for path, temperature in hottest.items():
         if rollout.engine != "transformers" and temperature > SERVED_TEMPERATURE:
-            yield path, f"{temperature} is more than {rollout.engine} samples at; use at most {SERVED_TEMPERATURE}"
+            yield path, f"{temperature} is more than {rollout.engine} accepts; use at most {SERVED_TEMPERATURE}"
     if rollout.engine == "openai":
         yield from _server(topology)
     yield from _route(topology)
@@ -88,14 +88,12 @@ def _route(topology: Topology) -> Found:
     if rollout.transfer_s is None:
         yield ("services", "rollout", "transfer_s"), f"null: {route} needs a limit; leave it out or set seconds"
     elif rollout.transfer_s >= topology.lease.lease_s:
-        message = (
-            f"{rollout.transfer_s:g} is not less than lease.lease_s ({topology.lease.lease_s:g}), in which an engine"
-        )
-        yield ("services", "rollout", "transfer_s"), f"{message} that waits loses its lease; use less, or raise that"
+        message = f"{rollout.transfer_s:g} is not less than lease.lease_s ({topology.lease.lease_s:g}): an engine that"
+        yield ("services", "rollout", "transfer_s"), f"{message} waits would lose its lease; use less, or raise lease_s"
     else:
         yield from _too_short(topology, rollout.transfer_s)
     if rollout.engine == "openai":
-        yield path, f"{route}: engine openai is handed a file; use shards"
+        yield path, f"{route}: engine openai receives weights as a file; use shards"
         return
     if route == "gloo":
         if rollout.gpus:
@@ -107,9 +105,12 @@ def _route(topology: Topology) -> Found:
         yield path, f"{route} needs GPUs for policy-trainer ({trainer.gpus}) and rollout ({rollout.gpus}); use shards"
     together = {"policy-trainer", "rollout"} <= set(topology.placement.colocate)
     if route == "nccl" and together:
-        yield path, "nccl allows one process per GPU, but placement.colocate gives both the same; use ipc or shards"
+        yield path, "nccl allows one process per GPU, but placement.colocate puts both on one; use ipc or shards"
     if route == "ipc" and not together:
-        yield path, "ipc needs policy-trainer and rollout on the same GPUs; put both into placement.colocate; use nccl"
+        yield (
+            path,
+            "ipc needs policy-trainer and rollout on the same GPUs; put both into placement.colocate, or use nccl",
+        )
     if route == "ipc" and max(trainer.gpus, rollout.gpus * rollout.instances) > 1:
         message = (
             f"ipc reaches one engine on the one GPU of the trainer, not {rollout.instances} on {trainer.gpus} GPUs"
@@ -123,10 +124,10 @@ def _family(model: str) -> Found:
     count, kind = experts(config), config.get("model_type")
     remedy = "use engine transformers"
     if count:
-        message = f"vllm: the model is a mixture of {count} experts, whose weights vLLM does not take from the trainer"
+        message = f"vllm: the model is a mixture of {count} experts, whose weights vLLM cannot receive from the trainer"
         yield path, f"{message}; {remedy}"
     if kind in _NOT_VLLM:
-        message = f"vllm: the model is a {kind}, which cannot be read again in a process of vLLM to prove its weights"
+        message = f"vllm: the model is a {kind}, which a vLLM process cannot read back to prove its weights"
         yield path, f"{message}; {remedy}"
 
 
@@ -146,7 +147,7 @@ def _server(topology: Topology) -> Found:
     """Check the settings of a server that was started outside the run."""
     rollout, path = topology.services.rollout, ("services", "rollout", "engine_args")
     if rollout.instances > 1:
-        message = f"{rollout.instances} would load their weights over one another's on one server; use 1"
+        message = f"{rollout.instances} would overwrite one another's weights on their one server; use 1"
         yield ("services", "rollout", "instances"), message
     if "base_url" not in rollout.engine_args:
         yield path, "engine openai needs to know its server; set base_url, such as http://127.0.0.1:8000"
@@ -155,6 +156,6 @@ def _server(topology: Topology) -> Found:
             near = difflib.get_close_matches(name, _SERVER_ARGUMENTS, 1) or _SERVER_ARGUMENTS
             yield (*path, name), f"engine openai takes no such argument; use {' or '.join(near)}"
         elif not isinstance(value, str):
-            yield (*path, name), f"{value!r} is not text; engine openai's arguments are"
+            yield (*path, name), f"{value!r} is not text, as engine openai's arguments must be"
         elif name == "base_url" and not value.startswith(("http://", "https://")):
             yield (*path, name), f"{value!r} is not an http address; use one such as http://127.0.0.1:8000"

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from shared.topology.problem import Path, dotted, shown
 from shared.topology.schema import Topology
 
-_CHANGES_DISTRIBUTION = "changes the distribution that the log-probs of training samples describe; remove it"
+_CHANGES_DISTRIBUTION = "would change the distribution that the log-probs of training samples describe; remove it"
 _CHANGING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _REFUSED: dict[Path, str] = {("sampling", name): _CHANGES_DISTRIBUTION for name in _CHANGING}
 _KINDS = {
@@ -50,7 +50,7 @@ def _message(details: ErrorDetails) -> str:
     if kind == "extra_forbidden":
         return _unknown(path)
     if kind == "missing":
-        return _described("missing, required", path)
+        return _described("required, but missing", path)
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":
@@ -59,9 +59,9 @@ def _message(details: ErrorDetails) -> str:
         return _described(f"{shown(value)} is not {_KINDS[kind]}", path)
     if kind in _BOUNDS:
         name, bound = _BOUNDS[kind]
-        return _described(f"{shown(value)} is out of range, {bound.format(_short(context[name]))}", path)
+        return _described(f"{shown(value)} is out of range: it {bound.format(_short(context[name]))}", path)
     if kind == "too_long":
-        return _described(f"{shown(value)} is too long, at most {context['max_length']} items", path)
+        return _described(f"{shown(value)} is too long: it may have at most {context['max_length']} items", path)
     if kind in ("string_pattern_mismatch", "string_too_short"):
         return _described(f"{shown(value)} does not have the required form", path)
     return _described(f"{shown(value)}: {details['msg']}", path)
@@ -75,7 +75,7 @@ def _unknown(path: Path) -> str:
     key = str(path[-1])
     refused = _REFUSED.get(path)
     if refused:
-        return f"not a key, {refused}"
+        return f"not a key: it {refused}"
     if key == "dp":
         return "not a key; dp is derived from gpus and the other parallel sizes; remove it"
     valid = sorted(_properties(_node(path[:-1])))
@@ -84,7 +84,7 @@ def _unknown(path: Path) -> str:
         return f"unknown key, nearest valid key {near[0]!r}"
     elsewhere = [known for known in _all_keys() if known.rpartition(".")[2] == key]
     if elsewhere:
-        return f"unknown key here, it belongs at {' or '.join(elsewhere)}"
+        return f"unknown key here; it belongs at {' or '.join(elsewhere)}"
     return f"unknown key, valid keys here: {', '.join(valid)}"
 
 

@@ -2,7 +2,7 @@
 
 It knows the layout of the cache, `<kind>s--<owner>--<name>/snapshots/<commit>/`, and uses no network. `launch.hub`
 fetches missing files. A resolved topology names the folder of a commit, so every later start uses that commit. A host
-with another cache looks the same commit up there.
+with a different cache looks up the same commit there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class HubName:
 
     @property
     def command(self) -> str:
-        """Return the command that fetches this into the local cache."""
+        """Return the command that fetches these files into the local cache."""
         words = ["hf", "download", self.name]
         if self.kind == "dataset":
             words += ["--repo-type", "dataset", "--include", self.path if "*" in self.path else f"{self.path}*"]

@@ -1,4 +1,4 @@
-"""`load` turns a YAML file and `--set` overrides into a checked Topology, or reports every problem.
+"""`load` turns a YAML file and `--set` overrides into a checked Topology, or reports all problems.
 
 It starts, creates and downloads nothing.
 """
@@ -56,7 +56,7 @@ def load(
 
 
 def hub_names(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[Path, HubName]:
-    """Return the models and data sets that a topology gives by hub name, each under the key that names it.
+    """Return the models and data sets that a topology names by their hub names, each under the key that names it.
 
     A folder with the name of a model takes precedence. Raises TopologyError if the file cannot be read.
     """

@@ -32,7 +32,7 @@ def experts(config: dict[str, Any]) -> int:
 
 
 def weight_shapes(model: str) -> list[list[int]]:
-    """Return the shape of every tensor in the folder's safetensors files. Raises like `named_shapes`."""
+    """Return the shape of every tensor in the folder's safetensors files. Raises the errors of `named_shapes`."""
     return [shape for file in _weight_files(Path(model)) for shape in file_shapes(file).values()]
 
 
@@ -51,7 +51,7 @@ def parameter_count(model: str) -> int:
     """Return the number of parameters that a process with the model holds.
 
     Files that the index does not name are left out, as is the stored copy of an embedding to which the head is tied.
-    Raises like `named_shapes`, and ValueError if the folder has no weights.
+    Raises the errors of `named_shapes`, and ValueError if the folder has no weights.
     """
     folder = Path(model)
     shapes: dict[str, list[int]] = {}
@@ -80,7 +80,7 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 
 def file_shapes(file: Path) -> dict[str, list[int]]:
-    """Return the name and shape of every tensor in a safetensors file. Raises like `named_shapes`."""
+    """Return the name and shape of every tensor in a safetensors file. Raises the errors of `named_shapes`."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_HEADER_SIZE_BYTES), "little")
         if length > _HEADER_LIMIT_BYTES:
@@ -95,7 +95,7 @@ def file_shapes(file: Path) -> dict[str, list[int]]:
         raise ValueError(f"{file} is not a safetensors file: unreadable header") from error
     size, whole = file.stat().st_size, _HEADER_SIZE_BYTES + length + max(ends, default=0)
     if size != whole:
-        raise ValueError(f"{file} has {size} bytes and its header promises {whole}: it was not copied whole")
+        raise ValueError(f"{file} has {size} bytes, but its header promises {whole}: it was not copied completely")
     return shapes
 
 

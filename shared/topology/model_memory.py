@@ -1,4 +1,4 @@
-"""Computes the memory that a topology's model takes on each host and GPU: parameters, gradients and optimizer state.
+"""Computes the memory that a topology's model needs on each host and GPU: parameters, gradients and optimizer state.
 
 Everything else (activations, the cache of an engine, the libraries) needs additional memory, so a run that this
 arithmetic refuses cannot fit. It is pure. `elements` is the number of parameters (`model_files.parameter_count`).
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 def training_parts(topology: Topology) -> dict[Part, float]:
-    """Return the bytes per parameter of the model that each rank of the trainer holds at most, by part.
+    """Return the maximum bytes per parameter of the model on each rank of the trainer, by part.
 
     A single rank of backend torch holds everything, with float32 masters beside 16-bit weights. Several ranks hold
     equal pieces in float32 (FSDP2). With megatron, ranks hold the weights and float32 gradients of their tensor- and
@@ -79,7 +79,7 @@ def _parts(topology: Topology) -> dict[Part, float]:
 def per_process(topology: Topology, elements: int) -> dict[Key, int]:
     """Return the bytes of the model in each process that computes with it.
 
-    An embedded engine on a CPU computes with the version in its host's store, and holds none itself, except in
+    An embedded engine on a CPU computes with the version in its host's store and has no weights of its own, except in
     deterministic mode, in which it copies the version.
     """
     width = DTYPE_BYTES[topology.policy.dtype]

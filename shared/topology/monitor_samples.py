@@ -8,7 +8,7 @@ from shared.topology.fields import Count, Section, Size
 
 
 class Samples(Section):
-    every: Count = Field(default=1, description="record the samples of steps that are a multiple of this, 1 or more")
+    every: Count = Field(default=1, description="record the samples of steps that are multiples of this, 1 or more")
     per_step: Count = Field(
         default=4,
         description="tasks of a step whose samples are recorded, on average; evaluations record all of their tasks",

@@ -18,7 +18,7 @@ def _check_url(url: str) -> str:
     rest = next((url.removeprefix(scheme) for scheme in _SCHEMES if url.startswith(scheme)), "")
     host = rest.partition("/")[0]
     if not host or "@" in host or any(each.isspace() for each in url):
-        raise ValueError(f"{url!r} is not an address of a collector; write one such as http://127.0.0.1:4318")
+        raise ValueError(f"{url!r} is not the address of a collector; write one such as http://127.0.0.1:4318")
     return url
 
 
@@ -28,8 +28,8 @@ class Prometheus(Section):
     )
     token: LocalPath | None = Field(
         default=None,
-        description="file with the bearer token that scrapers need; required unless only this machine reaches the "
-        "address",
+        description="file with the bearer token that scrapers need; required unless only this machine can reach "
+        "the address",
     )
 
 
@@ -39,11 +39,11 @@ class Traces(Section):
         description="address of an OpenTelemetry collector (OTLP over HTTP), such as http://127.0.0.1:4318; headers "
         "are taken from OTEL_EXPORTER_OTLP_HEADERS; default: none",
     )
-    file: bool = Field(default=True, description="write traces/trace.json in the run directory, which Perfetto loads")
+    file: bool = Field(default=True, description="write traces/trace.json, which Perfetto loads, in the run directory")
     file_limit: Size = Field(
         default=64 * 1024**2,
         ge=64 * 1024,
-        description="maximum bytes of traces/, such as 64MiB, 64KiB or more; the oldest spans go first",
+        description="maximum bytes of traces/, such as 64MiB, at least 64KiB; the oldest spans are removed first",
     )
     share: float = Field(
         default=0.05, ge=0, le=1, description="share of the tasks that are traced, 0 to 1; steps always are"

@@ -1,4 +1,4 @@
-"""The sections of the experiment trackers to which a run reports. A topology never contains their keys and tokens."""
+"""The sections of the experiment trackers to which a run reports. A topology never contains their keys or tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Url = Annotated[str, Field(pattern=r"^https?://[^\s]+$")]
 
 class Wandb(Section):
     project: str = Field(min_length=1, description="Weights & Biases project")
-    entity: str | None = Field(default=None, description="Weights & Biases team or user; default: that of the key")
+    entity: str | None = Field(default=None, description="Weights & Biases team or user; default: that of the API key")
     mode: Literal["online", "offline"] = Field(
         default="online", description="offline: only write files, which `wandb sync` uploads later"
     )
@@ -27,7 +27,7 @@ class Wandb(Section):
 class Tensorboard(Section):
     directory: LocalPath | None = Field(
         default=None,
-        description="folder in which this run makes a folder for its event files; default: the run directory",
+        description="folder in which this run creates a folder for its event files; default: the run directory",
     )
     samples: SampleCount = 8
 

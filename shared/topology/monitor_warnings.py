@@ -1,4 +1,4 @@
-"""The section `services.monitor.warnings`, and the kinds of warnings that a run may give."""
+"""The section `services.monitor.warnings`, and the kinds of warnings that a run may issue."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def _known(kinds: tuple[str, ...]) -> tuple[str, ...]:
 
 class Warnings(Section):
     off: Annotated[Strings, AfterValidator(_known)] = Field(
-        default=(), description="kinds of warnings that are not given, such as trainer-starved (see docs/warnings.md)"
+        default=(), description="kinds of warnings that are not issued, such as trainer-starved (see docs/warnings.md)"
     )

@@ -53,7 +53,7 @@ class Web(Section):
     )
     token: LocalPath | None = Field(
         default=None,
-        description="file with the token that visitors need; required unless only this machine reaches the address",
+        description="file with the token that visitors need; required unless only this machine can reach the address",
     )
     operator_token: LocalPath | None = Field(
         default=None,
@@ -77,7 +77,7 @@ def read_token(file: str) -> str:
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise TokenError(f"{file}: others may read it (mode {stat.S_IMODE(mode):04o}); run chmod 600 {file}")
     if len(token) < MIN_TOKEN or not token.isascii() or any(each.isspace() for each in token):
-        raise TokenError(f"{file}: {len(token)} characters, must be {MIN_TOKEN} or more in one ASCII word: {_MAKE}")
+        raise TokenError(f"{file}: {len(token)} characters; it must be one ASCII word of {MIN_TOKEN} or more: {_MAKE}")
     return token
 
 

@@ -1,7 +1,7 @@
 """Turns the paths that a topology names into absolute paths. It downloads nothing and accepts missing files.
 
 Relative paths start at the folder of the topology file, so that a topology means the same from every working
-directory. `checks` tests whether the results exist, because it knows the file and line.
+directory. Whether the resulting paths exist is tested in `checks`, whose findings are reported with file and line.
 """
 
 from __future__ import annotations

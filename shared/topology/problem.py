@@ -12,7 +12,7 @@ Found = Iterator[tuple[Path, str]]
 
 
 def dotted(path: Path) -> str:
-    """Join a path in the form that `--set` takes: `("algorithm", "loss", "clip", 1)` -> `algorithm.loss.clip.1`."""
+    """Join a path in the form that `--set` accepts: `("algorithm", "loss", "clip", 1)` -> `algorithm.loss.clip.1`."""
     return ".".join(str(part) for part in path)
 
 
@@ -24,7 +24,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `where` is `file:line` or `--set a.b=v`, `path` the keys down to it."""
+    """One problem: `where` is `file:line` or `--set a.b=v`, and `path` is the path of the key concerned."""
 
     where: str
     path: Path

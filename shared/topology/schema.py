@@ -48,8 +48,8 @@ class Run(Section):
     deterministic: bool = Field(default=False, description="the same seed gives the same bits, even after kills")
     spares: bool = Field(
         default=True,
-        description="import the libraries of the services that compute once on each host, in a process of which these "
-        "services are forks: they start and restart faster and share the memory of the libraries",
+        description="start a process on each host that imports the libraries for computing with the model; the "
+        "services that need these are forks of it, so they start and restart faster and share their memory",
     )
     on_bad_step: Literal["stop", "skip"] = Field(
         default="stop",
@@ -71,10 +71,10 @@ class ChatTemplate(Section):
 
 class Policy(Section):
     model: ModelFolder = Field(
-        description="folder of the model, or its hub name `owner/name`, with `@revision` for another than main"
+        description="folder of the model, or its hub name `owner/name`, with `@revision` for a revision other than main"
     )
     distribute: bool = Field(
-        default=False, description="other hosts take the files of the model and the data from the trainer's host"
+        default=False, description="other hosts fetch the files of the model and the data from the trainer's host"
     )
     dtype: Dtype = Field("float32", description="data type of the weights")
     chat_template: ChatTemplate = Field(default_factory=ChatTemplate, description="how messages become a prompt")
@@ -83,7 +83,7 @@ class Policy(Section):
 class TrainSet(Section):
     source: DataSource = Field(description=FORMS)
     max_prompt_tokens: Count | None = Field(
-        default=None, description="maximum tokens of a prompt; default: the longest of the data set"
+        default=None, description="maximum tokens of a prompt; default: the longest prompt of the data set"
     )
     shuffle: bool = Field(default=True, description="use a new order in every epoch")
 
@@ -98,7 +98,7 @@ class EvalSet(Section):
     max_new_tokens: Count | None = Field(
         default=None, description="maximum tokens of a completion; default: sampling.max_new_tokens"
     )
-    rows: Count | None = Field(default=None, description="number of first rows to evaluate; default: all")
+    rows: Count | None = Field(default=None, description="number of rows to evaluate, from the first; default: all")
 
 
 class Data(Section):
@@ -116,8 +116,8 @@ class RewardRetry(Section):
     limit_s: float = Field(
         default=600.0,
         ge=0,
-        description="seconds that a judge (a server that a reward function asks) may be away before the run ends; 0: "
-        "no wait, its samples are lost at once",
+        description="seconds that a judge (a server that a reward function asks) may be unavailable before the run "
+        "ends; 0: do not wait, so that its samples are lost at once",
     )
     backoff_s: Seconds = Field(default=1.0, description="seconds before the first retry of a judge, above 0")
     max_backoff_s: Seconds = Field(
@@ -138,7 +138,8 @@ class Reward(Section):
     memory: Size = Field(
         default=1024**3,
         description="bytes a reward process may use in addition to its libraries, such as 1GiB; a call that needs "
-        "more fails; each process it starts has its own equal limit; shared mappings and /dev/shm are not counted",
+        "more fails; each process that it starts has a separate limit of the same size; shared mappings and /dev/shm "
+        "are not counted",
     )
     processes: Count = Field(
         default=2, description="processes of each rollout instance that call reward functions, 1 or more"
@@ -150,9 +151,11 @@ class Reward(Section):
     @model_validator(mode="after")
     def _one_form(self) -> Reward:
         if (self.function is None) == (not self.functions):
-            raise ValueError("needs either function or functions (one or more), and not both")
+            raise ValueError("needs either function or functions (one or more), but not both")
         if self.functions and self.params:
-            raise ValueError("params belong to function and do nothing with functions; write them inside its items")
+            raise ValueError(
+                "params belong to function and do nothing with functions; write them inside the items of functions"
+            )
         return self
 
     @property
@@ -171,14 +174,14 @@ class Workflow(Section):
     )
     max_tokens: Count = Field(
         default=2048,
-        description="maximum tokens of one sample in all its sequences, including prompts and tools; beyond them the "
-        "model is not called",
+        description="maximum tokens of one sample in all its sequences, including prompts and the output of tools; "
+        "once they are used up, the model is not called again",
     )
     memory: Size = Field(
         default=4 * 1024**3,
         description="bytes that the samples of a workflow process may use together in addition to its libraries, "
-        "such as 4GiB; a sample that needs more fails; each process they start has its own equal limit; shared "
-        "mappings and /dev/shm are not counted",
+        "such as 4GiB; a sample that needs more fails; each process that they start has a separate limit of the "
+        "same size; shared mappings and /dev/shm are not counted",
     )
     processes: Count = Field(
         default=2, description="processes of each rollout instance that run the workflow, 1 or more"
@@ -187,7 +190,7 @@ class Workflow(Section):
 
 class Sampling(Section):
     temperature: float = Field(
-        default=1.0, gt=0, description="training temperature, above 0: at 0 all samples of a group are equal"
+        default=1.0, gt=0, description="training temperature, above 0: at 0 all samples of a group are identical"
     )
     max_new_tokens: Count = Field(description="maximum tokens of a completion, 1 or more")
     stop: Strings = Field(default=(), description="texts that end a completion")
@@ -237,7 +240,7 @@ class Topology(Section):
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the trainer puts log-probs that a separate pass computes.
+        """Whether the trainer puts log-probs that it computes in a separate pass.
 
         A step of one update gets them from its only pass.
         """
@@ -254,7 +257,7 @@ class Topology(Section):
         return self.services.policy_trainer.host[0] if self.services.policy_trainer.host else None
 
     def hosts_of(self, service: Placed, copies: int, ranks: int = 1) -> list[str | None]:
-        """Return the host of each process of `service`, which runs `copies` of a model on `ranks` ranks each.
+        """Return the host of each process of `service`, which runs `copies` copies of a model on `ranks` ranks each.
 
         Copies are distributed over the hosts in turn. With more hosts than copies, each copy is divided over an equal
         number of hosts, in blocks of consecutive ranks.
@@ -265,8 +268,8 @@ class Topology(Section):
         return [hosts[block % len(hosts)] for block in blocks]
 
     def store_hosts(self) -> list[str | None]:
-        """Return the host of each batch-store. Every host has one store. The trainer's host is first, because the
-        trainer puts into `TRAINER_STORE`."""
+        """Return the host of each batch-store. Every host has one store. The trainer's host comes first, because the
+        trainer puts its shards into `TRAINER_STORE`, which is store 0."""
         named = {host for service in self.services.placed.values() for host in service.host or ()}
         return [self.home, *sorted({*named, *self.placement.hosts} - {self.home})]
 
@@ -303,7 +306,7 @@ class Topology(Section):
         return plain
 
     def to_yaml(self) -> str:
-        """Return the resolved topology as YAML, which `load` reads back to an equal Topology from any folder."""
+        """Return the resolved topology as YAML, from which `load` recreates an equal Topology in any folder."""
         return document.dump(self.document())
 
     def dump_resolved(self, path: str | os.PathLike[str]) -> None:

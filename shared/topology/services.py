@@ -40,11 +40,11 @@ class Parallel(Section):
 class Placed(Section):
     host: Strings | None = Field(
         default=None,
-        description="a host of placement.hosts, or several: copies of the model take turns on them, and the ranks of a "
-        "copy are divided over them if there are fewer copies; the first host of the trainer is the one on which the "
-        "run is started; default: that one",
+        description="a host of placement.hosts, or several: copies of the model are placed on them in turn, and if "
+        "there are fewer copies than hosts, the ranks of a copy are divided over several; the trainer's first host is "
+        "the one on which the run is started; default: that host",
     )
-    gpus: int = Field(default=0, ge=0, description="total GPUs, for rollout GPUs per instance; 0: compute on the CPU")
+    gpus: int = Field(default=0, ge=0, description="total GPUs (rollout: per instance); 0: compute on the CPU")
     threads: Count | None = Field(default=None, description="CPU threads of each process; default: a share of the CPUs")
     parallel: Parallel = Field(default_factory=Parallel, description="how a copy of the model is split")
 
@@ -70,14 +70,14 @@ class ScorerSettings(Placed):
         default=16384, description="tokens of one forward pass; at least the longest sample"
     )
     collective_s: Seconds = Field(
-        default=300.0, description="seconds a rank waits for another before the group is formed again, above 0"
+        default=300.0, description="seconds that a rank waits for another before the group is formed again, above 0"
     )
 
 
 class TrainerSettings(ScorerSettings):
     workers: Count | None = Field(
         default=None,
-        description="ranks on CPU, one process each, a multiple of tp*pp*cp; default: one copy of the model",
+        description="ranks on the CPU, one process each, a multiple of tp*pp*cp; default: one copy of the model",
     )
     recompute: Literal["none", "layers"] = Field(
         default="none",
@@ -86,7 +86,7 @@ class TrainerSettings(ScorerSettings):
 
     @property
     def world_size(self) -> int:
-        """Total number of ranks: one per GPU, or on CPU the number in `workers`."""
+        """Total number of ranks: one per GPU, or, on the CPU, the number in `workers`."""
         return self.gpus or self.workers or self.parallel.model_ranks
 
 
@@ -99,29 +99,29 @@ class Rollout(Placed):
     engine: Literal["transformers", "vllm", "openai"] = Field(default="transformers", description="inference engine")
     in_flight: Literal["wait", "keep", "recompute"] = Field(
         default="wait",
-        description="newer weights while a block is sampled: wait for its end; keep its tokens and cached keys and "
-        "values and continue with them; or keep its tokens and recompute the cache",
+        description="if newer weights arrive while a block is sampled: wait for the end of the block; or continue with "
+        "the newer weights and either keep the cached keys and values or recompute them",
     )
     partial_s: Seconds | None = Field(
         default=None,
         description="seconds between saves of unfinished samples, which a restarted engine continues, above 0; "
-        "default 10 for single answers of transformers, and of vllm without stop texts; otherwise, and with null, they "
-        "start over",
+        "default 10 for single answers of transformers, and of vllm without stop texts; otherwise, and with null, "
+        "unfinished samples start over",
     )
     weights: WeightsRoute = Field(
         default="shards",
         description="how versions reach the engine: as shards of the store; from the trainer over gloo (CPU) or NCCL; "
-        "or read from its memory on the same GPU (ipc)",
+        "or read from the trainer's memory on the same GPU (ipc)",
     )
     transfer_s: Seconds | None = Field(
         default=None,
         description="maximum seconds of a weight transfer, less than lease.lease_s; "
-        "default: two thirds of that; none with shards",
+        "default: two thirds of lease.lease_s; with shards there is no limit",
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
         default=1,
-        description="tasks per lease, must divide tasks_per_step; default: enough for 256 samples, or the share of a "
+        description="tasks per lease; must divide tasks_per_step; default: enough for 256 samples, or the share of a "
         "step for vllm in placement.colocate",
     )
 
@@ -129,10 +129,10 @@ class Rollout(Placed):
 class BatchStore(Section):
     memory: Size = Field(default=1024**3, description="bytes of shared memory, such as 64GiB")
     spill: LocalPath | None = Field(
-        default=None, description="folder on disk for shards that do not fit, which hosts may share; default: no spill"
+        default=None, description="folder on disk for shards that do not fit; hosts may share it; default: no spill"
     )
     spill_limit: Size | None = Field(
-        default=None, description="bytes of the spill folder, such as 500GiB; needed with spill"
+        default=None, description="bytes of the spill folder, such as 500GiB; required with spill"
     )
     directory: LocalPath | None = Field(default=None, description="folder for the shards instead of /dev/shm")
 
@@ -147,10 +147,10 @@ class Monitor(Section):
     trackio: Trackio | None = Field(default=None, description="also report to trackio")
     web: Web | None = Field(default=None, description="the page of the run in a browser; default: none")
     prometheus: Prometheus | None = Field(
-        default=None, description="serve the live values to Prometheus (make setup-observability); default: not"
+        default=None, description="serve the live values to Prometheus (make setup-observability); default: off"
     )
     warnings: Warnings = Field(default_factory=Warnings, description="warnings about the run")
-    traces: Traces | None = Field(default=None, description="trace tasks and steps across processes; default: not")
+    traces: Traces | None = Field(default=None, description="trace tasks and steps across processes; default: off")
 
     @property
     def exports(self) -> bool:
@@ -254,7 +254,7 @@ class Placement(Section):
 class Transport(Section):
     listen: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$")] | None = Field(
         default=None,
-        description="address of this machine that other hosts reach, such as 10.0.0.1; default: this machine only",
+        description="address at which other hosts reach this machine, such as 10.0.0.1; default: this machine only",
     )
     scheduler_port: Annotated[int, Field(ge=1, le=65535)] = Field(
         default=7747, description="TCP port (1 to 65535) of the scheduler, where other hosts join"

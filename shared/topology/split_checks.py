@@ -32,7 +32,7 @@ def _hosts(name: str, service: ScorerSettings, ranks: int, hosts: int) -> Found:
     close = service.parallel.tp * service.parallel.cp
     each = ranks // hosts
     if ranks % hosts or each % close:
-        rule = f"each takes the same number, a multiple of tp*cp = {close}"
+        rule = f"each must have the same number, a multiple of tp*cp = {close}"
         remedy = f"use {hosts * close * max(each // close, 1)} ranks, or fewer hosts"
         yield ("services", name, "host"), f"{hosts} hosts for {ranks} rank{'s' * (ranks > 1)}: {rule}; {remedy}"
 
@@ -45,7 +45,7 @@ def _check(topology: Topology, name: str, service: ScorerSettings, torch_has_no:
             if degrees[degree] > 1:
                 what = "sequences here" if degree == "cp" else "layers"
                 remedy = "set backend megatron, or use 1"
-                message = f"{degrees[degree]} splits {what}, which backend torch does not; {remedy}"
+                message = f"{degrees[degree]} splits {what}, which backend torch does not support; {remedy}"
                 yield (*place, "parallel", degree), message
         return
     if topology.policy.dtype not in ("float32", "bfloat16"):

@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 MAX_POINTS = 4096
 """Maximum number of points of one curve. Above it, every second point of the older half is removed."""
 MAX_CURVES = 512
-"""Maximum number of curves. Further names are not kept: rewards and workflows may name any number of metrics."""
+"""Maximum number of curves. Further names are not kept, because rewards and workflows may name any number of
+metrics."""
 RECENT_STEPS = 20
 """Number of steps from which the pace of the run is computed."""
 STEP = "step"

@@ -1,4 +1,4 @@
-"""The log lines of a run and what a person should know about it: warnings, troubles and returns to an earlier step."""
+"""The log lines of a run, and what a person should know about the run: troubles and returns to an earlier step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RunView`: takes the rows of a live run and returns the data to display. docs/telemetry.md lists the topics."""
+"""`RunView` receives the rows of a live run and returns the data to display. docs/telemetry.md lists the topics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RunView:
     """The current view of one run."""
 
     def __init__(self, *, metrics_from_stream: bool = False) -> None:
-        """With `metrics_from_stream` the topic `step` continues the curves; otherwise only `add_metrics` does.
+        """With `metrics_from_stream`, rows of the topic `step` extend the curves; otherwise, only `add_metrics` does.
 
         A stream may lose rows, so an observer that can read metrics.jsonl reads that file instead.
         """
@@ -87,14 +87,15 @@ class RunView:
         self._curves.add(row)
 
     def load_metrics(self, rows: Iterable[Mapping[str, float | None]]) -> None:
-        """Replace all curves by those of `rows`, the current content of metrics.jsonl."""
+        """Replace all curves with those of `rows`, the current content of metrics.jsonl."""
         curves = Curves()
         for row in rows:
             curves.add(row)
         self._curves = curves
 
     def load_history(self, history: History) -> None:
-        """Load the monitor's answer to `GetHistory`. Its curves replace all curves if the stream continues them.
+        """Load the monitor's answer to `GetHistory`. If the stream continues the curves, those of the answer replace
+        all of them.
 
         A row that arrived while the answer was on its way is then missing, which the next row reveals.
         """

@@ -11,7 +11,8 @@ UNKNOWN = "?"
 SILENT_S = 5.0
 """Seconds without a report after which a process that should run counts as silent. Processes report every second."""
 RESTARTED_S = 3.0
-"""Seconds for which a restarted process counts as changing: it may be READY before its end was reported."""
+"""Seconds for which a restarted process counts as changing: it may be READY before the end of its previous life is
+reported."""
 
 
 class Health(StrEnum):

@@ -1,4 +1,4 @@
-"""The timeline of a run: when each process worked, on what, and which process it waited for."""
+"""The timeline of a run: when each process worked, on what, and for which process it waited."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Arithmetic of the start-up drill: the perturbed copy, and the canary on which trainer and engines must agree.
 
-It does not depend on a framework, the number of threads or the time: equal names, values and seeds give equal bits.
+It does not depend on a framework, the number of threads or the time: equal names, values and seeds yield equal bits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SHORT_CANARY_BYTES = 256 << 20
 """Bytes of float32 weights from which `SHORT_CANARY_TOKENS` are used. From this size on, reading the weights dominates
 the cost of a canary, and more tokens slow down every sync. A short canary still involves every layer, every row of the
 output and the attention between positions, and the float32 tolerance is narrow: in the drill, one stale parameter of
-the quickstart model moves a log-prob by at least ten tolerances, but with 4 tokens by only 1.2. The drill itself keeps
-all tokens."""
+the quickstart model moves a log-prob by at least ten tolerances, but with 4 tokens by only 1.2 tolerances. The drill
+itself keeps all tokens."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -38,8 +38,8 @@ def _noise(seed: int) -> Array:
 def perturb(name: str, values: Array, seed: int, factor: float = 1.0) -> Array:
     """Return a new array of the same shape and dtype: the values of parameter `name` in the drill.
 
-    The noise added to `values` is `noise_scale` times `factor` times standard normals. Sums are computed in float32 and
-    cast back. Integers, such as a counter among the buffers, are not changed.
+    The noise added to `values` is `noise_scale` times `factor` times standard normals. The sums are computed in float32
+    and cast back. Integers, such as a counter among the buffers, are not changed.
     """
     if values.dtype.kind in "biu" or values.size == 0:
         return values.copy()

@@ -1,7 +1,8 @@
 """Shares GPU memory with another process on the same GPU through CUDA IPC, described by a message instead of a pickle.
 
 `torch.multiprocessing` sends the same numbers pickled. The memory must stay allocated until the other process has
-finished with it. torch keeps it until its one reader has closed it, and forever if that reader is gone (`withdraw`).
+finished with it. torch keeps it until its only reader has closed it, or forever if that reader is gone (see
+`withdraw`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def room(nbytes: int, device: str) -> Tensor:
 
 
 def pack_into(memory: Tensor, tensors: Iterable[Tensor]) -> int:
-    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n]. When done, return the number of bytes."""
+    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n]. Return the number of bytes when the copy is
+    complete."""
     end = 0
     for each in tensors:
         begin, end = end, end + each.nbytes

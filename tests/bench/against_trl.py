@@ -1,11 +1,11 @@
 """Compares the cluster with TRL's GRPOTrainer on the same GRPO work, in samples/s. `peers/trl_grpo.py` lists the
-settings that are equal on both sides and those that differ.
+settings that are the same on both sides and those that differ.
 
 TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
 alternates between generation and training. With a generation batch of at most one step's samples it is on policy, and
 the row at our staleness 0 is the like-for-like comparison. With a batch of two steps' samples it is one update stale
-every second step. Our staleness 1 is compared with the fastest of all settings, our staleness 0 with the fastest that
-is on policy.
+every second step. Our staleness 1 is compared with the fastest of all settings, and our staleness 0 with the fastest
+one that is on policy.
 
 "others'" is the CPU time that neither this program nor the run used (steal included), in cores over the whole run.
 If it is much above zero, other programs distort the figures, most of all TRL's, because its threads busy-wait.
@@ -37,9 +37,10 @@ COOL_DOWN = 3
 of a run, so the last steps have less to do."""
 STALENESS = (1, 0)
 FINALISTS, FINAL_TURNS = 3, 2
-"""Number of further measurements of the fastest setting for each staleness; the sweep measures every setting once."""
+"""The sweep measures every setting once, and then the FINALISTS fastest settings for each staleness FINAL_TURNS more
+times."""
 KEEP_LENGTHS = 1e-7
-"""A learning rate so low that the lengths of a random model's answers do not change."""
+"""A learning rate so low that the lengths of a random model's answers stay the same."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Settings:
 @dataclass(frozen=True)
 class Work:
     """Steps of `tasks` groups with answers of up to `tokens`. With `trained`, the quickstart's model and learning rate
-    are used, otherwise a random model of its shape, whose answers end after about 64 tokens."""
+    are used; otherwise, a random model of the same shape, whose answers end after about 64 tokens, is used."""
 
     name: str
     tokens: int
@@ -135,8 +136,8 @@ def measure_trl(work: Work, model: Path, settings: Settings, limit_s: float) -> 
 
 
 def grid(work: Work, cores: int) -> Iterator[Settings]:
-    """Yield every combination that TRL accepts: threads in powers of two up to the cores, a step's samples in one to
-    four micro-batches, generated in halves, whole, or two steps at once."""
+    """Yield every combination that TRL accepts: threads in powers of two up to the number of cores; a step's samples in
+    one, two or four micro-batches; and samples generated for half a step, one step or two steps at once."""
     threads = [1 << power for power in range(cores.bit_length()) if 1 << power < cores] + [cores]
     micro_batches = [work.samples // parts for parts in (1, 2, 4)]
     for count, micro_batch, generated in product(threads, micro_batches, (0.5, 1, 2)):

@@ -1,8 +1,9 @@
 """Measures how long `python -m launch.monitor` takes to show a whole run: `python -m tests.bench.attach [--turns 5]`.
 
 Each turn starts the command in a pseudo-terminal of 80x24 and waits until processes, tasks and curves are on the
-screen. The CPU time of the process is shown too, because it depends less on what else the machine does. The time from
-the connection to the monitor on is also measured without imports, in a process that has already done them.
+screen. The CPU time of the process is shown as well, because it depends less on what else the machine is doing. The
+time that begins with the connection to the monitor is also measured without imports, in a process that has already
+performed them.
 """
 
 from __future__ import annotations

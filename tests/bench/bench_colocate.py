@@ -161,8 +161,8 @@ def _seconds(text: str) -> float:
 
 
 def by_phase(result: Result) -> dict[str, dict[str, int]]:
-    """Return the bytes by service at the peak of each phase, between the first step and the last but one. Memory also
-    changes at the start and end of a run, which are left out."""
+    """Return the bytes by service at the peak of each phase, between the first step and the last but one. The start and
+    the end of a run, when memory also changes, are left out."""
     peaks: dict[str, dict[str, int]] = {}
     for at, found in result.memory.looks:
         if result.ready_at <= at <= result.last_step_at:
@@ -173,7 +173,9 @@ def by_phase(result: Result) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory and time of a colocated run, beside separate placement.")
+    parser = argparse.ArgumentParser(
+        description="Memory and time of a colocated run, compared with separate placement."
+    )
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each placement")
     args = parser.parse_args()
     numbers = itertools.count()
@@ -201,7 +203,7 @@ def main() -> None:
     floor = tiny.memory.peak(tiny.last_step_at, tiny.ready_at)[0]
     line("  the same, above a run of the 0.8M model", *([peak - floor for peak, _ in side] for side in steps))
     for name in sorted({name for side in steps for _, found in side for name in found}):
-        line(f"  of it, at that moment: {name}", *([found.get(name, 0) for _, found in side] for side in steps))
+        line(f"  of which, at that moment: {name}", *([found.get(name, 0) for _, found in side] for side in steps))
     large = ("policy_trainer.worker", "reference", "rollout")
     first = "colocated, first turn, peak MiB while the phase is"
     print(f"\n{first:<52}{'all':>9}" + "".join(f"{name:>24}" for name in large))
@@ -215,7 +217,7 @@ def main() -> None:
     found_ratio = ratios(seconds[1].values, seconds[0].values).text()
     print(
         "\n"
-        + FORM.format("seconds a step (median from the second on)", seconds[0].text(), seconds[1].text(), found_ratio)
+        + FORM.format("seconds per step (median from the second on)", seconds[0].text(), seconds[1].text(), found_ratio)
     )
     keys = ("reward/mean", "loss/policy", "policy/grad_norm")
     runs = [[[row[key] for key in keys] for row in each.rows] for each in (*apart, *colocated)]

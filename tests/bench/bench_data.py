@@ -1,5 +1,5 @@
-"""Compares the data plane with the machine's limits and its peers in one command, as absolute figures alone mean
-little.
+"""Compares the data plane with the machine's limits and with its peers in one command, because absolute figures alone
+mean little.
 
     python -m tests.bench.bench_data [--sizes 1,4,16] [--rounds N] [--firsts N] [--no-peers] [--no-scheduler]
     python -m tests.bench.bench_data --sweep        find the peers' fastest settings and record them
@@ -14,7 +14,8 @@ put         Time from the call to the last receipt. Two blocks are in progress o
             ("dataplane-helper") takes half of every block of 8 MiB or more. Every byte is also hashed. Its limits write
             the same blocks to new files of the same mount without hashing: one thread with a write call per tensor, and
             two threads with a writev of up to 1024 tensors.
-first put   The put into a store that was just started, where all pages are new. Several stores, one put each.
+first put   The put into a store that was just started, where all pages are new. It is measured on several stores, with
+            one put each.
 later puts  The store lends the pages of collected files, as in every step of a run but the first; the limits write new
             files each time.
 get + read  The first fetch of new files, which verifies every checksum, and the xxh3 of each array (the cheapest call
@@ -134,7 +135,7 @@ def read(tasks: list[dict[str, Array]]) -> None:
 
 
 def touch_memory(nbytes: int) -> None:
-    """Make the virtual machine's host back `nbytes` of memory if it does not yet."""
+    """Make the virtual machine's host back `nbytes` of memory if it does not do so yet."""
     with mmap.mmap(-1, min(nbytes, psutil.virtual_memory().available * 3 // 4)) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         np.frombuffer(memory, np.uint8)[::4096] = 1
@@ -386,8 +387,8 @@ while True: router.send_multipart(router.recv_multipart())
 
 
 async def round_trips(peer: Peer, folder: Path, count: int = ROUND_TRIPS) -> dict[str, float]:
-    """Return the median duration of a bare DEALER/ROUTER echo and of a request to the store, in seconds, in turns of
-    100.
+    """Return the median durations, in seconds, of a bare DEALER/ROUTER echo and of a request to the store. They
+    alternate in turns of 100.
     """
     endpoint = f"ipc://{folder}/echo"
     echo = subprocess.Popen([sys.executable, "-c", _ECHO, endpoint])
@@ -413,7 +414,7 @@ async def round_trips(peer: Peer, folder: Path, count: int = ROUND_TRIPS) -> dic
 
 
 class Report:
-    """Report with the tables of the limits: one line per figure and size."""
+    """The table that compares our figures with the limits: one line per figure and size."""
 
     def __init__(self) -> None:
         self.table = Table()
@@ -456,7 +457,7 @@ async def measure_requests() -> None:
             found = await round_trips(peer, Path(name))
     ratio = found["ours"] / found["bare"]
     print(
-        f"request: median {found['ours'] * 1e6:.0f} us of a bare DEALER/ROUTER round trip's {found['bare'] * 1e6:.0f}, "
+        f"request: median {found['ours'] * 1e6:.0f} us, bare DEALER/ROUTER round trip: {found['bare'] * 1e6:.0f} us, "
         f"{ratio:.2f}x (target <= 2), {ROUND_TRIPS} each in turns of 100",
         flush=True,
     )
@@ -553,13 +554,15 @@ def measure_scheduler() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="the data plane against limits and peers")
+    parser = argparse.ArgumentParser(description="Compares the data plane with limits and peers.")
     parser.add_argument("--sizes", type=lambda text: [int(part) for part in text.split(",")], default=[1])
-    parser.add_argument("--rounds", type=int, default=6, help="at size 1; larger sizes have fewer, three at least")
     parser.add_argument(
-        "--firsts", type=int, default=7, help="first puts at size 1; larger sizes have fewer, as rounds"
+        "--rounds", type=int, default=6, help="rounds at size 1; larger sizes have fewer, but at least three"
     )
-    parser.add_argument("--peer-turns", type=int, default=TURNS, help="fresh starts of each peer and of ours")
+    parser.add_argument(
+        "--firsts", type=int, default=7, help="first puts at size 1; larger sizes have fewer, as with --rounds"
+    )
+    parser.add_argument("--peer-turns", type=int, default=TURNS, help="fresh starts of each peer and of our store")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--across", action=argparse.BooleanOptionalAction, default=True, help="streams between hosts")
     parser.add_argument("--scheduler", action=argparse.BooleanOptionalAction, default=True)
@@ -579,7 +582,7 @@ def main() -> None:
     except BenchError as error:
         sys.exit(f"bench_data: {error}")
     report = Report()
-    print("against limits: ours and the limits by turns, reversed in every second one; n turns")
+    print("against limits: ours and the limits alternate, in reverse order in every second turn; n turns")
     print(PUT_THREADS, flush=True)
     for size in options.sizes:
         rounds, firsts = (max(3, number // size) for number in (options.rounds, options.firsts))

@@ -49,9 +49,7 @@ def run(work: Work, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The quickstart against TRL's GRPOTrainer, in samples per second.")
     parser.add_argument("--steps", type=int, default=QUICKSTART.steps, help="steps of each run, warm-up included")
-    parser.add_argument(
-        "--warm-up", type=int, default=QUICKSTART.warm_up, help="number of first steps that are left out"
-    )
+    parser.add_argument("--warm-up", type=int, default=QUICKSTART.warm_up, help="number of initial steps to leave out")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each side")
     parser.add_argument("--only", choices=("cluster", "trl"), help="measure one side only, without a ratio")
     parser.add_argument("--limit-s", type=float, default=600.0, help="seconds after which a run counts as failed")

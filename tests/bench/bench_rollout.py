@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument(
         "--long-steps", type=int, default=LONG.steps, help="steps of each run of trl on long answers, warm-up included"
     )
-    parser.add_argument("--warm-up", type=int, default=LONG.warm_up, help="number of first steps that are left out")
+    parser.add_argument("--warm-up", type=int, default=LONG.warm_up, help="number of initial steps to leave out")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each side of ahead and trl")
     parser.add_argument("--sync-mib", type=int, nargs="+", default=[104, 512, 1024])
     parser.add_argument("--syncs", type=int, default=8, help="syncs of each size, each after a copy of as many bytes")

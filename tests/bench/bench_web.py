@@ -1,4 +1,4 @@
-"""The page for browsers: its size, the time to the first chart, and its cost while nothing happens.
+"""The browser page: its size, the time to the first chart, and its cost while nothing happens.
 
 `python -m tests.bench.bench_web` asserts that the page takes at most 2 MB and 1 s over loopback while the run is idle.
 It needs chromium.
@@ -41,13 +41,13 @@ def main() -> None:
                     page.add_init_script(SEEN)
                     page.goto(url)
                     page.wait_for_selector(".chart canvas")
-                    page.wait_for_timeout(300)  # The whole page has arrived.
+                    page.wait_for_timeout(300)  # By then, the whole page has arrived.
                     loads.append((page.evaluate("window.firstChart") / 1000, nbytes[0]))
             times, weight = [seconds for seconds, _ in loads[1:]], loads[-1][1]
             print(f"first chart, {LOADS} loads with an empty cache: median {statistics.median(times):.3f} s, ", end="")
             print(f"slowest {max(times):.3f} s; {weight} bytes compressed")
             server = server_of(run)
-            print(f"idle, nobody looks: {cpu_share(server):.2%} of a core")
+            print(f"idle, no browser:   {cpu_share(server):.2%} of a core")
             with visit(browser, url):
                 print(f"idle, one browser:  {cpu_share(server):.2%} of a core; {rss_mib(server)} MiB")
     assert weight <= LIMIT_BYTES

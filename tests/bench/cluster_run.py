@@ -1,4 +1,4 @@
-"""Runs of the quickstart that a benchmark times, and the CPU time that they and all other programs used.
+"""Runs of the quickstart that a benchmark times, and the CPU time used by them and by all other programs.
 
 A benchmark may change the number of steps, leave evaluations out, and add the settings under test.
 """
@@ -96,7 +96,7 @@ def running(command: list[str], output: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def failed(what: str, output: Path) -> BenchError:
-    """Return the error of a side that wrote `output`, with its last lines."""
+    """Return the error of a side that wrote `output`, with the last lines of that file."""
     return BenchError("\n    ".join([what, *tail(output, SHOWN_LINES)]))
 
 

@@ -79,7 +79,7 @@ def measure(steps: int, warm_up: int, limit_s: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Share of each process in the CPU time of the quickstart.")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm-up", type=int, default=10, help="number of first steps that are left out")
+    parser.add_argument("--warm-up", type=int, default=10, help="number of initial steps to leave out")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs")
     parser.add_argument("--limit-s", type=float, default=600.0, help="seconds after which a run counts as failed")
     args = parser.parse_args()

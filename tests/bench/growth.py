@@ -33,7 +33,7 @@ SPARE = "shared.actor.spare"
 
 @dataclass(frozen=True)
 class Growth:
-    """Median resident bytes of one process early and late."""
+    """Median resident bytes of one process early and late in the run."""
 
     early: float
     late: float
@@ -83,7 +83,7 @@ class Watch:
             changed = sorted({self.names.get(pid, str(pid)) for pid in early.keys() ^ late.keys()})
             raise BenchError(f"processes came or went between steps {first} and {last}: {', '.join(changed)}")
         if not early:
-            raise BenchError(f"no process was looked at between steps {first} and {first + WINDOW}")
+            raise BenchError(f"no process was sampled between steps {first} and {first + WINDOW}")
         return {self.names[pid]: Growth(early[pid], late[pid]) for pid in early}
 
 
@@ -96,7 +96,7 @@ def name_of(command: list[str]) -> str:
 
 
 def medians(looks: list[tuple[int, dict[int, int]]], after: int, upto: int) -> dict[int, float]:
-    """Return the medians of the processes that exist in all samples of steps `after` < step <= `upto`."""
+    """Return the median size of each process that exists in all samples of steps `after` < step <= `upto`, by pid."""
     within = [found for step, found in looks if after < step <= upto]
     by_pid: Mapping[int, list[int]] = defaultdict(list)
     for found in within:
@@ -137,9 +137,7 @@ def main() -> None:
             spread(100 * each.share for each in mine),
         )
         print(f"{name:<40}{early.text('.1f'):>26}{late.text('.1f'):>26}{share.text('.1f'):>24}")
-    print(
-        f"{'most of any':<92}{spread(100 * max(each.share for each in run.values()) for run in runs).text('.1f'):>24}"
-    )
+    print(f"{'maximum':<92}{spread(100 * max(each.share for each in run.values()) for run in runs).text('.1f'):>24}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 All nodes are on this machine. The start and the steps of the quickstart are measured with its rollout on another host.
 Runs alternate between placement by Ray on a running cluster and placement by an agent that is started as soon
 as the run exists.
-Then a node is killed in each of several longer runs. It prints one JSON object for each run and each loss, and the
-figures.
+Then a node is killed in each of several longer runs. The program prints one JSON object for each run and each loss, and
+the figures.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Loss:
 
 
 def loss(cluster: RayCluster) -> Loss:
-    """Kill a node while a rollout on it works, in a run with a rollout on each of two nodes."""
+    """In a run with a rollout on each of two nodes, kill a node while its rollout is working."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "run"
         with run_on(cluster, path, *TWO_HOSTS, "run.steps=100000") as launcher:
@@ -176,7 +176,7 @@ def main() -> None:
     added = spread(mine.start_s - theirs.start_s for mine, theirs in zip(ray, local, strict=True))
     print(f"Ray adds to a start, s        {added.text('.1f')}")
     steps = ratios((each.step_s for each in ray), (each.step_s for each in local))
-    print(f"a step, of one without Ray    {steps.text('.3f')}")
+    print(f"a step / one without Ray      {steps.text('.3f')}")
     if lost:
         print(f"loss noticed after, s         {spread(each.noticed_s for each in lost).text('.1f')}")
         print(f"work leased again after, s    {spread(each.leased_s for each in lost).text('.2f')}")

@@ -2,7 +2,7 @@
 
 The first part measures how many metrics per second the monitor accepts and how much CPU time a metric costs it, with no
 subscriber and with many, one of which is stopped. The second part sends `rate` metrics per second for `minutes` and
-prints how the monitor's memory develops. A metric is one value.
+prints how the monitor's memory changes. A metric is one value.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ async def _settled(played: PlayedRun) -> Snapshot:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--rate", type=int, default=10_000, help="metrics a second")
+    parser.add_argument("--rate", type=int, default=10_000, help="metrics per second")
     parser.add_argument("--subscribers", type=int, default=50)
     parser.add_argument("--messages", type=int, default=20_000, help="messages of each turn of the comparison")
     given = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Draws docs/staleness.svg: reward against wall-clock time for several staleness bounds, from real runs made here.
+"""Draws docs/staleness.svg: reward against wall-clock time for several staleness bounds, from real runs on this
+machine.
 
     python -m tests.bench.plot_staleness [--steps 120] [--turns 3]
 

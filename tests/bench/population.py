@@ -68,7 +68,7 @@ ROLLOUTS = 10
 BLOCK = 4
 """Number of tasks in a lease."""
 STEP_TASKS = 2048
-"""Number of tasks in a step: the most whose scalars fit into a message, with 8 samples per task."""
+"""Number of tasks in a step: the maximum whose scalars fit into a message with 8 samples per task."""
 LEASE_S = 120.0
 WORK_S = (20.0, 60.0)
 """Range of the seconds that a lease takes."""
@@ -443,7 +443,7 @@ class Population:
                 self.ask(gone)
 
     def lose(self, share: float) -> list[Host]:
-        """Kill a share of the hosts at this moment. All of these deaths are noticed together, `NOTICED_S` later."""
+        """Kill a share of the hosts at this moment. All of these losses are noticed together, `NOTICED_S` later."""
         lost = self._chance.sample(self.hosts, max(int(len(self.hosts) * share), 1))
         for host in lost:
             host.alive = False

@@ -2,12 +2,12 @@
 
     python -m tests.bench.recovery                     every service, five times
     python -m tests.bench.recovery --set run.spares=false
-    python -m tests.bench.recovery --only rollout --timeline    what the processes log until the run goes on
+    python -m tests.bench.recovery --only rollout --timeline    what the processes log until the run continues
 
 A service is killed by SIGKILL once all services are READY and `CALM_STEPS` steps have been committed since then. Two
-times are taken. `next commit` ends with the next row of metrics.jsonl; training may continue for a while with data that
-the killed service produced before. `with it` ends with the first row after the new process is READY. A row is seen at
-most `POLL_S` late.
+times are measured. `next commit` ends with the next row of metrics.jsonl; training may continue for a while with data
+that the killed service produced before. `with it` ends with the first row after the new process is READY. A row is seen
+at most `POLL_S` late.
 """
 
 from __future__ import annotations

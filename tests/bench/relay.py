@@ -1,9 +1,9 @@
 """Time until every host has a new version of the weights: `python -m tests.bench.relay [--hosts 5]`.
 
 The hosts are network namespaces behind a switch, with links of RATE MB/s in each direction. The stores and the
-scheduler are the real services. It prints the time until one host has the version, in seconds, and the time until all
-hosts have it: by the relay's chain, by a binary tree, and with the trainer's store as the only source. All hosts begin
-at the same time.
+scheduler are the real services. The program prints the time until one host has the version, in seconds, and the time
+until all hosts have it: by the relay's chain, by a binary tree, and with the trainer's store as the only source. All
+hosts begin to fetch at the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.integration.relay_run import relay_run, same, weights_of
 from tests.integration.star import Unavailable, star
 
 LIMIT = 1.5
-"""Maximum ratio of the time to all hosts to the time to one."""
+"""Maximum ratio between the time until all hosts have a version and the time until one host has it."""
 SHAPES = {
     "chain": ("services.scheduler",),
     "tree": ("tests.bench.relay_scheduler", "tree"),
@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--hosts", type=int, default=5)
     parser.add_argument("--mb", type=int, default=96, help="size of the version in MB")
-    parser.add_argument("--rate", type=int, default=12, help="rate of each line in MB/s")
+    parser.add_argument("--rate", type=int, default=12, help="rate of each link in MB/s")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     options = parser.parse_args(words)
@@ -81,7 +81,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with contextlib.suppress(Unavailable):
         one = median("chain", 1)
         ratios = {shape: median(shape, options.hosts) / one for shape in options.shapes}
-        print(f"{options.mb} MB on lines of {options.rate} MB/s: {one:.2f} s to one host")
+        print(f"{options.mb} MB on links of {options.rate} MB/s: {one:.2f} s to one host")
         for shape, ratio in ratios.items():
             print(f"  {shape}: {ratio:.2f} times that to {options.hosts} hosts")
         return int(ratios.get("chain", 0.0) > LIMIT)

@@ -1,4 +1,4 @@
-"""A scheduler that gives stores another relay order: `python -m tests.bench.relay_scheduler SHAPE --run D`."""
+"""A scheduler that gives stores a different relay order: `python -m tests.bench.relay_scheduler SHAPE --run D`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from shared.rundir import service_name
 
 
 def predecessors(number: int) -> list[str]:
-    """Return the predecessors of a store, nearest first, in a binary tree of stores 1 to N below the trainer's."""
+    """Return the predecessors of a store, nearest first, in a binary tree of stores 1 to N below the trainer's
+    store."""
     found = []
     while (number := (number - 1) // 2) > 0:
         found.append(service_name("batch-store", number))
@@ -27,7 +28,7 @@ def tree(_run: RunState, store: Holder, _is_present: Callable[[Holder], bool]) -
 
 
 def direct(_run: RunState, _store: Holder, _is_present: Callable[[Holder], bool]) -> list[str]:
-    """Return no predecessors: every store takes the version from the trainer's."""
+    """Return no predecessors: every store fetches the version from the trainer's store."""
     return []
 
 

@@ -35,7 +35,7 @@ def measure(steps: int, warm_up: int, limit_s: float, settings: list[str]) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description="CPU time of the quickstart with and without recorded samples.")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm-up", type=int, default=10, help="number of first steps that are left out")
+    parser.add_argument("--warm-up", type=int, default=10, help="number of initial steps to leave out")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs of each side")
     parser.add_argument("--limit-s", type=float, default=900.0, help="seconds after which a run counts as failed")
     parser.add_argument(

@@ -2,10 +2,11 @@
 
 The scheduler's state machine and the host book, both production classes, are driven by a simulated population on a
 virtual clock. Processes register, send heartbeats, lease, complete and clear tasks as in a real run. Agents report, a
-driver consumes steps, and 5 % of the hosts are lost at once. The CPU time inside the two state machines is measured,
-without garbage collections. `tests.bench.connections` measures what decoding, the journal and sockets add.
+driver consumes steps, and 5 % of the hosts are lost at once. The CPU time inside the two state machines is measured
+with garbage collection disabled. `tests.bench.connections` measures what decoding, the journal and sockets add.
 
-It prints a JSON object for each phase of each size: the join of all processes, a steady run, and the loss of hosts.
+The program prints a JSON object for each phase of each size: the join of all processes, a steady run, and the loss of
+hosts.
 """
 
 from __future__ import annotations

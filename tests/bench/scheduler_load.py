@@ -72,7 +72,7 @@ IN_FLIGHT = 64
 CALL_S = 60.0
 SETTLE_S = 0.5
 SETTLE_ROUNDS = 24
-"""Number of rounds without a fall after which memory counts as settled."""
+"""Number of rounds without a decrease after which memory counts as settled."""
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 STAGES = ("rollout", "reference")
 SCALARS = {"reward": np.float32, "length": np.int32, "version_min": np.int32}
@@ -81,8 +81,8 @@ SCALARS = {"reward": np.float32, "length": np.int32, "version_min": np.int32}
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one load. `bytes_a_task` is the growth of the process's resident memory without snapshots in progress;
-    rates are per second."""
+    """Figures of one load. `bytes_a_task` is the growth of the process's resident memory per task, while no snapshot is
+    in progress; rates are per second."""
 
     tasks: int
     bytes_a_task: float
@@ -93,7 +93,7 @@ class Figures:
     longest_stall_s: float
     """Maximum seconds that a request took during the measurement."""
     restart_s: float = 0.0
-    """Seconds from the start of a process that replays the journal of all tasks until its first reply."""
+    """Seconds from the start of a process that replays the journal of all tasks to its first reply."""
 
 
 def result_of(grant: LeaseGrant, incarnation: int, chance: np.random.Generator) -> Complete:
@@ -444,8 +444,8 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
 
 
 def measure_socket(tasks: int) -> Figures:
-    """Measure the same as `measure_state` with the real process, its journal and its socket. Includes this process's
-    own work."""
+    """Measure the same as `measure_state` with the real process, its journal and its socket. The figures include the
+    work of the measuring process."""
     with tempfile.TemporaryDirectory() as folder:
         small, large = Path(folder, "small"), Path(folder, "large")
         small.mkdir()

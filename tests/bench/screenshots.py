@@ -1,6 +1,6 @@
 """`make screenshots`: trains the quickstart twice and takes the pictures for docs/web.md. It needs chromium.
 
-docs/web-curves.png     two runs over each other, zoomed charts, light
+docs/web-curves.png     two overlaid runs, zoomed charts, light
 docs/web-services.png   processes and pipeline of a live run, dark
 docs/web-timeline.png   the timeline of a live run
 docs/web-sample.png     a sample with its tokens

@@ -1,5 +1,5 @@
 """The checks of `smoke_gpu`. `python -m tests.bench.smoke_checks NAME cuda|cpu` runs one and prints its measurements as
-JSON. Each imports only what it needs, because machines with GPUs may lack parts of the environment.
+JSON. Each check imports only what it needs, because machines with GPUs may lack parts of the environment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Missing(Exception):
 
 
 def require(*modules: str) -> None:
-    """Raises Missing for modules that are not installed."""
+    """Raise Missing if one of the modules is not installed."""
     lacking = [each for each in modules if importlib.util.find_spec(each) is None]
     if lacking:
         raise Missing(f"not installed: {', '.join(lacking)}")
@@ -71,9 +71,9 @@ def versions(device: str) -> Measured:
 def attention(device: str) -> Measured:
     """Time attention and its gradient for new shapes, which ragged batches have in almost every micro-batch.
 
-    Covers causal chains and masked trees, with shared and with repeated keys, with cuDNN's kernel first and switched
-    off. Returns the median time of the first and of the second call with each shape, in ms, the peak bytes, and the
-    slowest kernel.
+    Covers causal chains and masked trees, with shared and with repeated keys, with cuDNN's kernel preferred and
+    switched off. Returns the median time of the first and of the second call with each shape, in ms, the peak bytes,
+    and the slowest kernel.
     """
     on_gpu = device.startswith("cuda")
     rows, heads, groups, dim, longest = (8, 28, 4, 128, 2048) if on_gpu else (2, 4, 2, 16, 64)
@@ -219,7 +219,7 @@ def nccl_one_rank(device: str) -> Measured:
 
 
 def megatron_one_rank(device: str) -> Measured:
-    """Update a model with Megatron on one rank. Its optimizer gathers device tensors, which gloo cannot do."""
+    """Update a model with Megatron on one rank. Megatron's optimizer gathers device tensors, which gloo cannot do."""
     require("megatron.core" if importlib.util.find_spec("megatron") else "megatron")
     from services.policy_trainer.worker.megatron.backend import MegatronBackend
 
@@ -310,7 +310,8 @@ async def _beside_a_loop(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def utilisation(device: str) -> Measured:
-    """Return MFU over rounds with new lengths, and tokens/s of a plain transformers loop over the same lengths."""
+    """Return the MFU over rounds with new lengths, and the tokens/s of a plain transformers loop over the same
+    lengths."""
     from shared.ranks.process_group import own_device
     from tests.bench.train_parts import plain_tokens_per_s
     from tests.bench.train_parts import utilisation as measure
@@ -325,7 +326,7 @@ def utilisation(device: str) -> Measured:
 
 
 def colocated_run(device: str) -> Measured:
-    """Train three steps with policy, reference and engine on one GPU. One process is killed, and the run goes on."""
+    """Train three steps with policy, reference and engine on one GPU. One process is killed, and the run continues."""
     require("zmq", "msgspec", "structlog", "pydantic", "ruamel", "cryptography")
     from shared.topology import load
 

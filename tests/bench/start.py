@@ -3,7 +3,7 @@
     python -m tests.bench.start [--turns 3]
 
 A start ends with the row of the first training step. CPU time and memory are those of all processes of the run at that
-moment. Memory is the proportional set size, which counts a page that processes share only once.
+moment. Memory is the proportional set size, which counts a page only once even if several processes share it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ WITH, WITHOUT = "with a spare", "without"
 
 @dataclass
 class Start:
-    """What a start took."""
+    """The cost of one start."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     mebibytes: float = 0.0
 
     def look(self, launcher: int, arrivals: list[Arrival]) -> None:
-        """Take the figures when the first row has arrived."""
+        """Record the figures when the first row has arrived."""
         if not arrivals or self.seconds:
             return
         self.seconds = arrivals[0].at_s

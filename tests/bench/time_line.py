@@ -2,8 +2,8 @@
 
     python -m tests.bench.time_line [--run DIR] [--seconds 6] [--svg docs/time_line.svg]
 
-Attaches to a live run, watches it for `--seconds` and prints the rows as text: the busy time of each, and how much of
-the reference's work overlapped generation or training. It asserts nothing and changes nothing.
+Attaches to a live run, watches it for `--seconds` and prints the rows as text, with the busy time of each, and how much
+of the reference's work overlapped generation or training. It asserts nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def text(spans: Sequence[Span]) -> str:
     if reference:
         total = sum(ended - began for began, ended in reference)
         lines.append(
-            f"of the reference's {total:.2f} s, {100 * common_s(reference, others) / total:.0f} % lie under them"
+            f"of the reference's {total:.2f} s, {100 * common_s(reference, others) / total:.0f} % overlap the others"
         )
     return "\n".join(lines)
 
@@ -141,9 +141,9 @@ def drawing(spans: Sequence[Span]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.time_line")
-    parser.add_argument("--run", type=Path, help="run directory; left out: the newest under runs/")
+    parser.add_argument("--run", type=Path, help="run directory; default: the newest under runs/")
     parser.add_argument("--seconds", type=float, default=6.0, help="how long to watch")
-    parser.add_argument("--svg", type=Path, help="also draw it there")
+    parser.add_argument("--svg", type=Path, help="also draw the chart to this file")
     given = parser.parse_args()
     run = RunDir.open(given.run or newest_run(Path("runs")))
     spans = asyncio.run(watch(run, given.seconds))

@@ -73,10 +73,10 @@ def small_or_qwen3(on_gpu: bool) -> Any:
 def utilisation(device: str) -> dict[str, Any]:
     """Return operations per second of forward and backward in bfloat16, and MFU where the device's peak is known.
 
-    Both are means over the rounds, whose own values are returned too, for each way to count attention (`model_flops`).
-    Every round has new lengths, like every step of a run, so a library that prepares itself for each shape does so in
-    every round. On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to 4,096 tokens; on a CPU,
-    a small trial model is used.
+    Both are means over the rounds, whose individual values are also returned, for each way of counting attention
+    (`model_flops`). Every round has new lengths, like every step of a run, so a library that prepares for each shape
+    does so in every round. On CUDA, the model has the size of Qwen3-0.6B and reads 32 sequences of 512 to 4,096 tokens;
+    on a CPU, a small trial model is used.
     """
     from transformers import AutoModelForCausalLM
 
@@ -109,9 +109,9 @@ def utilisation(device: str) -> dict[str, Any]:
 def plain_tokens_per_s(device: str, rounds: Sequence[Sequence[int]]) -> float:
     """Return tokens/s of transformers' own model and attention over padded micro-batches of the same lengths.
 
-    The model is that of `utilisation`, and a micro-batch has at most `PLAIN_MICRO_BATCH` tokens with its padding, whose
-    float32 logits need 2.5 GB with the vocabulary of Qwen3. The loss is
-    the mean log-prob of all next tokens, whose gradient costs what a policy gradient costs.
+    The model is that of `utilisation`. A micro-batch has at most `PLAIN_MICRO_BATCH` tokens, including padding; their
+    float32 logits need 2.5 GB with the vocabulary of Qwen3. The loss is the mean log-prob of all next tokens, whose
+    gradient costs as much as a policy gradient.
     """
     from transformers import AutoModelForCausalLM
 

@@ -43,7 +43,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratios(mine: Iterable[float], theirs: Iterable[float]) -> Spread:
-    """Return `mine` over `theirs` in each turn. Raises ValueError if one has more turns."""
+    """Return `mine` over `theirs` in each turn. Raises ValueError if their numbers of turns differ."""
     return spread(one / other for one, other in zip(mine, theirs, strict=True))
 
 
@@ -92,7 +92,7 @@ def heading(software: str = "") -> str:
 
 
 def order_line(sides: Iterable[str], turns: int) -> str:
-    """Describe the number and order of `by_turns`' calls, and the form of the figures."""
+    """Describe the number and order of the calls that `by_turns` makes, and how the figures are given."""
     again = "; every second turn in reverse" if turns > 1 else ""
     return (
         f"order     {turns} turn{'s' if turns > 1 else ''}: {', then '.join(sides)}{again}\n"

@@ -1,5 +1,5 @@
-"""Measures the sync of a policy version from the trainer's memory into an engine's, over a real store and messages.
-Only syncs whose canary matched are timed.
+"""Measures the sync of a policy version from the trainer's memory into an engine's, over a real store and real
+messages. Only syncs whose canary matched are timed.
 
     python -m tests.bench.weight_sync MODEL --engine transformers|vllm --dtype DTYPE --times N --threads N    as JSON
 """
@@ -60,7 +60,7 @@ class One:
 
 @dataclass
 class Measured:
-    """Syncs of `nbytes`, and the duration of a one-thread copy of as many bytes before each sync, in seconds."""
+    """Syncs of `nbytes` bytes, and the duration in seconds of a one-thread copy of as many bytes before each sync."""
 
     nbytes: int
     largest_error: float = 0.0
@@ -94,7 +94,7 @@ class Trainer:
 
     @torch.no_grad()
     def change(self) -> None:
-        """Make another version by one step of a random walk. In bfloat16 most weights stay the same."""
+        """Make a new version with one step of a random walk. In bfloat16, most weights stay the same."""
         for value in self.backend.weights().values():
             value.add_(float(self._signs.choice([-1e-4, 1e-4])))
 
@@ -116,7 +116,7 @@ class Trainer:
 
 
 def copier(nbytes: int) -> Callable[[], float]:
-    """Return a function that times a one-thread copy of `nbytes` between pages that exist already."""
+    """Return a function that times a one-thread copy of `nbytes` bytes between existing pages."""
     source, target = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
 
     def seconds() -> float:

@@ -76,7 +76,7 @@ def show(results: list[Result], wall_s: float) -> None:
     done = sum((each.done for each in results), Counter[str]())
     print("disturbances: " + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in done.most_common()))
     compared = [each.parity for each in results if each.parity is not None]
-    print(f"parity: {sum(compared)} of {len(compared)} runs that were done have the bits of the undisturbed run")
+    print(f"parity: {sum(compared)} of {len(compared)} completed runs have the bits of the undisturbed run")
     print(f"violations: {sum(len(each.violations) for each in results)}")
     for result in results:
         for violation in result.violations:

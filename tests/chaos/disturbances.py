@@ -1,6 +1,6 @@
 """Disturbances of a run: kills, stops, full disks and memory, clock jumps, damage.
 
-Each function returns a description of what it did. A later call (`Round.later`) ends a disturbance that lasts. A
+Each function returns a description of what it did. If a disturbance lasts, a later call (`Round.later`) ends it. A
 disturbance after which a run may end by design says so (`Round.may_end`), and the run is then resumed.
 """
 
@@ -46,7 +46,7 @@ class Round:
     run: Cluster
     chance: random.Random
     clock: Path
-    """File that contains the jump of the wall clock."""
+    """File that contains the number of seconds by which the wall clock jumps."""
     services: tuple[str, ...] = tuple(SERVICES)
     """Services that may be killed."""
     kills: list[tuple[str, float]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Round:
     """Whether the run is about to end, so that no other disturbance follows."""
     before_resume: Callable[[], Callable[[], None] | None] = lambda: None
     """Function that is called when every process has ended. It may return a function that undoes its damage, in case
-    the next launch refuses the damage."""
+    the next launch refuses to start because of it."""
     rewound: bool = False
     damaged: bool = False
 
@@ -203,7 +203,7 @@ def kill_the_launcher(each: Round) -> str:
 
 
 def damage_the_newest_checkpoint(each: Round) -> str:
-    """Flip a byte of the newest checkpoint, and kill the worker that would restore it. The checkpoint before, or the
+    """Flip a byte of the newest checkpoint, and kill the worker that would restore it. The previous checkpoint, or the
     initial model, is used instead.
     """
     folders = sorted(each.run.run.checkpoints.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
@@ -247,7 +247,7 @@ def delete_the_shared_memory(each: Round) -> str:
 
 
 def cut_the_journal(each: Round) -> str:
-    """Discard the end of the journal, as a power cut can do. The run returns to a state on which all files agree."""
+    """Discard the end of the journal, as a power cut may. The run returns to a state on which all files agree."""
     kill_the_launcher(each)
     _kill(each, ("scheduler",))
 

@@ -98,7 +98,7 @@ def journal_violations(journal: Path, rows: list[Record], records: list[Record],
     counts = Counter(task_id for _, _, ids in kept for task_id in json.loads(ids))
     found = [f"{task_id}: in {count} steps" for task_id, count in counts.items() if count > 1]
     if sorted(step for step, _, _ in kept) != list(range(1, steps + 1)):
-        found.append(f"the journal has the steps {sorted(step for step, _, _ in kept)} of {steps}")
+        found.append(f"the journal has steps {sorted(step for step, _, _ in kept)} of a run of {steps} steps")
     written = [int(row["step"]) for row in rows]
     if written != list(range(steps + 1)):
         found.append(f"metrics.jsonl has the rows {written}")

@@ -27,8 +27,8 @@ class Point:
     match: str = ""
     """Part of the name of an argument's type, for functions that handle messages of many types."""
     mark: str = ""
-    """File that is created when the signal is sent, so that the signal is sent only once. If the path is empty, every
-    life of the process is sent the signal.
+    """File that is created when the signal is sent, so that the signal is sent only once. If the path is empty, the
+    signal is sent to every life of the process.
     """
 
     @classmethod

@@ -1,4 +1,5 @@
-"""One round: a run is disturbed until it is done, resumed whenever a disturbance has ended it, and then checked."""
+"""One round: a run is disturbed until it is done, is resumed whenever a disturbance has ended it, and is finally
+checked."""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def unpack(data: bytes) -> list[bytes]:
 
 
 def sealed(frames: list[bytes]) -> list[bytes]:
-    """Return the frames under an envelope that describes them, so that the layers below its checksum are reached."""
+    """Return the frames under an envelope that describes them, so that the layers behind the envelope's checksum are
+    reached."""
     if len(frames) < 2 or len(frames[0]) < 4:
         return frames
     kind, has_table = _LENGTH.unpack_from(frames[0])[0], bool(frames[0][2] & 1) and len(frames) > 2
@@ -88,7 +89,7 @@ def read_message(frames: list[bytes], kind: int) -> None:
 
 
 def write_seeds(folder: Path) -> int:
-    """Write the golden vectors, a small block file and bulk messages as initial inputs. Return their number."""
+    """Write the golden vectors, small block files, bulk messages and streams as initial inputs. Return their number."""
     import json
 
     from tests.golden.vectors import INDEX, read

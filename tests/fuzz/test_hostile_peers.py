@@ -239,7 +239,7 @@ def snapshots(number: int, asker: int = 0) -> Iterator[list[bytes]]:
 
 
 async def take_snapshots(endpoint: str, role: Role, number: int) -> None:
-    """Request `count` snapshots at once."""
+    """Request `number` snapshots at once."""
     async with asking(endpoint, CLIENT_INCARNATION + 2 + role, role) as client:
         calls = [client.call(GetSnapshot(), Snapshot, deadline_s=ANSWER_S) for _ in range(number)]
         for answer in await asyncio.gather(*calls):
@@ -385,7 +385,8 @@ def test_a_service_with_few_descriptors_accepts_new_peers_however_many_strangers
 
 def test_a_connection_that_cannot_be_watched_for_lack_of_descriptors_is_closed_and_counted(server: Server) -> None:
     process = psutil.Process(server.process.pid)
-    # Until only its two listening sockets have an address, it still closes connections and so frees descriptors.
+    # While more than its two listening sockets have an address, the server is still closing connections, which frees
+    # descriptors.
     until(lambda: sum(bool(each.laddr) for each in process.net_connections("all")) == 2)
     open_ones = {int(name) for name in os.listdir(f"/proc/{server.process.pid}/fd")}
     free = next(number for number in range(len(open_ones) + 1) if number not in open_ones)
@@ -423,7 +424,7 @@ def test_a_pump_passes_on_the_beginning_of_an_oversize_message_and_continues() -
     asyncio.run(main())
 
 
-def test_quarantine_begins_at_the_limit_ends_in_time_and_slow_offenders_are_forgotten() -> None:
+def test_quarantine_begins_at_the_limit_and_expires_and_slow_offenders_are_forgotten() -> None:
     offenders = Offenders()
     bad, good = (0, Role.SERVICE, b"bad"), (1, Role.SERVICE, b"bad")
     assert [offenders.strike(bad, 0.0) for _ in range(STRIKES)] == [False] * (STRIKES - 1) + [True]

@@ -50,7 +50,7 @@ PROCESSES = (
     "policy-trainer-worker/1", "supervisor",
 )  # fmt: skip
 ORDERS = (FinishRun, StopRun, RestartService, DrainService, ScaleService, KillInstance, GetWorkerState)
-"""Requests that are left out because they are granted to any peer with a service's key, and end processes or replace a
+"""Requests that are left out because any peer with a service's key may send them and they end processes or replace a
 driver."""
 SILENT = 40
 LIFE = 4711
@@ -59,7 +59,7 @@ ANSWER_S = 30.0
 
 @dataclass(frozen=True)
 class Attack:
-    """The attack on these processes. `requests` is the number of rounds of well-formed messages, and `flood` the number
+    """An attack on `processes`. `requests` is the number of rounds of well-formed messages, and `flood` is the number
     of unread answers."""
 
     processes: tuple[str, ...]
@@ -126,7 +126,8 @@ def answer_of(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def replay_an_id_and_name_an_unknown_type(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
-    """Check that a repeated request gets the same answer, and that another request under its id gets a conflict."""
+    """Check that a repeated request gets the same answer, and that a different request under its id is refused as a
+    conflict."""
     with dealer(context, endpoint) as peer:
         answers = []
         for body in (Ping(), Ping(), GetInventory(cursor=3)):

@@ -30,7 +30,7 @@ LOOSE = Limits(body_bytes=8 << 20, frames=64, frame_bytes=1 << 20, total_bytes=8
 
 
 def attempt(frames: list[bytes], limits: Limits = LOOSE) -> codec.Decoded | None:
-    """Decode the frames. Return None for WireError; any other error fails the test. A decoded message must encode
+    """Decode the frames. Return None for WireError; any other error fails the test. A decoded message must be encodable
     again."""
     try:
         decoded = codec.decode(frames, limits)

@@ -104,7 +104,7 @@ ROUTES = {
     "Telemetry": ("every service", "monitor (mailbox, one way)"),
     "Update": ("monitor", "subscribers (PUB, one way)"),
 }
-"""Senders and receivers by request or one-way message. Replies take the opposite direction."""
+"""Senders and receivers by request or one-way message. Replies travel in the opposite direction."""
 
 MODULES = {
     common: "Every process",
@@ -136,7 +136,7 @@ SHARED = {
     "step": "number of the training step",
     "seconds": "duration of the call on the worker",
 }
-"""Meanings by field, for classes that do not define their own."""
+"""Meanings by field, for classes that do not state them."""
 
 VALUES = {
     tasks.Outcome: "Values of `TaskResult.outcome`",
@@ -145,7 +145,7 @@ VALUES = {
     process.WaitKind: "Values of `WaitRow.kind`",
     registration.TroubleKind: "Values of `Trouble.kind`",
 }
-"""Uses by closed list of values."""
+"""What each closed list of values is used for."""
 
 WIDTH = 120
 _NAMES = {str: "str", int: "int", float: "float", bool: "bool", type(None): "nil"}
@@ -167,7 +167,7 @@ def type_name(hint: Any) -> str:
 
 @cache
 def _notes(cls: type[Any]) -> dict[str, str]:
-    """Return the docstring below, or the comment beside, each field that the class itself declares."""
+    """Return, for each field that the class itself declares, the docstring below it or the comment beside it."""
     source = textwrap.dedent(inspect.getsource(cls))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {
@@ -189,7 +189,7 @@ def _notes(cls: type[Any]) -> dict[str, str]:
 
 
 def meaning(cls: type[Any], field: str) -> str:
-    """Return the meaning of a field. Raises LookupError if neither the class nor `SHARED` gives one."""
+    """Return the meaning of a field. Raises LookupError if neither the class nor `SHARED` states it."""
     for each in cls.__mro__:
         if field in inspect.get_annotations(each):
             text = _notes(each).get(field) or SHARED.get(field)
@@ -246,7 +246,7 @@ def _described(cls: type[msgspec.Struct]) -> list[str]:
 
 def _route(cls: type[Message]) -> tuple[str, str]:
     if cls.__name__ not in ROUTES:
-        raise LookupError(f"{cls.__name__}: add who sends it to whom to ROUTES in tests/golden/catalogue.py")
+        raise LookupError(f"{cls.__name__}: name its sender and its receiver in ROUTES of tests/golden/catalogue.py")
     return ROUTES[cls.__name__]
 
 
@@ -315,7 +315,7 @@ def catalogue() -> str:
 
 
 def split_spec() -> tuple[str, str, str]:
-    """Return SPEC.md before, inside and after the catalogue's markers."""
+    """Return the parts of SPEC.md before, between and after the catalogue's markers."""
     before, rest = SPEC.read_text().split(BEGIN)
     inside, after = rest.split(END)
     return before, inside, after

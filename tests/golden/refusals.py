@@ -72,7 +72,7 @@ def refusals() -> list[Refusal]:
     return [
         Refusal("no_body", "an envelope without a body frame", [head], bad),
         Refusal("length", "an envelope of 63 bytes", [head[:63], body], None),
-        Refusal("magic", "another magic", _changed(0, b"RLBX"), None),
+        Refusal("magic", "a wrong magic", _changed(0, b"RLBX"), None),
         Refusal("major", "major version 2", _changed(4, b"\x02"), None),
         Refusal("checksum", "a checksum that does not match", [head[:63] + bytes([head[63] ^ 1]), body], None),
         Refusal("flags", "flag 8, which this minor version does not define", _changed(8, b"\x08"), None),

@@ -16,7 +16,7 @@ ENVELOPE, HEADER, ROW = "<4sBBHHHIQQIIIIQ", "<4sHHIIIIIIQQQ", "<IBBHQQQ"  # The 
 CODE = {"float32": 12, "int32": 7, "int64": 9, "uint8": 2}  # Section 5 lists all codes.
 
 
-class Peer:  # A peer sends one request at a time, again under its id until it is answered (8).
+class Peer:  # A peer sends one request at a time, and repeats it under its id until it is answered (8).
     def __init__(self, endpoint, socket=None):
         self.socket = socket or zmq.Context.instance().socket(zmq.DEALER)
         self.socket.linger = 0

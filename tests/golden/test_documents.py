@@ -16,7 +16,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "proto" 
 README_WORDS = 1200
 PRODUCT = ("services", "shared")
 PATHS = "scheduler|weights|cluster|monitor"
-"""First parts of topics that consist of several parts."""
+"""Alternatives for the first part of topics that consist of several parts."""
 
 
 def name(path: Path) -> str:

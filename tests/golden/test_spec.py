@@ -42,7 +42,7 @@ def seconds(duration: float) -> str:
 
 
 def socket_seconds(option: int) -> str:
-    """Return in seconds a socket option that peers set in milliseconds."""
+    """Return the value in seconds of a socket option that peers set in milliseconds."""
     with zmq.Context() as context, transport.open_socket(context, zmq.DEALER) as socket:
         return seconds(float(str(socket.getsockopt(option))) / 1000)
 
@@ -219,7 +219,7 @@ def test_limits_of_block_files_match_the_code() -> None:
     bounds = (blockfile.MAX_TASKS, blockfile.MAX_ROWS, blockfile.MAX_FILE_BYTES, blockfile.MAX_NAMES_BYTES)
     powers = [bound.bit_length() - 1 for bound in bounds]
     assert (
-        f"2^{powers[0]} tasks, 2^{powers[1]} rows, 2^{powers[2]} bytes of file, 2^{powers[3]} bytes of names"
+        f"2^{powers[0]} tasks, 2^{powers[1]} rows, 2^{powers[2]} bytes in all, and 2^{powers[3]} bytes of names"
         in prose(9)
     )
 

@@ -39,7 +39,7 @@ LINES = 100
 
 
 def stranger(program: str, *arguments: str) -> None:
-    """Run a program from this folder, with another working directory and without this process's environment (-I)."""
+    """Run a program from this folder in a different working directory and without this process's environment (-I)."""
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); sys.argv = {[program, *arguments]!r}; "
         f"runpy.run_path({str(FOLDER / program)!r}, run_name='__main__')"
@@ -62,7 +62,7 @@ class Exchange:
     streamed: Array
     """Log-probs of the reference as the stranger read them."""
     done: int
-    """Number of samples of that task in the scheduler's journal, according to the lease of the reference."""
+    """Number of samples of that task in the scheduler's journal, according to the reference's lease."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_the_stranger_maps_a_shard_that_our_reference_put(exchange: Exchange) ->
     np.testing.assert_array_equal(exchange.mapped, exchange.put_by_ours)
 
 
-def test_the_stranger_of_another_host_streams_a_shard_that_our_reference_put(exchange: Exchange) -> None:
+def test_the_stranger_on_another_host_streams_a_shard_that_our_reference_put(exchange: Exchange) -> None:
     np.testing.assert_array_equal(exchange.streamed, exchange.put_by_ours)
 
 

@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
 HEAD = """# Topology keys
 
 The keys of a topology with their defaults. `<name>` stands for a name of your choice, and `[]` for the items of a list.
-[configuration.md](configuration.md) says what has run. This page is written from
+[configuration.md](configuration.md) lists what has run. This page is written from
 [shared/topology/](../shared/topology) by `python -m tests.golden.topology_keys`.
 """
 
@@ -46,7 +46,7 @@ def values_of(hint: Any) -> list[str]:
 
 
 def default_of(field: FieldInfo) -> str:
-    """Return the default of a field as a topology would write it. The string is empty if there is no default or the
+    """Return the default of a field, written as in a topology. The string is empty if there is no default or the
     description states it."""
     if field.is_required():
         return "*required*"
@@ -63,7 +63,8 @@ def default_of(field: FieldInfo) -> str:
 
 
 def refused(key: str) -> str:
-    """Return a sentence that says so if this version refuses the key or some of its values, else an empty string."""
+    """If this version refuses the key or some of its values, return a sentence that says so; otherwise return an empty
+    string."""
     found = [each for each in UNSUPPORTED if fnmatch(key, each.path) or key.startswith(f"{each.path}.")]
     return "".join(f". *Not available in this version; use {each.use}.*" for each in found)
 

@@ -11,7 +11,7 @@ from proto import dtypes
 from proto.tensors import Array
 
 EXACT = 2**53
-"""Largest integer below which all integers are exact in a float 64."""
+"""Largest integer up to which all integers are exact in a float64."""
 
 
 def plain(value: Any) -> Any:

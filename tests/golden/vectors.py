@@ -1,6 +1,6 @@
 """Makes the golden byte vectors in proto/golden/: `python -m tests.golden.vectors`.
 
-Vectors change only together with the version of the protocol, so do not run this to hide a change of the wire format.
+Vectors change only together with the version of the protocol, so do not run this to hide a change to the wire format.
 Each vector is a file with the frames of one message, one after the other, and an entry in index.json with the sizes of
 the frames and all values in plain JSON, so that another implementation can check itself without this code. Block files
 have their values in files.json; refused.json has messages that a mailbox refuses.
@@ -58,7 +58,7 @@ SMALL_FRAMES = Limits(body_bytes=1 << 10, frames=8, frame_bytes=16, total_bytes=
 
 @dataclass(frozen=True)
 class Vector:
-    """A message with its header and limits."""
+    """A message, with the fields of its header and its limits."""
 
     name: str
     purpose: str

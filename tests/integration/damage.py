@@ -1,4 +1,4 @@
-"""Flips bytes of shards at rest, in the files of a store. Asserts nothing."""
+"""Flips bits of shards at rest, in the files of a store. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proto.ids import revised_name
 
 
 def flip(file: Path, offset: int) -> None:
-    """Flip one bit of a file that other processes may have mapped, without a new inode."""
+    """Flip one bit of a file in place, because other processes may have mapped the file."""
     with file.open("r+b") as stream:
         stream.seek(offset)
         byte = stream.read(1)[0]
@@ -21,7 +21,7 @@ def flip(file: Path, offset: int) -> None:
 
 
 def shards(folder: Path) -> Iterator[tuple[Path, str, str, int]]:
-    """Yield file, task id, key without its revision, and offset of each shard with bytes in the sealed files."""
+    """Yield the file, task id, key (without its revision) and offset of each non-empty shard in the sealed files."""
     for file, table in _tables(folder):
         for index, task_id in enumerate(table.task_ids):
             for shard in table.shards(index):
@@ -30,7 +30,7 @@ def shards(folder: Path) -> Iterator[tuple[Path, str, str, int]]:
 
 
 def fenced_keys(folder: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield task id, fence and key without its revision of each shard in the sealed files."""
+    """Yield the task id, fence and key (without its revision) of each shard in the sealed files."""
     for _, table in _tables(folder):
         for index, (task_id, fence) in enumerate(zip(table.task_ids, table.fences, strict=True)):
             for shard in table.shards(index):

@@ -18,7 +18,7 @@ def cut(journal: Path, chance: random.Random, least: float = 0.0, most: float = 
     """Cut the log of a journal that no process has open. Of the frames that are not yet copied into the database, a
     share between `least` and `most` is removed.
 
-    Return False, without any change, if all frames are copied.
+    If all frames have been copied, change nothing and return False.
     """
     log, frames, copied, frame_bytes = _frames(journal)
     if frames <= copied:

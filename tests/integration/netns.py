@@ -1,4 +1,4 @@
-"""Two network namespaces joined by one link, which tests use as two hosts."""
+"""Two network namespaces that tests use as two hosts. One link joins them."""
 
 from __future__ import annotations
 

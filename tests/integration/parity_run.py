@@ -31,7 +31,7 @@ SMALL = (
 )
 """Settings with four blocks and two updates per step, and all kinds of shards."""
 _LIVE = ("time/", "throughput/", "store/", "gc/", "sync/sent")
-"""Metrics that depend on time, the machine and the route of the weights; all others depend on the training."""
+"""Metrics that depend on time, the machine and the route of the weights; all others depend only on the training."""
 LIMIT_S = 400.0
 
 
@@ -84,10 +84,10 @@ def damage(run: Cluster, key: str, wanted: Callable[[str], bool]) -> str:
 
 
 def unread(run: Cluster) -> Callable[[str], bool]:
-    """Return a test of whether a task is scored and not in any step yet.
+    """Return a predicate that is true for tasks that have been scored and are not in any step yet.
 
-    A worker that is stopped meanwhile has not read the shards of such a task, and the reference has finished with them:
-    bits that flip after a process has verified a shard, and before the process has used it, are not found.
+    A worker that is stopped meanwhile has not read the shards of such a task, and the reference has finished with them.
+    No process is therefore between verifying and using a shard, where a flipped bit would not be detected.
     """
     journaled = {task_id for _, names in run.journaled_steps().values() for task_id in names}
     fences: dict[str, dict[str, int]] = {"token_ids": {}, "ref_logprobs": {}}
@@ -104,7 +104,7 @@ def losses(run: Cluster) -> int:
 
 
 def forks(run: Cluster) -> Counter[str]:
-    """Return the number of processes that were forks of a spare, by service."""
+    """Return, for each service, the number of its processes that were forks of a spare."""
     log = [json.loads(line) for line in run.run.log_file("supervisor", 0).read_text().splitlines()]
     return Counter(line["name"].partition("/")[0] for line in log if line["event"] == "spare forked")
 

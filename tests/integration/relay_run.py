@@ -95,8 +95,8 @@ class RelayRun:
             return await client.call(Hold(task=version, origin=STORE), Held, deadline_s=WITHIN_S)
 
     async def take(self, host: int, version: PutTask = VERSION) -> tuple[dict[str, Array], float]:
-        """Take a version from the store of a host as its rollouts do. Return the version and how long the fetch took,
-        in seconds.
+        """Fetch a version from the store of a host as its rollouts do. Return the version and the seconds until that
+        store had it.
         """
         began = time.monotonic()
         async with peer_of(self.run_of(host), host) as peer:
@@ -123,7 +123,7 @@ class RelayRun:
             await self.told(host, [service_name("batch-store", each) for each in reversed(hosts) if each < host][:2])
 
     async def told(self, host: int, expected: list[str]) -> None:
-        """Wait until the scheduler has told a store these predecessors."""
+        """Wait until the scheduler has told the store of a host that these are its predecessors."""
         async with asyncio.timeout(WITHIN_S):
             while _told(self.log_of(host)) != expected:
                 await asyncio.sleep(0.05)

@@ -64,7 +64,7 @@ def make_run(
 
 @dataclass
 class StoreProcess:
-    """Start, kill and restart one instance of the store of `run`."""
+    """One instance of the store of `run`, which a test starts, kills and restarts."""
 
     run: RunDir
     process: subprocess.Popen[bytes] | None = None

@@ -56,7 +56,7 @@ GROUP = 4
 TASKS_PER_STEP = 4
 PROMPT, NEW = 1000, 1000
 SAMPLE_TOKENS = PROMPT + NEW
-"""Tokens per sample, the most that the topology allows, which is the worst case."""
+"""Tokens per sample: the maximum that the topology allows."""
 CANARY = Canary(token_ids=np.zeros(2, np.int32), logprobs=np.zeros(1, np.float32), tolerance=1e-4)
 TOPOLOGY = """\
 run: {{name: room, steps: {steps}, seed: 7}}
@@ -162,7 +162,7 @@ class Actor:
     instance: int = 0
     life: int = field(default_factory=new_incarnation)
     store: str = STORE
-    """Store of the actor's host, which receives its puts."""
+    """Store of the actor's host, which receives the actor's puts."""
     spread: bool = False
     """Whether the rewards of a group differ; otherwise they are all 1."""
 
@@ -203,7 +203,7 @@ class Actor:
         return grant
 
     async def make(self, grant: LeaseGrant) -> list[TaskResult]:
-        """Put the stage's shards for every task of the grant."""
+        """Put the stage's shards for every task of the grant, and return the results of the tasks."""
         if grant.stage == "rollout":
             made = [rollout_shards(task) for task in grant.batch.tasks]
         else:
@@ -262,7 +262,7 @@ class Actor:
 
 
 class DriverActor(Actor):
-    """A driver that steps without a trainer."""
+    """A driver that commits steps without a trainer."""
 
     async def begin(self) -> RunInfo:
         info: RunInfo = await self.ask(GetRunInfo(driver=self.life), RunInfo)
@@ -290,7 +290,7 @@ class DriverActor(Actor):
         """Read the whole batch, put proximal log-probs, commit the step and publish a version."""
         batch: StepBatch = await self.ask(NextBatch(driver=self.life, step=step), StepBatch)
         found = await self.data.fetch(batch.batch, ["token_ids", "ref_logprobs"], deadline_s=PUT_S)
-        # The previous driver died after its forward pass, so the step is replayed.
+        # The step is replayed, as after the death of a driver (incarnation 0) that had made its forward pass.
         for life in (0, self.life):
             await self.put_prox(batch, [len(each["token_ids"]) for each in found], life)
         await self.ask(CommitStep(driver=self.life, step=step, metrics={}), Ack)

@@ -13,8 +13,8 @@ from tests.integration.whole_cluster import Cluster
 
 
 class TokenVersions:
-    """Token versions of a run. `of[task_id, fence]` has the versions of the sampled tokens of every task ever put, one
-    array per sequence."""
+    """Token versions of a run. For every task ever put, `of[task_id, fence]` lists the versions of its sampled tokens,
+    with one array per sequence."""
 
     def __init__(self, run: Cluster) -> None:
         self._run = run

@@ -78,7 +78,7 @@ class Cluster:
         return status_of(self.path)
 
     def pid(self, service: str) -> int | None:
-        """Return the pid of instance 0 of a service, or None unless it is READY."""
+        """Return the pid of instance 0 of a service, or None if it is not READY."""
         for row in self.status().get("services", []):
             if row["service"] == service and row["state"] == "READY":
                 return int(row["pid"])
@@ -100,14 +100,14 @@ class Cluster:
 
 
 def first_matrix(file: Path) -> tuple[int, Array]:
-    """Return offset and values of the first two-dimensional parameter in a file of weights."""
+    """Return the offset and the values of the first two-dimensional parameter in a file of weights."""
     data = file.read_bytes()
     shard = next(each for each in blockfile.parse(data, len(data)).shards(0) if len(each.shape) == 2)
     return shard.offset, np.frombuffer(data, np.float32, shard.nbytes // 4, shard.offset).copy()
 
 
 def overwrite(file: Path, offset: int, values: Array) -> None:
-    """Write `values` into a file that other processes have mapped, without a new inode."""
+    """Write `values` in place, keeping the inode, into a file that other processes have mapped."""
     with file.open("r+b") as stream:
         stream.seek(offset)
         stream.write(values.tobytes())
@@ -125,7 +125,7 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Run `topology`, or resume the run in `folder`; kill all remaining processes at the end.
 
-    `launcher` is the module that launches it, and `environment` is added to this process's variables.
+    `launcher` is the module that launches the run, and `environment` is added to the variables of this process.
     """
     path = folder / "run"
     path.mkdir(parents=True, exist_ok=resume)

@@ -1,8 +1,8 @@
 """Applies each listed defect to a copy of the tree and runs the test that must find it.
 
-`python -m tests.mutants [WORD...]` runs only those whose name or file contains one of the words. The exit status is 1
-when a mutant survives, does not apply, or has a test that fails without the mutation. JOBS copies of the working tree
-are used concurrently; the tree itself is never changed.
+`python -m tests.mutants [WORD...]` applies only defects whose name or file contains one of the words. The exit status
+is 1 when a mutant survives, does not apply, or has a test that fails without the mutation. JOBS copies of the working
+tree are used concurrently; the tree itself is never changed.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def write(path: Path, text: str) -> None:
 
 
 def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Return exit status and output of pytest for these tests of a tree."""
+    """Return the exit status and the output of pytest for these tests in a tree."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-rN", "-p", "no:cacheprovider"]
     command += [f"--timeout={LIMIT_S}", "--hypothesis-profile=mutants"]
-    # The CI profile gives the same examples in each run; a test that cannot run here fails without the mutation, too.
+    # The profile gives the same examples in each run. With CI set, a test that cannot run here fails instead of being
+    # skipped, so it also fails without the mutation.
     done = subprocess.run(
         [*command, *tests],
         cwd=tree,
@@ -101,7 +102,7 @@ def judge(tree: Path, mutation: Mutation) -> tuple[bool, str]:
 def main(words: Sequence[str]) -> int:
     chosen = [each for each in MUTATIONS if not words or any(word in f"{each.name} {each.file}" for word in words)]
     if not chosen:
-        print(f"no mutation is named like {' or '.join(words)}", file=sys.stderr)
+        print(f"no mutation has a name or file that contains {' or '.join(words)}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="rlbus-mutants-") as folder, ThreadPoolExecutor(JOBS) as pool:
         trees: SimpleQueue[Path] = SimpleQueue()

@@ -9,7 +9,7 @@ SCHEDULER = "services/scheduler/state.py"
 LARGE = "tests/unit/scheduler/test_large_runs.py"
 STORES = "tests/unit/scheduler/test_stores.py"
 PLACES = "tests/property/test_host_book.py::test_every_process_has_exactly_one_place_whatever_happens_to_the_hosts"
-RETURNS = "tests/unit/launch/test_host_book.py::test_a_host_that_returns_runs_processes_that_found_no_other_place"
+RETURNS = "tests/unit/launch/test_host_book.py::test_a_returning_host_runs_processes_that_found_no_other_place"
 
 HOSTS = [
     Mutation(
@@ -48,7 +48,7 @@ HOSTS = [
         f"{STORES}::test_the_leases_of_a_lost_process_are_given_up_although_a_store_of_its_host_is_alive",
     ),
     Mutation(
-        "a store of a lost host is taken again when it is heard again",
+        "a store of a lost host is accepted again when it is heard from again",
         SCHEDULER,
         "if request.incarnation in self._lost_lives:",
         "if request.incarnation in self._lost_lives and request.service != STORE:",
@@ -63,7 +63,7 @@ HOSTS = [
         PLACES,
     ),
     Mutation(
-        "a process gets GPUs of another process",
+        "a process is given the GPUs of another process",
         BOOK,
         "if place.unit is not unit",
         "if place.unit is unit",
@@ -119,7 +119,7 @@ HOSTS = [
         "launch/supervisor/state.py",
         "if self._hosts and DRAIN_ORDER[index] in LAST:",
         "if self._hosts and index > len(DRAIN_ORDER):",
-        "tests/unit/launch/test_supervisor_hosts.py::test_processes_that_other_hosts_connect_to_run_until_these_hosts_have_ended",
+        "tests/unit/launch/test_supervisor_hosts.py::test_processes_to_which_other_hosts_connect_run_until_those_hosts_have_ended",
     ),
     Mutation(
         "a damaged chunk of a version is passed on",
@@ -136,7 +136,7 @@ HOSTS = [
         f"{STORES}::test_a_version_is_cleared_with_its_copies",
     ),
     Mutation(
-        "stores are told to take weights from silent ones",
+        "stores are told to copy weights from silent stores",
         SCHEDULER,
         "self._now - seen.at < ABSENT_S",
         "self._now - seen.at < GONE_S",
@@ -150,7 +150,7 @@ HOSTS = [
         f"{STORES}::test_log_probs_of_ranks_on_two_hosts_count_in_the_stores_of_both",
     ),
     Mutation(
-        "ranks take turns on the hosts",
+        "ranks alternate between hosts",
         "shared/topology/schema.py",
         "blocks = [copy * spread + rank * spread // ranks for",
         "blocks = [copy * spread + rank % spread for",
@@ -158,14 +158,14 @@ HOSTS = [
         "test_copies_alternate_between_hosts_and_ranks_of_one_copy_are_divided_in_blocks",
     ),
     Mutation(
-        "tensor parallel ranks are on two hosts",
+        "tensor-parallel ranks are on two hosts",
         "shared/topology/split_checks.py",
         "if ranks % hosts or each % close:",
         "if ranks % hosts:",
         "tests/unit/shared/topology/test_refusals.py::test_hosts_that_cannot_run_their_services_are_refused",
     ),
     Mutation(
-        "the access that agents wait for stays when the run is over",
+        "the access file that agents wait for remains when the run is over",
         "launch/cluster.py",
         "                stack.callback(access.unlink, missing_ok=True)\n",
         "",

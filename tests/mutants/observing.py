@@ -17,7 +17,7 @@ OBSERVING = [
         f"{VIEW}::test_curves_replace_the_points_that_the_run_takes_back",
     ),
     Mutation(
-        "a silent process counts as well",
+        "a silent process is shown as healthy",
         "shared/view/services.py",
         "silent_s > SILENT_S:",
         "silent_s < 0:",

@@ -71,18 +71,18 @@ ROLLOUT = [
         f"{WEIGHTS}::test_an_engine_loads_newer_versions_and_the_exact_one_that_is_requested",
     ),
     Mutation(
-        "an update of parameters that the engine does not have is set",
+        "an update with parameters that the engine does not have is accepted",
         "services/rollout/engines/weights.py",
         "if missing or unexpected:",
         "if False:",
         f"{WEIGHTS}::test_missing_and_unexpected_parameters_are_reported_and_no_weight_changes",
     ),
     Mutation(
-        "a parameter of another type or shape is set",
+        "a parameter of a different type or shape is accepted",
         "services/rollout/engines/weights.py",
         "if tensors[name].dtype != dtype or tensors[name].shape != shape:",
         "if False:",
-        f"{WEIGHTS}::test_a_parameter_of_another_shape_is_reported",
+        f"{WEIGHTS}::test_a_parameter_of_the_wrong_shape_is_reported",
     ),
     Mutation(
         "a token of unverified weights gets a version",

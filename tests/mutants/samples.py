@@ -21,7 +21,7 @@ SAMPLES = [
         f"{DUE}::test_a_filtered_task_is_cleared_only_after_the_recorder_has_taken_it",
     ),
     Mutation(
-        "a recorder that is away is waited for",
+        "the scheduler waits for a recorder that is away",
         STATE,
         "if silent or self._now - self._held_since[key] > HOLD_S]",
         "if False]",

@@ -26,7 +26,7 @@ STATE = "services/scheduler/state.py"
 
 SCHEDULER = [
     Mutation(
-        "a completion is accepted from another holder: its lease does not hold the task",
+        "a completion is accepted under a lease that does not hold the task",
         COMPLETING,
         "lease is None or task.lease != lease.lease_id or lease.stage",
         "lease is None or lease.stage",
@@ -117,7 +117,7 @@ SCHEDULER = [
         f"{ADMITTED}::test_a_lease_names_the_oldest_version_with_which_its_step_may_be_sampled",
     ),
     Mutation(
-        "consume completion trains on tokens that are older than staleness allows",
+        "`consume: completion` trains on tokens that are older than staleness allows",
         "services/scheduler/staleness.py",
         "if staleness <= run.plan.staleness:",
         "if staleness <= run.plan.staleness + 1:",
@@ -145,7 +145,7 @@ SCHEDULER = [
         f"{STEPS}::test_a_repeated_commit_is_carried_out_only_once",
     ),
     Mutation(
-        "a step that is requested again gets other tasks",
+        "a step that is requested again gets different tasks",
         STEPPING,
         "if step > run.batched_step:\n        if step",
         "if step >= run.batched_step:\n        if step",
@@ -274,7 +274,7 @@ SCHEDULER = [
         f"{LOSS}::test_a_trainer_that_needs_the_lost_shard_for_a_replay_returns_to_its_checkpoint",
     ),
     Mutation(
-        "a snapshot shows a change that came after its beginning",
+        "a snapshot shows a change that was made after the snapshot began",
         "services/scheduler/tasks.py",
         "if self._copies is not None and task not in self._copies:",
         "if False:",
@@ -365,6 +365,6 @@ SCHEDULER = [
         "services/scheduler/store_loss.py",
         "step = min(max(run.checkpoint_step, 0), event.agreed)",
         "step = max(run.checkpoint_step, 0)",
-        f"{LOST_END}::test_steps_whose_rows_are_of_another_history_are_also_taken_back",
+        f"{LOST_END}::test_steps_whose_rows_are_from_another_history_are_also_taken_back",
     ),
 ]

@@ -19,7 +19,7 @@ _ALSO = frozenset(
         "a retried lease request is given a second lease",
         "admission goes one step further than staleness allows",
         "a task may be sampled with a version that is one step too old",
-        "a step that is requested again gets other tasks",
+        "a step that is requested again gets different tasks",
         "tasks are collected before the oldest kept checkpoint covers them",
         "reconciliation clears leased or accepted shards",
         "a change of the state is not journaled",

@@ -97,7 +97,7 @@ STORE = [
         PROPERTY,
     ),
     Mutation(
-        "other bytes under a known fence are sealed",
+        "different bytes under a known fence are sealed",
         STATE,
         "if mine.get(key, digest) != digest:",
         "if False:",
@@ -150,7 +150,7 @@ STORE = [
         "shared/dataplane/stream_arrival.py",
         "            self._check_content(table)\n",
         "",
-        f"{WIRE}::test_stream_of_other_shards_than_requested_is_refused",
+        f"{WIRE}::test_stream_of_shards_other_than_those_requested_is_refused",
     ),
     Mutation(
         "nonces are reused: a connection's counter does not advance",

@@ -166,7 +166,7 @@ TRAINER = [
         "shared/checkpoint_files.py",
         "if found[name] != expected.get(name):",
         "if False:",
-        f"{STATE}::test_a_damaged_checkpoint_is_refused_in_one_line",
+        f"{STATE}::test_a_damaged_checkpoint_is_refused_with_a_one_line_error",
     ),
     Mutation(
         "of equally good checkpoints the last one is the best",

@@ -41,7 +41,7 @@ VIEWS = [
         f"{PLOT}::test_a_long_run_keeps_its_peaks_and_makes_a_small_picture",
     ),
     Mutation(
-        "the spans of a lease hang on the task",
+        "the spans of a lease are children of the task's span",
         "services/exporter/spans.py",
         "yield TraceSpan(trace, self._leaf(trace, interval), lease, interval.what, interval, task_id)",
         "yield TraceSpan(trace, self._leaf(trace, interval), root, interval.what, interval, task_id)",
@@ -59,7 +59,7 @@ VIEWS = [
         "services/exporter/perfetto.py",
         "self._path, self._half = folder / FILE, limit_bytes // 2",
         "self._path, self._half = folder / FILE, limit_bytes",
-        f"{PERFETTO}::test_the_file_is_valid_after_every_write_and_keeps_its_limit",
+        f"{PERFETTO}::test_the_file_is_valid_after_every_write_and_stays_within_its_limit",
     ),
     Mutation(
         "names chosen by users make any number of series",

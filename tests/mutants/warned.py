@@ -18,7 +18,7 @@ WARNED = [
         f"{TOLD}::test_an_episode_ends_only_after_consecutive_rows_without_the_condition",
     ),
     Mutation(
-        "a restarted monitor tells the warnings about rows again",
+        "a restarted monitor repeats the warnings about rows",
         WATCH,
         "again = kind in OF_ROWS and any(each > step - ROWS_OVER for each in before)",
         "again = False",
@@ -39,7 +39,7 @@ WARNED = [
         f"{TOLD}::test_a_kind_that_is_turned_off_is_not_reported",
     ),
     Mutation(
-        "texts of users are shown as they are",
+        "user text is shown unchanged",
         WATCH,
         'return "".join(each if each.isprintable() else "?" for each in line)',
         "return line",
@@ -53,7 +53,7 @@ WARNED = [
         f"{TOLD}::test_a_value_that_fluctuates_around_its_bound_is_reported_once",
     ),
     Mutation(
-        "rows that were taken back are noticed by the size of the file only",
+        "rows that were taken back are noticed only by the size of the file",
         "shared/followed_file.py",
         "restarted = self._was_cut(descriptor) and self._restart()",
         "restarted = os.fstat(descriptor).st_size < self._position and self._restart()",

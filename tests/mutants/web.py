@@ -38,14 +38,14 @@ WEB = [
         f"{HISTORY}::test_a_file_that_no_longer_has_its_last_read_line_is_read_again",
     ),
     Mutation(
-        "samples are read outside the samples of the run",
+        "files outside the run's samples are read",
         "services/web/samples.py",
         "if split not in reader.splits(run):",
         "if False:",
         "tests/unit/web/test_samples.py::test_a_split_that_names_a_path_outside_the_samples_is_not_read",
     ),
     Mutation(
-        "a browser that takes nothing keeps its place",
+        "a browser that reads nothing stays connected",
         "services/web/live_parts.py",
         "async with asyncio.timeout(SEND_S):",
         "async with asyncio.timeout(None):",

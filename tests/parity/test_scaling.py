@@ -32,7 +32,7 @@ do."""
 LARGE = 1e4
 TRAINING = {"clip_norm": 0.05, "lr": 1e-3}
 MAX_TOKENS = 60
-"""Maximum tokens of a micro-batch, small enough to give several micro-batches, so that accumulated gradients are
+"""Maximum tokens in a micro-batch, small enough to give several micro-batches, so that accumulated gradients are
 scaled, too.
 """
 

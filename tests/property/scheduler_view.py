@@ -47,7 +47,7 @@ def could_train(run: RunState, request: LeaseRequest) -> bool:
 
 
 def replayed(plan: Plan, events: Iterable[Durable]) -> tuple[Scheduler, dict[int, dict[str, float]], set[str]]:
-    """Return a machine after `events`, the metrics rows by step that they leave, and the tasks that they drop."""
+    """Return a machine after `events`, the metrics rows by step that result from them, and the tasks that they drop."""
     machine = Scheduler(plan, lease_s=5.0, incarnation=2)
     rows: dict[int, dict[str, float]] = {}
     dropped: set[str] = set()

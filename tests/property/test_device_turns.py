@@ -73,7 +73,7 @@ class Process:
 
 
 class World:
-    """The turns, the processes and a supervisor. Messages take any time, and the scheduler may restart."""
+    """The turns, the processes and a supervisor. A message may take any time, and the scheduler may restart."""
 
     def __init__(self, seed: int, services: dict[str, int]) -> None:
         self.chance = random.Random(seed)
@@ -155,7 +155,7 @@ class World:
                 case KillProcess():
                     process = self.processes[effect.holder]
                     if process.life == effect.incarnation:
-                        assert process.hung or not self.fair, f"{effect.holder} got further: {effect.cause}"
+                        assert process.hung or not self.fair, f"{effect.holder} was making progress: {effect.cause}"
                         self.killed += 1
                         self.die(process)
                     self.turns.gone(effect.holder, effect.incarnation)
@@ -352,7 +352,7 @@ def test_a_ledger_refuses_exactly_the_forbidden_pairs(parts: list[str]) -> None:
 
 
 class Desk:
-    """A desk that sends individual reports, for conditions that must hold in one exact situation."""
+    """Device turns that receive individual reports, for conditions that must hold in one exact situation."""
 
     def __init__(self, *holders: Holder) -> None:
         self.turns = DeviceTurns(dict.fromkeys(holders, LIMIT_S))

@@ -1,5 +1,5 @@
 """Evaluations and training share the engines. For any number of evaluations and any speed of the trainer, generation
-for training continues, the evaluation ends, and engines seldom switch between versions."""
+for training continues, every evaluation ends, and engines seldom switch between versions."""
 
 from __future__ import annotations
 

@@ -119,9 +119,9 @@ class Writing:
 
 
 class Both(RuleBasedStateMachine):
-    """`accepted` holds the shards that the scheduler has accepted and not collected.
+    """The store and the scheduler, and the events that concern either of them.
 
-    Promise 1 applies to these shards.
+    `accepted` holds the shards that the scheduler has accepted and not collected. Promise 1 applies to these shards.
     """
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class Both(RuleBasedStateMachine):
             self.zombies[effect.target] = (place, held_bytes(nbytes))
 
     def put(self, tasks: list[tuple[str, int]], key: str) -> str:
-        """Begin the put if that was not done, and seal it. Return the code of the refusal, or an empty string."""
+        """Begin the put if it has not begun, and seal it. Return the code of the refusal, or an empty string."""
         put_id = self.open_put(tasks, key) or self.new_put(tasks, key)
         code = self.finish(put_id)
         self.writing.pop(put_id, None)  # Without room, the put ends at its deadline.

@@ -146,7 +146,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(tasks=TASKS, keys=KEYS, value=st.integers(0, 1))
     def put(self, tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int) -> None:
-        """Do a whole put at once, as in most real puts, so that later rules find sealed puts."""
+        """Begin a put and seal it at once, as most producers do, so that later rules find sealed puts."""
         put_id = self.granted(tasks, keys, value, room=True, claimed=True, made=True)
         if put_id is not None:
             self.end(put_id, renamed=True)

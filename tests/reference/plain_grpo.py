@@ -5,7 +5,7 @@ import the product's trainer, rollout or losses: only an independent implementat
 
 Prints one JSON object per step. A step has 64 tasks x 8 samples and one update; model, data, reward and numbers are
 those of the quickstart topology. With `--staleness 1` an update learns from samples of the weights before the last
-update (the first two updates both from the initial weights).
+update (the first two updates both learn from samples of the initial weights).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Samples:
 
 @torch.no_grad()
 def sample(model: Any, prompt_BP: torch.Tensor, *, temperature: float, eos: int) -> Samples:
-    """Continue equally long prompts up to MAX_NEW_TOKENS; temperature 0 takes the likeliest token."""
+    """Continue equally long prompts by up to MAX_NEW_TOKENS tokens. Temperature 0 chooses the likeliest token."""
     output = model(input_ids=prompt_BP, use_cache=True, logits_to_keep=1)
     running_B1 = torch.ones(len(prompt_BP), 1)
     ids, logprobs, mask = [], [], []
@@ -80,7 +80,8 @@ def grpo_advantages(reward_B: torch.Tensor) -> torch.Tensor:
 def grpo_loss(
     cur_BT: torch.Tensor, samples: Samples, reference_BT: torch.Tensor, advantage_B: torch.Tensor
 ) -> torch.Tensor:
-    """Return the clipped objective against the rollout's log-probs plus k3 to the reference, a mean over all tokens."""
+    """Return the mean over all tokens of the clipped objective (against the rollout's log-probs) plus k3 (against the
+    reference)."""
     ratio_BT = (cur_BT - samples.logprobs_BT).exp()
     advantage_B1 = advantage_B[:, None]
     gain_BT = torch.minimum(ratio_BT * advantage_B1, ratio_BT.clamp(1 - CLIP, 1 + CLIP) * advantage_B1)

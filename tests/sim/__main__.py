@@ -18,8 +18,8 @@ def main() -> int:
     parser.add_argument("seed", type=int, nargs="?", help="run this seed alone")
     parser.add_argument("--trace", action="store_true", help="print what happened")
     parser.add_argument("--seeds", type=int, default=0, metavar="N", help="run N seeds")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="begin with this one")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="in N processes")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="begin with this seed")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="run seeds in N processes")
     parser.add_argument("--keep-going", action="store_true", help="name every failing seed instead of shrinking one")
     arguments = parser.parse_args()
     # The order of sets of names depends on the hash seed, which must therefore be fixed.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 Held = tuple[tuple[str, int], ...]
-"""Set of task ids and fences."""
+"""Tasks, each with its id and a fence."""
 
 
 class Checks:
@@ -102,7 +102,7 @@ class Checks:
         size, run = self._world.scenario.size, machine.run
         live = run.window.live + len(run.open_batch)
         most = (size.staleness + 1) * size.tasks
-        check(live <= most or size.deterministic, f"{live} tasks are live, the bound is {most}")
+        check(live <= most or size.deterministic, f"{live} tasks are live, but the bound is {most}")
         try:
             run.validate()
         except AssertionError as error:
@@ -167,7 +167,7 @@ class Checks:
         )
         check((task_id, fence) in held, f"{task_id}: a completion was accepted under a lease that does not hold it")
         newest = self._newest.get(task_id, 0)
-        check(fence == newest, f"{task_id}: a completion under fence {fence} was accepted, the last one is {newest}")
+        check(fence == newest, f"{task_id}: a completion under fence {fence} was accepted; the newest is {newest}")
 
     def _told(self, effect: Answer, body: object) -> None:
         """Check an answer against all earlier ones."""
@@ -183,14 +183,14 @@ class Checks:
             bound = body.step - 1 - self._world.scenario.size.staleness
             check(
                 oldest >= bound,
-                f"step {body.step} trains on samples of version {oldest}, the oldest allowed is {bound}",
+                f"step {body.step} trains on samples of version {oldest}, but the oldest allowed is {bound}",
             )
         elif isinstance(body, LeaseGrant):
             call: Any = effect.ref
             held = tuple((task.task_id, task.fence) for task in body.batch.tasks)
             mine = (call.incarnation, held)
             known_lease = self._leases.setdefault(body.lease_id, mine)
-            check(known_lease == mine, f"lease {body.lease_id} was of {known_lease} and is now of {mine}")
+            check(known_lease == mine, f"lease {body.lease_id} was {known_lease} and is now {mine}")
             key = (call.incarnation, call.request_id)
             before, self._asked[key] = self._asked.get(key, body.lease_id), body.lease_id
             lives = self._scheduler is not None and self._scheduler._state.run.leases.get(before) is not None
@@ -204,7 +204,7 @@ class Checks:
                     check(first == body.lease_id, text)
 
     def _covered(self, tasks: list[PutTask]) -> None:
-        """Check that a trained task is collected only once recovery cannot return to a step before the task's."""
+        """Check that a trained task is collected only once recovery cannot return to a point before the task's step."""
         keeps, kept = self._world.scenario.size.keeps, checkpoint_steps(self._world.run_dir.checkpoints)
         covered = kept[-keeps:][0] if kept else 0
         for step, batch in self.batches.items():

@@ -30,7 +30,7 @@ class Killed(BaseException):
 
 
 class Stuck(Exception):
-    """Exception for a run that has not ended although no event is left, or after too many events."""
+    """Exception for a run that has no event left before its end, or that has too many events."""
 
 
 class Node:
@@ -142,7 +142,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 each.context.run(each.call, *each.args)
             except (SystemExit, KeyboardInterrupt):
                 raise
-            except BaseException:  # noqa: S110  # it ends the callback alone, as in every event loop
+            except BaseException:  # noqa: S110  # it ends only the callback, as in every event loop
                 pass
             if self._stopping:  # type: ignore[attr-defined]
                 return

@@ -260,7 +260,7 @@ class SimEngine:
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         if int(given[NAME][0]) != self._chain:
-            raise WeightsMismatch("other weights are in the engine")
+            raise WeightsMismatch("the engine has different weights")
 
     async def score(self, token_ids: Array) -> Array:
         return scores_of(self._chain, len(token_ids) - 1)

@@ -243,7 +243,7 @@ class SimSocket:
         return self._names[client]
 
     def receive(self, frames: list[bytes]) -> None:
-        """Hand over a message. `on_drained` is called after all messages that arrived at the same time."""
+        """Hand over a message. `on_drained` is called after the last of the messages that arrive at the same time."""
         self._inbox.append(frames)
         if len(self._inbox) == 1:
             self._network._loop.call_soon(self._drain, context=self.node.context)

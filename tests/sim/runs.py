@@ -34,7 +34,7 @@ def run(scenario: Scenario, folder: Path, *, tracing: bool = False) -> Outcome:
     if size not in _undisturbed:
         _undisturbed[size] = World(Scenario(0, size, ()), folder).run().chain
     if outcome.chain != _undisturbed[size]:
-        text = f"promise 9: the weights are {outcome.chain}, in an undisturbed run {_undisturbed[size]}"
+        text = f"promise 9: the weights are {outcome.chain}, but {_undisturbed[size]} in an undisturbed run"
         return replace(outcome, violation=text)
     return outcome
 
@@ -73,7 +73,7 @@ def run_one(seed: int, folder: Path, *, tracing: bool) -> int:
 
 
 def run_many(seeds: range, folder: Path, *, jobs: int = 1, keep_going: bool = False) -> int:
-    """Run seeds in `jobs` processes until one breaks a promise. Print the failing scenario, made smaller.
+    """Run seeds in `jobs` processes until one breaks a promise. Shrink the failing scenario, and print it.
 
     With `keep_going`, name every failing seed instead.
     """

@@ -92,7 +92,7 @@ def _no_telemetry(*_: Any, **__: Any) -> None:
 
 
 class NoPasses:
-    """Replacement for the thread that copies the journal's log into its file."""
+    """Replacement for the thread that copies the journal's write-ahead log into the journal's file."""
 
     error = ""
 
@@ -181,7 +181,7 @@ def surroundings(*, loud: bool = False) -> Iterator[None]:
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         stack.enter_context(mock.patch.object(TelemetrySender, "emit", _no_telemetry))
-        # `touch` reads pages ahead on a thread, of which the clock does not know.
+        # `touch` reads pages ahead on a thread that the clock does not know about.
         stack.enter_context(mock.patch.object(BlockMapping, "touch"))
         stack.enter_context(observers())
         structlog.configure(

@@ -112,7 +112,7 @@ class World:
         for other, theirs in self._devices.items():
             both = barred_by(parts) & theirs if other is not node and other.alive else NOTHING
             self.check(
-                not both, f"{node.name} has {', '.join(sorted(parts))} on the devices, {other.name} {sorted(both)}"
+                not both, f"{node.name} has {', '.join(sorted(parts))} on the devices, {other.name} has {sorted(both)}"
             )
 
     def operation(self, node: Node | None, what: str) -> None:

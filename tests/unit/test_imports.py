@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("proto", "shared", "services", "launch")
-# This folder has data shipped with the product: topologies, models and the scripts that made them.
+# This folder contains data shipped with the product: topologies, models and the scripts that made them.
 TOPOLOGIES = Path("launch", "topologies")
 
 # These modules can execute the bytes that they deserialise.

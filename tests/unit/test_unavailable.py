@@ -19,7 +19,7 @@ from tests.integration.store_process import small_mount
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-SUMMARY = r"^(?:PASSED|FAILED|ERROR) \S*\b(test_\w+)(?:\.py)?( - not to be left out in CI)?"
+SUMMARY = r"^(?:PASSED|FAILED|ERROR) \S*\b(test_\w+)(?:\.py)?( - must not be skipped in CI)?"
 EVERY_WAY = """
 import pytest
 

@@ -4,8 +4,8 @@
 
 The warm start uses only builtin:addition's train split, so it never trains on a held-out row. It stops early on
 purpose, so that reinforcement learning has something left to teach. The same seed, machine type and torch version give
-the same bytes. Prints the greedy held-out accuracy and refuses a model whose accuracy is outside 0.35 to 0.49. Nothing
-imports this file.
+the same bytes. The script prints the greedy held-out accuracy and refuses a model whose accuracy is outside 0.35 to
+0.49. Nothing imports this file.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters} parameters, {steps} steps, greedy held-out accuracy {held_out:.3f}")
     if not 0.35 <= held_out <= 0.49:
-        raise SystemExit("outside 0.35 to 0.49, nothing written; try another --seed")
+        raise SystemExit("accuracy outside 0.35 to 0.49: nothing was written; try another --seed")
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     name_portable_tokenizer_class(args.out / "tokenizer_config.json")

@@ -25,8 +25,8 @@ def _client() -> httpx2.AsyncClient:
 async def score(sample: Sample, *, base_url: str, model: str) -> float:
     """Return the judge's grade, from 0.0 to 1.0.
 
-    HTTP errors pass through, so that the caller waits for an unreachable judge. Raises ValueError for a reply without a
-    grade, which loses only this sample.
+    HTTP errors are propagated, so that the caller waits for an unreachable judge. Raises ValueError for a reply without
+    a grade, which loses only this sample.
     """
     text = QUESTION.format(
         question=sample.row["prompt"], answer=sample.completion, reference=sample.row.get("answer", "none")

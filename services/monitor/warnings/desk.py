@@ -1,7 +1,7 @@
-"""A run's warnings in the monitor process: reads rows, takes telemetry, and stores and returns the warnings.
+"""A run's warnings in the monitor process: reads rows, receives telemetry, and stores and returns the warnings.
 
 A failure in this module must not end the monitor, because a service that fails too often ends its run. The failure is
-therefore logged with its traceback, and the monitor gives no more warnings until it restarts.
+therefore logged with its traceback, and the monitor issues no more warnings until it restarts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class WarningDesk:
         return [_topic(record) for record in {record.kind: record for record in self._file.told}.values()]
 
     def take(self, row: TopicRow) -> None:
-        """Take new values of a topic."""
+        """Pass new values of a topic to the detectors."""
         self._watch.take_topic(row)
 
     def read(self, now: float) -> tuple[list[TopicRow], bool]:

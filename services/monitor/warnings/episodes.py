@@ -40,7 +40,7 @@ class Episodes:
         return frozenset(about for each, about in self._absent if each == kind)
 
     def observe(self, kind: str, found: Iterable[Sighting]) -> list[Sighting]:
-        """Take all sightings that a detector has now. Return those that begin an episode."""
+        """Record all current sightings of a detector. Return those that begin an episode."""
         now = {sighting.about: sighting for sighting in found}
         begun = [sighting for about, sighting in now.items() if (kind, about) not in self._absent]
         for about in self.held(kind) - set(now):

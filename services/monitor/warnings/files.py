@@ -27,7 +27,7 @@ class WarningFile:
         """Append one line. Raises OSError."""
         line = msgspec.json.encode(record) + b"\n"
         if os.write(self._descriptor, line) != len(line):
-            raise OSError("warnings.jsonl: a line was cut; is the disk full?")
+            raise OSError("warnings.jsonl: a line was cut short; is the disk full?")
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -34,8 +34,8 @@ FLAT_ERRORS = 2.0, 4.0
 CONSTANT_STD = 1e-6
 ZERO_GRADIENT = 1e-7
 STILL_KL, STILL_CLIPPED = 1e-4, 1e-4
-"""KL to the reference and clip fraction below which the policy counts as not having moved. Healthy runs have 0.2 and
-0.02."""
+"""KL to the reference and clip fraction below which the policy counts as not having moved. In healthy runs, they
+are 0.2 and 0.02."""
 CLIPPED = 0.5
 
 FALL = 0.5, 0.3
@@ -71,8 +71,8 @@ LENGTH_ROWS = 40
 LENGTH_GROWTH = 1.5, 1.25
 """Growth of the mean length over 40 rows."""
 LENGTH_REWARDED = 0.5
-"""Correlation of length and reward within groups at which length explains a quarter of the reward's variance (where
-answers are checked, longer answers are more often wrong)."""
+"""Correlation of length and reward within groups at which length explains a quarter of the reward's variance. Where
+answers are checked, longer answers are more often wrong."""
 
 GRADIENT_TIMES = 10.0, 5.0
 """Gradient norm, relative to its first level, at which it has exploded. Healthy runs stay below 4."""
@@ -84,7 +84,7 @@ SMALL_LR = 1e-10
 learning rate per step."""
 
 FALL_OF_ACCURACY, ACCURACY_ERRORS = 0.03, 3.0
-"""Minimum fall of an evaluation's accuracy: absolute, and in standard errors of a share of the set's rows."""
+"""Minimum fall of an evaluation's accuracy: absolute, and in standard errors of a proportion of the set's rows."""
 
 
 def zero_variance(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting]:
@@ -102,8 +102,8 @@ def zero_variance(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sig
     if now - first >= SOLVED_RISE * median(history.first("reward/std")):
         why, remedy = "the tasks have become too easy", "add harder rows to data.train.source"
     else:
-        why = "the policy solves none of these tasks, or all"
-        remedy = "add rows of other difficulty to data.train.source, or raise algorithm.group_size"
+        why = "the policy solves either none or all of these tasks"
+        remedy = "add rows of different difficulty to data.train.source, or raise algorithm.group_size"
     if not facts.filters:
         remedy += ", or fill steps with other tasks (algorithm.filter_zero_variance)"
     yield Sighting(
@@ -128,7 +128,7 @@ def reward_flat(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sight
             )
         else:
             yield Sighting(
-                text, "let reward.function tell good answers from bad ones, or take other rows for data.train.source"
+                text, "let reward.function tell good answers from bad ones, or use other rows for data.train.source"
             )
         return
     longer = history.last("reward/mean", FLAT_ROWS)
@@ -143,7 +143,7 @@ def reward_flat(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sight
             return
         cause = Sighting(
             "no cause is visible in the metrics",
-            "read samples, check that reward.function pays what is wanted, and try another optimizer.lr",
+            "read samples, check that reward.function rewards what is wanted, and try another optimizer.lr",
         )
     yield Sighting(
         f"the reward is flat: {first:.3g} in the first {FIRST} steps, {now:.3g} in the last {RECENT} of "
@@ -260,7 +260,7 @@ def kl_blow_up(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighti
         jump = bool(before) and now >= max(KL_JUMP_FLOOR, KL_JUMP * median(before[:KL_BEFORE]))
         if now >= KL_LEVEL[bool(held)] or jump:
             yield Sighting(
-                f"the KL to the reference is {now:.2g} nats per token ({name}), which begins with 0",
+                f"the KL to the reference is {now:.2g} nats per token ({name}); it was 0 at the start",
                 f"lower optimizer.lr (now {facts.lr:.1e}) or raise algorithm.kl.coef (now {facts.kl_coef:g})",
             )
             return
@@ -293,8 +293,8 @@ def truncation(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighti
         return
     yield Sighting(
         f"{now:.0%} of the samples are cut at the length limit (median of {RECENT} steps; {first:.0%} at the start)",
-        f"raise sampling.max_new_tokens (now {facts.max_new_tokens}), or do not train on them (algorithm.overlong: "
-        "mask), or penalise long samples (algorithm.overlong_penalty)",
+        f"raise sampling.max_new_tokens (now {facts.max_new_tokens}), or do not train on such samples "
+        "(algorithm.overlong: mask), or penalise long samples (algorithm.overlong_penalty)",
     )
 
 
@@ -312,11 +312,11 @@ def length_hacking(history: RowHistory, facts: Facts, held: Held) -> Iterator[Si
     if rise <= FLAT_ERRORS[0] * error_of_median(rewards, RECENT) * 2**0.5:
         yield Sighting(
             f"{text} while the reward has not risen ({rise:+.2g})",
-            f"{remedy}, or weigh samples by algorithm.loss.aggregation: dr_grpo, under which length is not rewarded",
+            f"{remedy}, or use algorithm.loss.aggregation: dr_grpo, under which length is not rewarded",
         )
     elif paid and median(paid) >= LENGTH_REWARDED:
         yield Sighting(
-            f"{text}, and the reward pays for length: within groups they correlate by {median(paid):.2f}",
+            f"{text}, and the reward pays for length: within groups, the two have a correlation of {median(paid):.2f}",
             f"{remedy}, and check that reward.function pays for the content",
         )
 
@@ -370,7 +370,7 @@ def overfitting(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sight
         yield Sighting(
             f"eval/{name}/accuracy has fallen from {best.accuracy:.3f} (step {best.step}) to {newest.accuracy:.3f}, "
             f"while the reward in training has risen from {best.reward:.3g} to {newest.reward:.3g}",
-            f"take the checkpoint of step {best.step} (checkpoint.keep_every), add rows to data.train.source, or raise "
+            f"use the checkpoint of step {best.step} (checkpoint.keep_every), add rows to data.train.source, or raise "
             f"algorithm.kl.coef (now {facts.kl_coef:g})",
             about=name,
         )

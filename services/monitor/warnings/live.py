@@ -99,7 +99,7 @@ class Trend:
         self._samples.append(rss_bytes)
 
     def growth(self) -> Growth | None:
-        """Return the steady growth of the memory, or None if the memory does not grow, fluctuates, or levels off."""
+        """Return the steady growth of the memory, or None if the memory fluctuates, levels off or does not grow."""
         return self._growth
 
     def _measured(self) -> Growth | None:
@@ -140,7 +140,7 @@ class Live:
         self.memory: dict[str, Trend] = {}
 
     def take(self, row: TopicRow) -> None:
-        """Take new values of a topic. Other topics, and rows that lack the expected numbers, are ignored."""
+        """Store new values of one of `TOPICS`. Other topics, and rows that lack the expected numbers, are ignored."""
         if row.topic not in TOPICS or not math.isfinite(row.at):
             return
         values = {

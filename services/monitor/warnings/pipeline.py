@@ -30,14 +30,14 @@ LAG = 0.3, 0.2
 """Mean |log-prob of the trainer - log-prob of the engine| in nats over tokens of earlier versions. Healthy runs show
 0.02 to 0.07. An importance weight of exp(0.3) is beyond a clip range of 0.2."""
 LAG_CLIPPED = 0.2, 0.15
-"""Share of tokens that a token-level clip range of 0.2 clips; healthy runs have 0.01 to 0.05."""
+"""Share of tokens that a token-level clip range of 0.2 clips; in healthy runs, 0.01 to 0.05."""
 EFFECTIVE = 0.5, 0.6
 """Effective sample size of the importance weights, as a share of the tokens. At 0.5, half of the samples are lost."""
 AT_BOUND = 0.9
-"""Share of recent steps with a token of the maximum staleness at which the samples count as always that old."""
+"""If at least this share of recent steps contain a token of the maximum staleness, samples count as always that old."""
 
 IDLE = 0.8, 0.7
-"""Share of the time in which rollouts sample nothing, while the trainer does not wait for them."""
+"""Share of the time during which rollouts sample nothing, while the trainer does not wait for them."""
 TRAINER_BUSY = 0.1
 """Share of its time that the trainer spends waiting, below which the trainer limits the pace."""
 BLOCKS, BLOCKS_S = 10, 60.0
@@ -48,13 +48,14 @@ FULL = 0.9, 0.8
 SPILLED = 0.25, 0.1
 """Share of a store's data that is on disk."""
 REFUSED_PUTS = 5.0, 1.0
-"""Number of puts refused for lack of room during the reports. Admission reserves room, so healthy runs have none."""
+"""Number of puts refused for lack of room over the latest reports. Admission reserves room, so healthy runs have
+none."""
 FULL_REPORTS = 15
 """Number of reports (one a second) whose median is compared with the bounds."""
 
 SLOW_SHARE = 0.5, 0.4
-"""Share of the reward time in the sum of sampling and reward time. The two overlap, so rewards limit the pace above
-0.5."""
+"""Share of the reward time in the sum of sampling and reward time. The two overlap, so above 0.5 rewards limit the
+pace."""
 SLOW_S = 0.5
 """Reward time of a block, in seconds, below which faster rewards are not worthwhile."""
 SCORED = 5
@@ -111,10 +112,10 @@ def trainer_starved(history: RowHistory, facts: Facts, held: Held) -> Iterator[S
     if min(share, each) < WAITING[bool(held)]:
         return
     yield Sighting(
-        f"the trainer has waited for samples in {share:.0%} of the last {ROWS} steps' time "
+        f"the trainer has spent {share:.0%} of the time of the last {ROWS} steps waiting for samples "
         f"({median(steps):.2g} s a step)",
         f"raise services.rollout.instances (now {facts.instances}), services.rollout.threads or gpus, or "
-        f"services.rollout.block_tasks; if rollouts idle in turns, raise staleness (now {facts.staleness})",
+        f"services.rollout.block_tasks; if both sides idle in turns, raise staleness (now {facts.staleness})",
     )
 
 
@@ -152,10 +153,10 @@ def store_full(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
         on = name in held
         if share < FULL[on] and spilled < SPILLED[on] and refused < REFUSED_PUTS[on]:
             continue
-        cost = f"{format_size(int(last.spilled))} of it on disk, from where it is read again" if facts.spills else ""
+        cost = f"{format_size(int(last.spilled))} of it is on disk and must be read back" if facts.spills else ""
         if refused:
             cost = f"{refused:.0f} puts were refused (BUSY) in the last {len(reports)} s, and wait"
-        cost = cost or "beyond it puts are refused (BUSY) and fewer tasks are admitted, so that rollouts wait"
+        cost = cost or "beyond the limit, puts are refused (BUSY) and fewer tasks are admitted, so that rollouts wait"
         yield Sighting(
             f"{name} holds {share:.0%} of its {format_size(int(last.limit))}; {cost}",
             "raise services.batch-store.memory, lower checkpoint.every, or free tasks at once (gc.after: commit)",
@@ -179,8 +180,8 @@ def memory_trend(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
             f"{growth.span_s / 60:.0f} minutes, to {format_size(int(growth.last_bytes))}; at this rate the "
             f"{format_size(int(live.available_bytes))} that this machine has left will be used up in "
             f"{_duration(left_s)}" + (f", and the run ends in {_duration(run_s)}" if run_s is not None else ""),
-            f"look for data that your code keeps, or restart it from time to time (ctl restart {name}), which loses "
-            "nothing",
+            f"look for data that your code keeps, or restart the service now and then (ctl restart {name}), which "
+            "loses nothing",
             about=name,
         )
 
@@ -194,8 +195,8 @@ def reward_slow(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
     if reward_s < SLOW_S or share < SLOW_SHARE[bool(held)]:
         return
     yield Sighting(
-        f"rewards take {reward_s:.2g} s for each block of samples, whose sampling takes {sampling_s:.2g} s "
-        f"({share:.0%} of the sum)",
+        f"for each block of samples, rewards take {reward_s:.2g} s and sampling takes {sampling_s:.2g} s (rewards take "
+        f"{share:.0%} of the sum)",
         f"raise reward.processes (now {facts.reward_processes}), or make reward.function async if it waits for "
         "a server",
     )

@@ -1,8 +1,8 @@
 """Turns rows and telemetry into warnings, without I/O or a clock.
 
 Warnings about rows depend on the rows alone. After the monitor restarts, or after the run returns to an earlier step,
-all rows are taken again, and earlier warnings are not repeated. Telemetry is not repeated, so its conditions that were
-reported before a restart count as ongoing until they are observed to be absent.
+all rows are read again, and earlier warnings are not repeated. Telemetry is not repeated, so conditions that it showed
+before a restart count as ongoing until they are observed to be absent.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Watch:
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget all rows, because they will be taken again from the first one."""
+        """Forget all rows, because they will be read again from the first one."""
         self._history = RowHistory()
         self._row_episodes = Episodes(ROWS_OVER)
 
     def take_row(self, row: Mapping[str, float | None], at: float) -> list[WarningRecord]:
-        """Take the next row of metrics.jsonl and return the warnings that it causes. `at` is in seconds since 1970."""
+        """Add the next row of metrics.jsonl and return the warnings that it causes. `at` is in seconds since 1970."""
         self._history.add(row)
         if "time/step" in row:
             self._note_pace()
@@ -92,7 +92,7 @@ class Watch:
         return warnings
 
     def take_topic(self, row: TopicRow) -> None:
-        """Take new values of a topic."""
+        """Store new values of a topic for the detectors."""
         self._live.take(row)
 
     def tick(self, now: float, available_bytes: float | None) -> list[WarningRecord]:

@@ -1,7 +1,7 @@
 """The interface of training backends, implemented by `backend_torch` and `megatron.backend`.
 
 Every method runs on the compute thread of every rank in the same order. Unless stated otherwise, each is a collective,
-even for a rank without samples. Backends know nothing of the bus, stores, advantages or loss functions, and they do not
+even for a rank without samples. Backends know nothing of the bus, stores, advantages or loss functions. They do not
 normalise: gradients are the plain *sum* of dL over all ranks, where L is the sum of a rank's `TokenLoss` values
 (docs/architecture.md, promise 7).
 
@@ -125,8 +125,8 @@ class Backend(Protocol):
         ...
 
     def step(self, step: int) -> OptimizerUpdate:
-        """Clip by the norm of the whole gradient, update, and drop the gradient. `step`, from 1, determines the
-        warm-up.
+        """Clip by the norm of the whole gradient, update, and drop the gradient. `step`, counted from 1, determines
+        the warm-up.
 
         Raises RpcError(bad_data) on all ranks, without changing anything, if the norm is not finite.
         """

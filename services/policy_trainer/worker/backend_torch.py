@@ -194,7 +194,7 @@ class TorchBackend:
     # ---- updates
 
     def step(self, step: int) -> OptimizerUpdate:
-        """Clip, step, and zero the gradients. The training step `step`, from 1, determines the warm-up.
+        """Clip, step, and zero the gradients. The training step `step`, counted from 1, determines the warm-up.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then stay unchanged.
         """

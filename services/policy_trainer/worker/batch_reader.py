@@ -22,11 +22,11 @@ MAX_PREFETCHED = 2
 
 
 class BatchReader:
-    """The shards of the current step and of queued calls. It belongs to the event loop of `data`."""
+    """The shards of the current step and of queued calls. This object belongs to the event loop of `data`."""
 
     def __init__(self, data: DataClient, *, patience_s: float, on_wait: Callable[[str, float], None]) -> None:
-        """`patience_s` limits how long a store may be away, because other ranks wait, too. `on_wait` receives the cause
-        of each failed attempt and its duration in seconds."""
+        """`patience_s` limits how long a store may be away, because other ranks wait as well. `on_wait` receives the
+        cause of each failed attempt and its duration in seconds."""
         self._data = data
         self._shards = StepShards(data)
         self._patience_s = patience_s

@@ -29,7 +29,7 @@ class CallQueue:
         self._arrived = asyncio.Event()
 
     def take_over(self, driver: int, at_least: int = 0, turn: int = 0) -> None:
-        """Make `driver` the only caller and refuse all waiting calls. Its call numbers begin above `at_least`.
+        """Make `driver` the only caller and refuse all waiting calls. The driver's call numbers begin above `at_least`.
 
         Raises RpcError(conflict) if `driver` was replaced earlier, which a lower `turn` also indicates. The message of
         a replaced driver may arrive after that of its successor.
@@ -42,7 +42,7 @@ class CallQueue:
         self.epoch += 1
         self._failed = ""
         for _, call in self._waiting.values():
-            call.fail(RpcError(ErrorCode.LOST, f"driver {driver:x} took the worker over"))
+            call.fail(RpcError(ErrorCode.LOST, f"driver {driver:x} has taken over the worker"))
         self._waiting.clear()
         self.done = max(self.done, at_least)
 
@@ -59,7 +59,7 @@ class CallQueue:
         if self._failed:
             raise RpcError(ErrorCode.LOST, f"{name} refused: an earlier call failed ({self._failed})")
         if request.order <= self.done or request.order in self._waiting:
-            raise RpcError(ErrorCode.CONFLICT, f"{name}: order {request.order} was used, {self.done} are done")
+            raise RpcError(ErrorCode.CONFLICT, f"{name}: order {request.order} was already used; {self.done} are done")
         self._waiting[request.order] = (request, call)
         self._arrived.set()
 

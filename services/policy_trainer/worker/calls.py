@@ -286,7 +286,7 @@ class Calls:
         async def known() -> samples.BatchTokens:
             if request.keys != [samples.PROX_KEY]:
                 wanted = ", ".join(request.keys) or "nothing"
-                raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted}: it computes only {samples.PROX_KEY}")
+                raise RpcError(ErrorCode.BAD_REQUEST, f"forward for {wanted}: only {samples.PROX_KEY} can be computed")
             return await self.reader.tokens(request)
 
         tokens = await self._ready(request, known())
@@ -295,7 +295,7 @@ class Calls:
         ends = tokens.tokens_of_task.cumsum()
         pieces = [logprobs[end - size : end] for end, size in zip(ends, tokens.tokens_of_task, strict=True)]
         named = list(zip(request.batch.tasks, pieces, strict=True)) if self._place.leads else []
-        # The key is unique to this call: an earlier life may have put other bits for these tasks and fences.
+        # The key is unique to this call: an earlier life may have put different bits for these tasks and fences.
         key = f"{samples.PROX_KEY}{REVISION}{request.driver:x}-{request.order}"
         if named:
             shards = [TaskShards(task.task_id, task.fence, {key: piece}) for task, piece in named]

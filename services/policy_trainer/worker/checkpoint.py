@@ -109,8 +109,8 @@ def _made_at_stop(path: Path) -> bool:
 
 
 def load(folder: Path, step: int) -> SavedState:
-    """Return the checkpoint of `step`. Raises RpcError: missing, or conflict if a file differs from what was
-    written."""
+    """Return the checkpoint of `step`. Raises RpcError: missing if it does not exist, or conflict if a file differs
+    from what was written."""
     path = folder / f"{CHECKPOINT_PREFIX}{step}"
     if not path.is_dir():
         there = ", ".join(map(str, checkpoint_steps(folder))) or "none"

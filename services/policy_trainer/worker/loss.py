@@ -41,8 +41,8 @@ def check(spec: LossSpec, own: PolicyLoss | None = None) -> PolicyLoss:
         raise RpcError(
             ErrorCode.BAD_REQUEST,
             f"loss {spec.name} with anchor {spec.anchor}, KL {spec.kl_estimator or 'none'} and ratio mask "
-            f"{spec.ratio_mask or 'none'}: use {', '.join(POLICY_LOSSES)} or the topology's own, anchor proximal, "
-            f"present or rollout, KL {' or '.join(KL_LOSSES)}, ratio mask {', '.join(RATIO_MASKS[1:])}",
+            f"{spec.ratio_mask or 'none'}: use {', '.join(POLICY_LOSSES)} or the topology's own; anchor proximal, "
+            f"present or rollout; KL {' or '.join(KL_LOSSES)}; ratio mask {', '.join(RATIO_MASKS[1:])}",
         )
     return found
 
@@ -64,8 +64,9 @@ def token_loss(
     (`tokens`), W * policy term (`policy`), W * KL without its coefficient (`kl`), W * loss (`loss`), whether the ratio
     was clipped (`clipped`), whether the ratio mask excluded the token (`masked`), `entropy`, `version`, and `mismatch`,
     which is |anchor - rollout|, or |cur - rollout| if the anchor is rollout (0 for cross_entropy, whose tokens no
-    engine sampled). The mismatch is also summed, with the number of tokens, as `engine` over tokens sampled by
-    `version` itself, where engine and trainer should agree, and as `lag` over tokens sampled by earlier versions.
+    engine sampled). The mismatch is also summed separately, together with the number of tokens: as `engine` over tokens
+    sampled by `version` itself, where engine and trainer should agree, and as `lag` over tokens sampled by earlier
+    versions.
     `mismatch.importance_sums` adds the sums of importance weights, except for cross_entropy.
     """
     if spec.anchor == "present":

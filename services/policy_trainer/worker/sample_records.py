@@ -74,7 +74,7 @@ class SampleRecords:
             shards = await asyncio.to_thread(_shards, batch, wanted, tokens, loss)
             await self._data.put(shards, store=await self._store(), deadline_s=PUT_S)
         except (RpcError, WireError) as error:
-            # A replayed step may compute other bits for the same fences. The first ones are kept.
+            # A replayed step may compute different bits for the same fences. The first ones are kept.
             self._log.info("values of recorded samples not put", tasks=len(wanted), error=str(error)[:200])
 
 

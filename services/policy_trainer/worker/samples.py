@@ -35,7 +35,7 @@ def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
     """Return a dict from `keys` to the keys of their shards in the stores.
 
     Proximal log-probs are stored under a key of the call that made them, so that they cannot be confused with earlier
-    values from other weights or another number of ranks. Raises RpcError(bad_request) if they are needed and missing.
+    values from other weights or another number of ranks. Raises RpcError(bad_request) if they are needed but missing.
     """
     named = {key: key for key in keys}
     if PROX_KEY in named:
@@ -95,14 +95,14 @@ def _problem(task: dict[str, Array], samples: int) -> str:
         wanted = len(lengths) if key in ("lengths", "sample_index") else total
         if values.shape != (wanted,):
             of = f"{len(lengths)} sequences of {total} tokens"
-            return f"{key} has shape {list(values.shape)}, its lengths say [{wanted}] ({of})"
+            return f"{key} has shape {list(values.shape)}, but its lengths say [{wanted}] ({of})"
     index = task.get("sample_index")
     if index is not None and ((index < 0) | (index >= samples)).any():
         return f"sample_index goes from {index.min()} to {index.max()}, but there are {samples} samples"
     for key, values in task.items():
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             bad = ~np.isfinite(values)
-            return f"{key} holds {int(bad.sum())} values that are not finite, the first at token {int(bad.argmax())}"
+            return f"{key} has values that are not finite: {int(bad.sum())}, the first at token {int(bad.argmax())}"
     return ""
 
 

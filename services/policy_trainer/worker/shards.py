@@ -93,8 +93,8 @@ class Shards:
 
     @torch.no_grad()
     def set_weights(self, weights: dict[str, Tensor]) -> None:
-        """Copy the pieces of all ranks from rank 0's full weights of the same names and shapes. Other ranks may pass
-        {}. Every rank must call this."""
+        """Set every rank's piece of the weights from rank 0's full weights, which must have the live weights' names and
+        full shapes. Other ranks may pass {}. Every rank must call this."""
         for name, target in self.own_weights().items():
             whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
             if self._rank == 0:
@@ -118,7 +118,8 @@ class Shards:
         return distribute_tensor(moved, master.device_mesh, master.placements, src_data_rank=None)
 
     def whole_scalar(self, value: Tensor) -> float:
-        """Return `value`, computed over all masters, as a number, equal on every rank. Every rank must call this."""
+        """Return `value`, a scalar computed over all masters, as the same number on every rank. Every rank must call
+        this."""
         return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
     @property

@@ -29,7 +29,8 @@ class SnapshotKeeper:
         return self._snapshots.held() if self._snapshots is not None else []
 
     def read(self, lineage: int, step: int) -> dict[str, Tensor]:
-        """Verify a snapshot and return its tensors. Raises RpcError: missing, or conflict if it is damaged."""
+        """Verify a snapshot and return its tensors. Raises RpcError: missing if there is no such snapshot, or conflict
+        if it is damaged."""
         if self._snapshots is None:
             raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}: this rank keeps none")
         return self._snapshots.read(lineage, step)

@@ -65,7 +65,7 @@ class Snapshots:
     def read(self, lineage: int, step: int) -> dict[str, Tensor]:
         """Return the tensors of a snapshot. They change when its file is filled again.
 
-        Raises RpcError: missing, or conflict if a tensor is not what was written.
+        Raises RpcError: missing if there is no such snapshot, or conflict if a tensor differs from what was written.
         """
         from shared.tensors_torch import to_torch
 
@@ -150,7 +150,8 @@ def _clear(mapped: Array) -> None:
 
 
 def _memory(tensor: Tensor) -> Array:
-    """Return an array over the memory of a contiguous CPU tensor. `Tensor.numpy` would prevent its being freed."""
+    """Return an array over the memory of a contiguous CPU tensor. `Tensor.numpy` would keep the memory from being
+    freed."""
     from shared.tensors_torch import numpy_dtype
 
     if not tensor.nbytes:

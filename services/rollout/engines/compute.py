@@ -70,7 +70,7 @@ class ComputeThread:
 
     def resume(self) -> None:
         self._running.set()
-        self._between.put(lambda: None)  # wakes a block that waits for something to do
+        self._between.put(lambda: None)  # wakes a block that is waiting for something to do
 
     async def stop(self, closing: Callable[[], None], timeout_s: float) -> None:
         """Stop the running block, then run `closing`. Work that outlasts `timeout_s` is left running."""

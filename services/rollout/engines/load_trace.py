@@ -315,7 +315,7 @@ class _Names:
             if strange or kind != its_kind or _numbers(part.name) != _numbers(name):
                 return [f"{name}: holds {part.name}"]
             order.append(fused.index(leaf) if leaf in fused else 0)
-        return [] if order == sorted(order) else [f"{name}: its parts are in another order"]
+        return [] if order == sorted(order) else [f"{name}: its parts are in a different order"]
 
 
 def _leaf(name: str) -> tuple[str, str]:
@@ -370,8 +370,8 @@ def _box(part: Part, offset: int, view: Tensor) -> Part | None:
 
 
 def _reads_back(handle: int, weight: Tensor) -> bool:
-    """Return whether products of unit vectors with `handle`, packed from `weight` [in, out], give the rows of `weight`
-    exactly.
+    """Return whether products of unit vectors with `handle`, packed from `weight` [in, out], reproduce the rows of
+    `weight` exactly.
 
     All rows are checked if that takes at most `READ_BACK_FLOP`; otherwise, as many evenly spread rows are checked as
     that limit allows, but at least 16.

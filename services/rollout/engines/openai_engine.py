@@ -3,9 +3,9 @@
 Nothing is sampled from a server whose log-probs or weights have not been verified, or whose weights another client has
 since replaced.
 
-Beyond the interface itself, the server must offer the following; `start` and the drill name what is missing:
+Beyond the interface itself, the server must offer the following (`start` and the drill name anything that is missing):
   prompts and completions as token ids (`prompt: [ids]`, `return_token_ids`), `echo` with log-probs of the prompt,
-  log-probs of the distribution that was sampled from, and a way to take weights: vLLM's `/collective_rpc`, with rlbus's
+  log-probs of the distribution that was sampled from, and a way to load weights: vLLM's `/collective_rpc`, with rlbus's
   worker extension. This command starts a vLLM 0.32 server with all of these features:
 
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs \
@@ -174,7 +174,7 @@ class OpenAIEngine:
         if not self._served and len(served) == 1:
             self._served = next(iter(served))
         if self._served not in served:
-            raise self._lacks(f"model {self._served or 'to choose'}", f"set model to one of {', '.join(served)}")
+            raise self._lacks(f"model {self._served or '(none chosen)'}", f"set model to one of {', '.join(served)}")
         self._expected = expected_weights(self._path, self._dtype)
         self._eos_ids = list(eos_ids(self._path))
         config = json.loads((self._path / "config.json").read_text())
@@ -223,7 +223,7 @@ class OpenAIEngine:
                 task.cancel()  # closes its connection, so the server abandons the request
             await asyncio.gather(*tasks, return_exceptions=True)
         groups = [task.result() for task in tasks]
-        # The mark is checked after sampling, because any replacement of the weights until now has removed it.
+        # The mark is checked after sampling, because any replacement of the weights so far has removed it.
         if await self._held_mark() != self._mark:
             raise RpcError(
                 ErrorCode.CONFLICT,
@@ -232,7 +232,7 @@ class OpenAIEngine:
             )
         self._generate_s += time.perf_counter() - started
         self._tokens += sum(len(each.token_ids) for group in groups for each in group)
-        # Greedy samples of a group are equal, and vLLM refuses more than one.
+        # Greedy samples of a group are identical, and vLLM refuses more than one.
         return [group * sampling.samples for group in groups] if sampling.temperature == 0 else groups
 
     def _before_waiting(self, cancel: threading.Event) -> None:
@@ -324,7 +324,7 @@ class OpenAIEngine:
             answer = await self._http.post("/collective_rpc", {"method": method, "args": list(args)})
         except Refused as refused:
             if refused.status == 404:
-                raise self._lacks("/collective_rpc to take weights", remedy) from None
+                raise self._lacks("/collective_rpc to load weights", remedy) from None
             raise RpcError(ErrorCode.BAD_REQUEST, f"{refused}; {remedy}, and see its log") from None
         results: list[Any] = answer["results"]
         return results
@@ -335,7 +335,7 @@ class OpenAIEngine:
             "prompt": list(token_ids),
             "temperature": temperature,
             "max_tokens": max_tokens,
-            # A server may have other defaults, from the model's generation config.
+            # A server may have different defaults, from the model's generation config.
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,

@@ -1,7 +1,7 @@
 """The forward passes of one block, and the keys and values that they cache.
 
-They use the model's own modules, or explicit code for models that are plain decoders. No pass changes a weight. Rows
-are padded on the left, and no row attends to padding.
+The passes use the model's own modules, or explicit code for models that are plain decoders. No pass changes a weight.
+Rows are padded on the left, and no row attends to padding.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Stepper(Protocol):
         """Accept the call, or return False to be asked again once the calls in progress have ended."""
 
     def step(self) -> None:
-        """Make one step for all calls, and set the `answer` of every call that this step finishes."""
+        """Take one step for all calls, and set the `answer` of every call that this step finishes."""
 
     def so_far(self, call: EngineCall) -> list[list[Generation]]:
         """Return the results of a call so far."""

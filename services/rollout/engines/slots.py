@@ -147,7 +147,7 @@ class SlotTable:
 
         A `steady` table works on one call at a time and pads it to `block_rows` rows. It does not drop ended rows.
         Answers of up to 128 tokens with widely varying lengths therefore take 2.5 times as long (2,900 tokens/s instead
-        of 7,300, tiny-qwen3 on one thread), and the quickstart's answers take 1.2 times as long.
+        of 7,300, with tiny-qwen3 on one thread), and the quickstart's answers take 1.2 times as long.
         """
         self._model = model
         self._stopped = stopped

@@ -162,8 +162,8 @@ class TransformersEngine:
         if self._deterministic:
             require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
-        # The parameters get storages of their own, as after a sleep: memory mapped from a file is aligned differently,
-        # which changes the last bits.
+        # The parameters get storages of their own, as they do after a sleep: memory mapped from a file is aligned
+        # differently, which changes the last bits.
         own_storages(self._model.parameters())
         self._model.to(self._device)
         self._holders = weight_holders(self._model)
@@ -230,7 +230,7 @@ class TransformersEngine:
                 wrong.add(name)
             self._compute.progress += 1
         if wrong:
-            raise WeightsMismatch(f"{len(wrong)} of {len(holders)} parameters have other bits: {shown(sorted(wrong))}")
+            raise WeightsMismatch(f"{len(wrong)} of {len(holders)} parameters have wrong bits: {shown(sorted(wrong))}")
 
     @torch.inference_mode()
     def _score(self, token_ids: Array) -> Array:

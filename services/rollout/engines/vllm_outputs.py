@@ -1,7 +1,7 @@
 """Reads the samples of vLLM's finished and unfinished requests. This module changes nothing in vLLM.
 
 Only this module knows how vLLM 0.32 stores unfinished requests, because vLLM has no call that returns them. Requesting
-outputs at every step instead would cause, for every token, the cost that a note causes only now and then.
+outputs at every step instead would incur, for every token, the cost that a note incurs only now and then.
 """
 
 from __future__ import annotations

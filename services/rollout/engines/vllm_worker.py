@@ -93,7 +93,7 @@ class PolicyWeights:
         for part in parts:
             for storage, nbytes in self._asleep.pop(part, []):
                 storage.resize_(nbytes)
-                # The memory is zeroed, because other contents may read as NaN, and a masked NaN is still NaN.
+                # The memory is zeroed, because arbitrary contents may read as NaN, and a masked NaN is still NaN.
                 storage.fill_(0)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def unname_shared_memory(self) -> list[str]:

@@ -64,7 +64,7 @@ def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tenso
     for name, (dtype, shape) in expected.items():
         if tensors[name].dtype != dtype or tensors[name].shape != shape:
             raise WeightsMismatch(
-                f"parameter {name}: {tensors[name].dtype} {list(tensors[name].shape)} given, the engine's model "
+                f"parameter {name}: {tensors[name].dtype} {list(tensors[name].shape)} given, but the engine's model "
                 f"has {dtype} {list(shape)}; is policy.model the one that is trained?"
             )
     return tensors
@@ -73,8 +73,8 @@ def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tenso
 def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[str, int]) -> None:
     """Check that an engine's ranks hold all `expected` weights, bit for bit, as given by `digests` (by name).
 
-    Ranks may hold the same part (replicated heads, a tied head), but then the contents must be equal on all of them.
-    Raises WeightsMismatch.
+    Ranks may hold the same part (replicated heads, a tied head), but then its contents must be identical on all of
+    them. Raises WeightsMismatch.
     """
     faults = sorted({fault for proof in proofs for fault in proof.faults})
     held: dict[str, dict[Part, int]] = {name: {} for name in expected}
@@ -88,7 +88,7 @@ def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[s
             wrong.add(name)
     found = [shown(faults)] if faults else []
     if wrong:
-        found.append(f"{len(wrong)} of {len(expected)} parameters have other bits: {shown(sorted(wrong))}")
+        found.append(f"{len(wrong)} of {len(expected)} parameters have wrong bits: {shown(sorted(wrong))}")
     if found:
         raise WeightsMismatch("; ".join(found))
 

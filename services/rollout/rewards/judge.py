@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 SERVER_ERROR, TOO_MANY = 500, 429
 MOST_RETRY_AFTER_S = 86_400.0
 MOST_REFUSALS = 5
-"""Maximum refusals of one call by a judge that answers other calls. After that, the sample fails, and there is no
-outage."""
+"""Number of times that a judge may refuse one call while it answers others. Then the sample fails, and no outage
+begins."""
 _SOCKET_MODULES = frozenset({"socket", "ssl"})
 _AWAY_NAMES = ("ConnectionError", "ConnectError", "ConnectorError", "ServerDisconnectedError", "gaierror")
 """Suffixes of error class names that count in any package."""
@@ -29,11 +29,13 @@ _CLIENTS = frozenset(
     {"aiohttp", "anthropic", "httpcore", "httpcore2", "httpx", "httpx2", "openai", "requests", "urllib3"}
 )
 _CLIENT_NAMES = ("Timeout", "TimeoutError", "TimeoutException", "NetworkError", "RemoteProtocolError")
-"""Suffixes of error class names that count only in `_CLIENTS`: a program that the function runs may also time out."""
+"""Suffixes of error class names that count only in `_CLIENTS`: elsewhere, such an error may come from a program that
+the function runs."""
 
 
 def unavailable(error: BaseException) -> float | None:
-    """Return None if `error` is the function's own, otherwise the pause in seconds that the judge asks for.
+    """Return None if `error` is the function's own, otherwise the pause in seconds that the judge asks for (0.0 if
+    none).
 
     A judge is unavailable if its connection is refused or reset, its name does not resolve, the HTTP client's own
     timeout expires, or the status is 429 with Retry-After, or at least 500. A timeout that the function sets itself

@@ -2,9 +2,9 @@
 
 A function that hangs, crashes, raises or exhausts memory costs its own sample, not the block, the loop or the service.
 
-A process gets a few calls of one function at a time. If the process exceeds its time limit or dies, the sample whose
-code was running fails; the other calls go to another process. Calls whose judge is unavailable are not failures: they
-wait and are tried again (`rewards.judge`).
+A process receives a few calls of one function at a time. If the process exceeds its time limit or dies, the sample
+whose code was running fails; the other calls go to another process. Calls whose judge is unavailable are not failures:
+they wait and are tried again (`rewards.judge`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class RewardPool:
             self._workers = [asyncio.create_task(self._work()) for _ in range(self._processes)]
 
     async def watch(self) -> None:
-        """Wait until a process cannot be replaced, and raise the RpcError. Without processes, wait forever."""
+        """Wait until a process cannot be replaced, and raise the resulting RpcError. Without processes, wait
+        forever."""
         await asyncio.gather(self._pool.watch(), *self._workers)
 
     async def close(self) -> None:
@@ -125,7 +126,7 @@ class RewardPool:
         await self._pool.close()
 
     async def score(self, groups: Sequence[Sequence[Sample]], advance: Callable[[], None]) -> list[list[Score]]:
-        """Return each sample's score, in the shape of `groups` (one group per task): a weighted sum over functions.
+        """Return each sample's score, the weighted sum over functions, in the shape of `groups` (one group per task).
 
         Meanwhile, `advance` is called every WATCH_S. This does not hide hangs, because calls have their own time
         limits, as do the start and end of a process. Raises RpcError(bad_request) if processes can no longer be
@@ -293,7 +294,7 @@ class RewardPool:
             if over:
                 text = (
                     f"the judge of {term.function} has not answered for {judge.retry.limit_s:g} s "
-                    f"(reward.retry.limit_s), the last of {outage.tries} tries: {outage.error}; repair it, then resume"
+                    f"(reward.retry.limit_s) in {outage.tries} tries: {outage.error}; repair the judge, then resume"
                 )
             found.append(Trouble(TroubleKind.JUDGE, text[:TEXT_CHARS], over))
         return found
@@ -346,7 +347,7 @@ class RewardPool:
         judge = self._judges[function]
         judge.held = [call for call in judge.held if not call.done.is_set()]
         call = judge.next_try()
-        if call is None:  # no call is held: the next one will show whether the judge answers
+        if call is None:  # no call is held: the next call will show whether the judge answers
             self._resume(function)
             return
         call.probe = True

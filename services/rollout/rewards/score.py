@@ -44,7 +44,7 @@ def total(answer: Any) -> Score:
     """Return the score of one sample from the return value of a function.
 
     A number is the score itself. For a dict, the score is the value of key `reward` if there is one, else the sum of
-    all values. NaN, infinity, numbers outside the float32 range and other types give a failed score.
+    all values. NaN, infinity, numbers outside the float32 range and other types yield a failed score.
     """
     try:
         if isinstance(answer, dict):
@@ -53,9 +53,9 @@ def total(answer: Any) -> Score:
         else:
             parts, value = {}, float(answer)
     except (TypeError, ValueError, OverflowError) as error:
-        return Score(None, f"answered {answer!r:.60}, must be a number or a dict of numbers ({error})", kind=ANSWER)
+        return Score(None, f"answered {answer!r:.60}, not a number or a dict of numbers ({error})", kind=ANSWER)
     if not abs(value) <= LIMIT:
-        return Score(None, f"answered {value}, must be finite in float32: {LIMIT:.1e} at most", kind=ANSWER)
+        return Score(None, f"answered {value}, which is not finite in float32 (at most {LIMIT:.1e})", kind=ANSWER)
     return Score(value, parts=parts)
 
 
@@ -63,7 +63,7 @@ def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Sco
     """Return the scores of the `samples` samples of one call of `function`. For a group, `answer` lists one reward per
     sample."""
     if group and (not isinstance(answer, list | tuple) or len(answer) != samples):
-        why = f"answered {answer!r:.60} for {samples} samples, must be a list of as many rewards"
+        why = f"answered {answer!r:.60} for {samples} samples, not a list of as many rewards"
         return [failed(function, ANSWER, why)] * samples
     scores = [total(each) for each in (answer if group else [answer])]
     return [each if each.value is not None else failed(function, each.kind, each.failure) for each in scores]
@@ -77,7 +77,9 @@ def add(left: Score, right: Score, weight: float) -> Score:
         return right
     value = left.value + weight * right.value
     if not abs(value) <= LIMIT:
-        return Score(None, f"the weighted rewards add up to {value}, float32 holds {LIMIT:.1e} at most", kind=ANSWER)
+        return Score(
+            None, f"the weighted rewards add up to {value}, but float32 holds {LIMIT:.1e} at most", kind=ANSWER
+        )
     return Score(value, parts={**left.parts, **right.parts})
 
 

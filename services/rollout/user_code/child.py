@@ -103,7 +103,7 @@ class UserProcess:
         """Return the body of the next message. Raises one of GONE once the process is gone."""
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if length > TO_SERVICE_BYTES:
-            raise ConnectionError(f"a process of users' code announced {length} bytes, at most {TO_SERVICE_BYTES}")
+            raise ConnectionError(f"a process of users' code announced {length} bytes; the limit is {TO_SERVICE_BYTES}")
         return await self._reader.readexactly(length)
 
     async def end(self, grace_s: float = 0.0) -> str:

@@ -21,8 +21,8 @@ from shared.workflow import Message, Sequence, Turn
 LENGTH = struct.Struct("<I")
 TO_PROCESS_BYTES = 1 << 30
 TO_SERVICE_BYTES = 16 << 20
-"""Maximum size of a message. A decoded message may take sixty times as much memory in the service, which hosts the
-engine."""
+"""Maximum size of a message. Once decoded, a message may take up sixty times as much memory in the service, which hosts
+the engine."""
 SLOTS = 1 << 16
 """Number of calls after which a process is replaced."""
 
@@ -55,7 +55,7 @@ class Setup(msgspec.Struct, array_like=True):
 class Ready(msgspec.Struct, array_like=True):
     """Process -> service, once: the kind and place of each function, or the one-line `error` if one fails to load.
 
-    `pid` is the process that writes its stacks on request.
+    `pid` identifies the process that writes its stacks on request.
     """
 
     error: str = ""

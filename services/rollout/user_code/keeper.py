@@ -22,8 +22,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _WAKES = 1 << 10
 _AGAIN_S = 0.02
 KILL_LIMIT_S = 5.0
-"""Maximum seconds to kill descendants. Descendants that remain belong to another user or wait for a device that does
-not answer."""
+"""Maximum seconds spent killing descendants. Any that remain belong to another user or wait for a device that does not
+answer."""
 
 
 def run_subreaper(descriptor: int) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the reward functions and the workflow that a topology names. Its errors have one line and are raised when the
+"""Finds the reward functions and the workflow that a topology names. Errors are one line long and are raised when the
 run starts."""
 
 from __future__ import annotations

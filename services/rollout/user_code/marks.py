@@ -19,7 +19,7 @@ _NOBODY = 0
 
 
 def make_marks() -> int:
-    """Return a descriptor of new marks, for both processes."""
+    """Create marks and return their descriptor, which both processes use."""
     descriptor = os.memfd_create("rlbus-marks")
     os.ftruncate(descriptor, _BYTES)
     return descriptor
@@ -40,7 +40,7 @@ class Marks:
         _CURRENT.pack_into(self._map, 0, _NOBODY)
 
     def tool(self, slot: int, change: int) -> None:
-        """Count one more (1) or one less (-1) running tool of the slot. Any thread may call this."""
+        """Count one more (1) or one fewer (-1) running tool of the slot. Any thread may call this."""
         with self._lock:
             at = _CURRENT.size + slot * _TOOLS.size
             _TOOLS.pack_into(self._map, at, max(0, min(0xFFFF, _TOOLS.unpack_from(self._map, at)[0] + change)))

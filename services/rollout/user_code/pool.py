@@ -15,7 +15,7 @@ from shared.rpc.errors import RpcError
 
 START_ATTEMPTS = 3
 MOST_BROKEN = 3
-"""Number of broken processes after which a call is made alone although it was not a suspect."""
+"""Number of broken processes after which a call is made alone even if it was never a suspect."""
 W = TypeVar("W", bound=Work)
 
 
@@ -55,7 +55,8 @@ class UserPool:
         self.keepers = [asyncio.create_task(self._replace_when_ended(each)) for each in begun]
 
     async def watch(self) -> None:
-        """Wait until a process cannot be replaced, and raise the RpcError. Without processes, wait forever."""
+        """Wait until a process cannot be replaced, and raise the resulting RpcError. Without processes, wait
+        forever."""
         await asyncio.gather(*self.keepers, asyncio.Event().wait())
 
     async def close(self) -> None:
@@ -92,7 +93,7 @@ class UserPool:
             alone = ended.suspect or broken == MOST_BROKEN
 
     async def least_loaded(self) -> UserHost:
-        """Wait until some process takes calls and is not reserved. Return the process of this kind with the fewest
+        """Wait until a process takes calls and is not reserved. If there are several, return the one with the fewest
         calls."""
         while not (free := [process for process in self._free if not process.leaving.is_set()]):
             self._process_free.clear()
@@ -136,7 +137,7 @@ class UserPool:
             idle_deaths = 0 if process.served else idle_deaths + 1
             if idle_deaths == START_ATTEMPTS:
                 paths = ", ".join(path for path, _ in self._setup.functions)
-                raise refused(self._setup.purpose, paths, "its process exits before it gets a sample")
+                raise refused(self._setup.purpose, paths, "the process exits before it receives a sample")
             process = None
 
     async def _start_again(self) -> UserHost:

@@ -66,7 +66,7 @@ def main(descriptor: int, marks: int, stack: int) -> None:
 
 
 def _no_memory_ends(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Exit on a MemoryError: a callback that ran out of memory may have lost a message."""
+    """Exit on a MemoryError, because a callback that ran out of memory may have lost a message."""
     if isinstance(context.get("exception"), MemoryError):
         os._exit(NO_MEMORY_STATUS)
     loop.default_exception_handler(context)
@@ -250,7 +250,7 @@ class _Slots:
 def _returned(slot: int, trajectory: Any, state: dict[str, Any]) -> Returned:
     """Return the message for `trajectory`. Raises WorkflowError if the trajectory is invalid."""
     if not isinstance(trajectory, Trajectory):
-        raise WorkflowError(f"returned {type(trajectory).__name__}, must return a Trajectory (llm.trajectory())")
+        raise WorkflowError(f"returned {type(trajectory).__name__}, but must return a Trajectory (llm.trajectory())")
     score: Score | None = None if trajectory.reward is None else total(trajectory.reward)
     try:
         sequences = [
@@ -264,7 +264,7 @@ def _returned(slot: int, trajectory: Any, state: dict[str, Any]) -> Returned:
         ]
         metrics = {str(name): float(value) for name, value in trajectory.metrics.items()}
     except (TypeError, ValueError, OverflowError) as error:
-        raise WorkflowError(f"a sequence's lists, and metrics, must hold numbers ({error})") from None
+        raise WorkflowError(f"metrics and the lists of a sequence must contain numbers ({error})") from None
     return Returned(slot, sequences, score, metrics, state)
 
 

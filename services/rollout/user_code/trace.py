@@ -59,8 +59,8 @@ def place(file: str, line: int) -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error`, then the exceptions that it was raised from or while handling. The `reason` of a urllib error is
-    included."""
+    """Yield `error`, then the exceptions that caused it or that were being handled when it was raised. The `reason` of
+    a urllib error is included."""
     waiting, seen = [error], set[int]()
     while waiting and len(seen) < DEPTH:
         each = waiting.pop(0)
@@ -92,7 +92,7 @@ def traced(error: BaseException) -> str:
 
 
 def hangs_at(stack: str, home: Home) -> str:
-    """Return the same as `raised_at` for a stack that `write_stacks` wrote."""
+    """Do what `raised_at` does, for a stack that `write_stacks` wrote."""
     for file, line in _FRAME.findall(stack):
         if file == home.file:
             return place(file, int(line))
@@ -129,7 +129,7 @@ class StackFile:
             async with asyncio.timeout(STACK_LIMIT_S):
                 while not size or os.fstat(self.descriptor).st_size != size:
                     size = os.fstat(self.descriptor).st_size
-                    await asyncio.sleep(_POLL_S)  # the kernel does not notify of writes to a file in memory
+                    await asyncio.sleep(_POLL_S)  # the kernel sends no notification of writes to a file in memory
         return os.pread(self.descriptor, STACK_BYTES, 0).decode(errors="replace")
 
     def close(self) -> None:

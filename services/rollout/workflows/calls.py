@@ -20,7 +20,7 @@ from shared.workflow import Message, Sequence, Turn, WorkflowError
 
 T = TypeVar("T")
 OnText = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Function that runs blocking work on the thread of the dataset rows and the tokenizer."""
+"""Function that runs blocking work on the thread that handles the dataset rows and the tokenizer."""
 
 
 class SampleCalls:

@@ -124,8 +124,8 @@ class Conversation:
         held = sum(len(each.tokens.token_ids) for each in self._open) + self._reserved_tokens
         if held + call.added + room > self._max_tokens:
             raise ContextFull(
-                f"{held} tokens held, {call.added} added and {room} new ones are more than workflow.max_tokens "
-                f"({self._max_tokens}) of a sample"
+                f"{held} tokens so far, {call.added} to add and {room} to sample exceed workflow.max_tokens "
+                f"({self._max_tokens}) for one sample"
             )
         call.sequence.busy = True
         self._reserved_tokens += call.added + room

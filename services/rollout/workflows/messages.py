@@ -17,7 +17,7 @@ _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 
 
 def same(one: Message, other: Message) -> bool:
-    """Return whether both messages mean the same. Fields that agents add (such as refusal: null) are ignored."""
+    """Return whether both messages mean the same thing. Fields that agents add (such as refusal: null) are ignored."""
     # The messages are compared as JSON, in which True, 1 and 1.0 differ.
     return one is other or _encoded(_plain(one)) == _encoded(_plain(other))
 

@@ -38,7 +38,7 @@ WATCH_S = 0.25
 
 @dataclass(frozen=True)
 class Made:
-    """One sample of a workflow: its tokens, the `sample` for reward functions, and the workflow's own score, if any."""
+    """One finished sample: its tokens, the `sample` for reward functions, and the workflow's own score, if any."""
 
     rolled: Rolled
     sample: Sample
@@ -183,7 +183,7 @@ def _made(task: ReadyTask, returned: Returned, conversation: Conversation, max_t
         raise WorkflowError(f"returned token ids outside the vocabulary of {vocab_size}")
     tokens = sum(len(each.token_ids) for each in sequences)
     if tokens > max_tokens:
-        raise WorkflowError(f"returned a trajectory of {tokens} tokens, workflow.max_tokens allows {max_tokens}")
+        raise WorkflowError(f"returned a trajectory of {tokens} tokens, but workflow.max_tokens allows {max_tokens}")
     sampled = [int(token) for each in sequences for token in each.token_ids[each.loss_mask == 1]]
     sample = Sample(
         task_id=task.handle.task_id,
@@ -213,7 +213,9 @@ def tokens_of(sequence: Sequence) -> SequenceTokens:
         raise WorkflowError(f"a sequence's lists hold invalid tokens, masks or versions ({error})") from None
     sizes = {each.shape for each in (made.token_ids, made.loss_mask, made.logprobs, made.versions)}
     if len(sizes) != 1 or not len(made.token_ids) or made.token_ids.ndim != 1:
-        raise WorkflowError(f"a sequence's lists have the shapes {sorted(sizes)}, must be equally long and not empty")
+        raise WorkflowError(
+            f"a sequence's lists have the shapes {sorted(sizes)}, but must be equally long and not empty"
+        )
     sampled: Array = made.loss_mask == 1
     if made.loss_mask.max() > 1 or (made.versions[sampled] < 0).any() or not np.isfinite(made.logprobs).all():
         raise WorkflowError("a sequence trains on tokens that no policy version sampled, or has no log-probs for them")

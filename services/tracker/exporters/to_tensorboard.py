@@ -1,7 +1,7 @@
 """TensorBoard: event files in one folder per lineage, so that steps taken back stay visible as a separate curve.
 
 TensorBoard has one step axis per folder, which is our step. A row is one record of the event file, written with one
-system call, so the file itself shows which rows it has. A torn record at the end of the file is cut off.
+system call, so the file itself shows which rows it contains. A torn record at the end of the file is cut off.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def make(section: Tensorboard) -> TensorboardExporter:
 
 
 def _cell(value: Cell) -> str:
-    """Return a value as a Markdown table cell, without newlines and unescaped bars, which would end the cell."""
+    """Return a value as a Markdown table cell, without newlines or unescaped bars, which would end the cell."""
     return " ".join(str(value).split()).replace("|", "\\|")
 
 

@@ -2,7 +2,7 @@
 metrics.
 
 The trackio dashboard can use a metric such as `training_step` as its x-axis. Rows are sent to trackio's storage or to
-its server. Each row has its own id, so trackio ignores a row that it already has.
+its server. Each row has its own id, so trackio ignores a row that it already holds.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class TrackioExporter:
             server.predict(api_name=name, hf_token=None, **arguments)
         except httpx.HTTPStatusError as error:
             if error.response.status_code in _REFUSED:
-                text = f"{self._url}: refused ({error.response.text[:200]}); set TRACKIO_WRITE_TOKEN to its write token"
+                text = (
+                    f"{self._url}: refused ({error.response.text[:200]}); set TRACKIO_WRITE_TOKEN to the server's token"
+                )
                 raise Unusable(text) from None
             raise
 

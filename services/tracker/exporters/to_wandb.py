@@ -137,7 +137,8 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def _await_core_of(pid: int) -> None:
-    """Wait until the wandb-core that process `pid` started has ended, because it may still write rows to be counted."""
+    """Wait until the wandb-core that process `pid` started has ended, because it may still write rows that must be
+    counted."""
     until = time.monotonic() + CORE_END_S
     while pid and pid != os.getpid():
         cores = [each for each in psutil.process_iter(["cmdline"]) if _is_core_of(each.info["cmdline"] or [], pid)]

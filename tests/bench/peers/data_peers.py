@@ -3,9 +3,9 @@ Prints one JSON line.
 
     .venv-data/bin/python tests/bench/peers/data_peers.py ray|transfer-queue [--settings '{"threads": 2}'] [--rounds N]
 
-Runs in its own environment (`make peers-data`, lock beside this file). The work is `tasks` tasks of `keys` float32
-tensors of `length`, which are put, fetched, and hashed as in `bench_data` (xxh3). The first round is the first use of a
-fresh store. `SETTINGS` holds the defaults; data_sweep.json records which settings are fastest.
+Runs in its own environment (`make peers-data`; its lock file is beside this file). The work is `tasks` tasks of `keys`
+float32 tensors of `length`, which are put, fetched, and hashed as in `bench_data` (xxh3). The first round is the first
+use of a fresh store. `SETTINGS` holds the defaults; data_sweep.json records which settings are fastest.
 """
 
 from __future__ import annotations
@@ -147,9 +147,11 @@ def transfer_queue(arrays: dict[str, np.ndarray], settings: dict[str, Any], roun
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A peer of the data plane, one JSON line.")
+    parser = argparse.ArgumentParser(description="Measures a peer of the data plane and prints one JSON line.")
     parser.add_argument("system", choices=tuple(SETTINGS))
-    parser.add_argument("--settings", type=json.loads, default={}, help="settings as JSON that replace defaults")
+    parser.add_argument(
+        "--settings", type=json.loads, default={}, help="JSON object of settings that replace the defaults"
+    )
     parser.add_argument("--tasks", type=int, default=1024)
     parser.add_argument("--keys", type=int, default=9)
     parser.add_argument("--length", type=int, default=8192)
@@ -157,7 +159,7 @@ def main() -> None:
     options = parser.parse_args()
     settings = {**SETTINGS[options.system], **options.settings}
     if options.tasks % BLOCK_TASKS or settings.keys() != SETTINGS[options.system].keys():
-        parser.error(f"--tasks must be a multiple of {BLOCK_TASKS}; --settings knows {SETTINGS[options.system]}")
+        parser.error(f"--tasks must be a multiple of {BLOCK_TASKS}; --settings accepts {SETTINGS[options.system]}")
     generator = np.random.default_rng(0)
     arrays = {
         f"key{index}": generator.standard_normal((options.tasks, options.length), dtype=np.float32)

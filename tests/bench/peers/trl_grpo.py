@@ -6,20 +6,20 @@ trl.txt), so it cannot import the product.
 Prints one JSON line: `samples_per_s` over the steps after warm-up, the values from which it was computed, and the
 reward and completion length of every step.
 
-The work equals the quickstart's: 64 tasks x 8 samples and one AdamW update per step (512 samples, constant learning
-rate, no weight decay, gradient norm clipped to 1); at most 8 new tokens at temperature 1, no top-k or top-p;
-exact-match reward; advantages divided by the group's standard deviation; ratio clipped at 0.2; loss averaged over all
-tokens of the step (`dapo`); k3 KL of 0.001 to a frozen copy, not multiplied by the ratio
-(`use_bias_correction_kl=False`); float32.
+The work is the quickstart's: 64 tasks x 8 samples and one AdamW update per step (512 samples, constant learning rate,
+no weight decay, gradient norm clipped to 1); at most 8 new tokens at temperature 1, no top-k or top-p; exact-match
+reward; advantages divided by the group's standard deviation; ratio clipped at 0.2; loss averaged over all tokens of the
+step (`dapo`); k3 KL of 0.001 to a frozen copy, not multiplied by the ratio (`use_bias_correction_kl=False`); float32.
 
-Different: one process whose generation, reference pass and update take turns on all threads; epsilon of 1e-4 (1e-6)
-beside the standard deviation; no evaluation, checkpoint or metrics file; the quickstart writes checkpoints and metrics.
+Different: one process whose generation, reference pass and update take turns on all threads; an epsilon of 1e-4
+(instead of 1e-6) added to the standard deviation; no evaluation, checkpoint or metrics file; the quickstart writes
+checkpoints and metrics.
 
 Set for speed: no gradient checkpointing (TRL's default is on), fused AdamW, no logging. `--threads`, `--micro-batch`
 and `--generation-batch` come from a recorded sweep (trl_sweep.json). A generation batch of up to one step's samples is
 on policy, and TRL then computes no log-probs of the old policy. A batch of two steps' samples is TRL's form of
-staleness 1: every second update learns from samples of the weights before the last update, and TRL scores these samples
-again.
+staleness 1: every second update learns from samples drawn with the weights from before the previous update, and TRL
+scores these samples again.
 """
 
 from __future__ import annotations
@@ -116,24 +116,24 @@ def config(args: argparse.Namespace, folder: str) -> GRPOConfig:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="TRL's GRPOTrainer, one JSON line.")
+    parser = argparse.ArgumentParser(description="Measures TRL's GRPOTrainer and prints one JSON line.")
     parser.add_argument("--rows", type=Path, required=True, help="JSON lines with prompt and answer")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm-up", type=int, default=5, help="steps left out of samples_per_s")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--samples", type=int, default=512, help="of a step, in groups of 8")
+    parser.add_argument("--samples", type=int, default=512, help="samples per step, in groups of 8")
     parser.add_argument("--max-new-tokens", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument(
-        "--micro-batch", type=int, default=512, help="samples a forward and backward; divides --samples"
+        "--micro-batch", type=int, default=512, help="samples per forward and backward pass; must divide --samples"
     )
     parser.add_argument(
         "--generation-batch",
         type=int,
         default=512,
-        help="samples that are generated together; --micro-batch divides it",
+        help="samples generated together; a multiple of --micro-batch",
     )
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     args = parser.parse_args()
@@ -170,8 +170,8 @@ def main() -> None:
     if len(ends_s) != args.steps + 1 or len(reward.reward_mean) != generations:
         raise SystemExit(
             f"trl_grpo: {len(ends_s) - 1} steps ended and {len(reward.reward_mean)} batches of {args.generation_batch} "
-            f"were scored, not {args.steps} and {generations}; this TRL splits a step otherwise, so the figures would "
-            "be wrong"
+            f"were scored, not {args.steps} and {generations}; this TRL splits a step differently, so the figures "
+            "would be wrong"
         )
     measured_s = ends_s[-1] - ends_s[args.warm_up]
     print(

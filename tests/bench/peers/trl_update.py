@@ -4,7 +4,7 @@ loss (log-probs with a gradient, entropies, clipped objective) and the backward 
     .venv-trl/bin/python tests/bench/peers/trl_update.py --model DIR --batch batch.json
 
 Runs in `.venv-trl` (see trl.txt), so it cannot import the product. Prints one JSON line; times are CPU seconds, as in
-`train_parts`, so that other work on the machine does not count.
+`train_parts`, so that other work on the machine does not distort them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="TRL's forward and backward, one JSON line.")
+    parser = argparse.ArgumentParser(description="Measures TRL's forward and backward pass and prints one JSON line.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--batch", type=Path, required=True, help="JSON: prompts, completions (lists of token ids)")
     parser.add_argument("--rounds", type=int, default=3)

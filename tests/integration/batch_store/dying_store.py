@@ -1,4 +1,4 @@
-"""A store that kills itself after it has retired one file.
+"""A store that kills itself after retiring one file.
 
 `python -m tests.integration.batch_store.dying_store --run DIR`
 """

@@ -64,7 +64,7 @@ def folder(store: StoreProcess) -> Path:
 
 
 async def held(peer: Peer, tasks: list[TaskShards]) -> list[str]:
-    """Have the store read the shards of these tasks again, and return the tasks that it still has."""
+    """Have the store read the shards of these tasks again, and return the ids of the tasks that it still has."""
     names = [PutTask(task.task_id, task.fence) for task in tasks]
     found = await peer.store.call(GetInventory(tasks=names), Inventory, deadline_s=30)
     assert found.files == [1] * len(found.tasks) == [1] * len(found.hashes)
@@ -131,7 +131,7 @@ def test_a_damaged_table_is_detected_and_the_store_drops_the_whole_file(store: S
 
 
 def test_the_content_of_lent_pages_is_verified_again(store: StoreProcess) -> None:
-    """The process has read and verified the file that had these pages before."""
+    """The process has already read and verified an earlier file in the same pages."""
     old, new = tasks_of(0, 1, LARGE), tasks_of(1, 1, LARGE)
 
     async def main() -> None:

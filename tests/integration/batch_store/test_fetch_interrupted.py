@@ -64,7 +64,7 @@ def test_a_fetch_interrupted_after_the_first_reply_returns_whole_data_or_a_named
     meta = BatchMeta(tasks=handles, parts=[BatchPart("s", ["a"])], stores=[STORE])
 
     async def fetch(peer: Peer, interrupt: Callable[[], Awaitable[None]], deadline_s: float = CALL_S) -> None:
-        """Check that a fetch returns everything that was put, or raises."""
+        """Fetch everything that was put, and check it. Errors of the fetch propagate."""
         client = Interrupted(peer.store, interrupt)
         data = DataClient(lambda service, instance: client)  # type: ignore[arg-type,return-value]
         try:
@@ -120,7 +120,7 @@ def test_a_fetch_interrupted_after_the_first_reply_returns_whole_data_or_a_named
 
 
 class Counting:
-    """A bus client that counts its requests by type and the tasks that it located."""
+    """A bus client that counts its requests by type, and the tasks that it asks its store to locate."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

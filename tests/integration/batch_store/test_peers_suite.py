@@ -121,7 +121,9 @@ def test_a_reply_counts_the_missing_shards_that_it_does_not_name(store: StorePro
         async with peer_of(store.run) as peer:
             data = remote(peer) if streamed else peer.data
             await peer.data.put(tasks[:100], store=STORE, deadline_s=20)
-            with pytest.raises(RpcError, match=r"100 of 128 tasks .*36 more than are named.*train/0/100#a") as caught:
+            with pytest.raises(
+                RpcError, match=r"100 of 128 tasks .*36 more that are not named.*train/0/100#a"
+            ) as caught:
                 await data.fetch(meta_of(tasks[72:], ["a"]), ["a"], deadline_s=20)
             assert caught.value.code == ErrorCode.MISSING
             assert caught.value.names == [f"train/0/{i}#a" for i in range(100, 100 + MAX_NAMES)]
@@ -129,7 +131,7 @@ def test_a_reply_counts_the_missing_shards_that_it_does_not_name(store: StorePro
                 await data.fetch(meta_of(tasks[:100], ["a", "b"]), ["a", "b"], deadline_s=20)
             assert caught.value.names[:MAX_NAMES] == [f"train/0/{i}#b" for i in range(MAX_NAMES)]
             # Without streaming, the client itself finds the missing shards.
-            assert ("36 more than are named" in str(caught.value)) == streamed
+            assert ("36 more that are not named" in str(caught.value)) == streamed
             if streamed:
                 data.close()
 

@@ -133,8 +133,8 @@ def stopped_in_the_middle(store: StoreProcess, writer: Producer, number: int) ->
 
 
 async def half_put(store: StoreProcess, peer: Peer, writer: Producer, *, lent: bool) -> int:
-    """Stop a put midway and return its task number. It writes into the pages of a collected file if `lent`, else into
-    new ones.
+    """Stop a put midway and return its task number. The put writes into the pages of a collected file if `lent`, else
+    into new ones.
     """
     for number in range(1, ROUNDS):
         if not lent:

@@ -100,7 +100,7 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
 
 
 def test_a_store_full_of_rollouts_delays_neither_reference_nor_training(tmp_path: Path) -> None:
-    """Half of the rollouts are dropped at once while the others stay; their room serves their replacements."""
+    """Half of the rollouts are dropped at once while the others stay; replacements use the room of the dropped ones."""
     limit = needed_bytes(tmp_path / "check")
     assert asyncio.run(play(tmp_path, f"memory: {limit}", limit, roll_out)) > FULL
 

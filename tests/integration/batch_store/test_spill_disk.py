@@ -1,4 +1,4 @@
-"""The folder into which a store spills: shared with other runs and hosts, missing files, or on a full disk."""
+"""The folder into which a store spills may be shared with other runs and hosts, lose files, or be on a full disk."""
 
 from __future__ import annotations
 

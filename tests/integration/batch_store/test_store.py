@@ -117,7 +117,9 @@ def test_a_batch_fetches_keys_of_several_puts_and_an_error_names_missing_ones(st
 
 
 def test_nested_shards_come_back_by_path_and_are_collected_with_their_task(store: StoreProcess) -> None:
-    """Each leaf of a structure has a path; empty arrays and scalars are shards, other values are refused by name."""
+    """Each leaf of a structure has a path. Empty arrays and scalars are shards. Any other value is refused by an error
+    that names its path and type.
+    """
     turns = {
         "turn/0/ids": np.arange(3),
         "turn/0/score": np.float32(0.5).reshape(()),
@@ -211,7 +213,7 @@ def test_late_put_to_a_tombstoned_task_is_refused_before_and_after_a_restart(sto
     asyncio.run(main())
 
 
-def test_a_repeated_put_counts_once_and_other_bytes_are_a_conflict(store: StoreProcess) -> None:
+def test_a_repeated_put_counts_once_and_different_bytes_are_a_conflict(store: StoreProcess) -> None:
     tasks = block(3, 2)
 
     async def main() -> None:
@@ -221,7 +223,7 @@ def test_a_repeated_put_counts_once_and_other_bytes_are_a_conflict(store: StoreP
             assert await put(peer, tasks) == first
             after = await stats(peer)
             assert (after.bytes, after.shards, after.puts) == (before.bytes, before.shards, before.puts)
-            with pytest.raises(RpcError, match=r"train/0/4#a is sealed under fence 1 with other bytes") as caught:
+            with pytest.raises(RpcError, match=r"train/0/4#a is sealed under fence 1 with different bytes") as caught:
                 await put(peer, [TaskShards("train/0/4", 1, {"a": np.zeros(3)})])
             assert caught.value.code == ErrorCode.CONFLICT
             assert (await stats(peer)).bytes == before.bytes

@@ -147,13 +147,13 @@ def test_puts_into_a_full_mount_wait_and_then_name_it_and_a_clear_makes_room(mou
             with pytest.raises(RpcError, match="enlarge it") as caught:
                 await peer.data.put(second, store=STORE, deadline_s=1)
             assert caught.value.code == ErrorCode.BUSY
-            assert await busy(peer) >= 2  # The put was tried at once and half a second later.
+            assert await busy(peer) >= 2  # The put was tried at once and again half a second later.
             await peer.store.call(Clear(tasks=[PutTask("t/0/1", 1)]), Ack, deadline_s=10)
             with pytest.raises(RpcError) as caught:
                 await peer.data.put(first, store=STORE, deadline_s=5)
             assert caught.value.code == ErrorCode.COLLECTED
             fill(junk)
-            await peer.data.put(second, store=STORE, deadline_s=5)  # The put takes the pages of the first one.
+            await peer.data.put(second, store=STORE, deadline_s=5)  # The put reuses the pages of the first one.
             await peer.store.call(Clear(tasks=[PutTask("t/0/2", 1)]), Ack, deadline_s=10)
             before = await busy(peer)
             # This put needs more room.

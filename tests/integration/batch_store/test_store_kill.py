@@ -228,7 +228,7 @@ def test_superseded_shards_stay_gone_after_a_kill_although_their_file_remains(st
             for tasks in (
                 revised([1, 2], "a", 1.0),  # Task 2 keeps the file alive.
                 revised([1], "b", 2.0),
-                revised([1], "a", 3.0),  # This is the first revision with other bytes; the previous file is gone.
+                revised([1], "a", 3.0),  # This is revision "a" with different bytes; the file of "b" is gone.
             ):
                 await peer.data.put(tasks, store=STORE, deadline_s=10)
                 before = await shards()

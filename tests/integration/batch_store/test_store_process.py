@@ -77,7 +77,7 @@ def test_a_store_whose_shared_memory_is_smaller_than_its_limit_is_refused_at_sta
     try:
         _, errors = process.process.communicate(timeout=30)
         assert process.process.returncode == UNUSABLE_STATUS
-        assert b"services.batch-store.memory is 1125899906842624 bytes, /dev/shm has room for" in errors
+        assert b"services.batch-store.memory is 1125899906842624 bytes, but /dev/shm has room for" in errors
         assert b"--shm-size" in errors
     finally:
         process.run.remove_volatile()

@@ -81,7 +81,7 @@ def test_a_store_restarted_on_a_mount_filled_by_others_serves_acknowledged_data(
 def test_puts_are_refused_as_busy_while_the_disk_of_the_run_directory_and_the_spill_folder_is_full(
     mount: Path, tmp_path: Path
 ) -> None:
-    """The lines of the store's log cannot be written, either."""
+    """The store cannot write its log either."""
     (mount / "r").mkdir()
     run = make_run(mount / "r", memory=3 * MIB, shm_root=tmp_path, spill=mount / "spill", spill_limit=4 * MIB)
 

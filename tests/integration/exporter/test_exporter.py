@@ -76,7 +76,7 @@ def values(text: str) -> dict[str, float]:
 
 
 def tell(run: RunDir, *messages: tuple[str, dict[str, float | str]], service: str = "rollout") -> Snapshot:
-    """Send telemetry, and return the monitor's state after it."""
+    """Send telemetry, and return the monitor's state afterwards."""
 
     async def told() -> Snapshot:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -108,7 +108,7 @@ def test_a_scraper_reads_the_monitors_values_and_learns_when_the_monitor_is_gone
             assert scrape(port, path="/")[0] == 404
             assert scrape(port, method="POST")[0] == 405
             _keep_scrapers_waiting(run, port)
-        wait_for("its end", lambda: values(scrape(port)[1]).get("rlbus_monitor_up") == 0.0)
+        wait_for("the end of the monitor", lambda: values(scrape(port)[1]).get("rlbus_monitor_up") == 0.0)
 
 
 def _keep_scrapers_waiting(run: RunDir, port: int) -> None:

@@ -1,4 +1,4 @@
-"""A Ray cluster of several raylets on this machine, and runs on it. They share one address and one file system."""
+"""A Ray cluster of several raylets on this machine, and runs on it. The raylets share an address and a file system."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RayCluster:
 
 @contextlib.contextmanager
 def ray_cluster(*labels: str) -> Iterator[RayCluster]:
-    """Start a head and a node for each label. Ray's files are in a separate folder with a short path."""
+    """Start a head node, and one more node for each label. Ray's files are in a separate folder with a short path."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -120,7 +120,7 @@ class Told:
             self.lines.append(line.rstrip())
 
     def wait_for(self, pattern: str, after: int = 0, limit_s: float = 2 * LIMIT_S) -> int:
-        """Wait for a line, from line `after` on, that contains the pattern. Return the number of the next line."""
+        """Wait for a line, from line `after` on, that matches the pattern. Return the number of the next line."""
 
         def found() -> int:
             for number, line in enumerate(self.lines[after:], after):

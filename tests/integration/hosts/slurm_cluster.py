@@ -40,7 +40,7 @@ PartitionName=all Nodes=ALL Default=YES
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """The cluster and the host on which jobs are submitted. That host is also the first node."""
+    """The cluster and the host from which jobs are submitted. That host is also the first node."""
 
     home: Host
     configuration: Path

@@ -1,7 +1,7 @@
 """A reader on another host: `python -m tests.integration.hosts.stream_reader RUN ENDPOINT TASKS KEY...`.
 
-Prints one line when it is ready, begins after one line (or the end) of input, and prints a JSON line with the digest of
-every shard and the counts.
+Prints a line when it is ready, waits for a line or the end of its input, fetches the shards, and prints a JSON line
+with the digest of every shard and the counts.
 """
 
 from __future__ import annotations

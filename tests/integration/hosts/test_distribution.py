@@ -1,4 +1,4 @@
-"""Hosts take the model and the data of a run from home; stores and agents are real."""
+"""Hosts receive the model and the data of a run from home; stores and agents are real."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[tuple[RunDir, Access]]:
-    """A scheduler and a store whose topology has a model with a large file, an empty file, and rows in a file."""
+    """A scheduler and a store. The model has a large file and an empty one, and the data is rows in a file."""
     run = make_run(tmp_path, memory=64 << 20)
     (tmp_path / "model" / "tokenizer.json").write_bytes(os.urandom(5_500_000))
     (tmp_path / "model" / "merges.txt").write_bytes(b"")
@@ -68,7 +68,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_host_has_the_files_of_home_and_its_topology_names_them(home: tuple[RunDir, Access], tmp_path: Path) -> None:
+def test_a_host_receives_the_files_of_home_and_its_topology_names_them(
+    home: tuple[RunDir, Access], tmp_path: Path
+) -> None:
     _, access = home
     folder = tmp_path / "host"
     taken = asyncio.run(take(access, folder, "b", lambda: False))
@@ -100,7 +102,7 @@ def test_files_too_large_for_the_disk_are_refused(
     home: tuple[RunDir, Access], tmp_path: Path, small_disk: Path
 ) -> None:
     _, access = home
-    with pytest.raises(RpcError, match=r"needs 5\.. MiB more .*, the disk has [12]\.. MiB") as refused:
+    with pytest.raises(RpcError, match=r"needs 5\.. MiB more .*, but the disk has [12]\.. MiB") as refused:
         asyncio.run(take(access, small_disk / "host", "b", lambda: False))
     assert refused.value.code == ErrorCode.BAD_REQUEST
 

@@ -1,5 +1,5 @@
-"""An agent on another network runs its part of a run that it reaches only over TCP: over links that lose and delay
-packets, after partitions, and after the loss of its host.
+"""An agent on another network takes part in a run that it reaches only over TCP: over links that lose and delay
+packets, after partitions, and after the loss of the agent's host.
 """
 
 from __future__ import annotations

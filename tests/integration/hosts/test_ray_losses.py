@@ -108,5 +108,5 @@ def test_a_second_run_on_the_same_nodes_is_refused(tmp_path: Path) -> None:
         with run_on(cluster, tmp_path / "second", *PLACES) as second:
             output, _ = second.communicate(timeout=LIMIT_S)
         assert second.returncode == 2
-        assert "host b: its node already is a host of run 'first'; end that run first" in output
+        assert "host b: its node is already a host of run 'first'; end that run first" in output
         goes_on(told)

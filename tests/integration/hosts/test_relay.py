@@ -34,7 +34,7 @@ from tests.integration.store_scheduler import CANARY
 
 LINE_BYTES_PER_S = 10_000_000
 BYTES = 24 << 20
-"""Size of a version, which takes more than two seconds on a link."""
+"""Size of a version. Sending a version over a link takes more than two seconds."""
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def interruptions(run: RelayRun, host: int) -> list[tuple[str, str]]:
 
 
 async def waited_for(run: RelayRun, host: int) -> list[str]:
-    """Return the processes that a store is waiting for, by its own account, to send it the version."""
+    """Return the processes from which a store says that it awaits the version."""
     async with run.client(host) as client:
         waits = await client.call(GetWaits(), Waits, deadline_s=WITHIN_S)
     return [row.of for row in waits.waits if row.what.startswith(VERSION.task_id)]
@@ -101,7 +101,7 @@ def test_a_host_that_relays_a_wrong_bit_is_blamed_and_the_chunk_is_fetched_elsew
     asyncio.run(main())
     ((source, why),) = interruptions(run, 2)
     assert source == "batch-store/1"
-    assert why == "bytes 5242880 to 6291456 do not have the digest of the trainer's store"
+    assert why == "bytes 5242880 to 6291456 do not match the digest from the trainer's store"
     assert interruptions(run, 3) == []
 
 

@@ -64,7 +64,9 @@ def ask(host: Host, *arguments: str) -> dict[str, object]:
 
 @pytest.fixture
 def cluster(hosts: Sequence[Host], tmp_path: Path) -> Iterator[tuple[RunDir, RunDir, Callable[..., None]]]:
-    """Yield the home run, whose services listen, and the run directory of the joined host."""
+    """Yield the home run, whose services listen, the run directory of the joined host, and a function that starts a
+    service of the home run.
+    """
     home = make_run(tmp_path, memory=64 << 20, shm_root=tmp_path / "shm")
     scheduler = f"tcp://{hosts[0].address}:{PORT}"
     access = Access("run", keys.load(home.keys, Role.SERVICE), {"scheduler": scheduler}, home.topology.read_text())

@@ -85,7 +85,7 @@ def test_a_job_with_ray_trains_with_the_other_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["slurm-srun.sbatch", "slurm-ray.sbatch"])
-def test_a_job_of_one_node_is_refused_in_one_line(script: str, tmp_path: Path) -> None:
+def test_a_job_of_one_node_is_refused_with_a_one_line_error(script: str, tmp_path: Path) -> None:
     with slurm_cluster(tmp_path) as slurm:
         output = tmp_path / "out"
         number = slurm.submit(JOBS / script, output, str(QUICKSTART), nodes=1)

@@ -18,8 +18,8 @@ from tests.integration.stream_line import TcpStoreProcess, remote
 
 MEMORY = 64 << 20
 CALL_S = 3.0
-"""Deadline of a request in seconds. Replies are kept for retries until 5 s after it, so none would expire during the
-run with a longer deadline.
+"""Deadline of a request in seconds. Replies are kept for retries until 5 s after it, so with a longer deadline, none
+would expire during the run.
 """
 TASKS = 8
 FETCHES = 2

@@ -121,7 +121,7 @@ def digests(tasks: list[TaskShards]) -> list[dict[str, int]]:
 
 
 def shape_line(hosts: Hosts) -> None:
-    """Limit what the store's host sends to `LINE_BYTES_PER_S`."""
+    """Limit the rate at which the store's host sends to `LINE_BYTES_PER_S`."""
     shape = f"root tbf rate {LINE_BYTES_PER_S * 8} burst 64kb latency 50ms"
     command(*inside(hosts.store), "tc", "qdisc", "add", "dev", "rlb0", *shape.split())
 
@@ -163,7 +163,7 @@ def test_a_fetch_completes_undamaged_over_a_link_that_is_silent_for_seconds(host
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", ["switched"], indirect=True)
 def test_readers_share_the_link_fairly(hosts: Hosts, run: RunDir) -> None:
-    """Three concurrent processes read the same shards at similar speed, and nothing is sent without a reader.
+    """Three concurrent processes read the same shards at similar speeds, and each receives every shard only once.
 
     If they were served in turn, the last would take three times as long as the first.
     """

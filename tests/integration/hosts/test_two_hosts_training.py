@@ -1,5 +1,5 @@
 """A store on one host serves a trainer's worker on another host, which has joined with an access file, over an
-encrypted link that loses 2% of packets. The worker computes the same as a worker on the store's host.
+encrypted link that loses 2% of its packets. The worker computes the same results as one on the store's host.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ async def bench_of(run: RunDir) -> AsyncIterator[trainer.Bench]:
 async def train(
     home: trainer.Bench, place: trainer.Bench, fence: int, enough: Callable[[int], bool]
 ) -> list[dict[str, float]]:
-    """Train the worker of `place` on batches in the store of `home` until `enough`; return the rows.
+    """Train the worker of `place` on batches in the store of `home` until `enough(steps)` is true. Return the sums of
+    each step.
 
-    These tasks are unknown to the scheduler, which clears those of one pass at the next inventory. Each pass therefore
-    has its own `fence`.
+    The tasks of these batches are unknown to the scheduler, which clears them at its next inventory. Each pass
+    therefore needs its own `fence`.
     """
     await place.client(trainer.WORKER).call(Ping(), Pong, deadline_s=START_S)
     workers = await place.driver(5)

@@ -36,7 +36,7 @@ class Repository:
 
 @dataclass
 class LocalHub:
-    """The repositories by `models/<owner>/<name>` and `datasets/<owner>/<name>`."""
+    """A hub. The keys of its repositories are `models/<owner>/<name>` and `datasets/<owner>/<name>`."""
 
     repositories: dict[str, Repository]
     url: str = ""

@@ -164,7 +164,7 @@ def test_a_run_fetches_its_files_records_their_commits_and_resumes_with_them(
 def test_an_offline_start_names_the_command_that_fetches_the_missing_files(user: User) -> None:
     line = one_line(user.launch("--dry-run", HF_HUB_OFFLINE="1"))
     assert line == (
-        f"{user.topology}: adders/tiny: not complete in the local Hugging Face cache {user.cache} and HF_HUB_OFFLINE "
+        f"{user.topology}: adders/tiny: not complete in the local Hugging Face cache {user.cache}, and HF_HUB_OFFLINE "
         "is set; fetch it where there is a network, with: hf download adders/tiny"
     )
     for _ in range(4):  # The command in each error lets the next start get further.
@@ -174,7 +174,7 @@ def test_an_offline_start_names_the_command_that_fetches_the_missing_files(user:
         command = shlex.split(one_line(ended).rpartition("with: ")[2])
         subprocess.run(command, env=user.environment(), check=True, capture_output=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
-    # An unreachable hub is no obstacle, either.
+    # An unreachable hub is no obstacle either.
     ended = user.launch("--dry-run", HF_ENDPOINT="http://127.0.0.1:9")
     assert ended.returncode == 0, ended.stderr
 
@@ -261,7 +261,7 @@ def test_gated_data_set_needs_a_token(user: User) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        ("policy.model", "adders/tinny", "no folder here, and no model {url}/adders/tinny, or a private one"),
+        ("policy.model", "adders/tinny", "no folder here, and the model {url}/adders/tinny is missing or private"),
         ("policy.model", "adders/tiny@v9", "has no revision 'v9'; give a branch, a tag or a commit after the @"),
         (
             "data.train.source",
@@ -289,7 +289,7 @@ def test_files_too_large_for_the_disk_are_refused_before_they_are_fetched(user: 
     assert not any("/resolve/" in path for _, path, _ in user.hub.requests)
 
 
-def test_other_topologies_do_not_import_the_client() -> None:
+def test_the_launcher_imports_the_client_only_when_it_is_needed() -> None:
     code = "import sys; from launch import cluster; sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

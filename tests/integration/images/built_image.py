@@ -1,4 +1,4 @@
-"""Builds an image of `docker/Dockerfile` without a daemon or a registry, and runs containers of it."""
+"""Builds an image from `docker/Dockerfile` without a daemon or a registry, and runs containers from it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def container(image: Image, name: str, volumes: Mapping[str, Path], shm_size: st
 
 
 def _pip_settings(folder: Path) -> list[str]:
-    """Return options with which pip finds packages in the build as it does on this machine."""
+    """Return options that let pip find packages during the build as it does on this machine."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings = {}
     for line in listed.stdout.splitlines():

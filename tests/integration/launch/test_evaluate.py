@@ -37,7 +37,7 @@ def row_of(path: Path) -> dict[str, float]:
 
 
 def checkpoint(folder: Path, scale: float) -> Path:
-    """Write a checkpoint of the policy, with its final norm, and therefore every logit, multiplied by `scale`."""
+    """Write a checkpoint of the policy whose final norm, and therefore every logit, is multiplied by `scale`."""
     folder.mkdir(parents=True)
     weights = load_file(POLICY / MODEL)
     weights["model.norm.weight"] = weights["model.norm.weight"] * np.float32(scale)
@@ -49,7 +49,7 @@ def checkpoint(folder: Path, scale: float) -> Path:
     return folder
 
 
-def test_bad_command_lines_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_bad_command_lines_are_refused_with_a_one_line_error(tmp_path: Path) -> None:
     step = checkpoint(tmp_path / "checkpoints" / "step-20", 1.0)
     refused = {
         ("--resume",): "--evaluate: starts a new run",
@@ -67,7 +67,7 @@ def test_bad_command_lines_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_starts_no_reference_and_gives_its_services_the_checkpoints_model(tmp_path: Path) -> None:
-    """The services of this run are tiny: the launcher alone is tested."""
+    """The services of this run are tiny: only the launcher is tested."""
     step = checkpoint(tmp_path / "checkpoints" / "step-20", 1.0)
     with launched(tmp_path / "run", "--evaluate", "--checkpoint", str(step)) as here:
         services = here.wait_ready(SERVICES - 1)
@@ -84,7 +84,7 @@ def test_an_evaluation_starts_no_reference_and_gives_its_services_the_checkpoint
 
 
 def test_a_checkpoint_is_scored_with_its_weights_and_the_run_ends(tmp_path: Path) -> None:
-    """With negative logits the least likely token is sampled, so no answer is right."""
+    """With negative logits, the least likely token is sampled, so no answer is right."""
     step = checkpoint(tmp_path / "checkpoints" / "step-20", -1.0)
     done = evaluate("--checkpoint", str(step), "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr + done.stdout

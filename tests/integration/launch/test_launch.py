@@ -117,7 +117,7 @@ def test_every_killed_service_is_restarted(tmp_path: Path) -> None:
         before = here.wait_ready()
         for name, row in before.items():
             os.kill(row["pid"], signal.SIGKILL)
-            wait_for(f"{name} to be missed", lambda old=row["pid"]: not Path(f"/proc/{old}").exists())
+            wait_for(f"the end of {name}", lambda old=row["pid"]: not Path(f"/proc/{old}").exists())
         after = here.wait_ready()
         ranks = [pid for pid in processes_of(here.path) if psutil.Process(pid).cmdline()[-1] == "rank"]
         # The ranks of the killed service ended, too.
@@ -132,13 +132,13 @@ def test_stopped_service_is_found_and_replaced(tmp_path: Path, monkeypatch: pyte
     with launched(tmp_path / "run") as here:
         before = here.wait_ready()
         os.kill(before["rollout/0"]["pid"], signal.SIGSTOP)
-        wait_for("the stopped one to go", lambda: not Path(f"/proc/{before['rollout/0']['pid']}").exists())
+        wait_for("the end of the stopped one", lambda: not Path(f"/proc/{before['rollout/0']['pid']}").exists())
         after = here.wait_ready()
     assert {name: row["restarts"] for name, row in after.items() if row["restarts"]} == {"rollout/0": 1}
 
 
 def hang_line(path: Path, service: str) -> dict[str, str]:
-    """Return the line in the log of `service` about its hang."""
+    """Return the line about the hang of `service` from its log."""
     lines = [json.loads(line) for line in (path / "logs" / f"{service}-0.jsonl").read_text().splitlines()]
     found: dict[str, str] = next(line for line in lines if line["event"] == "hangs, and is killed")
     return found
@@ -152,7 +152,7 @@ def test_service_that_hangs_in_c_writes_the_stacks_of_its_threads_before_it_is_r
     with launched(tmp_path / "run") as here:
         pid = here.wait_ready()["rollout/0"]["pid"]
         (here.path / "hang-rollout").touch()
-        wait_for("the hung one to go", lambda: not Path(f"/proc/{pid}").exists())
+        wait_for("the end of the hung rollout", lambda: not Path(f"/proc/{pid}").exists())
         line = hang_line(here.path, "rollout")
         assert here.wait_ready()["rollout/0"]["restarts"] == 1
         shown = ctl(here.path, "logs", "rollout", "-n", "200").stdout
@@ -170,7 +170,7 @@ def test_the_log_says_that_a_stopped_service_could_not_write_its_stacks(
     with launched(tmp_path / "run") as here:
         pid = here.wait_ready()["rollout/0"]["pid"]
         os.kill(pid, signal.SIGSTOP)
-        wait_for("the stopped one to go", lambda: not Path(f"/proc/{pid}").exists())
+        wait_for("the end of the stopped rollout", lambda: not Path(f"/proc/{pid}").exists())
         assert "stopped (SIGSTOP)" in hang_line(here.path, "rollout")["stacks"]
 
 
@@ -209,7 +209,7 @@ def test_the_time_limit_for_an_answer_grows_with_the_gaps_between_a_services_ans
         pause(slow, 4.5)
         assert here.wait_ready()["rollout/0"]["restarts"] == 0
         os.kill(other, signal.SIGSTOP)  # This service has shown no gap.
-        wait_for("the other to go", lambda: not Path(f"/proc/{other}").exists(), 9)
+        wait_for("the end of the reference", lambda: not Path(f"/proc/{other}").exists(), 9)
         assert here.wait_ready()["reference/0"]["restarts"] == 1
 
 
@@ -225,7 +225,7 @@ def test_stopped_service_is_found_within_25_seconds(tmp_path: Path) -> None:
         pid = here.wait_ready()["rollout/0"]["pid"]
         os.kill(pid, signal.SIGSTOP)
         begun = time.monotonic()
-        wait_for("the stopped one to go", lambda: not Path(f"/proc/{pid}").exists(), 40)
+        wait_for("the end of the stopped rollout", lambda: not Path(f"/proc/{pid}").exists(), 40)
         assert 15 < time.monotonic() - begun < 25
 
 
@@ -390,7 +390,7 @@ def test_bad_rows_cause_a_warning_and_a_file_without_good_rows_an_error(tmp_path
 
 def test_status_json_has_the_promised_fields_and_types(live: Launched) -> None:
     before = wait_for(
-        "heartbeats of all",
+        "heartbeats of all services",
         lambda: (
             (answer := live.status())
             and sum(row["heartbeat_age_s"] is not None for row in answer["services"]) == SERVICES - 1

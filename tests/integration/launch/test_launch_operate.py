@@ -115,7 +115,7 @@ def test_restart_all_restarts_one_process_at_a_time(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as made:
         before = made.wait_ready()
         assert ctl(made.path, "restart", "all").returncode == 0
-        wait_for("all of them", lambda: all(row["restarts"] == 1 for row in made.wait_ready().values()))
+        wait_for("a restart of every process", lambda: all(row["restarts"] == 1 for row in made.wait_ready().values()))
         after = made.wait_ready()
         log = [json.loads(line) for line in made.run.log_file("supervisor", 0).read_text().splitlines()]
     assert all(after[name]["pid"] != row["pid"] for name, row in before.items())
@@ -193,7 +193,7 @@ def test_killed_detached_supervisor_leaves_nothing_and_the_run_can_be_resumed(tm
         os.kill(supervisor, signal.SIGKILL)
         assert_nothing_left(run)
         with launched(tmp_path / "run", "--resume") as again:
-            wait_for("the services of the second", lambda: len(again.status().get("services", [])) == SERVICES)
+            wait_for("the second launcher's services", lambda: len(again.status().get("services", [])) == SERVICES)
             again.wait_ready()
             (again.path / "finish").touch()
             status, _, errors = again.end()

@@ -64,14 +64,14 @@ def holders(run: Cluster) -> set[str]:
 def test_a_second_engine_takes_leases_and_a_drained_engine_finishes_its_own(live: Cluster) -> None:
     assert ctl(live.path, "scale", "rollout", "2").returncode == 0
     live.wait_for("rollout/1", lambda: state(live, "rollout/1") == "READY")
-    live.wait_for("tasks sampled by it", lambda: "rollout/1" in holders(live))
+    live.wait_for("tasks sampled by rollout/1", lambda: "rollout/1" in holders(live))
     assert ctl(live.path, "drain", "rollout/0").returncode == 0
     live.wait_for("rollout/0 to end", lambda: state(live, "rollout/0") == "DRAINED")
     assert not {"lease handed back", "lease lost", "block dropped"} & set(events(live, 0))
     goes_on(live)
     assert holders(live) == {"rollout/1"}
     assert ctl(live.path, "scale", "rollout", "1").returncode == 0
-    live.wait_for("the other way round", lambda: (state(live, "rollout/0"), state(live, "rollout/1")) == READY_DRAINED)
+    live.wait_for("rollout/1 to end", lambda: (state(live, "rollout/0"), state(live, "rollout/1")) == READY_DRAINED)
     assert not {"lease handed back", "lease lost", "block dropped"} & set(events(live, 1))
     goes_on(live)
 

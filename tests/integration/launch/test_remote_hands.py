@@ -84,7 +84,7 @@ def away(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Away]:
         keys.create(folder / "strange")
         mine = access.read(folder / "operator")
         strange = keys.load(folder / "strange", Role.OPERATOR)
-        # Only its key pair is wrong; it knows the run's server key and endpoints.
+        # Only the stranger's key pair is wrong; the stranger knows the run's server key and endpoints.
         known = {**mine.keys.known, Role.OPERATOR: strange.public}
         ring = keys.Keyring(Role.OPERATOR, strange.public, strange.secret, known)
         access.write(folder / "stranger", Access(mine.name, ring, mine.endpoints))
@@ -132,7 +132,7 @@ def security(away: Away, service: str) -> dict[str, float]:
                     return dict(row["values"])
         finally:
             process.kill()
-    raise AssertionError(f"{service} told nothing")
+    raise AssertionError(f"{service} sent no telemetry about refusals")
 
 
 def test_an_operator_on_another_machine_sees_the_same_as_a_local_one(away: Away) -> None:
@@ -190,7 +190,7 @@ def test_an_observer_may_watch_but_not_control(away: Away) -> None:
     assert {name: row["pid"] for name, row in after.items()} == {name: row["pid"] for name, row in before.items()}
 
 
-def test_a_stranger_is_refused_in_one_line_and_counted(away: Away) -> None:
+def test_a_stranger_is_refused_with_a_one_line_error_and_counted(away: Away) -> None:
     for module, arguments in (("launch.ctl", ("stop",)), ("launch.monitor", ("--json",))):
         done = away.run(module, "--access", str(away.folder / "stranger"), *arguments)
         assert done.returncode == 2, done.stdout

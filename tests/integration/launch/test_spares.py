@@ -1,4 +1,4 @@
-"""Spare processes of a run: the services that are forks of them, their replacement, and what they leave behind."""
+"""Spare processes of a run: the services that are forked from spares, how spares are replaced, and how they end."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class Alone:
 
 @contextlib.contextmanager
 def alone(folder: Path, imports: tuple[str, ...]) -> Iterator[Alone]:
-    """Start a spare that can run modules in `folder`. It is the child of this process, as are its forks."""
+    """Start a spare that can run modules in `folder`. The spare and its forks are children of this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**child_environment(1), "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     command = [sys.executable, "-m", "shared.actor.spare", str(theirs.fileno()), "-" * 80]

@@ -47,7 +47,7 @@ class Seen:
 
 
 def _ready(run: Cluster, name: str) -> tuple[int, int] | None:
-    """Return (process id, restarts) of a service, or None unless it is READY."""
+    """Return (process id, restarts) of a service, or None if it is not READY."""
     for row in run.status().get("services", []):
         if f"{row['service']}/{row['instance']}" == name and row["state"] == "READY":
             return int(row["pid"]), int(row["restarts"])
@@ -108,7 +108,7 @@ def test_every_task_is_trained_once(seen: Seen) -> None:
 
 def test_no_task_is_dropped_and_services_that_wait_for_the_store_keep_their_leases(seen: Seen) -> None:
     assert [row["rollout/tasks_dropped"] for row in seen.run.rows()] == [0] * STEPS
-    # The restarted service may lose leases to a completion that was accepted before the stop and is then retried.
+    # Later, a lease may be lost: a completion that the scheduler accepted before its stop may be retried after it.
     since, until = seen.stopped_at["batch-store/0"], seen.stopped_at["scheduler/0"]
     for waiting in ("rollout", "reference"):
         lines = [line for line in seen.run.log(waiting) if since <= line["timestamp"] < until]
@@ -116,7 +116,7 @@ def test_no_task_is_dropped_and_services_that_wait_for_the_store_keep_their_leas
 
 
 def _causes(seen: Seen) -> dict[str, list[str]]:
-    """Return the causes that the launcher logged for processes that failed, by name."""
+    """Return, by process name, the causes that the launcher logged for processes that failed."""
     lines = [json.loads(line) for line in seen.run.run.log_file("supervisor", 0).read_text().splitlines()]
     causes: dict[str, list[str]] = {}
     for line in lines:
@@ -128,7 +128,7 @@ def _causes(seen: Seen) -> dict[str, list[str]]:
 def test_a_rank_that_misses_the_collective_is_named_by_the_other(seen: Seen) -> None:
     # The stop occurs within a collective or before it, so the other rank fails long before the launcher notices.
     (cause, *_) = _causes(seen)["policy-trainer-worker/0"]
-    missed = ("policy-trainer-worker/1 died or does not answer", "policy-trainer-worker/1 did not join within 5 s")
+    missed = ("policy-trainer-worker/1 died or did not answer", "policy-trainer-worker/1 did not join within 5 s")
     assert any(each in cause for each in missed), cause
 
 

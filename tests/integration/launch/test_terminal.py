@@ -37,7 +37,7 @@ def screen(app: MonitorApp) -> str:
 
 
 async def shows(app: MonitorApp, *texts: str) -> str:
-    """Wait until the screen has all of `texts`, and return it."""
+    """Wait until the screen shows all of `texts`, and return the text of the screen."""
     until = time.monotonic() + LIMIT_S
     while missing := [text for text in texts if text not in screen(app)]:
         assert time.monotonic() < until, f"{missing} not in\n{screen(app)}"

@@ -1,4 +1,4 @@
-"""Curves and spans that a late observer receives, also after a rewind, and a client that shares no code with us."""
+"""Curves and spans that a late observer receives, even after a rewind, and a client that shares no code with us."""
 
 from __future__ import annotations
 

@@ -106,11 +106,11 @@ def test_the_console_and_the_status_show_each_warning_once(tmp_path: Path, colla
     assert [line for line in output.splitlines() if line.startswith("warning at")] == lines
 
 
-def test_a_monitor_that_has_no_room_for_warnings_continues(run: RunDir) -> None:
+def test_a_monitor_that_cannot_write_its_warnings_continues(run: RunDir) -> None:
     run.warnings.mkdir()
     monitor = Monitor(run)
     try:
-        wait_for("its state", lambda: _answers(run))
+        wait_for("the monitor's state", lambda: _answers(run))
         logged = [json.loads(line) for line in run.log_file("monitor", 0).read_text().splitlines()]
         assert any(each["event"].startswith("no warnings will be given") for each in logged)
         assert monitor.process.poll() is None

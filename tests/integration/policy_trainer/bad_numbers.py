@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 TASKS = 8
-"""Number of tasks per step. With `shuffle: false`, step s takes the rows from (s - 1) * TASKS."""
+"""Number of tasks per step. With `shuffle: false`, step s uses the rows from (s - 1) * TASKS on."""
 ADVANTAGE_STEP, LOSS_STEP, EMPTY_STEP = 2, 4, 6
 
 

@@ -72,7 +72,7 @@ def test_a_bad_step_stops_the_run_which_can_be_resumed_without_it(tmp_path: Path
 
 
 def everything(run: Path, step: int) -> dict[str, bytes]:
-    """Return every tensor of a checkpoint, weights and optimizer state."""
+    """Return every tensor of a checkpoint: the weights and the optimizer state."""
     found: dict[str, bytes] = {}
     for file in sorted((run / "checkpoints" / f"step-{step}").glob("*.safetensors")):
         found |= {f"{file.name}/{name}": tensor.tobytes() for name, tensor in load_file(file).items()}

@@ -80,7 +80,7 @@ def test_a_bus_client_trains_the_group_through_the_dispatch_as_the_driver_does(r
             assert all(np.array_equal(found[name], value) for name, value in expected.items())
             moved = await outside.offload(["parameters", "optimizer"])
             assert moved.nbytes > 2.9 * sum(value.nbytes for value in expected.values())
-            # A failed call fails the calls after it until the caller takes over again.
+            # After a failed call, all calls fail until the caller takes over again.
             lost = outside.publish_weights(1, 9, store=STORE)
             after = outside.optim_step()
             results = await asyncio.gather(lost, after, return_exceptions=True)

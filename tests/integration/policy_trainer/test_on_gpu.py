@@ -85,7 +85,7 @@ def updated(
 
 
 def megatron_rank(place: Place, folder: Path) -> None:
-    """Run a rank on the device named by its folder."""
+    """Run a rank on the device that `folder` is named after."""
     for moved in (False, True) if folder.name == "cuda" else (False,):
         weights = updated(folder.parent / "model", folder, folder.name, moved=moved, backend=MegatronBackend)
         save_file(weights, folder / f"rank-{place.rank}" / f"{moved}.safetensors")

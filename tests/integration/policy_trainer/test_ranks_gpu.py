@@ -1,4 +1,4 @@
-"""NCCL between ranks that meet at an address, as those of two hosts do. The test needs two GPUs and has not been run
+"""NCCL between ranks that meet at an address, as ranks on two hosts do. The test needs two GPUs and has not been run
 yet."""
 
 from __future__ import annotations

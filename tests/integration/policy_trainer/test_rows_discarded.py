@@ -350,7 +350,7 @@ async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, 
 @pytest.mark.parametrize("evaluation", ['{held: {source: "builtin:addition?split=test", every: 3, rows: 10}}'])
 @pytest.mark.parametrize("ends", [3, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 def test_metrics_are_the_first_rows_of_the_journal_after_any_crash(run: RunDir, ends: int) -> None:
-    """Setting ENDS_SEED to the printed number repeats the moments of a failed run."""
+    """Setting ENDS_SEED to the printed number repeats the kills of a failed run."""
     seed = int(os.environ.get("ENDS_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"ENDS_SEED={seed}")
     chance, driving, scheduler = random.Random(seed), Driving(), Scheduler(run)

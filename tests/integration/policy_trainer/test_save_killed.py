@@ -1,5 +1,5 @@
 """SIGKILL at random times during a large save alongside training: the previous checkpoint stays whole and the next save
-works. Setting SAVE_SEED to the printed number repeats the times of a failed run.
+works. Setting SAVE_SEED to the printed number repeats the kills of a failed run.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def flip_a_byte(file: Path) -> None:
 
 
 def play_losses(run: RunDir, layout: Layout, *options: str, exact: bool) -> None:
-    """Train three steps and kill rank 1 twice: damage its newest snapshot, then delete that one and damage the
-    other."""
+    """Train three steps and kill rank 1 twice. The first time, damage its newest snapshot; the second time, delete its
+    newest snapshot and damage the other one."""
 
     async def scenario(bench: Bench, group: WorkerGroup) -> None:
         workers = await driver_of(bench, layout, 5)

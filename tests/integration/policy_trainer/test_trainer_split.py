@@ -47,7 +47,7 @@ ROLLOUT = LossSpec(name="ppo_clip", clip_low=0.2, clip_high=0.2, anchor="rollout
 )
 def test_two_ranks_write_the_same_metrics_as_one(run: RunDir, layout: Layout, options: tuple[str, ...]) -> None:
     # This is the quickstart's learning rate. Adam's first updates are of that size however small the gradient is, so
-    # with 1e-3 rounding alone would drive two runs apart by more than the limit within ten steps.
+    # with 1e-3, rounding alone would drive two runs apart by more than the limit within ten steps.
     run.topology.write_text(run.topology.read_text().replace("lr: 1.0e-3", "lr: 3.0e-4"))
 
     async def scene(of: Layout) -> list[dict[str, float]]:

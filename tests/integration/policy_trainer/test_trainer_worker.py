@@ -1,4 +1,4 @@
-"""A real worker process and a real store, which the test calls as the driver does, and kills."""
+"""A real store and a real worker process. The test calls the worker as the driver does, and kills it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ START = ("-m", "services.policy_trainer.worker")
 
 
 def hurried(fetch_s: float) -> tuple[str, str]:
-    """Return program and arguments of a worker with a different limit for one fetch attempt."""
+    """Return the program and arguments of a worker with a different time limit for one attempt to fetch."""
     main = f"runpy.run_module({START[1]!r}, run_name='__main__', alter_sys=True)"
     return "-c", f"import runpy; from {START[1]} import batch_reader; batch_reader.FETCH_S = {fetch_s}; {main}"
 
@@ -145,7 +145,7 @@ class Bench:
         return workers
 
     async def batch(self, step: int, *, broken_task: int = -1, short_task: int = -1, fence: int = 1) -> Batch:
-        """Put the shards of a synthetic batch and return it with advantages and weights of its samples.
+        """Put the shards of a synthetic batch. Return the batch with the advantages and weights of its samples.
 
         The task `broken_task` has a log-prob that is NaN, and `short_task` lacks one version.
         """
@@ -252,7 +252,7 @@ def test_published_weights_match_their_canary_and_a_new_driver_takes_over(run: R
             mine = await bench.data.fetch(first.meta, [key], deadline_s=20)
             ref = await old.publish_weights(0, 1, store=STORE)
             await bench.train(old, 2)
-            # The second pass makes other bits under the same fences.
+            # The second pass computes different values under the same fences.
             again, _ = await old.forward(batch, ["prox_logprobs"])
             (other,) = again.keys
             theirs = await bench.data.fetch(again.meta, [other], deadline_s=20)
@@ -286,7 +286,7 @@ def test_published_weights_match_their_canary_and_a_new_driver_takes_over(run: R
 
 
 async def _check_canary(bench: Bench, ref: WeightsRef) -> None:
-    """Load the published bytes into a separate model and compare it with the trainer's canary."""
+    """Load the published bytes into a separate model and compare its log-probs with the trainer's canary."""
     import torch
 
     from shared.model.load import load_model, named_weights
@@ -418,7 +418,7 @@ def test_a_version_that_was_collected_is_put_again_before_its_weights_change(run
             workers = await bench.driver(5)
             await workers.init_model()
             first = await bench.weight_bytes(await workers.publish_weights(0, 0, store=STORE))
-            recoveries = 40  # each of them may have put this version, and the store has collected it
+            recoveries = 40  # each recovery may have put this version, which the store has collected
             await bench.client(STORE).call(Clear(tasks=[PutTask("weights/0/0", recoveries)]), Ack, deadline_s=20)
             batch = await bench.batch(1)
             ref, _, update = await asyncio.gather(
@@ -453,7 +453,7 @@ def test_values_that_are_not_finite_are_refused_with_their_task_and_leave_the_we
             # In this batch, an engine's log-prob is not finite.
             error = await refused(await bench.batch(1, broken_task=2))
             assert error.names == ["train/1/2"]
-            assert "rollout_logprobs holds 1 values that are not finite" in str(error)
+            assert "rollout_logprobs has values that are not finite: 1," in str(error)
             # In this batch, every shard is valid, but a gradient is not finite.
             batch = await bench.batch(2)
             huge = np.full(TASKS * GROUP, 3e38, np.float32)

@@ -22,12 +22,12 @@ from tests.integration.store_process import REPOSITORY, StoreProcess, make_run
 
 pytestmark = pytest.mark.timeout(240)
 ANSWER_S = 90.0
-"""Maximum seconds for a process that imports torch on a busy machine."""
+"""Maximum seconds to wait for an answer: a process may have to import torch on a busy machine first."""
 
 
 @dataclass
 class End:
-    """A process of `transfer_process`."""
+    """A process that runs `transfer_process`."""
 
     run: RunDir
     who: str
@@ -165,7 +165,7 @@ def test_an_engine_killed_midway_is_detected_at_once_and_its_next_incarnation_is
     aborted = ends.trainer.hears("topic")
     assert (aborted["topic"], aborted["engine"]) == ("weights/aborted", 1)
     # The loss was detected through the engine's closed sockets, not at the deadline.
-    assert "no end within" not in aborted["why"]
+    assert "not finished within" not in aborted["why"]
     assert other.receives(5)["digest"] == published
     killed.end()
     killed.start()

@@ -118,7 +118,7 @@ def test_a_communicator_of_one_rank_sends_and_is_closed() -> None:
 
 
 @pytest.mark.skipif(
-    torch.cuda.device_count() < 2 or importlib.util.find_spec("vllm") is None, reason="needs two GPUs, and vllm"
+    torch.cuda.device_count() < 2 or importlib.util.find_spec("vllm") is None, reason="needs two GPUs and vllm"
 )
 def test_vllm_receives_the_weights_that_are_sent() -> None:
     unique_id = new_unique_id(LOOPBACK)

@@ -1,4 +1,4 @@
-"""Worker processes of one group, restarted as by the supervisor, for tests of several ranks."""
+"""Worker processes of one group, which are restarted as the supervisor restarts them, for tests of several ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WorkerGroup:
                     self.statuses[rank].append(status)
                     self.restarts[rank] += 1
                     self.processes[rank] = self._start(rank)
-            await asyncio.sleep(POLL_S)  # This is the poll of a supervisor; no test waits for it.
+            await asyncio.sleep(POLL_S)  # This is the interval of a supervisor's polls; no test waits for it.
 
     def kill(self, rank: int) -> None:
         self.processes[rank].kill()

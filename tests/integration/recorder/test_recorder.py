@@ -58,8 +58,7 @@ SAMPLES = "{per_step: 4}"
 
 
 def made(grant: LeaseGrant) -> list[dict[str, Any]]:
-    """Return the shards of a lease with their text. Samples of a task differ in their rewards, except in every fourth
-    task."""
+    """Return the shards of a lease, including the text of its samples. The samples of a task have different rewards."""
     found = []
     for task in grant.batch.tasks:
         shards = rollout_shards(task)
@@ -118,7 +117,7 @@ async def until(what: str, found: Callable[[], bool]) -> None:
 
 @contextlib.asynccontextmanager
 async def recorded(run: RunDir) -> AsyncIterator[tuple[Bench, Process, DriverActor, list[Actor]]]:
-    """Start scheduler, store and recorder, a driver, a rollout and a reference."""
+    """Start the scheduler, the store and the recorder, and play a driver, a rollout and a reference."""
     recorder = Process(run, "services.recorder")
     async with bench_of(run) as bench:
         recorder.start()

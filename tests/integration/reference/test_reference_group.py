@@ -21,8 +21,8 @@ from tests.integration.whole_cluster import Cluster, cluster
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
 EVERY, STEPS = 20, 50
-"""Interval between refreshes in steps. A step takes a tenth of a second, and the test needs time to look between two
-refreshes."""
+"""Steps between refreshes, and steps of the run. A step takes a tenth of a second, and the test needs time to look at
+the state between two refreshes."""
 SMALL = (
     f"run.steps={STEPS}",
     "data.eval={}",
@@ -35,7 +35,7 @@ KEYS = ("token_ids", "lengths", "loss_mask", "ref_logprobs")
 
 
 def scored_tasks(shm: Path) -> dict[str, dict[str, Array]]:
-    """Return the shards of step 1's tasks, scored before any refresh, from the memory of the run's stores."""
+    """Return the shards of the scored training tasks that are in the memory of the run's stores."""
     found: dict[str, dict[str, Array]] = {}
     for file in shm.glob("*/*"):
         with contextlib.suppress(FileNotFoundError, WireError):

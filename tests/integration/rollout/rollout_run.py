@@ -122,7 +122,7 @@ class Driver:
         return await self.client("scheduler").call(GetRunInfo(driver=self.incarnation), RunInfo, deadline_s=30)
 
     async def publish(self, lineage: int, step: int, *, spoil: str = "") -> WeightsRef:
-        """Put and announce the model directory's weights as version `step`, with noise for the weight named `spoil`."""
+        """Put and announce the model directory's weights as version `step`, with noise added to the weight `spoil`."""
         weights = {name: to_numpy(value).copy() for name, value in named_weights(self.model).items()}
         drill = self._canary({name: perturb(name, value, SEED) for name, value in weights.items()})
         put = {**weights, spoil: perturb(spoil, weights[spoil], 99)} if spoil else weights

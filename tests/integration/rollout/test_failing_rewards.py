@@ -57,7 +57,7 @@ def test_rewards_that_hang_are_reported_on_the_console_with_their_line(
         assert set(status["dropped"]) == {"reward_failed"}
         assert set(status["lost"]) == {"timeout"}
         assert place in status["last_drop"]
-        running.wait_for("their counts", lambda: "dropped 4 (reward_failed 4)  lost samples" in running.output())
+        running.wait_for("the counts", lambda: "dropped 4 (reward_failed 4)  lost samples" in running.output())
         traces = [line["exception"] for line in running.log("rollout") if line["event"] == "sample failed"]
         assert traces
         assert all("line 6 in hangs" in trace for trace in traces)

@@ -14,7 +14,7 @@ from tests.integration.whole_cluster import cluster
 STEPS = 20
 STALENESS = 2
 QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
-# A high temperature makes samples long, so a block takes longer than the announcement of the next version.
+# A high temperature makes samples long, so the next version is announced before a block ends.
 LONG = [
     f"run.steps={STEPS}",
     "data.eval={}",

@@ -1,4 +1,4 @@
-"""Unmodified agents that use OpenAI's chat completions as workflows: all sampled tokens are captured."""
+"""Unmodified agents that use OpenAI's chat completions run as workflows, and all sampled tokens are captured."""
 
 from __future__ import annotations
 

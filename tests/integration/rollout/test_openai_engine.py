@@ -255,6 +255,6 @@ def test_features_that_a_plain_server_lacks_are_named_at_the_start(tmp_path: Pat
         closed = asyncio.run(failure(engine(url, 1.0).start()))
     assert "lacks log-probs at the sampling temperature 0.7" in untrue
     assert "--logprobs-mode processed_logprobs" in untrue
-    assert "lacks /collective_rpc to take weights; start it with VLLM_SERVER_DEV_MODE=1" in closed
+    assert "lacks /collective_rpc to load weights; start it with VLLM_SERVER_DEV_MODE=1" in closed
     gone = asyncio.run(failure(engine(url).start()))
     assert "is the server running there?" in gone

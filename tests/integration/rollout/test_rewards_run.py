@@ -27,7 +27,7 @@ def is_first(sample, folder):
         with file.open("x") as first:
             first.write(str(sample.token_ids))
             return True
-    except FileExistsError:  # also of one that is scored again
+    except FileExistsError:  # the first sample may be scored again
         return file.read_text() == str(sample.token_ids)
 
 def fine(sample, *, worth=1.0):
@@ -35,7 +35,7 @@ def fine(sample, *, worth=1.0):
 
 def mixed(sample, *, folder):
     kind = {0: "hang", 1: "crash", 2: "eat", 3: "raise"}.get(int(sample.task_id.split("/")[2]) % 13)
-    some = kind and is_first(sample, folder)  # of a group only one, and whoever says the same
+    some = kind and is_first(sample, folder)  # only one sample of a group, and those with the same tokens
     if some and kind == "hang":
         time.sleep(600)
     if some and kind == "crash":
@@ -58,7 +58,7 @@ def ask(base_url, messages):
 
 async def workflow(row, llm, ctx, *, hint):
     messages = [{"role": "user", "content": row["prompt"]}]
-    if ctx.sample == 1:                          # by HTTP alone
+    if ctx.sample == 1:                          # only over HTTP
         messages += [await ctx.call(ask, ctx.base_url, messages), {"role": "tool", "content": hint}]
         await ctx.call(ask, ctx.base_url, messages)
         return llm.trajectory()

@@ -32,7 +32,7 @@ TASKS = 64
 HURT_AFTER = 5
 LONG_ROW = 500
 EARLY_TOKENS = 2
-"""Number of early tokens of a sum, which has two or three digits and an end token."""
+"""Number of tokens up to which a sample is early: the answer is a sum of two or three digits and an end token."""
 
 
 @dataclass
@@ -97,8 +97,8 @@ def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
         return True
 
     run.wait_for("an engine in the midst of samples", caught)
-    # Training waits for the missing tasks, so this version is the next engine's first. The version's bytes are wrong;
-    # its checksums (of the header, checked at sealing) and its canary are right.
+    # Training waits for the missing tasks, so this version is the next engine's first. The version's bytes are wrong,
+    # but its canary is right, and so are the checksums in its header, which were checked when it was sealed.
     weights = run.newest_weights()
     offset, values = first_matrix(weights)
     overwrite(weights, offset, values + 0.05)
@@ -129,7 +129,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 
 def test_an_engine_with_wrong_weights_is_refused_and_the_cause_is_reported(seen: Seen) -> None:
     assert "engine does not hold version " in seen.causes[0]
-    assert ": 1 of 46 parameters have other bits: model." in seen.causes[0]
+    assert ": 1 of 46 parameters have wrong bits: model." in seen.causes[0]
     assert "must not sample" in seen.causes[0]
 
 
@@ -170,8 +170,8 @@ def test_every_version_was_sent_and_verified(seen: Seen) -> None:
 
 @pytest.mark.long
 def test_reward_rises(tmp_path: Path) -> None:
-    """The reward of a run rose by 0.20 with a spread of 0.037 per step: without learning, two means of five steps
-    differ by 0.023."""
+    """In a measured run, the reward rose by 0.20 with a spread of 0.037 per step. Without learning, two means of five
+    steps would differ by about 0.023."""
     overrides = [*_overrides("vllm", LEARNING_STEPS), "services.rollout.weights=gloo"]
     with cluster(TOPOLOGIES / "quickstart.yaml", tmp_path, *overrides, limit_s=580) as run:
         assert run.end() == 0, run.output()

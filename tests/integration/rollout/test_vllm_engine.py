@@ -116,7 +116,7 @@ def test_samples_of_a_group_differ_and_are_determined_by_the_seed(case: Case) ->
     assert tokens["warm"] != tokens["other_seed"]
 
 
-def test_greedy_samples_of_a_group_are_equal_and_take_the_likeliest_token(case: Case) -> None:
+def test_greedy_samples_of_a_group_are_identical_and_use_the_likeliest_tokens(case: Case) -> None:
     model = case.loaded(case.version(2))
     with torch.no_grad():
         for prompt, (first, second) in zip(case.prompts, case.answer["greedy"], strict=True):
@@ -216,7 +216,7 @@ def test_a_sleep_releases_memory_and_the_next_version_is_verified_before_it_is_u
     assert case.error("slept_1", 1, 1.0) < TOLERANCE
 
 
-def test_unknown_and_reserved_arguments_are_refused_in_one_line(case: Case) -> None:
+def test_unknown_and_reserved_arguments_are_refused_with_a_one_line_error(case: Case) -> None:
     refused = case.answer["refused"]
     assert (
         "engine_args.max_num_seq: vLLM's EngineArgs has no such field; did you mean max_num_seqs?"

@@ -56,9 +56,9 @@ def test_every_defect_is_found_and_its_weight_is_named(answer: dict[str, Any]) -
         assert name in verdict, f"{what}: {verdict}"
         assert "\n" not in verdict
         if kind in ("stale", "bit"):
-            assert verdict == f"1 of 46 parameters have other bits: {name}"
+            assert verdict == f"1 of 46 parameters have wrong bits: {name}"
         if kind == "swapped":
-            assert verdict.startswith("2 of 46 parameters have other bits: ")
+            assert verdict.startswith("2 of 46 parameters have wrong bits: ")
     assert sum(each.startswith("swapped ") for each in refused) >= len(names) - 2
 
 

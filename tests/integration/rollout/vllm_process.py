@@ -66,7 +66,7 @@ class AskedLater(threading.Event):
 
 
 class Shown:
-    """A recorder of the notes of an engine."""
+    """Records the notes of an engine."""
 
     def __init__(self) -> None:
         self.taken: list[list[list[dict[str, Any]]]] = []
@@ -273,7 +273,7 @@ class Scenario:
         answer["midway"] = plain(await task)
         answer["midway_noted"] = notes.taken
         await self._generate("after_midway", SamplingParams(4, 1.0, 16, 0))
-        # The block is abandoned after steps with other weights that were scored but not yet verified.
+        # The block is abandoned after steps with weights that were scored but not yet verified.
         notes, cancel = Shown(), AskedLater(3, hold)
         task = await held(cancel, notes, 1e9)
         answer["pause_began"] = engine.swaps
@@ -285,7 +285,9 @@ class Scenario:
         await engine.resume()
 
     async def _slept(self, computing: list[psutil.Process]) -> None:
-        """Sleep twice, each time followed by another version. `computing` lists the processes that hold the weights."""
+        """Put the engine to sleep twice, and load another version after each sleep. `computing` lists the processes
+        that hold the weights.
+        """
         engine, answer = self._engine, self._answer
         sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
         await sync.load(*self._version(1))

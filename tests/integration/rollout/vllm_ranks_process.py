@@ -148,7 +148,7 @@ class Sender:
         self._group: GlooGroup | None = None
 
     async def send(self, engine: VllmEngine, weights: dict[str, Array], leaves_after: int | None = None) -> None:
-        """Send `weights`, or leave the group after `leaves_after` tensors if that is given."""
+        """Send `weights`. If `leaves_after` is given, leave the group after that many tensors."""
         tensors = {name: to_torch(values) for name, values in weights.items()}
         offer = TransferOffer(communicator=1, number=1, deadline_s=20.0, parameters=described(tensors))
         work = asyncio.get_running_loop().run_in_executor(

@@ -77,7 +77,7 @@ def _copy(source: Path, target: Path) -> None:
         if file.is_file():
             copied = target / file.relative_to(source)
             copied.parent.mkdir(parents=True, exist_ok=True)
-            # The file was deleted meanwhile, so the journal does not name it.
+            # The journal does not name a file that was deleted meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 shutil.copy2(file, copied)
                 if not file.exists():  # The file's pages may have been reused during the copy.

@@ -66,7 +66,7 @@ def test_a_run_trains_on_reasoning_gym_and_evaluates_on_tables_although_its_row_
         run.wait_for("a step", lambda: run.rows() or None)
         first = run.wait_for("the process that makes rows", lambda: row_maker(run))
         os.kill(first, signal.SIGKILL)
-        run.wait_for("another one", lambda: (row_maker(run) or first) != first)
+        run.wait_for("another process that makes rows", lambda: (row_maker(run) or first) != first)
         assert run.end() == 0, run.output()
         rows = run.rows()
         steps = run.journaled_steps()

@@ -54,8 +54,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def test_an_engine_samples_for_training_throughout_an_evaluation(seen: Seen) -> None:
-    """At least three leases are sampled during each evaluation: more than those held when the evaluation begins, or
-    taken ahead before it ends."""
+    """During each evaluation, more than half as many leases are sampled for training as for the evaluation. The leases
+    that an engine holds when an evaluation begins or ends cannot account for so many."""
     evaluated = sorted(seen.of("rollout/", "evaluate"), key=lambda span: span.began)
     assert len(evaluated) == LEASES * 4
     for first in range(0, LEASES * 3, LEASES):  # After the last evaluation there is nothing left to sample.

@@ -1,4 +1,4 @@
-"""A deterministic run reproduces the same bits with other engines, after kills and when resumed."""
+"""A deterministic run reproduces the same bits with a different number of engines, after kills, and when resumed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_the_compared_values_differ_from_step_to_step(undisturbed: Path) -> None
 
 
 def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """The second run has the same seed but other engines, another route for the weights, and kills. Its processes are
-    forks of a spare; those of the first run are not."""
+    """The second run has the same seed, but it has two engines and another route for the weights, and its services are
+    killed. Its processes are forks of a spare; those of the first run are not."""
     kills = {2: ["rollout", "reference"], 4: ["batch-store", "scheduler"], 5: ["policy-trainer"]}
     kills |= {7: ["policy-trainer-worker", "monitor"]}
     with parity.start(tmp_path, "services.rollout.instances=2", "services.rollout.weights=gloo") as run:
@@ -134,7 +134,7 @@ def test_the_lost_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path:
         run.wait_for("step 5", lambda: parity.committed(run, 5))
         lose_end(run, chance)
         run.process.send_signal(signal.SIGCONT)
-        run.wait_for("the return", lambda: TAIL_LOST in run.output())
+        run.wait_for("the return to a checkpoint", lambda: TAIL_LOST in run.output())
         run.wait_for("step 7", lambda: parity.committed(run, 7))
         lose_end(run, chance)
         run.process.send_signal(signal.SIGKILL)
@@ -186,7 +186,7 @@ def damage_unread(run: Cluster, key: str, *, restarts_store: bool = False) -> No
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("key", ["token_ids", "versions", "ref_logprobs"])
 def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path: Path, key: str) -> None:
-    """A bit flips in each step, in a shard that some process may be about to read or has read."""
+    """A bit flips in each step, in a shard that some process may have read or be about to read."""
     with parity.start(tmp_path) as run:
         for step in range(1, parity.STEPS - 3):  # The last tasks are read before they can be damaged.
             run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
@@ -199,8 +199,8 @@ def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_damage_of_log_probs_that_the_worker_has_put_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """A bit flips in log-probs that the worker has put for the open step and not read. The driver, which asks for the
-    gradient next, is stopped meanwhile. Not every stop comes at that time, so stops continue until the run ends."""
+    """A bit flips in log-probs that the worker has put for the open step and not read back. The driver, which asks for
+    the gradient next, is stopped meanwhile. Not every stop comes at that time, so stops continue until the run ends."""
     damaged = step = 0
     with parity.start(tmp_path) as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))

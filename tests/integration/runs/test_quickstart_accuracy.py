@@ -24,9 +24,9 @@ LAST = 3
 """Number of final evaluations averaged: one evaluation of 256 rows has a standard error of 0.02."""
 AT_LEAST = 0.80
 APART = 0.06
-"""Maximum difference of the two accuracies. The programs use different random numbers, so they differ like two seeds of
-one program. Each mean has a standard error below 0.02 from the 256 rows alone, so 0.06 is twice the combined error. A
-wrongly scaled loss or lost samples would cost more."""
+"""Maximum difference between the two accuracies. The programs use different random numbers, so the accuracies differ
+as they would with two seeds of one program. Each mean has a standard error below 0.02 from the 256 rows alone, so 0.06
+is twice the combined error. A wrongly scaled loss or lost samples would cost more."""
 LIMIT_S = 1500.0
 
 

@@ -70,7 +70,7 @@ def test_the_quickstart_writes_the_rows_of_one_rank_and_continues_to_learn(
         rows = asyncio.run(train_again(services, STEPS))
         services.start("policy-trainer")  # The driver continues from the workers' step.
         live = services.wait_for(
-            "steps of its own", lambda: found if (found := services.rows()) and found[-1]["step"] >= 2 * STEPS else None
+            "the driver", lambda: found if (found := services.rows()) and found[-1]["step"] >= 2 * STEPS else None
         )
     assert len(rows) == STEPS
     for expected, row in zip(recording.rows, rows, strict=False):

@@ -1,4 +1,4 @@
-"""The recipes in the documents: each is checked as by `--dry-run`, and runs for two steps with the shipped model."""
+"""The recipes in the documents: each is checked as `--dry-run` does, and runs for two steps with the shipped model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def overrides(recipe: Path, folder: Path) -> list[str]:
 
 
 class Judge(BaseHTTPRequestHandler):
-    """A server with the OpenAI chat API that gives every answer the same grade, except for every third answer."""
+    """A server with the OpenAI chat API that grades every third answer 0 and all others GRADE."""
 
     asked = 0
 

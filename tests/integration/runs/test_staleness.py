@@ -22,7 +22,7 @@ CHEAP = [
     "algorithm.group_size=2",
     "services.rollout.block_tasks=1",
     "services.batch-store.memory=256MiB",
-    # A shard is collected when the second newest checkpoint covers it, long after it is read here.
+    # A shard is collected when the second-newest checkpoint covers it, long after it is read here.
     "checkpoint.every=50",
 ]
 

@@ -55,7 +55,7 @@ async def until_held(actor: Actor, condition: Callable[[set[tuple[str, int]]], b
 
 
 async def until_collected(driver: DriverActor, tasks: int) -> dict[str, int]:
-    """Wait until the scheduler, which learns of clears after the store makes them, has counted `tasks` as collected."""
+    """Wait until the scheduler, which learns of clears later than the store, counts `tasks` collected tasks."""
     async with asyncio.timeout(20):
         while (counts := await driver.counts())["COLLECTED"] != tasks:
             await asyncio.sleep(0.05)

@@ -32,8 +32,8 @@ deadline none would expire during the run."""
 MEASURE_FROM = 600
 """Step by which allocators and caches have reached their final size."""
 GROWTH_BYTES = 2 << 20
-"""Maximum growth afterwards, less than 2 kB per task, because SQLite's page cache and the tombstones are not yet
-full."""
+"""Maximum growth afterwards: less than 2 kB per task. SQLite's page cache and the tombstones have not yet reached their
+final size."""
 
 
 def resident_bytes(process: Process) -> int:

@@ -57,7 +57,7 @@ class Puts:
 
 
 async def drive(driving: Driving, world: World) -> None:
-    """Train like a driver that is restarted when it no longer has the run."""
+    """Train like a driver that is restarted whenever the scheduler no longer accepts its calls."""
     while True:
         try:
             await driving.drive(world)

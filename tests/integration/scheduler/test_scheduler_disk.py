@@ -1,4 +1,4 @@
-"""A scheduler that cannot write its journal ends with a one-line error, and has sent no unwritten decision."""
+"""A scheduler that cannot write its journal ends with a one-line error and sends no decision before writing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The scheduler as a real process with real sockets: a whole run, and whole runs with SIGKILL at random moments.
+"""The scheduler as a real process with real sockets: a whole run, and whole runs in which SIGKILL hits it at random
+moments.
 
 This file plays the other actors without torch: workers that lease and complete, a store that counts the clears that it
 is sent, and a driver that commits. These actors follow the protocol and retry as the real services do.
@@ -143,7 +144,7 @@ def scheduler(run: RunDir) -> Iterator[Scheduler]:
 
 
 def ask_again(error: RpcError) -> None:
-    """Return if a long poll found nothing, so that it is repeated; raise any other refusal."""
+    """Return if a long poll found nothing, so that the caller repeats it; raise any other refusal."""
     if error.code not in (ErrorCode.NOT_READY, ErrorCode.DEADLINE):
         raise error
 
@@ -159,7 +160,7 @@ class World:
         self.cleared: Counter[str] = Counter()
         self.clear_came = asyncio.Event()
         self.refusals = 2
-        """Number of clears that the store refuses first."""
+        """Number of clears that the store refuses before it accepts one."""
         self.trained: list[list[str]] = []
         self.store = Mailbox("batch-store/0", new_incarnation())
         self.store.handle(Clear, self._clear)
@@ -254,7 +255,7 @@ class World:
         )
 
     async def drive(self) -> dict[str, float]:
-        """Train every step as the driver, publish and save checkpoints; return the last evaluation."""
+        """As the driver, train every step, publish its version and save checkpoints. Return the last evaluation."""
         client, driver = self.client()
         info = await client.call(GetRunInfo(driver=driver), RunInfo, deadline_s=20)
         assert info.committed_step == 0
@@ -331,7 +332,7 @@ def steps_of(run: RunDir) -> list[tuple[int, str, list[str]]]:
 
 
 def check_finished(run: RunDir, world: World) -> None:
-    """Check that every row, step and task occurs once and that no trained task is left to clear."""
+    """Check that every row, step and task occurs once."""
     assert [row["step"] for row in rows_of(run)] == list(range(len(world.trained) + 1))
     steps = steps_of(run)
     assert [(step, state) for step, state, _ in steps] == [(step, "TRAINED") for step in range(1, len(rows_of(run)))]
@@ -350,7 +351,7 @@ async def play(run: RunDir, scheduler: Scheduler, kill_for: float, seed: int) ->
         driver = asyncio.create_task(world.drive())
         until = time.monotonic() + kill_for
         while not driver.done() and time.monotonic() < until:
-            # Progress, too, limits the loop, so that a fast machine does not finish before the kills.
+            # The loop also ends after some steps, so that a fast machine does not finish the run before the kills.
             step, late = len(world.trained) + chance.randint(5, 25), time.monotonic() + chance.uniform(0.5, 1.6)
             while not driver.done() and len(world.trained) < step and time.monotonic() < late:
                 await asyncio.wait({driver, *world.tasks}, timeout=0.005, return_when="FIRST_COMPLETED")

@@ -1,1 +1,1 @@
-"""Small real services that replace those that need torch, and a launcher that starts them."""
+"""Real services that do no work and need no torch, and a launcher that starts them instead of the usual ones."""

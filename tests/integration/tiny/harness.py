@@ -75,7 +75,7 @@ class Launched:
         return answer
 
     def end(self, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
-        """Wait for the end and return exit status, stdout and stderr."""
+        """Wait for the launcher to end, and return its exit status, stdout and stderr."""
         output, errors = self.process.communicate(timeout=limit_s)
         return self.process.returncode, output, errors
 
@@ -143,7 +143,7 @@ def status_of(path: Path) -> dict[str, Any]:
 
 
 def ctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `launch.ctl` in this process. The imports of a new one would take longer than most commands."""
+    """Run `launch.ctl` in this process. The imports of a new process would take longer than most commands."""
     with ThreadPoolExecutor(1) as other:  # The caller's thread may run an event loop.
         done = other.submit(CliRunner().invoke, app, ["--run", str(path), *arguments]).result(LIMIT_S)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
@@ -173,7 +173,7 @@ def free_ports() -> dict[str, int]:
 
 
 def assert_nothing_left(run: RunDir) -> None:
-    """Check that no process, socket or shared memory of the run is left, after a moment at most."""
+    """Check that, within a short time, no process, socket or shared memory of the run is left."""
     wait_for("no process left", lambda: not processes_of(run.path))
     wait_for("no sockets left", lambda: not run.sockets.exists())
     wait_for("no shared memory left", lambda: not run.shm.exists())

@@ -64,8 +64,8 @@ class TinyDriver(TinyService):
 
 
 class TinyScheduler(TinyService):
-    """A scheduler that keeps the registered services, and a run of one step that is done when the file `finish`
-    exists."""
+    """A scheduler that lists the registered services and reports a run of one step, which is done once the file
+    `finish` exists."""
 
     NAME = "scheduler"
     HEARTBEATS = False

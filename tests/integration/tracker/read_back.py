@@ -10,7 +10,7 @@ from tests.integration.tracker.tracked import Committed, Tracked
 
 
 class Held:
-    """The rows in the tracker's order, the configuration, and the text of all notes and samples."""
+    """The data of a tracker: the rows in its order, the configuration, and the text of all notes and samples."""
 
     def __init__(
         self, rows: list[Committed], configuration: str, notes: str, state: str = "", samples: str = ""

@@ -161,7 +161,7 @@ def test_trackio_sends_to_the_server_that_the_topology_names(tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_wandb_without_a_key_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_wandb_without_a_key_is_refused_with_a_one_line_error(tmp_path: Path) -> None:
     with tracked(tmp_path, "wandb", {"project": "p"}, WANDB_API_KEY="", HOME=str(tmp_path), NETRC="/dev/null") as here:
         here.commit(0)
         done = here.command()

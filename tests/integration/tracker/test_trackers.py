@@ -76,7 +76,7 @@ def test_each_row_is_reported_once_despite_kills_of_the_tracker_and_a_rewind(
         assert "sk-secret" not in held.configuration
         assert "entropy fell to 0.01; lower lr" in held.notes
         assert "back to step 3: steps 4-5 were taken back; lineage 1 begins" in held.notes
-        assert "the run is failed: rollout/0 died" in held.notes
+        assert "the run ended: failed (rollout/0 died)" in held.notes
         assert held.state in ("", "FAILED")
         if here.name != "mlflow":
             assert "an answer <b>in training</b>" in held.samples
@@ -144,7 +144,7 @@ def test_a_tracker_whose_server_never_answers_delays_the_end_no_longer_than_its_
     with silent_server() as url, tracked(tmp_path, "mlflow", {"uri": url}) as here:
         here.commit(0, 1, 2)
         here.start()
-        wait_for("the tracker is about to ask the server", lambda: here.ledger().pid != 0, 60.0)
+        wait_for("a tracker that is about to ask the server", lambda: here.ledger().pid != 0, 60.0)
         begun = time.monotonic()
         here.stop("stopped", "interrupted")
         assert time.monotonic() - begun < END_S + EXIT_S
@@ -181,4 +181,4 @@ def test_a_second_process_does_not_feed_the_same_tracker(tmp_path: Path) -> None
         here.wait_sent()
         done = here.command()
         assert done.returncode == 2
-        assert "tracker tensorboard: another process feeds it" in done.stderr
+        assert "tracker tensorboard: another process is feeding it" in done.stderr

@@ -192,7 +192,7 @@ def test_browsers_beyond_the_limit_are_refused_and_browsers_that_do_not_read_del
             client.sendall(head)
             assert client.recv(12) == b"HTTP/1.1 200"
         status, text = shown.ask("GET", "/api/stream", BEARER)
-        assert (status, text) == (503, f"{MAX_STREAMS} browsers follow this run already; close one")
+        assert (status, text) == (503, f"{MAX_STREAMS} browsers are already following this run; close one")
         assert shown.ask("GET", "/api/metrics", BEARER)[0] == 200
     client = socket.create_connection((host, int(port)), timeout=30)
 

@@ -71,7 +71,7 @@ def test_a_damaged_chunk_stays_unavailable_and_is_received_again(file: FillingFi
     bad = bytearray(stream)
     bad[2 * CHUNK_BYTES + 7] ^= 1
     receive(file, bytes(bad))
-    with pytest.raises(WireError, match=f"bytes {2 * CHUNK_BYTES} to {3 * CHUNK_BYTES} do not have the digest"):
+    with pytest.raises(WireError, match=f"bytes {2 * CHUNK_BYTES} to {3 * CHUNK_BYTES} do not match the digest"):
         file.check(file.received)
     assert file.available_bytes == 2 * CHUNK_BYTES
     file.resume()

@@ -85,7 +85,7 @@ def test_put_of_a_task_that_was_not_granted_is_refused() -> None:
     assert caught.value.code == ErrorCode.BAD_REQUEST
 
 
-def test_open_put_id_with_another_size_is_a_conflict() -> None:
+def test_open_put_id_with_a_different_size_is_a_conflict() -> None:
     state = StoreState("store", 1 << 30, 1)
     state.begin("0" * 32, 5000, [PutTask("t/0/2", 1)], 0.0)
     with pytest.raises(RpcError) as caught:
@@ -93,7 +93,7 @@ def test_open_put_id_with_another_size_is_a_conflict() -> None:
     assert caught.value.code == ErrorCode.CONFLICT
 
 
-def test_grant_is_overdue_only_after_its_time() -> None:
+def test_grant_is_overdue_only_after_its_time_has_passed() -> None:
     state = StoreState("store", 1 << 30, 1)
     state.begin("0" * 32, 5000, [PutTask("t/0/2", 1)], 100.0)
     assert state.overdue(100.0 + state_module.GRANT_S) == []

@@ -97,7 +97,7 @@ def test_the_parts_of_a_task_nest_in_the_tracks_of_their_services(tmp_path: Path
     assert set(open_names) == {"train/0/1", *(f"train/0/1 {service}" for service in services)}
 
 
-def test_the_file_is_valid_after_every_write_and_keeps_its_limit(tmp_path: Path) -> None:
+def test_the_file_is_valid_after_every_write_and_stays_within_its_limit(tmp_path: Path) -> None:
     file = TraceFile(tmp_path, 64 << 10)
     assert events(tmp_path / FILE) == []
     newest = 0

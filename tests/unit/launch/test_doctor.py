@@ -1,5 +1,5 @@
-"""The doctor's diagnosis of given answers: causes, waits that are no problems by themselves, and the stalls that depend
-on a cause."""
+"""The doctor's diagnosis of given answers: causes, waits that are not problems in themselves, and the stalls that
+depend on a cause."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_code_that_delays_the_step_is_reported_long_before_its_limit() -> None:
     [finding] = wrong(held_up)
     assert finding.text == "rollout/0: process 7 works on 1 reward calls, at my.py:3"
     assert finding.stalls[0].startswith("scheduler/0: step 4 waits for 3 of 8 tasks")
-    assert finding.stalls[1].startswith("policy-trainer/0: NextBatch to scheduler/0, since 8.0 s of 20 s")
+    assert finding.stalls[1].startswith("policy-trainer/0: NextBatch to scheduler/0 [8.0 s of 20 s]")
     assert wrong(examined(scheduler=answer(), rollout=answer(code))) == []
 
 
@@ -79,7 +79,7 @@ def test_full_store_is_reported_with_its_room_and_the_producers_that_wait() -> N
     refused = WaitRow(WaitKind.REFUSED, "PutBegin: no room", 3.0, 0.0, "batch-store/0")
     [finding] = wrong(examined(store=answer(room), rollout=answer(refused)))
     assert finding.text == "batch-store/0 is full: 64.0 of 64.0 MiB in use"
-    assert finding.stalls == ("rollout/0: PutBegin: no room to batch-store/0, since 3.0 s",)
+    assert finding.stalls == ("rollout/0: PutBegin: no room to batch-store/0 [3.0 s]",)
     assert wrong(examined(store=answer(room), rollout=answer())) == []
 
 

@@ -70,7 +70,7 @@ def test_a_metric_that_no_evaluation_produces_is_refused_and_the_nearest_name_su
         "reward/mean": "use eval/held/.*",
     }
     for metric, remedy in refused.items():
-        with pytest.raises(TopologyError, match=f"checkpoint.keep_best: no evaluation gives '{metric}'; {remedy}$"):
+        with pytest.raises(TopologyError, match=f"checkpoint.keep_best: no evaluation produces '{metric}'; {remedy}$"):
             load(path, [several, f"checkpoint.keep_best={metric}"])
     with pytest.raises(TopologyError, match=r"there is no evaluation set in data\.eval; add one$"):
         load(path, ["checkpoint.keep_best=eval/held/accuracy", "data.eval={}"])
@@ -82,7 +82,7 @@ def test_checkpoints_and_exported_models_of_the_policy_are_accepted(tmp_path: Pa
     check_checkpoint(checkpoint(tmp_path / "checkpoints" / "step-20"), policy)
 
 
-def test_folders_that_are_not_usable_models_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_folders_that_are_not_usable_models_are_refused_with_a_one_line_error(tmp_path: Path) -> None:
     policy = str(model(tmp_path / "policy"))
     steps = tmp_path / "checkpoints"
     checkpoint(steps / "step-20")
@@ -96,9 +96,9 @@ def test_folders_that_are_not_usable_models_are_refused_in_one_line(tmp_path: Pa
         tmp_path / "nowhere": "no such folder; name RUN/checkpoints/step-N or RUN/export",
         steps: r"holds neither state\.json \(a checkpoint\) nor config\.json \(an exported model\)",
         damaged: r"model\.safetensors is not what was written \(checksum\)",
-        checkpoint(steps / "wide", embed=wide): r"another model than policy\.model .*embed is \[4, 5\], not \[4, 3\]$",
-        model(tmp_path / "deep", **{"layer.1": deep}): r"another model .*: layer\.1 is unknown$",
-        model(tmp_path / "flat", **{"layer.0": None}): r"another model .*: layer\.0 is missing$",
+        checkpoint(steps / "wide", embed=wide): r"different model than .*embed is \[4, 5\], not \[4, 3\]$",
+        model(tmp_path / "deep", **{"layer.1": deep}): r"different model .*: layer\.1 is unknown$",
+        model(tmp_path / "flat", **{"layer.0": None}): r"different model .*: layer\.0 is missing$",
     }
     for path, text in refused.items():
         with pytest.raises(RpcError, match=text) as caught:

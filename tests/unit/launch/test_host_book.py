@@ -110,7 +110,7 @@ def test_without_gpus_the_least_loaded_host_takes_the_lost_processes(folder: Pat
     assert {key for key in placed["b"] if key[0] == "rollout"} == {("rollout", 0), ("rollout", 2)}
 
 
-def test_a_host_that_returns_runs_processes_that_found_no_other_place(folder: Path) -> None:
+def test_a_returning_host_runs_processes_that_found_no_other_place(folder: Path) -> None:
     made = book(folder)
     joined(made, "b", "c", "spare")
     made.lose("b", "gone", 1.0)
@@ -167,7 +167,7 @@ def test_a_service_that_is_scaled_keeps_its_places(folder: Path) -> None:
 
 
 def test_an_agent_with_fewer_gpus_than_the_topology_gives_it_is_refused(folder: Path) -> None:
-    with pytest.raises(RpcError, match=r"host b: placement\.hosts gives it 4 GPUs, its agent may use 3"):
+    with pytest.raises(RpcError, match=r"host b: placement\.hosts gives it 4 GPUs, but its agent may use 3"):
         book(folder).report(report("b", gpus=3), 0)
 
 

@@ -19,21 +19,21 @@ HOME = HostFacts(
 )
 
 
-def test_equal_hosts_and_hosts_with_another_patch_release_of_python_are_accepted() -> None:
+def test_identical_hosts_and_hosts_with_a_different_patch_release_of_python_are_accepted() -> None:
     assert compare(HOME, msgspec.structs.replace(HOME, name="b", python="3.11.9", gpus=8)) == []
 
 
 @pytest.mark.parametrize(
     ("key", "value", "line"),
     [
-        ("code", "2", "another rlbus (code 2, here 1); install the same release on both"),
+        ("code", "2", "a different rlbus (code 2, here 1); install the same release on both"),
         ("python", "3.12.7", "Python 3.12.7, here 3.11.7; use the same on both"),
         ("torch", "2.12.0", "torch 2.12.0, here 2.13.0; install the same on both"),
         ("torch", "", "torch missing, here 2.13.0; install the same on both"),
         ("problems", ["policy.model: no folder /m"], "policy.model: no folder /m"),
     ],
 )
-def test_a_host_that_differs_is_refused_in_one_line(key: str, value: object, line: str) -> None:
+def test_a_host_that_differs_is_refused_with_a_one_line_error(key: str, value: object, line: str) -> None:
     assert compare(HOME, msgspec.structs.replace(HOME, **{key: value})) == [line]
 
 
@@ -42,8 +42,8 @@ def test_a_host_that_differs_is_refused_in_one_line(key: str, value: object, lin
     [
         (100.0 - CLOCK_LIMIT_S, ""),
         (105.0 + CLOCK_LIMIT_S, ""),  # The round trip took 5 s, so the clock may be right.
-        (97.0, "its clock is 3.0 s behind this machine's, at most 2; synchronise them (chrony, ntp)"),
-        (109.5, "its clock is 4.5 s ahead of this machine's, at most 2; synchronise them (chrony, ntp)"),
+        (97.0, "its clock is 3.0 s behind this machine's (limit 2 s); synchronise them (chrony, ntp)"),
+        (109.5, "its clock is 4.5 s ahead of this machine's (limit 2 s); synchronise them (chrony, ntp)"),
     ],
 )
 def test_a_clock_counts_as_wrong_only_if_the_round_trip_cannot_explain_the_difference(

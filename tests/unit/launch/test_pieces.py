@@ -95,7 +95,7 @@ def test_a_rewound_run_reports_the_lost_steps(step: int, committed: int, text: s
 @pytest.mark.parametrize(
     ("deterministic", "end"), [(False, "trained again"), (True, "trained again, with the same bits")]
 )
-def test_a_rewind_with_a_given_cause_names_this_cause(end: str, *, deterministic: bool) -> None:
+def test_a_rewind_with_a_given_cause_names_that_cause(end: str, *, deterministic: bool) -> None:
     text = rewind_text(20, 48, deterministic=deterministic, cause="the end of the journal was lost")
     assert text == f"back to step 20 of 48: the end of the journal was lost; steps 21-48 will be {end}"
 
@@ -121,7 +121,7 @@ def test_durations_are_printed_briefly(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_log_lines_are_formatted_for_people_with_their_traceback() -> None:
+def test_log_lines_are_formatted_for_people_and_keep_their_traceback() -> None:
     line = json.dumps(
         {
             "service": "rollout",
@@ -242,7 +242,7 @@ def status(*troubles: TroubleRow, dropped: dict[str, int] | None = None, lost: d
     )
 
 
-def test_a_trouble_is_announced_at_its_start_and_end_and_stays_on_the_status_line_in_between() -> None:
+def test_a_trouble_is_announced_when_it_starts_and_ends_and_stays_on_the_status_line_in_between() -> None:
     troubles = Troubles()
     assert (troubles.take(status()), troubles.text()) == ([], "")
     failing = TroubleRow("rollout", 1, TroubleKind.REWARDS, "rewards failing: 1 of 4, x: late (at my_rewards.py:12)")

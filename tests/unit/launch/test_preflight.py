@@ -166,7 +166,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_reported(where: str, mod
         tokenizer["added_tokens_decoder"] = {str(size): {"content": "<one more>"}}
     (model / where).write_text(json.dumps(tokenizer))
     [line] = errors(f"policy.model={model}")
-    assert f"its tokenizer has token {size}, its config.json a vocabulary of {size}; enlarge" in line
+    assert f"its tokenizer has token {size}, but its config.json has a vocabulary of {size}; enlarge" in line
 
 
 def test_messages_need_a_chat_template_and_text_does_not(model: Path, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_incompletely_copied_weights_are_reported(folder: Path) -> None:
     for size in (len(whole) - 1, len(whole) // 2, len(whole) + 1):
         file.write_bytes((whole + b"\0")[:size])
         [line] = problems(write(folder))
-        assert f"{file} has {size} bytes and its header promises {len(whole)}: it was not copied whole" in line
+        assert f"{file} has {size} bytes, but its header promises {len(whole)}: it was not copied completely" in line
 
 
 def test_a_missing_weights_file_that_the_index_lists_is_reported(folder: Path) -> None:
@@ -262,7 +262,7 @@ def test_snapshots_that_do_not_fit_are_turned_off_and_one_line_reports_it() -> N
     assert preflight.with_room(fits) == fits
     small = load(QUICKSTART, [f"checkpoint.memory={needed - 1}"])
     (line,) = preflight.check(small, "t.yaml").warnings
-    assert line.startswith(f"t.yaml: checkpoint.memory: snapshots of the trainer need {format_size(needed)}, the limit")
+    assert line.startswith(f"t.yaml: checkpoint.memory: snapshots of the trainer need {format_size(needed)}, but the")
     assert "\n" not in line
     assert preflight.with_room(small).checkpoint.memory_every is None
     assert preflight.with_room(small).checkpoint.every == topology.checkpoint.every
@@ -285,7 +285,7 @@ def test_more_remote_processes_than_the_scheduler_can_accept_connections_from_ar
     with_store = f"services.rollout.instances={most}"
     [line] = [each for each in errors(*places, with_store) if each.startswith("placement")]
     assert line.startswith(
-        f"placement: {most + 1} processes of other hosts connect to the scheduler, which takes {most}"
+        f"placement: {most + 1} processes of other hosts connect to the scheduler, which accepts {most}"
     )
     assert not [each for each in errors(*places, f"services.rollout.instances={most - 1}") if "connect" in each]
 
@@ -303,8 +303,8 @@ def test_memory_that_engines_cannot_open_is_refused_for_weights_over_ipc(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = (
-        f"services.rollout.weights: ipc: {name} has expandable_segments:True, whose memory engines cannot open; remove "
-        "that, or use weights: nccl"
+        f"services.rollout.weights: ipc: {name} has expandable_segments:True, and engines cannot open such memory; "
+        "remove that, or use weights: nccl"
     )
     monkeypatch.setenv(name, "max_split_size_mb:512, expandable_segments:True")
     assert line in errors(*IPC)
@@ -320,7 +320,7 @@ def test_an_exporter_whose_port_or_token_cannot_be_used_is_refused(tmp_path: Pat
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         found = errors(f"monitor.prometheus={{listen: '{address}', token: {token}}}")
     assert [line for line in found if "prometheus" in line] == [
-        f"services.monitor.prometheus.token: {token}: 5 characters, must be 16 or more in one ASCII word: "
+        f"services.monitor.prometheus.token: {token}: 5 characters; it must be one ASCII word of 16 or more: "
         "openssl rand -hex 24 > FILE; chmod 600 FILE",
         f"services.monitor.prometheus.listen: {address.partition(':')[2]} cannot be used (Address already in use); "
         "choose another",

@@ -44,7 +44,7 @@ def test_number_of_rollouts_is_written_into_the_topology_of_the_run(make: Make) 
     assert load(run.topology).services.rollout.instances == 1
 
 
-def test_references_on_cpus_are_scaled_without_a_change_of_the_topology(make: Make) -> None:
+def test_references_on_cpus_are_scaled_without_a_change_to_the_topology(make: Make) -> None:
     run = make()
     before = run.topology.read_text()
     assert resize(run, "reference", 2).keys == [("reference", 0), ("reference", 1)]
@@ -83,7 +83,7 @@ def test_too_many_gpus_are_refused_with_both_numbers(make: Make, monkeypatch: py
     monkeypatch.setattr(preflight, "gpu_names", lambda visible: ["0", "1", "2"])
     run = make("services.rollout.gpus=1")
     assert dict(resize(run, "rollout", 3).gpus) == {("rollout", 0): "0", ("rollout", 1): "1", ("rollout", 2): "2"}
-    with pytest.raises(RpcError, match=r"4 GPUs wanted \(rollout 4\), there are 3"):
+    with pytest.raises(RpcError, match=r"4 GPUs wanted \(rollout 4\), but there are 3"):
         resize(run, "rollout", 4)
     assert load(run.topology).services.rollout.instances == 3
 

@@ -39,7 +39,7 @@ def told_to_end(effects: list[object]) -> list[object]:
     return [each.key for each in effects if isinstance(each, Terminate)]
 
 
-def test_processes_that_other_hosts_connect_to_run_until_these_hosts_have_ended() -> None:
+def test_processes_to_which_other_hosts_connect_run_until_those_hosts_have_ended() -> None:
     made = running()
     assert told_to_end([*made.handle(StopAsked("test"), 1.0)]) == [DRIVER]
     assert made.handle(Exited(DRIVER, 3, 0), 2.0) == []

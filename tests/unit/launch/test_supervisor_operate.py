@@ -1,4 +1,4 @@
-"""The supervisor's decisions about processes that an operator drains, adds or restarts one after the other."""
+"""The supervisor's decisions about processes that an operator drains, adds or restarts one after another."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_driver_that_exits_with_work_left_is_restarted() -> None:
     assert world.state.phase == RunPhase.RUNNING
 
 
-def test_other_service_that_exits_on_its_own_is_restarted() -> None:
+def test_another_service_that_exits_on_its_own_is_restarted() -> None:
     world = World().run()
     world.report(STORE, ProcessState.STOPPED)
     world.exit(STORE, 0)

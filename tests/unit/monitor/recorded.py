@@ -35,7 +35,7 @@ _KEPT = {
     "reward": ("samples", "samples_failed", "seconds", "last_failure"),
     "store": ("bytes", "limit_bytes", "spilled_bytes", "busy"),
 }
-"""Values of each topic that detectors use, given by the ends of the values' names."""
+"""The values that detectors use, by topic. Each value is given by the end of its name."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def recordings(kind: str) -> list[Recording]:
 
 
 def replay(recording: Recording, watch: Watch | None = None) -> list[WarningRecord]:
-    """Return the warnings that a monitor would have given if it looked at the telemetry once per second."""
+    """Return the warnings that a monitor would have given if it had looked at the telemetry once per second."""
     watch = Watch(recording.facts) if watch is None else watch
     warnings: list[WarningRecord] = []
     now = next((event.at for event in recording.events if isinstance(event, TopicRow)), 0.0)
@@ -81,7 +81,7 @@ def replay(recording: Recording, watch: Watch | None = None) -> list[WarningReco
 
 
 def _events(rows: list[dict[str, Any]], topics: Path) -> Iterator[dict[str, Any]]:
-    """Yield rows and topics. Each row comes when the scheduler has reported its step or a later one."""
+    """Yield rows and topics. Each row comes once the scheduler has reported its step or a later one."""
     waiting = list(rows)
     for line in topics.read_text().splitlines() if topics.exists() else ():
         told = json.loads(line)

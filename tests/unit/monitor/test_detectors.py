@@ -1,4 +1,5 @@
-"""Each kind of warning is given only for its own change of a metric, with the observed values, not for healthy runs."""
+"""Each kind of warning is given only for its own change of a metric and names the observed values; healthy runs cause
+no warning."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def after(step: int, begin: int, before: float, then: float) -> float:
 
 
 def evaluated(step: int) -> Values:
-    """Return evaluations, of which the one of step 20 is the best."""
+    """Return the results of the evaluation of `step`, if there is one. Those of step 20 are the best."""
     if step % 20:
         return {}
     return {"eval/held/accuracy": after(step, 20, 0.8, 0.5), "eval/held/rows_scored": 256.0, "eval/easy/accuracy": 0.9}
@@ -58,7 +59,7 @@ CASES: list[tuple[str, Callable[[int], Values], str]] = [
         lambda s: {"rollout/staleness_max": 1.0, "rollout/is_eff_sample_size": 0.3},
         "leave 30% of the tokens",
     ),
-    ("trainer-starved", lambda s: {"time/wait_batch": after(s, 60, 0.2, 0.95)}, "waited for samples in"),
+    ("trainer-starved", lambda s: {"time/wait_batch": after(s, 60, 0.2, 0.95)}, "waiting for samples"),
 ]
 
 
@@ -181,8 +182,8 @@ def test_idle_rollouts_are_reported_while_the_trainer_works() -> None:
 @pytest.mark.parametrize(
     ("held", "spilled", "refused_each", "text"),
     [
-        (0.95, 0.0, 0, "holds 95% of its 1000.0 KiB; beyond it puts are refused"),
-        (0.5, 0.3, 0, "on disk, from where it is read again"),
+        (0.95, 0.0, 0, "holds 95% of its 1000.0 KiB; beyond the limit, puts are refused"),
+        (0.5, 0.3, 0, "is on disk and must be read back"),
         (0.5, 0.0, 1, "14 puts were refused (BUSY) in the last 15 s"),
         (0.85, 0.05, 0, ""),
     ],
@@ -213,7 +214,7 @@ def test_memory_growth_is_reported_only_if_memory_will_run_out_before_the_run_en
     facts = replace(FACTS, steps=100_000)
     [only] = live("memory-trend", grows(1e6, "rollout/0"), facts, seconds)
     assert (only.about, "3.4 GiB an hour" in only.text) == ("rollout/0", True)
-    assert live("memory-trend", grows(1e6, "rollout/0"), replace(FACTS, steps=200), seconds) == []  # it ends before
+    assert live("memory-trend", grows(1e6, "rollout/0"), replace(FACTS, steps=200), seconds) == []  # the run ends first
     assert live("memory-trend", grows(1e6, "rollout/7"), facts, seconds) == []  # the process is on another machine
 
 
@@ -228,5 +229,5 @@ def test_rewards_that_take_as_long_as_sampling_are_reported() -> None:
         return each
 
     [only] = live("reward-slow", rows(2.0))
-    assert "rewards take 2 s for each block" in only.text
+    assert "for each block of samples, rewards take 2 s" in only.text
     assert live("reward-slow", rows(0.5)) == []

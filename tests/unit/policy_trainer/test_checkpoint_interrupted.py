@@ -1,8 +1,8 @@
 """A save interrupted at any byte or between any two system calls leaves the previous checkpoint intact.
 
 The kernel kills the forked process: its file size limit raises SIGXFSZ in the middle of a write, at exactly the byte
-that the test names, and no Python code runs afterwards. safetensors allocates a file's whole size before the first byte
-and would always be killed there, so the test writes the same bytes of that file with a plain write.
+that the test names, and no Python code runs afterwards. safetensors allocates a file's whole size before it writes the
+first byte, so the process would always be killed there; the test writes the same bytes with a plain write instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_whole(folder: Path, step: int) -> bool:
 
 
 def killed(work: Callable[[], None]) -> bool:
-    """Return whether a signal ended `work`, run in a forked process."""
+    """Run `work` in a forked process; return whether a signal ended that process."""
     child = os.fork()
     if child == 0:
         try:

@@ -1,4 +1,5 @@
-"""A gradient makes the host wait for the device once, however many micro-batches and blocks of logits it has."""
+"""Computing a gradient makes the host wait for the device only once, however many micro-batches and blocks of logits
+there are."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_gspo_has_the_gradient_of_the_sequence_ratio(bounds: tuple[float, float]
     assert (0 < float(sums["clipped"]) < M) == (high < 1)
 
 
-def test_gspo_of_a_multi_sequence_sample_is_the_token_weighted_mean_of_their_losses() -> None:
+def test_gspo_of_a_multi_sequence_sample_is_the_token_weighted_mean_of_its_sequences_losses() -> None:
     """Sequences 0 and 1 are one sample of a workflow that begins new contexts; each has its own ratio."""
     loss = spec("gspo", clip_low=0.05, clip_high=0.1)
     counts = torch.tensor([LENGTHS[0] + LENGTHS[1], LENGTHS[2], LENGTHS[3]])
@@ -436,7 +436,7 @@ def test_a_user_loss_is_weighted_like_the_others() -> None:
 
 
 @pytest.mark.usefixtures("own")
-def test_a_user_loss_must_give_one_value_per_token() -> None:
+def test_a_user_loss_must_return_one_value_per_token() -> None:
     function = own_policy_loss(Loss(name="rlbus_test_loss:summed"))
     cur, tokens = data()
     with pytest.raises(RpcError, match="must return one value per token"):

@@ -100,7 +100,7 @@ def test_a_non_finite_number_is_refused_and_its_task_named(
 
 def test_a_step_whose_tasks_are_all_dropped_counts_as_bad_data_and_still_has_a_row() -> None:
     empty = StepBatch(step=5, batch=BatchMeta(tasks=[]), scalars={}, reward_mean_unfiltered=0.0, dropped=2)
-    with pytest.raises(RpcError, match="step 5 refused, weights untouched: all its 2 tasks were dropped") as caught:
+    with pytest.raises(RpcError, match="step 5 refused, weights untouched: all 2 of its tasks were dropped") as caught:
         check_tasks(empty)
     assert caught.value.code == ErrorCode.BAD_DATA
     metrics = StepMetrics(step=5)
@@ -192,7 +192,7 @@ def test_drops_losses_and_reward_parts_are_in_the_row() -> None:
 
 def test_only_bad_data_is_skipped_and_only_when_the_run_allows_it() -> None:
     bad, other = RpcError(ErrorCode.BAD_DATA, "nan", names=["train/0/7"]), RpcError(ErrorCode.LOST, "gone")
-    with pytest.raises(RpcError, match=r"nan; with run\.on_bad_step: skip") as caught:
+    with pytest.raises(RpcError, match=r"nan; to skip such updates, set run\.on_bad_step: skip") as caught:
         BadSteps("stop").skip(3, bad)
     assert caught.value.names == ["train/0/7"]
     BadSteps("skip").skip(3, bad)

@@ -46,12 +46,12 @@ def test_matching_shards_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("key", "values", "says"),
     [
-        ("ref_logprobs", np.zeros(6, np.float32), r"ref_logprobs has shape \[6\], its lengths say \[7\]"),
+        ("ref_logprobs", np.zeros(6, np.float32), r"ref_logprobs has shape \[6\], but its lengths say \[7\]"),
         ("token_ids", np.zeros((7, 1), np.int32), r"token_ids has shape \[7, 1\]"),
-        ("sample_index", np.zeros(3, np.int32), r"sample_index has shape \[3\], its lengths say \[2\]"),
+        ("sample_index", np.zeros(3, np.int32), r"sample_index has shape \[3\], but its lengths say \[2\]"),
     ],
 )
-def test_a_shard_of_another_shape_is_reported_with_its_task(key: str, values: Array, says: str) -> None:
+def test_a_shard_of_the_wrong_shape_is_reported_with_its_task(key: str, values: Array, says: str) -> None:
     given = tasks()
     given[1][key] = values
     error = refusal(given)
@@ -67,4 +67,4 @@ def test_non_finite_log_probs_are_refused_and_all_their_tasks_named(value: float
     given[2]["ref_logprobs"][0] = value
     error = refusal(given)
     assert error.names == ["train/0/0", "train/0/2"]
-    assert "rollout_logprobs holds 1 values that are not finite, the first at token 4" in str(error)
+    assert "rollout_logprobs has values that are not finite: 1, the first at token 4" in str(error)

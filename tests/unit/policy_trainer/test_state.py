@@ -142,7 +142,7 @@ def test_an_interrupted_save_leaves_the_previous_checkpoint_whole(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_damaged_checkpoint_is_refused_in_one_line(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_damaged_checkpoint_is_refused_with_a_one_line_error(folder: Path, tmp_path: Path, name: str) -> None:
     made = backend(folder)
     train(made, 1)
     path = checkpoint.save(tmp_path, state(made, 1), keep_last=1) / name
@@ -235,7 +235,7 @@ def test_small_updates_of_bfloat16_weights_add_up_in_the_masters(folder: Path) -
     assert not before or all(not torch.equal(masters[name], before[name]) for name in masters)
 
 
-def test_an_export_gives_equal_logits_and_replaces_an_earlier_export(folder: Path, tmp_path: Path) -> None:
+def test_an_export_produces_the_same_logits_and_replaces_an_earlier_export(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     made = backend(folder)
     train(made, 1)

@@ -91,7 +91,7 @@ def test_live_weights_are_sent_while_they_are_the_requested_version(monkeypatch:
     assert [len(chunk) for chunk in chunks] == [3, 1]  # 16 + 0 + 16 bytes, and a tensor above the limit
     for sent, own in zip((each for chunk in chunks for each in chunk), mine.values(), strict=True):
         assert torch.equal(sent, own)
-        assert not own.numel() or sent.data_ptr() != own.data_ptr()  # a step may change `own` within a chunk
+        assert not own.numel() or sent.data_ptr() != own.data_ptr()  # a step may change `own` while a chunk is sent
 
 
 def test_the_rest_of_a_version_is_read_from_the_store_once_the_live_weights_change(

@@ -79,7 +79,7 @@ class Trainer:
         return await asyncio.wait_for(self.sender.ask(request, cast(Call, None)), within_s)
 
 
-def test_a_drill_that_outlasts_an_engines_wait_is_ready_when_it_asks_again(tmp_path: Path) -> None:
+def test_a_drill_that_takes_longer_than_an_engine_waits_is_ready_when_the_engine_asks_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         trainer = Trainer(tmp_path)
         trainer.sender.published(FIRST, {})

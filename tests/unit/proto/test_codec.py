@@ -136,12 +136,12 @@ def test_extra_and_missing_frames_are_refused() -> None:
         (row(used=2**32 - 1), 1, "frames 0"),
         (row(used=0), 1, "frames 0"),
         (row(dims=(0,), nbytes=0), 1, "frames 0"),
-        (row(), 2, "every frame is used once"),
+        (row(), 2, "every frame must be used once"),
         (row() + row(first=0), 1, "frames 0"),
         (row()[:-1], 1, "multiple of 96"),
         (row() * 65, 1, "65 rows: limit is 64"),
         (row(checksum=1), 1, "checksum does not match"),
-        (b"", 1, "every frame is used once"),
+        (b"", 1, "every frame must be used once"),
     ],
 )
 def test_malformed_tensor_table_is_refused(table: bytes, frames: int, match: str) -> None:
@@ -160,7 +160,7 @@ def test_frames_of_a_tensor_hold_exactly_its_bytes_and_none_is_empty() -> None:
 def test_oversize_is_refused_at_the_sender() -> None:
     cases: list[tuple[Message, list[Any], str]] = [
         (RestartService(service="x" * (CONTROL.body_bytes + 1)), [], "limits are 8388608 for the body"),
-        (Ack(), [np.zeros(CONTROL.tensor_bytes + 1, np.uint8)], "limit is 65536 bytes; larger ones are shards"),
+        (Ack(), [np.zeros(CONTROL.tensor_bytes + 1, np.uint8)], "limit is 65536 bytes; send larger tensors as shards"),
         (Ack(), [np.zeros(1, np.uint8)] * 65, "65 tensors"),
         (Ack(), [np.zeros(0, np.uint8)] * 65, "65 tensors"),
         (Ack(), [np.zeros((1,) * 9)], "9 dimensions: limit is 8"),

@@ -1,4 +1,4 @@
-"""Builds records from shards."""
+"""Records that are built from shards."""
 
 from __future__ import annotations
 

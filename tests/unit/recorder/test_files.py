@@ -1,4 +1,5 @@
-"""The files of `samples/`: each task is written once and whole, the limit is kept, and a killed write is repaired."""
+"""The files of `samples/`: each task is written once and completely, the size limit is respected, and an interrupted
+write is repaired."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_a_task_that_a_kill_left_incomplete_is_written_again(tmp_path: Path, cut
     assert again.nbytes == len(whole)
 
 
-def test_the_oldest_steps_are_removed_to_keep_the_limit(tmp_path: Path) -> None:
+def test_the_oldest_steps_are_removed_to_stay_within_the_limit(tmp_path: Path) -> None:
     one = files(tmp_path / "measured")
     one.append(group(1, 0))
     kept = files(tmp_path, limit_bytes=3 * one.nbytes)

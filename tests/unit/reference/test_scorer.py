@@ -33,7 +33,7 @@ from tests.unit.shared.test_lease import book_of, gets_on, grant
 
 
 def tasks() -> list[dict[str, Array]]:
-    """Return three ragged tasks of three samples."""
+    """Return three ragged tasks of three samples each."""
     random = np.random.default_rng(0)
     made = []
     for prompt_tokens in (3, 9, 6):

@@ -86,10 +86,10 @@ def test_a_request_over_the_size_limit_is_refused_and_the_connection_stays_usabl
 @pytest.mark.parametrize(
     ("method", "path", "says"),
     [
-        ("GET", "/chat/completions", "no GET chat/completions, only POST"),
-        ("POST", "/models", "no POST models, only POST"),
-        ("POST", "/models/", "no POST models/, only POST"),
-        ("DELETE", "/embeddings", "no DELETE embeddings, only POST"),
+        ("GET", "/chat/completions", "no GET chat/completions: only POST"),
+        ("POST", "/models", "no POST models: only POST"),
+        ("POST", "/models/", "no POST models/: only POST"),
+        ("DELETE", "/embeddings", "no DELETE embeddings: only POST"),
         ("GET", "0/models", "no running sample has this address"),
     ],
 )

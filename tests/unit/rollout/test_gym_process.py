@@ -106,7 +106,7 @@ def test_a_row_without_an_answer_is_a_bad_row(library: Path, monkeypatch: pytest
 def test_a_source_whose_process_cannot_make_rows_is_lost(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
-    with pytest.raises(SourceLost, match=r"died of SIGKILL over row 3, and gave no answer within 0\.5 s over row 4"):
+    with pytest.raises(SourceLost, match=r"died of SIGKILL at row 3, and gave no answer within 0\.5 s at row 4"):
         maker.entry(3)  # Row 4 gets no answer either.
 
 

@@ -1,4 +1,5 @@
-"""Processes that user code has started, however they were detached, end with the code's process or a killed service."""
+"""Processes that user code has started, however they were detached, end when the code's process ends or the service is
+killed."""
 
 from __future__ import annotations
 
@@ -93,12 +94,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("completion", "kind"), [("hang", "timeout"), ("crash", "crashed"), ("fine", "")])
-def test_processes_that_a_function_started_end_with_its_process(folder: Path, completion: str, kind: str) -> None:
+def test_processes_that_a_function_started_end_when_its_process_ends(folder: Path, completion: str, kind: str) -> None:
     assert asyncio.run(score_one(completion, 1.0)) == kind
     check_gone()
 
 
-def test_processes_that_a_function_started_end_with_a_killed_service(folder: Path) -> None:
+def test_processes_that_a_function_started_end_when_the_service_is_killed(folder: Path) -> None:
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     service = subprocess.Popen([sys.executable, "-c", SERVICE], env={**os.environ, "PYTHONPATH": path})
     try:

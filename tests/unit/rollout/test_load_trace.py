@@ -105,7 +105,7 @@ def test_digests_of_sliced_fused_replicated_and_padded_weights_add_up_over_ranks
     parts = {part for proof in proofs for part, _ in proof.parts}
     assert Part("attention.o_proj.weight", 0, INNER // 2, HIDDEN, INNER // 2) in parts
     assert Part("embed_tokens.weight", 8, 0, 2, HIDDEN) in parts  # Two of the 8 rows are not padding.
-    with pytest.raises(WeightsMismatch, match="have other bits"):
+    with pytest.raises(WeightsMismatch, match="have wrong bits"):
         check(proofs[:1], weights)
 
 
@@ -123,11 +123,11 @@ def test_each_weight_that_is_missing_stale_or_off_by_a_bit_is_reported(name: str
     for model in models:
         model.skip = ""
     stale = {**new, name: old[name]}
-    with pytest.raises(WeightsMismatch, match=f"^1 of 9 parameters have other bits: {name}$"):
+    with pytest.raises(WeightsMismatch, match=f"^1 of 9 parameters have wrong bits: {name}$"):
         check([loaded(model, stale) for model in models], new)
     changed = new[name].clone()
     changed.view(-1).view(torch.uint8)[-1] ^= 1
-    with pytest.raises(WeightsMismatch, match=f"^1 of 9 parameters have other bits: {name}$"):
+    with pytest.raises(WeightsMismatch, match=f"^1 of 9 parameters have wrong bits: {name}$"):
         check([loaded(model, {**new, name: changed}) for model in models], new)
     check([loaded(model, new) for model in models], new)
 
@@ -145,7 +145,7 @@ def test_swapped_weights_are_found_although_each_is_present() -> None:
     weights, models = made(1, torch.float32), [Half(rank, torch.float32) for rank in (0, 1)]
     for model in models:
         model.order = ["q_proj", "v_proj", "k_proj"]
-    with pytest.raises(WeightsMismatch, match=r"qkv_proj\.weight: its parts are in another order"):
+    with pytest.raises(WeightsMismatch, match=r"qkv_proj\.weight: its parts are in a different order"):
         check([loaded(model, weights) for model in models], weights)
 
 

@@ -1,4 +1,4 @@
-"""The plain decoder against the model's own modules, for every architecture that it supports."""
+"""The plain decoder compared with the model's own modules, for every architecture that it supports."""
 
 from __future__ import annotations
 

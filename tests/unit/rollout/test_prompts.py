@@ -92,7 +92,7 @@ def test_a_prompt_of_few_tokens_is_not_refused_for_its_number_of_characters(prom
     assert prompts.token_ids({"prompt": text}, 3000) == prompts.token_ids({"prompt": text})
 
 
-def test_a_missing_or_too_large_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_or_too_large_tokenizer_is_refused_with_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(RpcError, match=f"model {tmp_path}: no tokenizer: ") as caught:
         PromptBuilder(tmp_path, add_generation_prompt=True)
     assert caught.value.code == ErrorCode.BAD_REQUEST

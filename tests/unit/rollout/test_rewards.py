@@ -43,7 +43,7 @@ def test_a_sum_beyond_float32_loses_only_its_sample(folder: Path) -> None:
     ((small, large),) = score([[sample("a"), sample("abc")]], *lines)
     assert small.value == pytest.approx(2e38)
     assert (large.value, large.kind) == (None, ANSWER)
-    assert large.failure.startswith("the weighted rewards add up to 6e+38, float32 holds 3.4e+38 at most")
+    assert large.failure.startswith("the weighted rewards add up to 6e+38, but float32 holds 3.4e+38 at most")
 
 
 @pytest.mark.parametrize(

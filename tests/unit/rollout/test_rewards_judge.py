@@ -238,7 +238,7 @@ def test_a_wait_beyond_the_limit_requests_the_end_of_the_run(port: int) -> None:
     assert "\n" not in told.text
 
 
-def test_with_a_wait_limit_of_zero_samples_are_lost_at_once(port: int) -> None:
+def test_samples_are_lost_at_once_if_the_wait_limit_is_zero(port: int) -> None:
     async def scenario() -> None:
         async with pool(line(port), retry=RewardRetry(limit_s=0)) as made:
             ((only,),) = await made.score([[sample("a")]], lambda: None)

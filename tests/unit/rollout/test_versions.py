@@ -121,7 +121,7 @@ def test_weights_that_fail_verification_sample_no_token(tmp_path: Path) -> None:
             assert shown == [1, 2]
             assert made.sync.holds.step == -1
             assert versions.of(np.array([made.engine.swaps - 1], np.int32)).tolist() == [FIRST]
-            with pytest.raises(ValueError, match="versions are known"):
+            with pytest.raises(ValueError, match="versions are known only"):
                 versions.of(np.array([made.engine.swaps], np.int32))
             block.cancel()
 

@@ -53,7 +53,7 @@ class Lost:
 
 
 class Source:
-    """The trainer is unreachable and the store is reachable."""
+    """A source of weights whose trainer is unreachable and whose store is reachable."""
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
@@ -269,7 +269,7 @@ def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service()
 
 
 class Cleared(Source):
-    """The trainer is unreachable, and the store has collected the version."""
+    """A source whose trainer is unreachable, and whose store has collected the version."""
 
     async def from_store(self, ref: WeightsRef, on_progress: OnProgress = ignore_progress) -> Arrays:
         raise RpcError(ErrorCode.MISSING, "collected")
@@ -282,7 +282,7 @@ def test_a_lease_whose_version_was_collected_is_handed_back_and_the_engine_conti
             back: list[bool] = []
 
             async def hand_back(lease: Lease, why: str, *, untouched: bool = False) -> None:
-                assert "waited for longer than its version lasted" in why
+                assert "waited longer than its version lasted" in why
                 back.append(untouched)
 
             worker.leases.hand_back = hand_back  # type: ignore[method-assign]

@@ -126,7 +126,7 @@ def test_a_version_is_drilled_loaded_verified_and_reported() -> None:
 def test_an_update_that_never_reaches_one_parameter_fails_the_drill() -> None:
     engine = started(DeafEngine)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
-    with pytest.raises(RpcError, match=f"start-up drill.* 1 of 46 parameters have other bits: {SKIPPED};") as caught:
+    with pytest.raises(RpcError, match=f"start-up drill.* 1 of 46 parameters have wrong bits: {SKIPPED};") as caught:
         asyncio.run(sync.load(*version(1)))
     assert caught.value.code == ErrorCode.CONFLICT
     assert "\n" not in str(caught.value)
@@ -174,7 +174,7 @@ def test_missing_and_unexpected_parameters_are_reported_and_no_weight_changes() 
     asyncio.run(engine.stop())
 
 
-def test_a_parameter_of_another_shape_is_reported() -> None:
+def test_a_parameter_of_the_wrong_shape_is_reported() -> None:
     engine = started()
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)
@@ -342,7 +342,7 @@ def test_a_head_that_is_no_longer_tied_to_its_embedding_is_reported() -> None:
         await engine.set_weights(weights)
         head = engine._model.lm_head
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        with pytest.raises(WeightsMismatch, match=r"have other bits: lm_head\.weight"):
+        with pytest.raises(WeightsMismatch, match=r"have wrong bits: lm_head\.weight"):
             await engine.verify(weights, {})
 
     asyncio.run(scenario())
@@ -435,13 +435,13 @@ def test_the_tolerance_of_16_bit_weights_is_calibrated_between_its_floor_and_its
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     assert judged(sync, engine, ref, weights, noise + outlier) == pytest.approx(0.08, rel=0.01)
     assert judged(sync, engine, ref, weights, 3 * noise) == pytest.approx(0.08, rel=0.01)
-    with pytest.raises(RpcError, match=r"error 0\.1 over the tolerance 0\.08"):
+    with pytest.raises(RpcError, match=r"error 0\.1 exceeds the tolerance 0\.08"):
         judged(sync, engine, ref, weights, 5 * noise)
     asyncio.run(engine.stop())
     engine = scored()
     exact = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     assert judged(exact, engine, ref, weights, np.zeros(1, np.float32)) == floor
-    with pytest.raises(RpcError, match=r"over the tolerance 0\.01"):
+    with pytest.raises(RpcError, match=r"exceeds the tolerance 0\.01"):
         judged(exact, engine, ref, weights, np.full(1, 1.5 * floor, np.float32))
     asyncio.run(engine.stop())
     engine = scored()

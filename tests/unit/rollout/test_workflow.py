@@ -163,7 +163,7 @@ NONSENSE = {
     "without end": "but there is room for 512",
     "too much": "bytes exceeds the limit of 16777216",
     "great state": "bytes exceeds the limit of 16777216",
-    "nothing": "returned NoneType, must return a Trajectory",
+    "nothing": "returned NoneType, but must return a Trajectory",
     "empty": "returned a trajectory without a sampled token",
     "uneven": "must be equally long",
     "forged": "trains on tokens that no policy version sampled",

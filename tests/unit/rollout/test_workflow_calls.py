@@ -59,7 +59,7 @@ async def until_there_is_room(calls: SampleCalls) -> Turn:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("stop_at", [1, 2], ids=["while its call is begun", "while its answer is taken up"])
+@pytest.mark.parametrize("stop_at", [1, 2], ids=["while its call is started", "while its answer is added"])
 def test_an_abandoned_call_frees_its_place_for_the_next_call(stop_at: int) -> None:
     async def scenario() -> None:
         thread = _Thread(stop_at)

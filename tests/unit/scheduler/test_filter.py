@@ -144,5 +144,5 @@ def test_values_with_a_wrong_sample_count_or_an_unknown_name_are_refused() -> No
     before = snapshot.dump(bench.machine.run)
     reply = complete(bench, grant, {"reward": np.zeros(2, np.float32)})
     assert isinstance(reply, Fail)
-    assert "it does not make scalar 'reward'" in str(reply)
+    assert "it does not produce the scalar 'reward'" in str(reply)
     assert snapshot.dump(bench.machine.run) == before

@@ -190,7 +190,7 @@ def test_no_bytes_are_counted_as_uncovered_after_a_rewind() -> None:
     assert bench.machine.run.uncovered_bytes == 0
 
 
-def test_uncovered_bytes_count_the_trained_tasks_that_wait_for_a_checkpoint() -> None:
+def test_uncovered_bytes_are_those_of_trained_tasks_that_wait_for_a_checkpoint() -> None:
     bench = Bench().start()
     trained(bench, 1)
     trained(bench, 2)

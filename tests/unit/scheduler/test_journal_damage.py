@@ -1,5 +1,5 @@
-"""A damaged journal gives the same history, a reported error, or an earlier part of the history that is known to be
-incomplete.
+"""Opening a damaged journal results in the same history, a reported error, or an earlier part of the history that is
+known to be incomplete.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def test_a_run_whose_tasks_are_all_dropped_ends_and_continues_when_it_is_resumed
     bench.complete(grant, outcome=Outcome.DROP)
     told = bench.answer(bench.effects, waiting)
     assert isinstance(told, Fail)
-    assert f"step 1: {HOPELESS_TASKS} tasks in a row were dropped, the last was {ids(grant)[-1]}: " in told.message
+    assert f"step 1: {HOPELESS_TASKS} tasks in a row were dropped; the last was {ids(grant)[-1]}: " in told.message
     resumed = Bench(journal=list(bench.journal))
     for event in bench.journal:
         resumed.machine.replay(event)

@@ -121,7 +121,7 @@ def beat(bench: Bench, *troubles: Trouble, instance: int = 0) -> None:
     bench.ask(Heartbeat(service="rollout", instance=instance, incarnation=7, state="READY", troubles=list(troubles)))
 
 
-def test_troubles_stay_in_the_status_until_a_heartbeat_no_longer_has_them() -> None:
+def test_troubles_stay_in_the_status_until_a_heartbeat_no_longer_reports_them() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     beat(bench, Trouble(TroubleKind.REWARDS, "rewards failing: 3 of 4"))
@@ -154,7 +154,7 @@ def test_too_many_troubles_in_a_heartbeat_are_refused() -> None:
     bench = Bench().start()
     bench.register("rollout", 0, 7)
     many = Heartbeat(service="rollout", instance=0, incarnation=7, state="READY", troubles=[Trouble("x", "y")] * 17)
-    assert "17 troubles in one heartbeat, at most 16" in bench.ask(many).message
+    assert "17 troubles in one heartbeat; at most 16" in bench.ask(many).message
     long = Heartbeat(service="rollout", instance=0, incarnation=7, state="READY", troubles=[Trouble("x", "y" * 2000)])
     assert "no text has more than 1024 characters" in bench.ask(long).message
 

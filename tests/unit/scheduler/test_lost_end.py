@@ -125,7 +125,7 @@ def test_the_rewind_is_reported_with_its_cause_even_if_the_journal_has_no_later_
     assert told == [Rewound(0, 2, LAST, TAIL_LOST), DiscardRows(0, 2, {})]
 
 
-def test_steps_whose_rows_are_of_another_history_are_also_taken_back() -> None:
+def test_steps_whose_rows_are_from_another_history_are_also_taken_back() -> None:
     bench, _ = whole(PLANS["in order"])
     short = shortened(bench, len(bench.journal) - 1, agreed=3)
     run = short.machine.run
@@ -156,7 +156,7 @@ def test_every_task_is_trained_if_only_the_initial_model_is_left() -> None:
 def test_row_comparison_returns_the_last_agreeing_step_and_the_newest_row(
     tmp_path: Path, rows: list[int], expected: tuple[int, int]
 ) -> None:
-    """The journal has the steps 1 to 3; a row contradicts it by a value other than the step."""
+    """The journal has steps 1 to 3; a row contradicts it in a value other than the step."""
 
     def row(step: int, value: int) -> dict[str, Any]:
         return {"step": step, "loss": value / 2}

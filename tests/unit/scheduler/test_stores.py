@@ -220,7 +220,7 @@ def replays_alike(bench: TwoHosts) -> bool:
     return snapshot.dump(copy) == snapshot.dump(bench.machine.run)
 
 
-def test_a_joined_store_that_is_silent_for_long_loses_its_queue_of_clears_and_its_limit() -> None:
+def test_a_joined_store_that_is_silent_for_a_long_time_loses_its_queue_of_clears_and_its_limit() -> None:
     bench = TwoHosts(config=AT_COMMIT).begin(away_bytes=1 << 20)
     bench.step(1, AWAY)
     bench.acknowledges(STORE)

@@ -42,7 +42,7 @@ SIZE = 24 << 20
 
 
 def source_of(folder: Path) -> StreamSource:
-    """Write a file of one shard of `SIZE` random bytes and return a source of it."""
+    """Write a file with one shard of `SIZE` random bytes and return a source that reads it."""
     layout = BlockLayout([("train/0/0", 1, {"a": np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)})])
     with (folder / "file").open("w+b") as file:
         file.truncate(layout.file_bytes)
@@ -72,7 +72,7 @@ def connected(endpoint: str) -> socket.socket:
 
 
 def ended(line: socket.socket) -> bool:
-    """Return whether the other end closes within 10 s, discarding anything that arrives before."""
+    """Return whether the other end closes within 10 s, discarding anything that arrives before that."""
     with contextlib.suppress(ConnectionError):
         while line.recv(1 << 16):
             pass

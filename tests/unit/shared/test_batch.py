@@ -61,7 +61,7 @@ def test_duplicate_task_is_refused() -> None:
         Batch(BatchMeta(tasks=[*one.tasks, *one.tasks], parts=one.parts, stores=one.stores))
 
 
-def test_chunk_gives_empty_batches_when_tasks_run_out() -> None:
+def test_chunk_returns_empty_batches_when_tasks_run_out() -> None:
     chunks = Batch(meta([5, 3])).chunk(3)
     assert [chunk.status.name for chunk in chunks] == ["REMOTE", "REMOTE", "EMPTY"]
     assert chunks[2]["a"] == []
@@ -106,7 +106,7 @@ def test_concat_renumbers_stores_and_reorders_parts() -> None:
     assert places == [["batch-store/0", "batch-store/1"], ["batch-store/2", "batch-store/1"]]
 
 
-def test_concat_refuses_other_keys_and_equal_tasks() -> None:
+def test_concat_refuses_differing_keys_and_duplicate_tasks() -> None:
     with pytest.raises(ValueError, match="differ"):
         Batch.concat([Batch(meta([1], ["a"])), Batch(meta([1], ["b"], first=5))])
     with pytest.raises(ValueError, match="occurs twice"):
@@ -130,7 +130,7 @@ def test_union_of_equal_parts_is_the_same_batch() -> None:
     assert one.union(Batch(meta([1, 2]))).meta == one.meta
 
 
-def test_union_refuses_partly_overlapping_keys_other_tasks_and_other_fences() -> None:
+def test_union_refuses_partly_overlapping_keys_different_tasks_and_different_fences() -> None:
     one = Batch(meta([1, 2], ["a", "b"]))
     with pytest.raises(ValueError, match="b on both sides"):
         one.union(Batch(meta([1, 2], ["b", "c"])))

@@ -63,7 +63,7 @@ def test_addition_splits_are_disjoint_and_complete() -> None:
 
 
 def test_addition_order_never_changes() -> None:
-    # A task id names its row by index, so another order would make a resumed run train on other rows.
+    # A task id names its row by index, so a different order would make a resumed run train on different rows.
     train = open_source("builtin:addition", where=WHERE)
     test = open_source("builtin:addition?split=test", where=WHERE)
     assert [train.row(index)["prompt"] for index in (0, 1, 7843)] == ["37+66=", "45+43=", "71+72="]

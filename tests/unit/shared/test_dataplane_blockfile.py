@@ -42,7 +42,7 @@ def small(tmp_path: Path) -> bytes:
 
 
 def resealed(data: bytes, at: int, patch: bytes) -> bytes:
-    """Return `data` with a patch in header or table and both checksums corrected."""
+    """Return `data` with a patch in the header or the table and both checksums corrected."""
     body = bytearray(data)
     body[at : at + len(patch)] = patch
     size = table_size(data)

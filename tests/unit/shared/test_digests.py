@@ -56,7 +56,7 @@ def test_every_single_bit_changes_the_digest(dtype: torch.dtype) -> None:
     assert whole(tensor) == expected
 
 
-def test_moved_or_swapped_values_have_another_digest() -> None:
+def test_moved_or_swapped_values_have_a_different_digest() -> None:
     tensor = weight(32, 48)
     others = [tensor.roll(1, 0), tensor.roll(1, 1), tensor.flip(0), tensor.t().contiguous().reshape(32, 48), -tensor]
     assert len({whole(each) for each in [tensor, *others]}) == 1 + len(others)

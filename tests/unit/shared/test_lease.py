@@ -1,4 +1,5 @@
-"""Progress of a lease: the progress of the compute thread until the lease is computed, then only the lease's own."""
+"""Progress of a lease: the progress of the compute thread until the lease has been computed, then only the lease's
+own."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ def grant() -> LeaseGrant:
     return LeaseGrant(lease_id=7, stage="rollout", split="train", lease_s=30, batch=BatchMeta(tasks=[]))
 
 
-def test_the_computation_of_another_block_renews_a_lease_that_waits_but_not_one_that_is_computed() -> None:
+def test_the_computation_of_another_block_renews_a_lease_that_waits_but_not_one_that_has_been_computed() -> None:
     counter = [10]
     lease = Lease(grant(), lambda: counter[0])
     assert lease.progress == 10
     counter[0] = 15
     assert lease.progress == 15
     lease.computed()
-    counter[0] = 99  # The next block computes, which does not renew a lease stuck in its rewards.
+    counter[0] = 99  # The next block is computed, which does not renew a lease stuck in its rewards.
     assert lease.progress == 15
     lease.advance()
     assert lease.progress == 16

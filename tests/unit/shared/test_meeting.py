@@ -16,7 +16,7 @@ def test_the_interface_is_the_one_that_has_the_announced_address() -> None:
 @pytest.mark.parametrize(
     ("listen", "text"),
     [
-        ("", "this process answers no other host"),
+        ("", "this process does not answer other hosts"),
         ("tcp://192.0.2.1:0", "no network interface of this host has the address 192.0.2.1; give each"),
         ("tcp://no-such-host.invalid:0", "no-such-host.invalid has no address"),
     ],

@@ -1,4 +1,5 @@
-"""Log-probs of ragged sequences equal those of every sequence alone, in values and gradients, for several models."""
+"""Log-probs of ragged sequences equal those of each sequence scored alone, in values and gradients, for several
+models."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Rig:
         self.may_finish = asyncio.Event()
         self.may_finish.set()
         self.handed_back: dict[int, bool] = {}
-        """Leases that were handed back, with whether they were untouched."""
+        """Leases that were handed back, and whether each was untouched."""
         quiet = SimpleNamespace(warning=lambda *_, **__: None, info=lambda *_, **__: None)
         service = SimpleNamespace(
             log=quiet,

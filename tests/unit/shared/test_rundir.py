@@ -85,7 +85,7 @@ def test_too_long_temporary_directory_is_refused_with_the_remedy(
     deep = tmp_path / ("d" * 80)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with pytest.raises(RpcError, match=r"ipc paths end at 107; set TMPDIR to a shorter path"):
+    with pytest.raises(RpcError, match=r"ipc paths are limited to 107; set TMPDIR to a shorter path"):
         RunDir.create(tmp_path / "run", shm_root=shm_root)
     assert list(deep.iterdir()) == []
 

@@ -116,7 +116,7 @@ def test_a_new_run_directory_has_keys_and_keeps_them(tmp_path: Path) -> None:
         (lambda folder: key_file(folder, Role.SERVICE).write_bytes(b"\xff" * 9000), "not the JSON"),
         (
             lambda folder: key_file(folder, Role.SERVICE).write_bytes(key_file(folder, Role.OBSERVER).read_bytes()),
-            "another role's",
+            "it belongs to another role",
         ),
         (
             lambda folder: (folder / "public.json").write_text('{"service": "a", "operator": "b", "observer": "c"}'),
@@ -367,7 +367,7 @@ def test_a_client_that_moved_from_tcp_to_ipc_no_longer_uses_curve() -> None:
     "endpoint", ["tcp://*:1", "tcp://0.0.0.0:0", "tcp://[::]:0", "ipc:///x", "tcp://10.0.0.1", "tcp://10.0.0.1:x",
                  "tcp://10.0.0.1:99999", "tcp://:5", ""]
 )  # fmt: skip
-def test_invalid_listen_addresses_are_refused_in_one_line(endpoint: str) -> None:
+def test_invalid_listen_addresses_are_refused_with_a_one_line_error(endpoint: str) -> None:
     with pytest.raises(RpcError, match=r"^--listen .*must be tcp://ADDRESS:PORT.*$"):
         check_listen(endpoint)
 
@@ -399,7 +399,7 @@ def test_an_answer_is_never_given_to_another_role_under_the_same_id() -> None:
 
     answers: list[int] = []
     asyncio.run(main())
-    assert answers == [1, 2, 3, 2]  # The second observer's request is the first one's retry.
+    assert answers == [1, 2, 3, 2]  # The second observer's request counts as a retry of the first observer's.
 
 
 def test_another_request_under_a_used_id_is_a_conflict_during_and_after_the_first() -> None:

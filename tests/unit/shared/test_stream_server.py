@@ -369,7 +369,7 @@ def test_sealed_bytes_are_not_sent_in_plaintext(source: StreamSource) -> None:
         messages = [reader.raw() for _ in range(2)]
         plain = b"".join(source.pieces(2 * CHUNK, CHUNK))
         assert all(plain[at : at + 32] not in payload for _, payload in messages for at in (0, 5000, 60_000))
-        assert messages[0][1] != messages[1][1]  # The same bytes are sealed with another nonce.
+        assert messages[0][1] != messages[1][1]  # The same bytes are sealed with a different nonce.
         opener = Seal(bytes(32), reader.line_id, TO_READER)
         with pytest.raises(WireError):
             opener.open(*messages[0], memoryview(bytearray(CHUNK)))

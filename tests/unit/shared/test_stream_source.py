@@ -30,7 +30,7 @@ def source(tmp_path: Path) -> StreamSource:
 def test_a_truncated_file_is_refused(tmp_path: Path, source: StreamSource) -> None:
     kept = SealedFile(str(tmp_path / "file"), table_of(tmp_path / "file"))
     os.truncate(tmp_path / "file", SIZE // 2)
-    with pytest.raises(WireError, match=f"s: {kept.path} has {SIZE // 2} bytes, it was sealed with"):
+    with pytest.raises(WireError, match=f"s: {kept.path} has {SIZE // 2} bytes; it was sealed with"):
         pin("s", [kept], [[0]], [PutTask("train/0/0", 1)], [], 1 << 40, MappingCache())
 
 

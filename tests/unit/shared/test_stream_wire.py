@@ -207,7 +207,7 @@ def test_forged_replayed_reordered_and_misdirected_messages_do_not_open() -> Non
             opened(other, head, payload)
     opener = Seal(SECRET, LINE, TO_READER)
     opened(opener, *messages[0])
-    with pytest.raises(WireError, match="sealed next"):
+    with pytest.raises(WireError, match="sealed sequence"):
         opened(opener, *messages[0])
 
 
@@ -277,7 +277,7 @@ def test_one_wrong_bit_anywhere_is_detected() -> None:
             fill(arrival, bytes(wrong))
 
 
-def test_stream_of_other_shards_than_requested_is_refused() -> None:
+def test_stream_of_shards_other_than_those_requested_is_refused() -> None:
     table, data = block_file([("train/0/0", 1, {"a": np.zeros(10), "b": np.zeros(10)})])
     for tasks, keys in (
         ([PutTask("train/0/1", 1)], ["a", "b"]),
@@ -334,7 +334,7 @@ def test_idle_memory_makes_room_for_new_memory_and_can_be_returned() -> None:
     assert regions.idle_bytes == 0
 
 
-def test_memory_idle_for_long_is_returned_and_memory_in_use_is_tracked() -> None:
+def test_memory_idle_for_a_long_time_is_returned_and_memory_in_use_is_tracked() -> None:
     regions = Regions()
     array, used = regions.take(4 * MIB), regions.take(6 * MIB)
     del array

@@ -42,7 +42,7 @@ def test_a_process_without_a_supervisor_ends_instead_of_taking_a_turn(tmp_path: 
 
 
 class Desk:
-    """A service whose scheduler is the test, which sees every report and gives the grants."""
+    """A service whose scheduler is the test: the test sees every report and issues the grants."""
 
     NAME, instance, incarnation = "policy-trainer-worker", 0, 1
 

@@ -1,4 +1,4 @@
-"""The history of a run consists of all committed rows, in the order of the commits, whatever steps were taken back."""
+"""The history of a run consists of all committed rows, in the order of the commits, whichever steps were taken back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Run:
         self.committed.append((self.lineage, step, float(self._count)))
 
     def rewind(self, step: int) -> None:
-        """Return to `step`; rows after it move to the other file under the lineage that ended."""
+        """Return to `step`; later rows move to the file of discarded rows, under the lineage that ended."""
         had_rows = self.file.step > step
         self.next_lineage += 1  # a reload begins a lineage even if it takes nothing back
         self.file.discard(self.next_lineage - 1, step, {})
@@ -72,7 +72,7 @@ def test_rows_that_are_in_both_files_are_returned_once(tmp_path: Path) -> None:
     before = (tmp_path / "metrics.jsonl").read_bytes()
     run.rewind(2)
     after = (tmp_path / "metrics.jsonl").read_bytes()
-    (tmp_path / "metrics.jsonl").write_bytes(before)  # the scheduler died between the two files
+    (tmp_path / "metrics.jsonl").write_bytes(before)  # the scheduler died before it truncated this file
     follower.refresh()
     assert told(follower.rows(0, 10)) == run.committed
     (tmp_path / "metrics.jsonl").write_bytes(after)

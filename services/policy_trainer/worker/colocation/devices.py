@@ -25,7 +25,7 @@ OnCompute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 class Devices:
     """The devices of one rank. This object belongs to the event loop. Before `loaded`, only `share` and `acquire_room`
-    run."""
+    are called."""
 
     def __init__(self, on_compute: OnCompute, settled: Callable[[], Awaitable[None]]) -> None:
         """`on_compute` runs a function on the compute thread. `settled` waits until no weights are being read."""

@@ -36,7 +36,7 @@ def gspo(spec: LossSpec, cur: Tensor, anchor: Tensor, data: TokenData) -> Terms:
     The sum over the sequence carries no gradient. Each token gets its gradient through sg[s] exp(cur - sg[cur]); under
     seq_mean_token_mean, this gives the gradient of s itself. In the paper a response is one sequence. If a sample has
     several sequences (from a workflow that begins new contexts), each sequence has its own ratio, because its
-    likelihood depends on its own context, and the sample's loss is the mean over its sequences, weighted by their
+    likelihood depends on its own context. The sample's loss is then the mean over its sequences, weighted by their
     trained tokens.
     Source: GSPO (arXiv 2507.18071), equations 5 (the objective) and 7 (s); the token form is its GSPO-token.
     """

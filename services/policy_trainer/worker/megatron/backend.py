@@ -139,7 +139,8 @@ class MegatronBackend:
 
     @in_megatron
     def step(self, step: int) -> OptimizerUpdate:
-        """Sum over ranks, clip, step, and zero the gradients. The training step `step`, from 1, determines the warm-up.
+        """Sum over ranks, clip, step, and zero the gradients. The training step `step`, counted from 1, determines
+        the warm-up.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then stay unchanged.
         """

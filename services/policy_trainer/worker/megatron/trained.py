@@ -92,7 +92,7 @@ class Trained:
         finalize_model_grads([self.model], None)
 
     def norm(self) -> float:
-        """Return the norm of the whole gradient, equal on every rank. Call it after `reduce`."""
+        """Return the norm of the whole gradient, the same on every rank. Call it after `reduce`."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 

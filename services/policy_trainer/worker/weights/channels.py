@@ -133,7 +133,7 @@ class NcclChannel:
 
 
 class MemoryChannel:
-    """CUDA IPC sends nothing: until the engine has read it, a copy stays on the GPU that both processes use."""
+    """CUDA IPC sends nothing: a copy stays on the GPU that both processes use until the engine has read it."""
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -1,8 +1,8 @@
 """The trainer's end (rank 0) of an NCCL communicator with the ranks of one engine, over libnccl's C interface. Every
 wait has a deadline, which NCCL itself lacks.
 
-torch's NCCL groups kill their process when a peer is gone, which a trainer must survive, and vLLM must not be imported
-in the training process. Hence this module calls a few functions of
+torch's NCCL groups kill their process when a peer is gone, but a trainer must survive that; and vLLM must not be
+imported in the training process. This module therefore calls a few functions of
 https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html directly. The communicator is non-blocking
 (`ncclConfig_t.blocking` 0): calls are polled with `ncclCommGetAsyncError` and abandoned with `ncclCommAbort`. The other
 end is vLLM's PyNcclCommunicator, which begins with an all-reduce of one element.
@@ -126,7 +126,7 @@ class NcclGroup:
 
     def _send(self, tensor: Tensor, deadline: float) -> Tensor:
         if tensor.dtype not in _DTYPES:
-            raise TransferLost(f"NCCL has no {tensor.dtype}; use weights: shards")
+            raise TransferLost(f"NCCL does not support {tensor.dtype}; use weights: shards")
         there = tensor.detach().to(self._device).contiguous()
         if there.numel():
             address = ctypes.c_void_p(there.data_ptr())

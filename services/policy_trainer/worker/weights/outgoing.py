@@ -18,7 +18,7 @@ from proto.messages import TransferParameter
 from shared.weights import table
 
 CHUNK_BYTES = 256 * 1024**2
-"""Maximum bytes of a chunk, unless it is one tensor. A transfer takes the memory of one chunk in addition to the
+"""Maximum bytes of a chunk that is not a single tensor. A transfer takes the memory of one chunk in addition to the
 weights."""
 Version = tuple[int, int]
 """Lineage and step."""
@@ -68,8 +68,8 @@ class OutgoingWeights:
 
     parameters: list[TransferParameter]
     stored: Callable[[], Mapping[str, Tensor]]
-    """Function that returns the tensors in host memory. It may block, and is called at most once, if the live weights
-    are not, or are no longer, this version."""
+    """Function that returns the tensors in host memory. It may block. It is called at most once, and only if the live
+    weights are not (or no longer) this version."""
     live: LiveWeights = field(default_factory=LiveWeights)
     version: Version = (-1, -1)
 

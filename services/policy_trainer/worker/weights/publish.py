@@ -29,12 +29,12 @@ from shared.weights.digests import as_int, digest_whole
 from shared.weights.drill import canary_error, canary_length, canary_tokens
 
 TOLERANCE = 1e-4
-"""Maximum absolute difference of a canary log-prob between trainer and engine for float32 weights: eight times the
-largest difference, over 20 canaries of the quickstart's model, between the trainer's scoring and transformers' own
+"""Maximum absolute difference of a canary log-prob between trainer and engine for float32 weights. It is eight times
+the largest difference, over 20 canaries of the quickstart's model, between the trainer's scoring and transformers' own
 prefill and token-by-token decode."""
 FLOOR = {"bfloat16": 0.02, "float16": 0.003}
-"""Minimum tolerance, for the median difference, that an engine calibrates for 16-bit weights: eight (bfloat16) and
-three (float16) times the median difference between the passes that `TOLERANCE` compares. Larger models show larger
+"""Minimum tolerance, for the median difference, that an engine calibrates for 16-bit weights. It is eight (bfloat16)
+or three (float16) times the median difference between the passes that `TOLERANCE` compares. Larger models show larger
 differences, so engines calibrate."""
 MEDIAN = 0.5
 SIGNAL = 2.0
@@ -43,7 +43,7 @@ PUT_S = 300.0
 
 
 class Canaries:
-    """The fixed token sequence of a run, and the run's start-up drill. It belongs to the compute thread."""
+    """The fixed token sequence of a run, and the run's start-up drill. This object belongs to the compute thread."""
 
     def __init__(self, backend: Backend, model_dir: Path, dtype: str, seed: int, *, with_digests: bool) -> None:
         """`seed` is the run's seed. Rank 0 makes the drill from the weights of the model directory. If `with_digests`
@@ -120,8 +120,8 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
             )
         except RpcError as error:
             # The store has collected an earlier put of this version: it was not announced, or no task needed it.
-            # Every recovery may add one, so their number is not limited. The store refuses before any bytes are
-            # written, except if a clear arrives during the write.
+            # Every recovery may add such a put, so the number of tries is not limited. The store refuses before any
+            # bytes are written, unless a clear arrives during the write.
             if error.code != ErrorCode.COLLECTED:
                 raise
             fence += 1

@@ -103,7 +103,7 @@ class WeightsSender:
         self._log = structlog.get_logger("transfer")
 
     def published(self, ref: WeightsRef, weights: Mapping[str, Tensor]) -> None:
-        """Remember a version for which engines will ask. Its `weights` are live until `changing` is called."""
+        """Remember a version that engines will request. Its `weights` are live until `changing` is called."""
         from services.policy_trainer.worker.weights.outgoing import LiveWeights
 
         self._live = self._live or LiveWeights()

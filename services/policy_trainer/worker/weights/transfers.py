@@ -110,7 +110,7 @@ class TransferState:
                 late = [
                     engine for engine, link in self._links.items() if link.deadline is not None and now >= link.deadline
                 ]
-                return [self._abort(engine, f"no end within {self.deadline_s:g} s") for engine in late]
+                return [self._abort(engine, f"not finished within {self.deadline_s:g} s") for engine in late]
 
     def next_deadline(self) -> float | None:
         """Return the time at which `DeadlinePassed` is due next, or None if no transfer is under way."""

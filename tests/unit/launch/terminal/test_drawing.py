@@ -20,7 +20,7 @@ DOTS = [[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]]
 
 
 def dots(lines: list[Text]) -> set[tuple[int, int]]:
-    """Return the (column, row from above) of the dots of a picture."""
+    """Return the position of each dot of a picture: its column and its row, counted from the top."""
     found = set()
     for y, line in enumerate(lines[1:-1]):
         for x, character in enumerate(line.plain[LABEL + 1 :]):
@@ -118,4 +118,4 @@ def test_a_sample_of_ten_megabytes_is_truncated() -> None:
     record = Record(task="train/0/1", prompt="p" * (10 << 20), completion="c" * (10 << 20))
     text = sample_pane.page(record, Color.LOGPROB).plain
     assert len(text) < 3 * sample_pane.MAX_SHOWN_CHARS
-    assert "10,465,760 characters more" in text
+    assert "10,465,760 more characters" in text

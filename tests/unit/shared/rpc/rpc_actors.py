@@ -1,7 +1,7 @@
-"""Peers of the rpc and actor tests: a small mailbox and a small service, as objects or as processes.
+"""Peers for the rpc and actor tests: a small mailbox and a small service, as objects or as processes.
 
 Run as a script: `rpc_actors.py mailbox ENDPOINT` or `rpc_actors.py service --run DIR [--instance N] [...]`.
-They do not replace real services of the product.
+The peers do not replace real services of the product.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def ipc():
         yield f"ipc://{folder}/echo-0"
 
 
-def test_second_owner_of_an_endpoint_is_refused_in_one_line_and_the_first_continues(ipc: str) -> None:
+def test_second_owner_of_an_endpoint_is_refused_with_a_one_line_error_and_the_first_continues(ipc: str) -> None:
     async def main() -> None:
         path = Path(ipc.removeprefix("ipc://"))
         async with serving(ipc, (GetInventory, double)) as (_, bound), asking(bound) as client:

@@ -165,7 +165,7 @@ def test_a_vanished_client_loses_one_reply(ipc: str) -> None:
 
 def test_reply_memory_is_bounded(ipc: str) -> None:
     async def main() -> None:
-        # The reply has 4.2 MB.
+        # The reply is 4.2 MB long.
         big = Inventory(tasks=[PutTask("train/0/" + "1" * 200, i) for i in range(20_000)], cursor=0)
         async with serving(ipc, (GetInventory, lambda _, __: big)) as (mailbox, bound), asking(bound) as client:
             for _ in range(12):

@@ -31,7 +31,7 @@ def test_vllm_supports_both_modes(folder: Path) -> None:
 def test_a_temperature_that_vllm_refuses_is_refused_at_the_start(folder: Path) -> None:
     overrides = ["services.rollout.engine=vllm", "sampling.temperature=2.5"]
     (line,) = [each for each in problems(write(folder), *overrides) if "sampling.temperature: " in each]
-    assert "2.5 is more than vllm samples at; use at most 2.0" in line
+    assert "2.5 is more than vllm accepts; use at most 2.0" in line
     assert load(write(folder), ["sampling.temperature=2.5"]).sampling.temperature == 2.5
 
 
@@ -70,7 +70,7 @@ def test_keep_is_refused_in_deterministic_mode(folder: Path) -> None:
     [
         ("services.rollout.engine_args.url=x", "engine_args.url: engine openai takes no such argument; use base_url"),
         ("services.rollout.engine_args.base_url=host:1", "'host:1' is not an http address"),
-        ("services.rollout.instances=2", "services.rollout.instances: 2 would load their weights over one another's"),
+        ("services.rollout.instances=2", "services.rollout.instances: 2 would overwrite one another's weights"),
         ("services.rollout.parallel.tp=2", "openai has no tensor parallelism; use 1"),
         ("sampling.temperature=2.5", "2.5 is more than openai samples at"),
     ],

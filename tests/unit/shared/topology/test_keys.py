@@ -195,7 +195,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.samples.limit_bytes": (
         "services/recorder/server.py",
         "self._settings.limit_bytes",
-        "unit/recorder/test_files.py::test_the_oldest_steps_are_removed_to_keep_the_limit",
+        "unit/recorder/test_files.py::test_the_oldest_steps_are_removed_to_stay_within_the_limit",
     ),
     "run.on_bad_step": (
         f"{TRAINER}/driver.py",
@@ -205,7 +205,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "policy.distribute": (
         "launch/host.py",
         "topology.policy.distribute",
-        "integration/hosts/test_distribution.py::test_a_host_has_the_files_of_home_and_its_topology_names_them",
+        "integration/hosts/test_distribution.py::test_a_host_receives_the_files_of_home_and_its_topology_names_them",
     ),
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
@@ -230,7 +230,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "reward.retry.limit_s": (
         ROLLOUT,
         "topology.reward.retry",
-        "unit/rollout/test_rewards_judge.py::test_with_a_wait_limit_of_zero_samples_are_lost_at_once",
+        "unit/rollout/test_rewards_judge.py::test_samples_are_lost_at_once_if_the_wait_limit_is_zero",
     ),
     "reward.retry.backoff_s": (
         ROLLOUT,
@@ -340,7 +340,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.rollout.engine_args": (
         "services/rollout/engines/__init__.py",
         "settings.engine_args",
-        "integration/rollout/test_vllm_engine.py::test_unknown_and_reserved_arguments_are_refused_in_one_line",
+        "integration/rollout/test_vllm_engine.py::test_unknown_and_reserved_arguments_are_refused_with_a_one_line_error",
     ),
     "services.batch-store.memory": (
         "services/batch_store/server.py",
@@ -388,7 +388,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.monitor.traces.file_limit": (
         EXPORTER,
         "settings.file_limit",
-        "unit/exporter/test_perfetto.py::test_the_file_is_valid_after_every_write_and_keeps_its_limit",
+        "unit/exporter/test_perfetto.py::test_the_file_is_valid_after_every_write_and_stays_within_its_limit",
     ),
     "services.monitor.traces.share": (
         ROLLOUT,

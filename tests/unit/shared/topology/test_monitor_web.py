@@ -33,7 +33,7 @@ def token_problems(folder: Path, **files: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8080", "10.0.0.1:8080", "[::]:8080", "myhost:8080"])
-def test_an_address_that_other_hosts_can_reach_is_refused_without_a_token_in_one_line(
+def test_an_address_that_other_hosts_can_reach_is_refused_with_a_one_line_error_unless_a_token_is_set(
     folder: Path, address: str
 ) -> None:
     [line] = problems(write(folder), f'monitor.web.listen="{address}"')
@@ -51,7 +51,7 @@ def test_a_loopback_address_needs_no_token_and_adds_the_web_service_to_the_plan(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:0", "127.0.0.1:65536", ":8080", "127.0.0.1:http"])
-def test_an_address_without_a_usable_port_is_refused_in_one_line(folder: Path, address: str) -> None:
+def test_an_address_without_a_usable_port_is_refused_with_a_one_line_error(folder: Path, address: str) -> None:
     [line] = problems(write(folder), f'monitor.web.listen="{address}"')
     assert "services.monitor.web.listen" in line
     assert repr(address) in line
@@ -62,7 +62,7 @@ def test_token_files_that_are_missing_short_or_readable_by_others_are_refused_be
     assert "services.monitor.web.token" in missing
     assert "No such file or directory; write a token into a file" in missing
     [short] = token_problems(folder, token=token_file(folder, "short", "12345"))
-    assert "5 characters, must be 16 or more" in short
+    assert "5 characters; it must be one ASCII word of 16 or more" in short
     [open_to_all] = token_problems(folder, operator_token=token_file(folder, "open", mode=0o644))
     assert "services.monitor.web.operator_token" in open_to_all
     assert "others may read it (mode 0644); run chmod 600" in open_to_all

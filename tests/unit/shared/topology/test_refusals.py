@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
         (
             "  dtype: bfloat16",
             "  loss: {}",
-            "t.yaml:4: policy.loss: unknown key here, it belongs at algorithm.loss",
+            "t.yaml:4: policy.loss: unknown key here; it belongs at algorithm.loss",
         ),
         (
             "    coef: 0.001",
@@ -65,21 +65,21 @@ def folder(tmp_path: Path) -> Path:
         (
             "  temperature: 1.0",
             "  top_p: 0.9",
-            "t.yaml:11: sampling.top_p: not a key, changes the distribution that the log-probs of "
+            "t.yaml:11: sampling.top_p: not a key: it would change the distribution that the log-probs of "
             "training samples "
             "describe; remove it",
         ),
         (
             "  group_size: 4\n",
             "",
-            "t.yaml:13: algorithm.group_size: missing, required (samples of each task, 1 or more; 2 "
-            "or more where a group is compared)",
+            "t.yaml:13: algorithm.group_size: required, but missing (samples of each task, 1 or more; 2 "
+            "or more where samples are compared)",
         ),
         (
             "  group_size: 4",
             "  group_size: '4'",
             "t.yaml:15: algorithm.group_size: '4' is not an integer (samples of each task, 1 or "
-            "more; 2 or more where a group is compared)",
+            "more; 2 or more where samples are compared)",
         ),
         (
             "steps: 3",
@@ -100,7 +100,7 @@ def folder(tmp_path: Path) -> Path:
         (
             "aggregation: token_mean",
             "clip: [0.2]",
-            "t.yaml:16: algorithm.loss.clip.1: missing, required",
+            "t.yaml:16: algorithm.loss.clip.1: required, but missing",
         ),
         (
             "aggregation: token_mean",
@@ -129,12 +129,13 @@ def folder(tmp_path: Path) -> Path:
         (
             'reward: {function: "builtin:exact_match"}',
             "reward: {timeout_s: 1}",
-            "t.yaml:9: reward: needs either function or functions (one or more), and not both",
+            "t.yaml:9: reward: needs either function or functions (one or more), but not both",
         ),
         (
             'function: "builtin:exact_match"}',
             'functions: [{function: "a:b"}], params: {x: 1}}',
-            "t.yaml:9: reward: params belong to function and do nothing with functions; write them inside its items",
+            "t.yaml:9: reward: params belong to function and do nothing with functions; write them inside the items "
+            "of functions",
         ),
         (
             'function: "builtin:exact_match"}',
@@ -157,21 +158,21 @@ def test_wrong_key_or_type_gives_a_one_line_error_with_its_place(folder: Path, o
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
-        ("steps: 3", "steps: 0", "t.yaml:1: run.steps: 0 is out of range, must be 1 or more"),
+        ("steps: 3", "steps: 0", "t.yaml:1: run.steps: 0 is out of range: it must be 1 or more"),
         (
             "temperature: 1.0",
             "temperature: 0",
-            "t.yaml:11: sampling.temperature: 0 is out of range, must be above 0",
+            "t.yaml:11: sampling.temperature: 0 is out of range: it must be above 0",
         ),
-        ("every: 5", "every: 0", "t.yaml:8: data.eval.held.every: 0 is out of range, must be 1 or more"),
+        ("every: 5", "every: 0", "t.yaml:8: data.eval.held.every: 0 is out of range: it must be 1 or more"),
         (
             "tasks_per_step: 6",
             "tasks_per_step: -6",
             "t.yaml:14: algorithm.tasks_per_step: -6 is out of range",
         ),
-        ("lr: 1e-3", "lr: 0.0", "t.yaml:20: optimizer.lr: 0.0 is out of range, must be above 0"),
+        ("lr: 1e-3", "lr: 0.0", "t.yaml:20: optimizer.lr: 0.0 is out of range: it must be above 0"),
         ("memory: 1MiB", "memory: -1", "t.yaml:27: services.batch-store.memory: -1 is out of range"),
-        ("coef: 0.001", "coef: -1", "t.yaml:18: algorithm.kl.coef: -1 is out of range, must be 0 or more"),
+        ("coef: 0.001", "coef: -1", "t.yaml:18: algorithm.kl.coef: -1 is out of range: it must be 0 or more"),
         ("instances: 2", "instances: 0", "t.yaml:25: services.rollout.instances: 0 is out of range"),
     ],
 )
@@ -208,12 +209,12 @@ def test_error_of_a_value_out_of_range_names_the_value_and_the_limit(
         (
             "aggregation: token_mean",
             "anchor: rollout, clip: [1.5, 0.28]",
-            "t.yaml:16: algorithm.loss.clip.0: 1.5 is out of range, above 0 and below 1, such as 0.2",
+            "t.yaml:16: algorithm.loss.clip.0: 1.5 is out of range: it must be above 0 and below 1, such as 0.2",
         ),
         (
             "aggregation: token_mean",
             "anchor: rollout, clip: [0.2, -0.28]",
-            "t.yaml:16: algorithm.loss.clip.1: -0.28 is out of range, above 0, such as 0.2",
+            "t.yaml:16: algorithm.loss.clip.1: -0.28 is out of range: it must be above 0, such as 0.2",
         ),
         (
             "aggregation: token_mean",
@@ -225,8 +226,8 @@ def test_error_of_a_value_out_of_range_names_the_value_and_the_limit(
         (
             "aggregation: token_mean",
             "name: gspo",
-            "t.yaml:16: algorithm.loss.aggregation: token_mean does not fit loss gspo, a ratio per "
-            "sequence: use "
+            "t.yaml:16: algorithm.loss.aggregation: token_mean does not fit loss gspo, which has one ratio per "
+            "sequence; use "
             "seq_mean_token_mean",
         ),
         (
@@ -244,12 +245,12 @@ def test_error_of_a_value_out_of_range_names_the_value_and_the_limit(
         (
             "  lr: 1e-3",
             "  lr: 1e-3\n  betas: [0.9, 1.0]",
-            "t.yaml:21: optimizer.betas.1: 1.0 is out of range, from 0 to below 1, such as 0.9",
+            "t.yaml:21: optimizer.betas.1: 1.0 is out of range: it must be from 0 to below 1, such as 0.9",
         ),
         (
             "    held: {",
             "    train: {",
-            "t.yaml:8: data.eval.train: 'train' is the name of the training split; use another",
+            "t.yaml:8: data.eval.train: 'train' is the name of the training split; use another name",
         ),
         (
             "every: 5",
@@ -287,7 +288,7 @@ def test_error_of_a_value_out_of_range_names_the_value_and_the_limit(
         (
             "optimizer:",
             "checkpoint: {every: 20, keep_every: 30}\noptimizer:",
-            "t.yaml:19: checkpoint.keep_every: 30 is not a multiple of every (20), so some would never "
+            "t.yaml:19: checkpoint.keep_every: 30 is not a multiple of every (20), so some would not "
             "exist; use a "
             "multiple",
         ),
@@ -331,8 +332,8 @@ def test_unknown_host_and_unknown_colocated_service_are_reported(folder: Path) -
         (
             "[policy-trainer, rollout]",
             "services.policy-trainer.gpus=1",
-            "t.yaml:24: services.rollout.gpus: rollout takes 0 GPUs and policy-trainer, which is colocated, 1; use the "
-            "same number",
+            "t.yaml:24: services.rollout.gpus: rollout uses 0 GPUs, but policy-trainer, which is colocated, uses 1; "
+            "use the same number",
         ),
         ("[rollout]", "run.seed=1", "t.yaml:28: placement.colocate: rollout alone shares nothing; name two services"),
         (
@@ -401,7 +402,7 @@ def test_missing_model_folder_is_reported(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("config.json", "has no config.json, which a model's folder has; save the model with save_pretrained"),
+        ("config.json", "has no config.json, which every model folder has; save the model with save_pretrained"),
         (
             "model.safetensors",
             "has no *.safetensors, the only supported format; save the model as safetensors",
@@ -537,8 +538,8 @@ def test_error_of_too_little_memory_names_a_sufficient_size(folder: Path) -> Non
         (["placement.hosts={b: {}}"], "transport.listen: none, but b must reach this machine; give its address"),
         (
             ["placement.hosts={a: {}, b: {}}", *LISTEN, "services.policy-trainer.host=[a, b]"],
-            "services.policy-trainer.host: 2 hosts for 1 rank: each takes the same number, a multiple of tp*cp = 1; "
-            "use 2 ranks, or fewer hosts",
+            "services.policy-trainer.host: 2 hosts for 1 rank: each must have the same number, a multiple of tp*cp = "
+            "1; use 2 ranks, or fewer hosts",
         ),
         (
             [
@@ -546,8 +547,8 @@ def test_error_of_too_little_memory_names_a_sufficient_size(folder: Path) -> Non
                 *LISTEN,
                 "services.policy-trainer={host: [a, b], backend: megatron, parallel: {tp: 2}}",
             ],
-            "services.policy-trainer.host: 2 hosts for 2 ranks: each takes the same number, a multiple of tp*cp = 2; "
-            "use 4 ranks, or fewer hosts",
+            "services.policy-trainer.host: 2 hosts for 2 ranks: each must have the same number, a multiple of tp*cp = "
+            "2; use 4 ranks, or fewer hosts",
         ),
         (
             [
@@ -555,8 +556,8 @@ def test_error_of_too_little_memory_names_a_sufficient_size(folder: Path) -> Non
                 *LISTEN,
                 "services.reference={host: [b, c], backend: megatron, parallel: {cp: 2}}",
             ],
-            "services.reference.host: 2 hosts for 2 ranks: each takes the same number, a multiple of tp*cp = 2; "
-            "use 4 ranks, or fewer hosts",
+            "services.reference.host: 2 hosts for 2 ranks: each must have the same number, a multiple of tp*cp = "
+            "2; use 4 ranks, or fewer hosts",
         ),
         (
             ["placement.hosts={b: {}}", *LISTEN, "services.rollout.host=[b, b]"],

@@ -55,7 +55,7 @@ def test_degrees_that_do_not_divide_the_model_are_refused(folder: Path, degrees:
 def test_torch_splits_no_layers(folder: Path, degree: str) -> None:
     [line] = problems(model(folder), f"{PARALLEL}.{degree}=2")
     assert line.endswith(
-        f"parallel.{degree}: 2 splits layers, which backend torch does not; set backend megatron, or use 1"
+        f"parallel.{degree}: 2 splits layers, which backend torch does not support; set backend megatron, or use 1"
     )
 
 
@@ -65,7 +65,7 @@ def test_a_torch_reference_is_not_divided_and_a_megatron_reference_accepts_divis
 ) -> None:
     reference, known = "services.reference", model(folder)
     [line] = problems(known, f"{reference}.parallel.{degree}=2")
-    assert f"{reference}.parallel.{degree}: 2 splits {what}, which backend torch does not" in line
+    assert f"{reference}.parallel.{degree}: 2 splits {what}, which backend torch does not support" in line
     loaded = load(known, [f"{reference}.backend=megatron", f"{reference}.parallel.{degree}=2"])
     assert [each.name for each in loaded.services_plan() if each.service == "reference"] == [
         "reference/0",

@@ -128,13 +128,15 @@ def test_an_exporter_runs_only_if_something_is_exported(folder: Path, section: s
         ("monitor.prometheus.listen=localhost", "services.monitor.prometheus.listen", "is not an address with a port"),
         ("monitor.prometheus.listen=localhost:0", "services.monitor.prometheus.listen", "names no port"),
         ("monitor.traces.file=false", "services.monitor.traces", "no span would be kept"),
-        ("monitor.traces.otlp=ftp://host", "services.monitor.traces.otlp", "is not an address of a collector"),
-        ("monitor.traces.otlp=http://u:p@host", "services.monitor.traces.otlp", "is not an address of a collector"),
+        ("monitor.traces.otlp=ftp://host", "services.monitor.traces.otlp", "is not the address of a collector"),
+        ("monitor.traces.otlp=http://u:p@host", "services.monitor.traces.otlp", "is not the address of a collector"),
         ("monitor.traces.file_limit=1KiB", "services.monitor.traces.file_limit", "must be 65536 or more"),
         ("monitor.traces.share=1.5", "services.monitor.traces.share", "1.5 is out of range"),
     ],
 )
-def test_invalid_exporter_settings_are_refused_in_one_line(folder: Path, key: str, path: str, text: str) -> None:
+def test_invalid_exporter_settings_are_refused_with_a_one_line_error(
+    folder: Path, key: str, path: str, text: str
+) -> None:
     [line] = problems(write(folder), key)
     assert line.startswith(f"--set {key}: {path}: ")
     assert text in line
@@ -260,13 +262,13 @@ def test_overrides_apply_in_order_and_reach_into_lists(folder: Path) -> None:
         ("run.stepz=4", "--set run.stepz=4: run.stepz: unknown key, nearest valid key 'steps'"),
         (
             "data.train={max_prompt_tokens: 3}",
-            "--set data.train={max_prompt_tokens: 3}: data.train.source: missing, required "
+            "--set data.train={max_prompt_tokens: 3}: data.train.source: required, but missing "
             "(builtin:<name>, jsonl:<path>, parquet:<path>, datasets:<folder>, "
             "hub:<owner>/<name>/<path> or reasoning-gym:<data set>)",
         ),
         ("run.steps", "--set run.steps: not an override; it must look like a.b=value"),
         ("run..steps=1", "--set run..steps=1: not an override; it must look like a.b=value"),
-        ("run.steps.x=1", "--set run.steps.x=1: run.steps: no key 'x' below it, it holds 3"),
+        ("run.steps.x=1", "--set run.steps.x=1: run.steps: no key 'x' below it: it holds 3"),
         (
             "algorithm.group_size=1",
             "--set algorithm.group_size=1: algorithm.group_size: 1 leaves advantage grpo nothing to "
@@ -286,7 +288,7 @@ def test_error_of_an_override_names_the_override(folder: Path, override: str, li
 def test_override_past_the_end_of_a_list_is_refused(folder: Path) -> None:
     override = "algorithm.loss.clip.2=1"
     assert problems(write(folder), "algorithm.num_iterations=2", "algorithm.loss.clip=[0.1, 0.4]", override) == [
-        f"--set {override}: algorithm.loss.clip: no item '2', the list has items 0 to 1; set the whole list"
+        f"--set {override}: algorithm.loss.clip: no item '2': the list has items 0 to 1; set the whole list"
     ]
 
 

@@ -48,7 +48,7 @@ def test_nccl_and_ipc_need_vllm_on_gpus(folder: Path) -> None:
     ("overrides", "why"),
     [
         ([route("gloo"), "services.rollout.gpus=1"], "gloo is for engines on a CPU, but this one has 1 GPUs"),
-        ([route("gloo"), "services.rollout.engine=openai"], "engine openai is handed a file; use shards"),
+        ([route("gloo"), "services.rollout.engine=openai"], "engine openai receives weights as a file; use shards"),
         ([route("nccl"), "services.rollout.gpus=1", "services.policy-trainer.gpus=1"], "engine transformers lacks"),
         ([route("nccl"), "services.rollout.engine=vllm"], "nccl needs GPUs for policy-trainer (0) and rollout (0)"),
         ([route("nccl"), *ON_GPUS, *TOGETHER], "nccl allows one process per GPU"),

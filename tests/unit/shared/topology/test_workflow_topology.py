@@ -34,10 +34,10 @@ def refusal(folder: Path, *overrides: str) -> str:
 
 def test_a_length_penalty_for_single_answers_is_refused_with_a_workflow(tmp_path: Path) -> None:
     overrides = ("algorithm.overlong_penalty={tokens: 4}", "workflow={function: 'my.module:fn'}")
-    assert "the limit of one answer" in refusal(tmp_path, *overrides)
+    assert "which limits one answer" in refusal(tmp_path, *overrides)
 
 
-def test_a_workflow_is_optional_and_the_size_of_its_tasks_counts_all_its_tokens(tmp_path: Path) -> None:
+def test_a_workflow_is_optional_and_the_size_of_its_tasks_includes_all_its_tokens(tmp_path: Path) -> None:
     plain = loaded(tmp_path)
     assert plain.workflow is None
     flow = loaded(tmp_path, "workflow={function: 'my.module:fn', params: {a: 1}, max_tokens: 900}")

@@ -1,4 +1,4 @@
-"""The model of a live run: it takes rows of the stream and provides the values to draw."""
+"""The model of a live run: it receives rows of the stream and provides the values to draw."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def history(steps: list[float]) -> History:
     return History(newest={"step": steps[-1]}, steps=columns, values=columns, spans=[])
 
 
-def test_progress_has_the_steps_and_the_time_that_is_left() -> None:
+def test_progress_contains_the_steps_and_the_remaining_time() -> None:
     view = RunView()
     view.apply(row("cluster/status", {"reachable": 1.0, "run": "r", "step": 4, "steps": 10, "version": 3}))
     for step in range(1, 5):
