@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from itertools import accumulate, chain
+from itertools import accumulate
 from statistics import fmean
 from typing import Any
 

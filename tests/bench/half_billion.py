@@ -75,9 +75,8 @@ def measure(model: Path, folder: Path, settings: list[str], limit_s: float) -> R
 def show(name: str, run: Run) -> None:
     """Print the run's times, and the peak memory of all processes and of each while it started, trained and ended."""
     seconds = ", ".join(f"{row['time/step']:.0f}" for row in run.rows)
-    print(
-        f"\n{name}: first step after {run.stepped - run.begun:.0f} s, steps {seconds} s, end {run.ended - run.trained:.0f} s"
-    )
+    start, end = run.stepped - run.begun, run.ended - run.trained
+    print(f"\n{name}: first step after {start:.0f} s, steps {seconds} s, end {end:.0f} s")
     parts = (
         ("start and first step", run.begun, run.stepped),
         ("steps", run.stepped, run.trained),
