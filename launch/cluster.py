@@ -254,7 +254,8 @@ def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> N
     print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
     if topology.services.monitor.web is not None:
         print(f"page           http://{topology.services.monitor.web.listen}/")
-    print(f"spares         {'; '.join(kind.name for kind in spare_kinds(topology)) or 'none'}")
+    at_home = {service for service, _ in _plan(topology)}
+    print(f"spares         {'; '.join(kind.name for kind in spare_kinds(topology, at_home)) or 'none'}")
     if machines:
         print(f"hosts          {', '.join(f'{host}: {machine}' for host, machine in sorted(machines.items()))}")
     print(
@@ -410,7 +411,7 @@ async def _supervise(
         on_event=on_event,
         lock=lock,
         save_limit_s=stop_limit_s(topology),
-        spares=spare_kinds(topology),
+        spares=spare_kinds(topology, {service for service, _ in plan}),
         ranks=scaling.ranks(topology),
         resize=functools.partial(scaling.resize, run),
         hosts=hosts,

@@ -6,20 +6,24 @@ imports it when it starts, which only makes the start slower.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from launch.supervisor.spares import SpareKind
 from shared.topology import Topology, model_files
 
+_VLLM = ("services.rollout.engines.vllm_setup:import_vllm",)
 _TRANSFORMERS = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )
 
 
-def spare_kinds(topology: Topology) -> list[SpareKind]:
-    """Return the kinds of spare process that a run keeps, or an empty list with `run.spares: false`.
+def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind]:
+    """Return the kinds of spare process that a host keeps if it runs `services`, or an empty list with `run.spares:
+    false`.
 
     Rollouts with vLLM have a spare of their own, because importing vLLM takes longer than all other imports together.
     """
@@ -51,18 +55,17 @@ def spare_kinds(topology: Topology) -> list[SpareKind]:
             "services.reference.scorer",
             f"services.reference.{backend}",
         )
-    if engine == "transformers":
-        imports["rollout"] = ("services.rollout.service", "services.rollout.engines.transformers_engine")
-    together = dict.fromkeys([*(name for names in imports.values() for name in names), *model])
-    kinds = [SpareKind(tuple(imports), tuple(together))]
-    if engine == "vllm":
-        own = (
-            "services.rollout.service",
-            "services.rollout.engines.vllm_engine",
-            "services.rollout.engines.vllm_setup:import_vllm",
-        )
-        kinds.append(SpareKind(("rollout",), (*own, *model)))
-    return kinds
+    if engine != "openai":  # This engine is a client of a server.
+        imports["rollout"] = ("services.rollout.service", f"services.rollout.engines.{engine}_engine")
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for service in imports:
+        if service in services:
+            own = _VLLM if service == "rollout" and engine == "vllm" else ()
+            kinds.setdefault(own, []).append(service)
+    return [
+        SpareKind(tuple(forks), tuple(dict.fromkeys([*chain(*(imports[each] for each in forks)), *own, *model])))
+        for own, forks in kinds.items()
+    ]
 
 
 def _modeling(model: str) -> tuple[str, ...]:

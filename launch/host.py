@@ -267,7 +267,7 @@ class _Life:
                 listen=dict.fromkeys([*keys, (SUPERVISOR, 0)], self._listen),
                 on_event=lambda event: None,
                 lock=self._lock,
-                spares=spare_kinds(self._topology),
+                spares=spare_kinds(self._topology, {service for service, _ in keys}),
                 access=self._access,
             )
             running = asyncio.ensure_future(supervisor.run())

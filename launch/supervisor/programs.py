@@ -32,6 +32,8 @@ glibc derives the limit from the size of the last-level cache, which some virtua
 
 ORPHANS_END_S = 1.0
 """Seconds between the end of a service and the reaping of the killed processes that it left behind."""
+ORPHANS_EVERY_S = 60.0
+"""Seconds between two looks for other processes that services left behind and that have ended."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -51,6 +53,9 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        # torch then counts GPUs through NVML: the default way initializes the CUDA driver, and a process that has done
+        # so cannot be forked
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # with one arena per thread, a torch process would keep the memory that its threads free
         "MALLOC_ARENA_MAX": "2",
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", GLIBC_TUNABLES),
@@ -74,10 +79,16 @@ class Child:
             signal.pidfd_send_signal(self.descriptor, number)
 
     def wait(self) -> int:
-        """Return the exit status, or the negative number of the signal that ended the process. Call it once."""
+        """Return the exit status, or the negative number of the signal that ended the process. Call it once.
+
+        Return 0 if the status is lost.
+        """
         if self.popen is not None:
             return self.popen.wait()
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        try:
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:
+            return 0
 
 
 class Programs:
@@ -102,6 +113,7 @@ class Programs:
         self._lock = lock
         self._drain_limit_s = drain_limit_s
         self._guard: subprocess.Popen[bytes] | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._alive: set[int] = set()
         """Ids of the processes whose exit someone here waits for."""
         self._log = structlog.get_logger(SUPERVISOR)
@@ -159,6 +171,10 @@ class Programs:
         loop.call_later(ORPHANS_END_S, self._reap_orphans)
         return status
 
+    def _reap_now_and_then(self) -> None:
+        self._reap_orphans()
+        self._timer = asyncio.get_running_loop().call_later(ORPHANS_EVERY_S, self._reap_now_and_then)
+
     def _reap_orphans(self) -> None:
         """Reap the ended processes that services had left behind. A subreaper is the parent of such processes.
 
@@ -173,8 +189,10 @@ class Programs:
     def start_guard(self) -> None:
         """Start the process that stops the rest of the run if the launcher dies (`launch.supervisor.guard`), and become
         the parent of processes whose parent ends, such as forks of a spare."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was inherited as ignored, exit statuses would be lost
         if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+        self._reap_now_and_then()
         script = Path(__file__).with_name("guard.py")
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(script), str(self._run.sockets), str(self._run.shm)],
@@ -191,7 +209,9 @@ class Programs:
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
             await asyncio.get_running_loop().run_in_executor(None, self._guard.wait)
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _tell_guard(self, line: str) -> None:
         if self._guard is None or self._guard.stdin is None:

@@ -124,8 +124,7 @@ class Supervisor:
         supervisor's own.
         `lock` is the descriptor of the lock on the run directory, which the guard inherits. `save_limit_s` limits the
         time in which the trainer saves a checkpoint at the end. `command` returns the program of a service; by default,
-        a service runs its module. `spares` are the spare processes to keep, of which services are forks. A spare
-        is left out if `plan` has no process of its services.
+        a service runs its module. `spares` are the spare processes to keep, of which services are forks.
 
         `ranks` is the number of processes that together hold one model, by service (default 1). `resize` checks that a
         service can have a number of instances and returns what they need, or raises RpcError; if it is None, nothing
@@ -133,9 +132,8 @@ class Supervisor:
         a supervisor on another host, which runs a part of the run.
         """
         self._run = run
-        services = {service for service, _ in plan}
-        self._kinds = [kind for kind in spares if services.intersection(kind.services)]
-        forked = {service for kind in self._kinds for service in kind.services}
+        self._kinds = list(spares)
+        forked = {service for kind in spares for service in kind.services}
         self.state = RunLifecycle(plan, save_limit_s, hosts=hosts is not None, held=forked)
         self._programs = Programs(
             run, threads=threads, gpus=gpus or {}, lock=lock, drain_limit_s=self.state.drain_limit_s

@@ -66,8 +66,8 @@ class SpareProcesses:
 
     def fill(self) -> None:
         """Start the missing spares."""
-        for kind in self._rules.missing:
-            self._start(kind)
+        while missing := self._rules.missing:
+            self._start(missing[0])
 
     def fork(self, key: Key, command: Sequence[str], output: BinaryIO) -> Child | None:
         """Fork a spare to run `command` as the process `key`. Return the fork, or None if no spare can be used."""
@@ -83,10 +83,12 @@ class SpareProcesses:
                 with theirs:
                     socket.send_fds(orders, [order], [output.fileno(), theirs.fileno()])
                 ours.settimeout(FORK_LIMIT_S)
-                child = self._programs.adopt(key, int(ours.recv(32)))
+                if not (pid := ours.recv(32)):
+                    raise ConnectionError("the fork has ended")
+                child = self._programs.adopt(key, int(pid))
                 with contextlib.suppress(OSError):  # it has just died, which its pidfd reports
                     ours.send(b"!")
-        except (OSError, ValueError) as error:  # it has just died, was stopped again, or cannot fork
+        except OSError as error:  # it has just died, was stopped again, or cannot fork
             self._log.warning("spare lost", services=kind.services, pid=spare.pid, error=str(error))
             self._rules.lost(kind)
             spare.signal(signal.SIGKILL)
@@ -109,24 +111,32 @@ class SpareProcesses:
         self._rules.spares.clear()
 
     def _start(self, kind: SpareKind) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "shared.actor.spare", str(theirs.fileno()), "--run", str(self._run.path)]
-        command.append("-" * max(COMMAND_BYTES - sum(len(os.fsencode(each)) + 1 for each in command), 1))
-        ours.send(json.dumps(kind.imports).encode())  # the socket buffers this until the spare reads it
         try:
-            with theirs, self._output(kind).open("wb") as output:
-                child = self._programs.start(SPARE, command, output, (theirs.fileno(),))
+            child, ours = self._started(kind)
         except OSError as error:
-            ours.close()
-            self._give_up(kind, self._rules.give_up(kind, str(error)))
-            self._on_settled(kind.services)
+            self._give_up(kind, str(error))
+            self._loop.call_soon(self._on_settled, kind.services)
             return
-        ours.setblocking(False)
-        limit = self._loop.call_later(START_LIMIT_S, child.signal, signal.SIGKILL)
+        limit = self._loop.call_later(START_LIMIT_S, self._on_limit, kind)
         self._children[kind] = child, ours, limit
         self._rules.started(kind, child.pid)
         self._loop.add_reader(child.descriptor, self._on_exit, kind)
         self._loop.add_reader(ours, self._on_warm, kind)
+
+    def _started(self, kind: SpareKind) -> tuple[Child, socket.socket]:
+        """Start a spare. Return it with the socket for its orders. Raises OSError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "shared.actor.spare", str(theirs.fileno()), "--run", str(self._run.path)]
+        command.append("-" * max(COMMAND_BYTES - sum(len(os.fsencode(each)) + 1 for each in command), 1))
+        try:
+            with theirs, self._output(kind).open("wb") as output:
+                ours.send(json.dumps(kind.imports).encode())  # the socket buffers this until the spare reads it
+                child = self._programs.start(SPARE, command, output, (theirs.fileno(),))
+        except OSError:
+            ours.close()
+            raise
+        ours.setblocking(False)
+        return child, ours
 
     def _release(self, kind: SpareKind) -> Child:
         """Stop watching the spare of `kind`."""
@@ -152,7 +162,8 @@ class SpareProcesses:
         if self._rules.complete and not self._reported:
             self._reported = True
             size = sum(row.rss_bytes for row in self.rows())
-            self._on_notice(SpareNotice(f"libraries imported once for all services: {size / MIB:.0f} MiB"))
+            names = ", ".join(kind.name for kind in self._rules.spares)
+            self._on_notice(SpareNotice(f"libraries imported once for {names}: {size / MIB:.0f} MiB"))
         self._on_settled(kind.services)
 
     def _on_exit(self, kind: SpareKind) -> None:
@@ -161,10 +172,18 @@ class SpareProcesses:
         self._log.warning("spare died", services=kind.services, pid=child.pid, status=status)
         cause = self._rules.exited(kind, status, self._loop.time())
         if cause:
-            self._give_up(kind, cause)
+            self._report(kind, cause)
         self._on_settled(kind.services)
 
+    def _on_limit(self, kind: SpareKind) -> None:
+        self._give_up(kind, f"its imports were not finished within {START_LIMIT_S:g} s")
+        self._children[kind][0].signal(signal.SIGKILL)
+
     def _give_up(self, kind: SpareKind, cause: str) -> None:
+        self._report(kind, self._rules.give_up(kind, cause))
+
+    def _report(self, kind: SpareKind, cause: str) -> None:
+        self._log.warning("spare given up", services=kind.services, cause=cause)
         text = f"{kind.name}: started without a spare process from now on: {cause}, log: {self._output(kind)}"
         self._on_notice(SpareNotice(text))
 

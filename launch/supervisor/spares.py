@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launch.supervisor.state import WINDOW_S, describe_exit
+from launch.supervisor.state import OUTSIDE_KILLS, WINDOW_S, describe_exit
 
 KILL_LIMIT = 3
 """Number of kills within `WINDOW_S` at which a kind of spare is given up, because memory may be short."""
@@ -72,7 +72,9 @@ class SpareRules:
     def exited(self, kind: SpareKind, status: int, now: float) -> str:
         """Note that the spare of `kind` has exited. Return the cause if the kind is given up, or an empty string."""
         self.spares.pop(kind, None)
-        if status >= 0:
+        if kind not in self._kills:
+            return ""
+        if status not in OUTSIDE_KILLS:
             return self.give_up(kind, describe_exit(status))
         kills = self._kills[kind]
         kills.append(now)

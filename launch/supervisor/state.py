@@ -63,7 +63,7 @@ RETIRE_LIMIT_S = 600.0
 """Seconds after which a process that was asked to finish its leases is told to end and returns them."""
 SAVES = frozenset({DRIVER, "policy-trainer-worker"})
 """At the end of a run, these services have time to save a checkpoint, in addition to `DRAIN_LIMIT_S`."""
-_OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
+OUTSIDE_KILLS = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP})
 
 
 class RunPhase(StrEnum):
@@ -120,7 +120,8 @@ class RunLifecycle:
         the run has processes on other hosts, which end before the services that they talk to. The services in `held`
         are not started before their spare is settled."""
         self._hosts = hosts
-        self._held = set(held)
+        self.held = set(held)
+        """The services that wait for their spare before their first start."""
         self._save_limit_s = save_limit_s
         self.phase = RunPhase.STARTING
         self.processes = {key: Process(key) for key in plan}
@@ -142,7 +143,7 @@ class RunLifecycle:
             case TimePassed():
                 pass
             case SpareSettled(services):
-                self._held.difference_update(services)
+                self.held.difference_update(services)
             case Spawned(key, pid):
                 self._spawned(self.processes[key], pid, now)
             case Reported():
@@ -204,7 +205,7 @@ class RunLifecycle:
     @property
     def calm(self) -> bool:
         """Whether the run goes on and no process is starting or ending."""
-        ready = all(process.state == ProcessState.READY or process.given_up for process in self.processes.values())
+        ready = all(process.state == ProcessState.READY for process in self._active())
         return ready and self.phase == RunPhase.RUNNING
 
     # ---- events
@@ -271,7 +272,7 @@ class RunLifecycle:
         elif event.status == UNUSABLE_STATUS and (process.served or not process.was_ready):
             self._fail(process, f"{cause} (another start would fail, too)")
         else:
-            killed = not reported and event.status in _OUTSIDE_KILLS
+            killed = not reported and event.status in OUTSIDE_KILLS
             outside = killed or event.status == PEER_LOST_STATUS
             self._died(process, cause, process.kills if outside else process.failures, now)
 
@@ -371,7 +372,7 @@ class RunLifecycle:
         for process in self.processes.values():
             due = process.state == ProcessState.BACKOFF and process.start_at is not None and process.start_at <= now
             begun = process.state == ProcessState.WAITING and (up or process in first)
-            begun = begun and process.key[0] not in self._held
+            begun = begun and process.key[0] not in self.held
             if due or begun:
                 self._spawn(process, now)
         if all(process.state == ProcessState.READY for process in self._active()):

@@ -38,7 +38,7 @@ class ProcessWaits:
         rows: list[WaitRow] = []
         for key, process in state.processes.items():
             since = self._since[key][2] if key in self._since else now
-            found = _what(process)
+            found = _what(process, held=key[0] in state.held)
             if found is not None:
                 what, until = found
                 limit_s = until - since if until is not None else 0.0
@@ -46,7 +46,7 @@ class ProcessWaits:
         return rows
 
 
-def _what(process: Process) -> tuple[str, float | None] | None:
+def _what(process: Process, *, held: bool) -> tuple[str, float | None] | None:
     """Return a description of what a process is doing, and its deadline if it has one.
 
     Return None if the process simply runs or has ended.
@@ -59,6 +59,8 @@ def _what(process: Process) -> tuple[str, float | None] | None:
             return f"{name} is starting" + (f" again after {process.cause}" if process.cause else ""), process.ready_by
         case ProcessState.BACKOFF:
             return f"{name} died ({process.cause}) and starts again, restart {process.restarts}", process.start_at
+        case ProcessState.WAITING if held:
+            return f"{name} will be started once its libraries have been imported (run.spares)", None
         case ProcessState.WAITING:
             return f"{name} will be started once the scheduler, stores and monitor are READY", None
         case _:

@@ -56,7 +56,8 @@ class ProcessRow(Record, frozen=True, array_like=True):
 
 
 class SpareRow(Record, frozen=True, array_like=True):
-    """A spare process, which imports the libraries of `services`. The processes of these services are forks of it."""
+    """A spare process, which imports the libraries of `services`. The processes of these services are forks of
+    it, except those that started while it could not be forked."""
 
     services: list[str]  # names of services
     pid: int

@@ -15,8 +15,8 @@ A service is a grandchild of the spare; the process between them has exited. The
 so it becomes the service's parent, just as it is the parent of a service that it starts without a spare.
 
 Only a process with one thread can be forked safely: a child inherits the locks that other threads held, but not those
-threads. Nor may the CUDA driver have been initialized. A spare therefore fails if its imports start a thread or
-initialize the driver.
+threads. Nor may the driver of a GPU have been initialized. A spare therefore fails if its imports leave a thread behind
+or initialize a driver. What the imports register with `atexit` runs at the end of every fork.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ from shared.actor.process import die_with_parent
 
 MESSAGE_BYTES = 64 << 10
 """Maximum size of a message."""
-CUDA_DEVICE = "/dev/nvidia-uvm"
-"""A device file that a process opens when it initializes the CUDA driver, but not when it only counts GPUs through
-NVML."""
+DRIVER_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
+"""The files that a process opens when it initializes the driver of CUDA or of ROCm, but not when it only counts GPUs
+through NVML."""
+THREADS_END_S = 1.0
+"""Seconds within which threads that the imports started and joined are gone from /proc."""
 _POLL_S = 0.001
 _ARG_START, _ARG_END = 45, 46
 """Indices of the /proc/self/stat fields after the name that hold the address range of the command line (proc(5))."""
@@ -58,7 +60,10 @@ def main() -> None:
         imported = importlib.import_module(module)
         if function:
             getattr(imported, function)()
-    if problem := why_not_to_fork(len(os.listdir("/proc/self/task")), open_files()):
+    until = time.monotonic() + THREADS_END_S
+    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    if problem := why_not_to_fork(threads, open_files()):
         sys.exit(f"spare: {problem}")
     # The collector would write to the objects that exist now, and so copy the pages that the forks share.
     gc.collect()
@@ -78,8 +83,8 @@ def why_not_to_fork(threads: int, files: Sequence[str]) -> str:
     """Return why a process with `threads` threads and these open files cannot be forked, or an empty string."""
     if threads > 1:
         return f"the imports have started {threads - 1} threads, which a fork would lack"
-    if CUDA_DEVICE in files:
-        return f"the imports have initialized the CUDA driver ({CUDA_DEVICE} is open), which a fork could not use"
+    if opened := [file for file in DRIVER_FILES if file in files]:
+        return f"the imports have initialized the driver of a GPU ({opened[0]} is open), which a fork could not use"
     return ""
 
 
@@ -126,10 +131,16 @@ def _forked(supervisor: int) -> bool:
 def _become(command: Sequence[str], environment: Mapping[str, str], output: int, answer: socket.socket) -> None:
     """Run the module of `command` with its arguments, if the supervisor still wants the service."""
     os.setpgid(0, 0)
-    answer.send(str(os.getpid()).encode())
-    if not answer.recv(1):
+    try:
+        answer.send(str(os.getpid()).encode())
+        wanted = bool(answer.recv(1))
+    except OSError:
+        wanted = False
+    if not wanted:
         os._exit(0)
     answer.close()
+    if "numpy.random" in sys.modules:  # Otherwise all forks would draw the same numbers. `random` does this by itself.
+        sys.modules["numpy.random"].seed()
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     os.close(output)

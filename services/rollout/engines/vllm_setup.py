@@ -62,8 +62,8 @@ def prepare_process(threads: int) -> None:
     # vLLM compiles some helpers even in eager mode. On a CPU this adds 30 s to the first generation, for no gain.
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # The engine does not allow this later. OpenMP's thread count applies to the thread that sets it.
-        torch.set_num_threads(threads)
+    # The engine does not allow this later. OpenMP's thread count applies to the thread that sets it.
+    torch.set_num_threads(threads)
 
 
 def import_vllm() -> None:

@@ -24,6 +24,7 @@ from shared.topology import load
 from tests.integration.tiny.harness import (
     QUICKSTART,
     ROOT,
+    SERVICES,
     Launched,
     assert_nothing_left,
     ctl,
@@ -105,6 +106,29 @@ def test_a_stopped_spare_is_continued_when_it_is_needed(tmp_path: Path) -> None:
         assert ctl(here.path, "restart", "rollout").returncode == 0
         wait_for("a restart", lambda: here.wait_ready()["rollout/0"]["restarts"] == 1)
         assert len(forked(here)) == count + 1
+
+
+def test_a_spare_that_is_killed_after_a_drain_is_replaced(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", spares=True) as here:
+        here.wait_ready()
+        spare = warm(here)
+        assert ctl(here.path, "drain", "rollout").returncode == 0
+        wait_for("the drain", lambda: here.wait_ready(SERVICES - 1)["rollout/0"]["state"] == "DRAINED")
+        os.kill(spare, signal.SIGKILL)
+        wait_for("another spare", lambda: warm(here) != spare)
+
+
+def test_the_end_of_a_fork_is_noticed_by_a_launcher_that_inherited_an_ignored_sigchld(tmp_path: Path) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with launched(tmp_path / "run", spares=True) as here:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.kill(here.wait_ready()["rollout/0"]["pid"], signal.SIGKILL)
+            wait_for("a restart", lambda: here.wait_ready()["rollout/0"]["restarts"] == 1)
+            here.process.send_signal(signal.SIGINT)
+            here.end()
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def test_a_killed_spare_is_replaced_and_no_service_restarts(tmp_path: Path) -> None:
@@ -213,17 +237,19 @@ def alone(folder: Path, imports: tuple[str, ...]) -> Iterator[Alone]:
 @pytest.mark.timeout(200)
 def test_a_fork_has_the_imports_of_the_quickstart_its_own_environment_and_threads_and_no_device(tmp_path: Path) -> None:
     (tmp_path / "forked.py").write_text(
-        "import json, os, sys, torch\n"
+        "import json, numpy, os, sys, torch\n"
         "from shared.model.cpu import set_up\n"
         "set_up(int(os.environ['OMP_NUM_THREADS']))\n"
         "(torch.ones(500, 500) @ torch.ones(500, 500)).sum()\n"
         "print(json.dumps({\n"
         "    'modules': sorted(sys.modules), 'arguments': sys.argv[1:], 'name': __name__,\n"
-        "    'cuda': torch.cuda.is_initialized(), 'threads': torch.get_num_threads(), 'added': os.environ['ADDED'],\n"
+        "    'drawn': float(numpy.random.rand()), 'cuda': torch.cuda.is_initialized(),\n"
+        "    'threads': torch.get_num_threads(), 'added': os.environ['ADDED'],\n"
         "}))\n"
     )
-    (kind,) = spare_kinds(load(QUICKSTART, []))
+    (kind,) = spare_kinds(load(QUICKSTART, []), HEAVY)
     with alone(tmp_path, kind.imports) as spare, (tmp_path / "out").open("w+") as output:
+        drawn: set[float] = set()
         for threads in (2, 3):
             output.truncate(0)
             output.seek(0)
@@ -235,6 +261,7 @@ def test_a_fork_has_the_imports_of_the_quickstart_its_own_environment_and_thread
             output.seek(0)
             said = json.loads(output.read())
             assert {"torch", "transformers.models.qwen3.modeling_qwen3"} <= set(said.pop("modules"))
+            drawn.add(said.pop("drawn"))
             assert said == {
                 "arguments": ["--instance", "0"],
                 "name": "__main__",
@@ -242,6 +269,7 @@ def test_a_fork_has_the_imports_of_the_quickstart_its_own_environment_and_thread
                 "threads": threads,
                 "added": "yes",
             }
+        assert len(drawn) == 2
 
 
 def test_a_fork_that_the_supervisor_no_longer_wants_ends_without_running_anything(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 
 from launch import cluster
 from launch.supervisor import server, watch
@@ -19,10 +20,10 @@ def _module_of(service: str) -> str:
     return f"tests.integration.tiny.{service.replace('-', '_')}" if service in TINY else _real(service)
 
 
-def _kinds(topology: Topology) -> list[SpareKind]:
+def _kinds(topology: Topology, services: Collection[str]) -> list[SpareKind]:
     """Return the kinds of spare with the imports of tiny services: TINY_IMPORTS, or small default ones."""
     imports = os.environ.get("TINY_IMPORTS", "numpy,tests.integration.tiny.service").split(",")
-    return [SpareKind(kind.services, (*imports,)) for kind in _spare_kinds(topology)]
+    return [SpareKind(kind.services, (*imports,)) for kind in _spare_kinds(topology, services)]
 
 
 server.module_of = _module_of

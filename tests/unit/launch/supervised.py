@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from launch.supervisor import events as e
 from launch.supervisor.plan import Key
 from launch.supervisor.state import RunLifecycle
@@ -31,8 +33,8 @@ SIGKILL = -9
 class World:
     """A simulated machine that carries out and records effects. Every start succeeds."""
 
-    def __init__(self, plan: list[Key] = PLAN, save_limit_s: float = 0.0) -> None:
-        self.state = RunLifecycle(plan, save_limit_s)
+    def __init__(self, plan: list[Key] = PLAN, save_limit_s: float = 0.0, held: Collection[str] = ()) -> None:
+        self.state = RunLifecycle(plan, save_limit_s, held=held)
         self.now = 100.0
         self.next_pid = 1
         self.pids: dict[Key, int] = {}

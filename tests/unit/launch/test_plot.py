@@ -93,7 +93,7 @@ def test_an_unknown_metric_is_refused_and_the_nearest_name_suggested(tmp_path: P
 @pytest.mark.parametrize(
     ("out", "run", "line"),
     [
-        ("x.png", "run", "pictures are written as .svg"),
+        ("x.png", "run", "only .svg is written"),
         ("missing/x.svg", "run", "cannot be written"),
         ("x.svg", "nowhere", "has no metrics.jsonl"),
     ],

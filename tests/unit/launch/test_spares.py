@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
+from launch.heavy import spare_kinds
 from launch.supervisor import spares as s
 from launch.supervisor.spares import SpareKind, SpareRules
 from launch.supervisor.state import WINDOW_S
 from shared.actor import spare
+from shared.topology import load
 
 TORCH, VLLM = SpareKind(("policy-trainer-worker", "reference"), ("torch",)), SpareKind(("rollout",), ("vllm",))
 SIGKILL = -9
+QUICKSTART = Path(__file__).parents[3] / "launch" / "topologies" / "quickstart.yaml"
 
 
 @pytest.fixture
@@ -56,6 +60,31 @@ def test_a_kind_whose_imports_fail_is_given_up_at_once(rules: SpareRules) -> Non
     assert rules.missing == [VLLM]
 
 
+def test_a_kind_whose_imports_crash_is_given_up_at_once(rules: SpareRules) -> None:
+    rules.started(TORCH, 7)
+    assert rules.exited(TORCH, -signal.SIGSEGV, 0.0) == "killed by SIGSEGV"
+    assert rules.missing == [VLLM]
+
+
+def test_a_kind_that_was_given_up_has_nothing_to_report_when_its_spare_ends(rules: SpareRules) -> None:
+    rules.started(TORCH, 7)
+    rules.give_up(TORCH, "too slow")
+    assert rules.exited(TORCH, SIGKILL, 0.0) == ""
+
+
+def test_services_share_a_spare_except_rollouts_with_vllm_and_a_host_imports_what_its_services_need() -> None:
+    every = ("policy-trainer-worker", "reference", "rollout", "scheduler")
+    quickstart, vllm = load(QUICKSTART, []), load(QUICKSTART, ["services.rollout.engine=vllm"])
+    (kind,) = spare_kinds(quickstart, every)
+    assert kind.services == every[:3]
+    assert [kind.services for kind in spare_kinds(vllm, every)] == [every[:2], every[2:3]]
+    (kind,) = spare_kinds(load(QUICKSTART, ["services.policy-trainer.backend=megatron"]), ("rollout",))
+    assert kind.services == ("rollout",)
+    assert not any("policy_trainer" in each for each in kind.imports)
+    assert spare_kinds(quickstart, ("scheduler",)) == []
+    assert spare_kinds(load(QUICKSTART, ["run.spares=false"]), every) == []
+
+
 def test_a_killed_spare_is_replaced_until_too_many_were_killed_within_the_window(rules: SpareRules) -> None:
     for _ in range(s.KILL_LIMIT - 1):
         start(rules)
@@ -75,5 +104,5 @@ def test_a_process_with_threads_or_an_initialized_cuda_driver_is_not_forked(tmp_
     (tmp_path / "1").symlink_to("/dev/nvidiactl")
     assert spare.why_not_to_fork(1, spare.open_files(tmp_path)) == ""
     (tmp_path / "2").symlink_to("/dev/nvidia-uvm")
-    assert "have initialized the CUDA driver" in spare.why_not_to_fork(1, spare.open_files(tmp_path))
+    assert "have initialized the driver of a GPU" in spare.why_not_to_fork(1, spare.open_files(tmp_path))
     assert "have started 2 threads" in spare.why_not_to_fork(3, [])

@@ -71,8 +71,26 @@ def test_the_run_is_calm_while_every_process_is_ready_and_nothing_ends() -> None
     assert not world.state.calm
     world.report(ROLLOUT, ProcessState.READY)
     assert world.state.calm
+    world.feed(e.DrainAsked([ROLLOUT]))
+    assert world.state.calm
     world.feed(e.StopAsked("enough"))
     assert not world.state.calm
+
+
+def test_a_service_waits_for_its_spare_before_its_first_start_only() -> None:
+    world = World(held=[ROLLOUT[0]])
+    world.feed(e.TimePassed())
+    for key in PLAN:
+        if key != ROLLOUT:
+            world.report(key, ProcessState.READY)
+    assert ROLLOUT not in world.spawned
+    assert world.state.phase == RunPhase.STARTING
+    world.feed(e.SpareSettled([ROLLOUT[0]]))
+    assert world.spawned.count(ROLLOUT) == 1
+    world.report(ROLLOUT, ProcessState.READY)
+    assert world.state.phase == RunPhase.RUNNING
+    world.exit(ROLLOUT, SIGKILL)
+    assert world.spawned.count(ROLLOUT) == 2
 
 
 def test_failed_process_starts_again_after_a_delay_that_doubles() -> None:
