@@ -37,7 +37,7 @@ _REMEDY = {
 
 
 def problems(topology: Topology) -> Iterator[str]:
-    """Yield one line for every function that no run could use, with its key, its path, the reason and the remedy."""
+    """Yield one line for each function that cannot be used in any run, with its key, path, reason and remedy."""
     others: list[Wanted] = []
     for wanted in _named_functions(topology):
         missing = _missing_module(wanted)

@@ -169,7 +169,7 @@ class LeasePipeline(Generic[P, C]):
         return await self._acquire()
 
     async def _allowed(self, may_lease: asyncio.Event) -> None:
-        """Wait until leases may be acquired, or the book is retired, which `acquire` reports."""
+        """Wait until leases may be acquired or the book is retired. `acquire` reports a retired book."""
         either = {asyncio.create_task(may_lease.wait()), asyncio.create_task(self._book.retired.wait())}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -94,7 +94,8 @@ class LLM(Protocol):
 
 
 class Context(Protocol):
-    """The context of one sample. `base_url` serves OpenAI's chat completions for this sample (with any `api_key`)."""
+    """The context of one sample. `base_url` serves the OpenAI chat completions API for this sample (with any
+    `api_key`)."""
 
     task_id: str
     sample: int

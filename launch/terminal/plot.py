@@ -92,7 +92,7 @@ def _limits(low: float, high: float) -> tuple[float, float]:
 def _dots(
     points: Sequence[Point], steps: tuple[float, float], values: tuple[float, float], columns: int, rows: int
 ) -> set[tuple[int, int]]:
-    """Return the dots (column, row from above) of a curve. Points are joined, and each column shows its whole range."""
+    """Return the dots (column, row from the top) of a curve. Points are joined; each column shows its whole range."""
     across = (columns - 1) / max(steps[1] - steps[0], 1e-12)
     up = (rows - 1) / max(values[1] - values[0], 1e-300)
     ranges: dict[int, tuple[int, int]] = {}

@@ -158,4 +158,4 @@ class HoldDevices(Request, frozen=True, kw_only=True):
     number: int  # number of the report in this incarnation; only the newest counts
     holds: list[str] = []  # the parts that are on the devices
     using: list[str] = []  # the held parts that are in use; these are not taken away
-    wants: list[str] = []  # the parts for which it waits while it uses none; they are granted all at once
+    wants: list[str] = []  # the parts that it waits for, all at once; empty while it uses any part

@@ -75,7 +75,7 @@ class Held(Message, frozen=True, kw_only=True):
     """The part of a version that the store has, as bytes of a stream with all shards of the version (section 11)."""
 
     total_bytes: int  # size of the stream
-    held_bytes: int  # bytes from the start of the stream that the store has
+    held_bytes: int  # number of bytes that the store has, counted from the start of the stream
     digests: list[int] = []
     """xxh3-64 of each MiB of the stream, from `Hold.first` on, up to 512 of them. The last MiB may be shorter."""
 

@@ -49,7 +49,8 @@ class StreamSource:
         self._gap = memoryview(bytes(64))
 
     def pieces(self, at: int, nbytes: int) -> list[memoryview]:
-        """Return views whose concatenation is the `nbytes` bytes from offset `at` on. They must be within the stream.
+        """Return views whose concatenation is the `nbytes` bytes from offset `at` on. These bytes must lie within the
+        stream.
 
         Bytes that are contiguous in a file are one view.
         """

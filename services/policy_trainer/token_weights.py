@@ -16,7 +16,7 @@ def trained_tokens(overlong: str, scalars: dict[str, Array]) -> Array:
     """Return int [N]: the number of tokens of each sample that count in the loss.
 
     It is 0 for truncated samples if `overlong` is "mask". Such samples are masked before sum(n) and B of
-    `sample_weights` are computed, so that they do not dilute the other samples. Source: overlong filtering of DAPO
+    `sample_weights` are computed, so that they do not dilute the other samples. Source: overlong filtering in DAPO
     (arXiv 2503.14476), section 3.4.
     """
     tokens = scalars["loss_tokens"]

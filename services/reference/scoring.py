@@ -75,7 +75,8 @@ class Scoring:
     ) -> tuple[list[Array], float]:
         """Return the log-probs of each task of the lease, float32 [T], and how long scoring took, in seconds.
 
-        Raises LeaseLost, GroupEnded, and RpcError(conflict) if trainer and reference disagree on the version.
+        Raises LeaseLost or GroupEnded. Raises RpcError(conflict) if the trainer and the reference disagree on the
+        version.
         """
         self._number += 1
         ref = lease.grant.weights

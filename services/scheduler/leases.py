@@ -71,7 +71,7 @@ class Leases:
                 del self._versions[lease.version]
 
     def versions(self) -> set[Version]:
-        """Return the policy versions that live leases name."""
+        """Return the policy versions named by live leases."""
         return set(self._versions)
 
     def held_by(self, holder: Holder) -> list[TaskLease]:

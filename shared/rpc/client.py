@@ -73,7 +73,8 @@ class Client:
         incarnation: int,
         keys: Keyring | None = None,
     ) -> None:
-        """`peer` is the name used in error messages. `incarnation` identifies the calling process, and thereby retries.
+        """`peer` is the name used in error messages. `incarnation` identifies the calling process; peers recognize a
+        retry by it and the request id.
 
         With an empty `endpoint`, nothing is sent before `connect` is called. Peers on other hosts (tcp) need `keys`.
         Raises RpcError(bad_request) for a tcp endpoint without keys.

@@ -91,7 +91,8 @@ class Result:
 
 
 def make_model(folder: Path) -> int:
-    """Create a Qwen3 of `SIZES` with the quickstart's tokenizer; return its number of parameters."""
+    """Create a Qwen3 model with the dimensions in `SIZES` and the quickstart's tokenizer. Return the model's number of
+    parameters."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -53,7 +53,7 @@ def subscribe(endpoint: str, count: int, pipe: Connection) -> None:
     sockets = []
     for _ in range(count):
         socket = context.socket(zmq.SUB)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")  # only the whole sequence shows a loss
+        socket.setsockopt(zmq.SUBSCRIBE, b"")  # a loss shows only as a gap in the whole sequence
         socket.connect(endpoint)
         sockets.append(socket)
     poller = zmq.Poller()

@@ -47,8 +47,8 @@ def _tables(folder: Path) -> Iterator[tuple[Path, blockfile.Table]]:
 
 
 def flip_shard(folder: Path, key: str, wanted: Callable[[str], bool]) -> str:
-    """Flip a bit of the shard `key` of the first task that is `wanted`. Return the task id, or "" if there is no such
-    task."""
+    """Flip a bit in shard `key` of the first task for which `wanted` returns true. Return the task id, or "" if there
+    is no such task."""
     for file, task_id, found, offset in shards(folder):
         if found == key and wanted(task_id):
             flip(file, offset)

@@ -117,7 +117,7 @@ class RelayRun:
             await client.call(Clear(tasks=[version]), Ack, deadline_s=WITHIN_S)
 
     async def chained(self, hosts: Sequence[int]) -> None:
-        """Wait until the scheduler has told the stores of these hosts their predecessors."""
+        """Wait until the scheduler has told the store of each of these hosts what its predecessors are."""
         for host in hosts:
             await self.ready(host)
             await self.told(host, [service_name("batch-store", each) for each in reversed(hosts) if each < host][:2])

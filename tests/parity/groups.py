@@ -93,4 +93,4 @@ def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: 
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # The worker ends in the same way: at the interpreter's teardown, threads of gloo may abort.
+    os._exit(code)  # The worker exits in the same way, because gloo's threads may abort during interpreter shutdown.

@@ -101,7 +101,7 @@ class SimBackend:
         return len(moved)
 
     def _use(self, *parts: str) -> None:
-        """Check that none of `parts` was moved off the device, and note that they are on the device from now on."""
+        """Check that none of `parts` is off the device, and note that they are on the device from now on."""
         away = self._away & set(parts)
         self._world.check(not away, f"a call uses {', '.join(sorted(away))}, which are off the device")
         self._there |= set(parts)

@@ -60,7 +60,7 @@ def token_loss(
 
     `cur` [M] are log-probs with a gradient. `entropy` [M] has a gradient if `spec.entropy_coef` is not 0. `policy_loss`
     is the result of `check` and defaults to the loss that `spec` names. `version` is the policy version of the
-    trainer's log-probs, or -1 if the model was updated since that version. The sums over the tokens are those of 1
+    trainer's log-probs, or -1 if the model has been updated since that version. The sums over the tokens are those of 1
     (`tokens`), W * policy term (`policy`), W * KL without its coefficient (`kl`), W * loss (`loss`), whether the ratio
     was clipped (`clipped`), whether the ratio mask excluded the token (`masked`), `entropy`, `version`, and `mismatch`,
     which is |anchor - rollout|, or |cur - rollout| if the anchor is rollout (0 for cross_entropy, whose tokens no

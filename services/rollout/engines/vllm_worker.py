@@ -63,7 +63,7 @@ class PolicyWeights:
 
     @contextmanager
     def _policy_traced(self, trace: LoadTrace) -> Iterator[nn.Module]:
-        """Follow a load, or the next piece of one, with `trace`. Yields the model being loaded."""
+        """Use `trace` to follow a load or the next piece of one. Yields the model being loaded."""
         model = self.model_runner.get_model()
         self._policy_trace = trace
         with trace.over(model):

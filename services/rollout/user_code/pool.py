@@ -93,7 +93,7 @@ class UserPool:
             alone = ended.suspect or broken == MOST_BROKEN
 
     async def least_loaded(self) -> UserHost:
-        """Wait until a process takes calls and is not reserved. If there are several, return the one with the fewest
+        """Wait until an unreserved process is accepting calls. If there are several, return the one with the fewest
         calls."""
         while not (free := [process for process in self._free if not process.leaving.is_set()]):
             self._process_free.clear()

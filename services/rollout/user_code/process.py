@@ -115,7 +115,7 @@ class _Slots:
         self._marks = marks
         self._setup = setup
         self._functions = functions
-        # The thread's current loop is a different one, on which a plain function may run its own coroutines.
+        # This is not the thread's current event loop: a plain function may run its own coroutines on that one.
         self._loop = loop = asyncio.new_event_loop()
         self._plain: deque[RateSamples] = deque()
         self._llms: dict[int, ProcessLLM] = {}

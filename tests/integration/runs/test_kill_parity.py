@@ -126,7 +126,7 @@ def lose_end(run: Cluster, chance: random.Random) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_lost_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+def test_losing_the_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
     """First the scheduler alone is killed, so stores and workers have data of steps that its journal no longer has.
     Then the whole run is killed and resumed."""
     chance = random.Random(1)

@@ -394,7 +394,7 @@ def test_kills_at_random_moments_neither_lose_nor_duplicate_a_task(
     assert asyncio.run(play(run, scheduler, kill_for=12.0, seed=seed)) >= 3
 
 
-def test_a_heartbeat_reports_lost_leases_and_a_new_incarnation_frees_the_old_ones(
+def test_a_new_incarnation_frees_the_leases_of_the_previous_one_and_a_heartbeat_reports_them_lost(
     run: RunDir, scheduler: Scheduler
 ) -> None:
     async def scene() -> None:

@@ -49,7 +49,7 @@ def test_the_event_loop_continues_while_weights_are_copied() -> None:
         request = Publish(driver=1, order=1, lineage=1, step=1, store="batch-store/0", fence=1)
         put = asyncio.ensure_future(put_weights(cast(Any, Store()), weights("cpu"), request, cast(Any, Slow())))
         await asyncio.sleep(0)
-        answered.set()  # on the event loop, as an answer of the worker's mailbox would be
+        answered.set()  # called on the event loop, where the worker's mailbox also sends its answers
         assert await put == "receipt"
 
     asyncio.run(scene())

@@ -149,7 +149,7 @@ def test_samples_that_wait_too_long_for_a_slow_engine_fail() -> None:
 
 @dataclass
 class Pipeline:
-    """A pipeline of one lease at a time, each computed by `compute`."""
+    """A pipeline that computes one lease at a time with `compute`."""
 
     compute: Callable[[Lease], Any]
     progress: int = 0

@@ -146,7 +146,8 @@ def test_weights_of_a_version_other_than_the_announced_one_fail_the_canary() -> 
 
 
 def test_a_short_canary_refuses_one_wrong_parameter_and_passes_the_right_ones() -> None:
-    """Float32 weights of `SHORT_CANARY_BYTES` and more have short canaries, scored by oneDNN's linear layers."""
+    """A model with at least `SHORT_CANARY_BYTES` of float32 weights has a short canary, scored by oneDNN's linear
+    layers."""
     engine = started(deterministic=False)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)

@@ -1,4 +1,5 @@
-"""The policy version of a refreshed reference, which the scheduler names with each lease, on the state machine."""
+"""The policy version that the scheduler names with each lease when the reference is refreshed, tested on the state
+machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Corrects the policy loss for differences between the engine's and the trainer's log-probs, and measures them.
 
 Corrections compare the trainer's log-probs at the start of the step (`prox`) with the engine's (`rollout`), and do not
-apply to `anchor: rollout`. Both are fixed, so nothing here carries a gradient. No denominator is changed.
+apply with `anchor: rollout`. Both are fixed, so nothing here carries a gradient. No denominator is changed.
 """
 
 from __future__ import annotations

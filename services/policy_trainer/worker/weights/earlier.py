@@ -23,7 +23,8 @@ _NAME = re.compile(r"(\d+)/(.+)")
 
 @dataclass(frozen=True)
 class EarlierVersion:
-    """A policy version: its weights by Hugging Face name, on the CPU, and the log-probs that verify their loading."""
+    """A policy version: its weights by Hugging Face name, on the CPU, and the log-probs with which their loading is
+    verified."""
 
     weights: dict[str, Tensor]
     canary: Canary

@@ -50,7 +50,8 @@ def double(request: GetInventory, _: Call) -> Inventory:
 
 @contextmanager
 def short_directory() -> Iterator[Path]:
-    """Yield a directory whose socket paths stay under 107 bytes, however long pytest's own are."""
+    """Yield a directory with a path so short that socket paths in it stay under 107 bytes, however long pytest's
+    temporary paths are."""
     with tempfile.TemporaryDirectory(prefix="rlb-") as name:
         yield Path(name)
 
