@@ -40,6 +40,7 @@ from shared.rpc.client import Client
 from shared.rpc.errors import RpcError
 from shared.rundir import RunDir, parse_service_name
 from shared.stages import ROLLOUT
+from tests.integration.forks import Fork, forked
 from tests.integration.store_process import REPOSITORY, STORE, StoreProcess
 from tests.integration.stream_line import Tap, TcpStoreProcess
 
@@ -89,14 +90,20 @@ class WorkerProcess:
     """Process of the run's worker (instance 0), which a test starts and kills."""
 
     def __init__(self, run: RunDir, start: Sequence[str], words: Sequence[str] = ()) -> None:
-        self._command = [sys.executable, *start, "--run", str(run.path), *words]
-        self.process: subprocess.Popen[bytes]
+        self._command = [*start, "--run", str(run.path), *words]
+        self.process: Fork | subprocess.Popen[bytes]
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            self._command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        if tuple(self._command[:2]) == START:
+            self.process = forked(*self._command[1:])
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, *self._command],
+                cwd=REPOSITORY,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
 
     def kill(self) -> None:
         self.process.kill()

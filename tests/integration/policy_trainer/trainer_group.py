@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.policy_trainer.dispatch import WorkerDispatch
 from shared.ranks.layout import Layout
 from shared.rundir import RunDir
+from tests.integration.forks import Fork, forked
 from tests.integration.policy_trainer.test_trainer_worker import Bench
-from tests.integration.store_process import REPOSITORY, StoreProcess
+from tests.integration.store_process import StoreProcess
 
 POLL_S = 0.1
 
@@ -23,17 +22,17 @@ class WorkerGroup:
 
     def __init__(self, run: RunDir, ranks: int) -> None:
         self._run = run
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Fork] = []
         self.restarts = [0] * ranks
         self.statuses: list[list[int]] = [[] for _ in range(ranks)]
         """Exit statuses of the processes of each rank, in order."""
         for rank in range(ranks):
             self.processes.append(self._start(rank))
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "services.policy_trainer.worker", "--run", str(self._run.path)]
-        output = (self._run.path / f"worker-{rank}.txt").open("ab")
-        return subprocess.Popen([*command, "--instance", str(rank)], cwd=REPOSITORY, stdout=output, stderr=output)
+    def _start(self, rank: int) -> Fork:
+        words = ("--run", str(self._run.path), "--instance", str(rank))
+        with (self._run.path / f"worker-{rank}.txt").open("ab") as output:
+            return forked("services.policy_trainer.worker", *words, output=output)
 
     async def keep_alive(self) -> None:
         while True:
