@@ -80,7 +80,7 @@ def test_put_of_a_task_that_was_not_granted_is_refused() -> None:
     state = StoreState("store", 1 << 30, 1)
     layout = BlockLayout([("t/0/1", 1, {"a": np.zeros(1)})])
     state.begin("0" * 32, layout.file_bytes, [PutTask("t/0/2", 1)], 0.0)
-    with pytest.raises(RpcError, match="other tasks") as caught:
+    with pytest.raises(RpcError, match="tasks other than those granted") as caught:
         state.has_new_shards("0" * 32, blockfile.parse(layout.head([1]), layout.file_bytes))
     assert caught.value.code == ErrorCode.BAD_REQUEST
 

@@ -78,7 +78,7 @@ def test_every_kind_of_warning_about_rows_is_tested() -> None:
 
 @pytest.mark.parametrize(
     ("rise", "correlation", "expected"),
-    [(0.0, 0.0, "while the reward has not risen"), (0.01, 0.9, "correlate by 0.90"), (0.01, 0.0, "")],
+    [(0.0, 0.0, "while the reward has not risen"), (0.01, 0.9, "a correlation of 0.90"), (0.01, 0.0, "")],
 )
 def test_growing_length_is_reported_unless_the_reward_rises_for_another_reason(
     rise: float, correlation: float, expected: str

@@ -56,7 +56,7 @@ def test_a_call_that_reaches_a_restarted_rank_does_not_take_the_place_of_a_later
         with pytest.raises(RpcError):
             await workers.init_model()
         await workers.take_over()
-        with pytest.raises(RpcError, match="was used") as refused:
+        with pytest.raises(RpcError, match="was already used") as refused:
             ranks[1].lane.add(late, None)  # type: ignore[arg-type]
         assert refused.value.code == ErrorCode.CONFLICT
         await workers.init_model()

@@ -98,7 +98,7 @@ def test_newer_minor_version_may_set_unknown_flags_and_fields() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 3, 200_000])
 def test_wrong_number_of_empty_frames_is_refused(count: int) -> None:
-    refuse([b""] * count, "frames: at least|envelope of 0 bytes")
+    refuse([b""] * count, "frames: must have an envelope and a body|envelope of 0 bytes")
 
 
 def test_extra_and_missing_frames_are_refused() -> None:

@@ -106,4 +106,4 @@ def test_reasoning_gym_refuses_a_row_that_it_cannot_reproduce() -> None:
     ((only,),) = score(
         [[Sample("train/0/0", {**row, "prompt": "another"}, [], "1", [1], "stop")]], Line("builtin:reasoning_gym")
     )
-    assert "makes a different question 0 here" in only.failure
+    assert "generates a different question 0 here" in only.failure

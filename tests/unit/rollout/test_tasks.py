@@ -129,7 +129,7 @@ def test_an_evaluation_uses_its_own_sampling_settings(sets: TaskSets) -> None:
 
 
 def test_a_split_that_the_topology_lacks_is_refused(sets: TaskSets) -> None:
-    with pytest.raises(RpcError, match=r"no data\.eval\.other") as caught:
+    with pytest.raises(RpcError, match=r"data\.eval\.other is not set") as caught:
         sets.prepare(grant("other", 0))
     assert caught.value.code == ErrorCode.BAD_REQUEST
 

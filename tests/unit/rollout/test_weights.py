@@ -447,7 +447,7 @@ def test_the_tolerance_of_16_bit_weights_is_calibrated_between_its_floor_and_its
     asyncio.run(engine.stop())
     engine = scored()
     broken = WeightsSync(engine, "rollout/0", lambda topic, values: None)
-    with pytest.raises(RpcError, match=r"cannot be calibrated: .* differ by 0\.2 .* the drill allows 0\.5"):
+    with pytest.raises(RpcError, match=r"cannot be calibrated: .* differ by 0\.2 .* the drill allows only 0\.5"):
         judged(broken, engine, ref, weights, 10 * noise)
     assert broken.holds == HeldVersion()
     asyncio.run(engine.stop())

@@ -170,7 +170,7 @@ NONSENSE = {
     "first": "a sequence's first token has loss_mask 1",
     "high id": "token ids outside the vocabulary of",
     "low id": "token ids outside the vocabulary of",
-    "text": "must hold numbers",
+    "text": "must contain numbers",
     "state": "cannot be handed over",
     "nan": "must be finite",
     "copies": "workflow.max_tokens allows 2048",

@@ -156,7 +156,7 @@ def test_too_many_troubles_in_a_heartbeat_are_refused() -> None:
     many = Heartbeat(service="rollout", instance=0, incarnation=7, state="READY", troubles=[Trouble("x", "y")] * 17)
     assert "17 troubles in one heartbeat; at most 16" in bench.ask(many).message
     long = Heartbeat(service="rollout", instance=0, incarnation=7, state="READY", troubles=[Trouble("x", "y" * 2000)])
-    assert "no text has more than 1024 characters" in bench.ask(long).message
+    assert "no text may have more than 1024 characters" in bench.ask(long).message
 
 
 def test_reward_parts_that_some_tasks_lack_are_nan_and_other_columns_that_some_lack_are_omitted() -> None:

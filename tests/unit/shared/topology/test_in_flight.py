@@ -72,7 +72,7 @@ def test_keep_is_refused_in_deterministic_mode(folder: Path) -> None:
         ("services.rollout.engine_args.base_url=host:1", "'host:1' is not an http address"),
         ("services.rollout.instances=2", "services.rollout.instances: 2 would overwrite one another's weights"),
         ("services.rollout.parallel.tp=2", "openai has no tensor parallelism; use 1"),
-        ("sampling.temperature=2.5", "2.5 is more than openai samples at"),
+        ("sampling.temperature=2.5", "2.5 is more than openai accepts"),
     ],
 )
 def test_options_that_a_server_does_not_support_are_refused(folder: Path, override: str, why: str) -> None:
