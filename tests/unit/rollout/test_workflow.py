@@ -172,7 +172,7 @@ NONSENSE = {
     "low id": "token ids outside the vocabulary of",
     "text": "must contain numbers",
     "state": "cannot be handed over",
-    "nan": "must be finite",
+    "nan": "which is not finite",
     "copies": "workflow.max_tokens allows 2048",
 }
 HANGS = {
