@@ -39,7 +39,7 @@ from proto.ids import new_incarnation
 from proto.messages import ErrorCode, HostOrders
 from shared.actor import logging
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, sweep_abandoned
+from shared.rundir import RunDir, release, sweep_abandoned
 from shared.security import access as accesses
 from shared.security.access import Access
 from shared.topology import Topology, TopologyError, load
@@ -179,7 +179,7 @@ def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int
             life = _Life(run, access, topology, host, address, lock, ends)
             status = asyncio.run(life.live())
         finally:
-            os.close(hold)
+            release(hold)
             run.remove_volatile()
         if status is not None:
             return status

@@ -10,7 +10,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -268,9 +268,13 @@ class RunDir:
                 "`python -m launch.cluster TOPOLOGY.yaml --run-dir ...`",
             ) from None
 
-    def hold(self) -> int:
-        """Mark the volatile directories as in use until this process dies, and return the lock's descriptor."""
-        return _locked(self.shm / _OWNER_LOCK)
+    def hold(self) -> tuple[int, int]:
+        """Mark the volatile directories as in use until this process dies or calls `release`. Return the locks.
+
+        Each directory has a lock of its own: containers may share the temporary directory but not /dev/shm, or the
+        other way round.
+        """
+        return _locked(self.sockets / _OWNER_LOCK), _locked(self.shm / _OWNER_LOCK)
 
     @property
     def spill_link(self) -> Path:
@@ -301,7 +305,7 @@ def _volatile_folders(shm_root: Path) -> Iterator[tuple[Path, Path]]:
             made.append(Path(tempfile.mkdtemp(prefix=SHM_PREFIX, dir=root)))
             locks.append(_locked(made[-1], os.O_RDONLY | os.O_DIRECTORY))
         sockets, shm = made
-        locks.append(_locked(shm / _OWNER_LOCK))
+        locks += [_locked(folder / _OWNER_LOCK) for folder in made]
         (sockets / _SHM_LINK).symlink_to(shm)
         yield sockets, shm
     except BaseException:
@@ -319,6 +323,12 @@ def _locked(path: Path, flags: int = os.O_CREAT | os.O_RDWR) -> int:
     return descriptor
 
 
+def release(locks: Iterable[int]) -> None:
+    """Give up the locks that `RunDir.hold` has returned."""
+    for lock in locks:
+        os.close(lock)
+
+
 def sweep_abandoned(shm_root: Path = SHM_ROOT, runs: Path | None = None) -> list[Path]:
     """Delete the shared memory and sockets of runs without a living process (for example if all were killed at once),
     and the run directories under `runs` that their launcher did not finish making.
@@ -331,8 +341,7 @@ def sweep_abandoned(shm_root: Path = SHM_ROOT, runs: Path | None = None) -> list
     shards = {*_old_folders(shm_root, SHM_PREFIX), *(shm for shm in linked.values() if _is_old(shm, SHM_PREFIX))}
     gone = [folder for folder in sorted(shards) if _remove_unowned(folder, folder / _OWNER_LOCK)]
     for folder, shm in linked.items():
-        if not os.path.lexists(shm):
-            shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.lexists(shm) and _remove_unowned(folder, folder / _OWNER_LOCK):
             gone.append(folder)
     empty = [folder for folder in {*sockets, *shards} if _is_empty(folder)]
     unfinished = _old_folders(runs, UNFINISHED_PREFIX) if runs is not None else []

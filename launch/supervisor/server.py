@@ -193,7 +193,12 @@ class Supervisor:
         )
         self._views.serve(self._mailbox)
         watch = MailboxWatch(
-            self._run, self._context, self._incarnation, ready=self._ready_processes, on_silent=self._on_silent
+            self._run,
+            self._context,
+            self._incarnation,
+            ready=self._ready_processes,
+            on_silent=self._on_silent,
+            on_unreachable=self._on_unreachable,
         )
         try:
             self._endpoint = self._mailbox.bind(self._context, self._run.endpoint(SUPERVISOR, 0))
@@ -433,6 +438,9 @@ class Supervisor:
 
     def _on_silent(self, key: Key, pid: int, seconds: float) -> None:
         self._feed(Silent(key, pid, seconds))
+
+    def _on_unreachable(self) -> None:
+        self._fail(f"{self._run.sockets}, the folder of the run's sockets, was deleted: continue the run with --resume")
 
     # ---- the operator and the services
 

@@ -55,14 +55,17 @@ class MailboxWatch:
         *,
         ready: Callable[[], Iterator[tuple[Key, int]]],
         on_silent: Callable[[Key, int, float], None],
+        on_unreachable: Callable[[], None],
     ) -> None:
         """`ready` yields the (key, pid) of each process to ask. `on_silent` is called with the (key, pid, seconds) of
-        each process that counts as hung."""
+        each process that counts as hung. `on_unreachable` is called if the folder of the sockets is gone, so that no
+        process can connect to another one."""
         self._run = run
         self._context = context
         self._incarnation = incarnation
         self._ready = ready
         self._on_silent = on_silent
+        self._on_unreachable = on_unreachable
         self._clients: dict[Key, Client] = {}
         self._questions: dict[Key, _Question] = {}
         self._longest_gap_s: dict[str, float] = {}
@@ -75,6 +78,9 @@ class MailboxWatch:
         """Run until cancelled."""
         while True:
             now = self._time()
+            if not self._run.sockets.is_dir():
+                self._on_unreachable()
+                return
             ready = dict(self._ready())
             for key in [key for key, question in self._questions.items() if ready.get(key) != question.pid]:
                 self._questions.pop(key).task.cancel()  # that process has ended

@@ -15,7 +15,7 @@ from pathlib import Path
 from shared.actor import logging
 from shared.actor.service import DRAIN_S, Service, install_signals
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir
+from shared.rundir import RunDir, release
 
 _PR_SET_PDEATHSIG = 1
 EXIT_GRACE_S = 2 * DRAIN_S
@@ -66,7 +66,7 @@ def run_process(service_class: type[Service], module: str) -> int:
 
 
 async def _live(service_class: type[Service], run: RunDir, arguments: argparse.Namespace) -> int:
-    lock = run.hold()
+    locks = run.hold()
     try:
         service = service_class(run, arguments.instance, arguments.supervisor)
         service.listen = arguments.listen
@@ -84,7 +84,7 @@ async def _live(service_class: type[Service], run: RunDir, arguments: argparse.N
             print(f"{service.name}: {service.cause}", file=sys.stderr)
         return status
     finally:
-        os.close(lock)
+        release(locks)
 
 
 def _exit_for_sure(status: int) -> None:

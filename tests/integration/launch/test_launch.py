@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -422,6 +423,17 @@ def test_status_works_without_the_scheduler(live: Launched) -> None:
     answer = json.loads(done.stdout)
     assert len(answer["services"]) == SERVICES
     assert answer["steps"] == 200
+
+
+def test_a_run_whose_sockets_were_deleted_fails_instead_of_waiting_forever(tmp_path: Path) -> None:
+    with launched(tmp_path / "run") as here:
+        here.wait_ready()
+        sockets = here.run.sockets
+        shutil.rmtree(sockets)
+        status, output, errors = here.end()
+    assert status == 1
+    line = f"{sockets}, the folder of the run's sockets, was deleted: continue the run with --resume"
+    assert line in output + errors
 
 
 def test_stop_ends_the_run(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from launch.supervisor import guard
 from proto.messages import DropReason, LossReason, ProcessRow, ServiceRow, Status, TroubleKind, TroubleRow
 from shared.followed_file import FollowedFile
 from shared.rpc.errors import RpcError
-from shared.rundir import ABANDONED_S, RunDir, sweep_abandoned
+from shared.rundir import ABANDONED_S, RunDir, release, sweep_abandoned
 from shared.topology import load
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "quickstart.yaml"
@@ -155,14 +155,14 @@ def test_sweep_removes_only_files_that_killed_runs_left_behind(tmp_path: Path, m
     shm = tmp_path / "shm"
     dead, young, living = (RunDir.create(tmp_path / name, shm_root=shm) for name in ("dead", "young", "living"))
     for run in (dead, young):
-        os.close(run.hold())
+        release(run.hold())
     lock = living.hold()
     for run in (dead, living):
         for folder in (run.shm, run.sockets):
             os.utime(folder, (0, time.time() - 2 * ABANDONED_S))
     assert set(sweep_abandoned(shm)) == {dead.shm, dead.sockets}
     assert [run.shm.exists() and run.sockets.exists() for run in (dead, young, living)] == [False, True, True]
-    os.close(lock)
+    release(lock)
     shutil.rmtree(short)
 
 

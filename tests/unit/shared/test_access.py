@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from launch import access as launch_access
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir
+from shared.rundir import RunDir, release
 from shared.security import access
 from shared.security.keys import create, key_file, load
 from shared.security.roles import Role
@@ -116,7 +115,7 @@ def test_a_host_joins_its_run_again_once_its_processes_have_ended(home: RunDir, 
     held = first.hold()
     with pytest.raises(RpcError, match="its services are still running; end them first"):
         RunDir.rejoin(first.path, access_file, shm_root=tmp_path / "shm2")
-    os.close(held)
+    release(held)
     second = RunDir.rejoin(first.path, access_file, shm_root=tmp_path / "shm2")
     try:
         assert not first.sockets.exists()

@@ -17,6 +17,7 @@ from shared.rundir import (
     RunDir,
     newest_run,
     parse_service_name,
+    release,
     service_name,
     sweep_abandoned,
 )
@@ -112,9 +113,9 @@ def test_sweep_removes_only_runs_that_no_process_holds(run: RunDir, shm_root: Pa
     long_ago(run)
     assert sweep_abandoned(shm_root) == []
     second = run.hold()
-    os.close(held)
+    release(held)
     assert sweep_abandoned(shm_root) == []
-    os.close(second)
+    release(second)
     assert sweep_abandoned(shm_root) == [run.shm]
     assert not run.shm.exists()
     assert sorted(each.name for each in shm_root.iterdir()) == [f"{SHM_PREFIX}else", "somebody-else"]
@@ -148,8 +149,25 @@ def test_sweep_finds_shared_memory_elsewhere_through_the_sockets(
 
 
 @pytest.mark.usefixtures("alone")
+def test_sweep_keeps_the_sockets_of_a_live_run_whose_shared_memory_it_cannot_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may share the temporary directory but not /dev/shm."""
+    short = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(short))
+    made = RunDir.create(tmp_path / "run", shm_root=tmp_path / "elsewhere")
+    held = made.hold()
+    made.shm.rename(made.shm.with_name("unseen"))
+    os.utime(made.sockets, (0, 0))
+    assert sweep_abandoned(tmp_path / "shm") == []
+    release(held)
+    assert sweep_abandoned(tmp_path / "shm") == [made.sockets]
+    short.rmdir()
+
+
+@pytest.mark.usefixtures("alone")
 def test_sweep_does_not_remove_a_young_run(run: RunDir, shm_root: Path) -> None:
-    os.close(run.hold())
+    release(run.hold())
     assert sweep_abandoned(shm_root) == []
     assert run.shm.exists()
 
