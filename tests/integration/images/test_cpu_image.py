@@ -27,7 +27,7 @@ def test_the_image_runs_the_quickstart(image: Image, tmp_path: Path) -> None:
     runs, given = tmp_path / "runs", image.configuration()
     runs.mkdir()
     os.chown(runs, USER, USER)
-    sets = f"--set=run.steps={STEPS}"
+    sets = [f"--set=run.steps={STEPS}"]
     with container(image, "alone", {"/app/runs": runs}, "2g") as alone:
         run = alone.run(*given["Entrypoint"], *given["Cmd"], *sets)
         try:
