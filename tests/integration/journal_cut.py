@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import shutil
+import sqlite3
 import struct
+import tempfile
 from pathlib import Path
+
+from services.scheduler.mark import Mark
 
 _LOG_HEADER, _FRAME_HEADER = struct.Struct(">6I"), struct.Struct(">4I")
 _LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
-_COPIED = struct.Struct("=I")
+_COPIED = struct.Struct("=I28xI")
 _COPIED_AT = 96
-"""Offset of nBackfill, the number of frames that were copied into the database, in the log's shared memory."""
+"""Offset in the log's shared memory of nBackfill, the number of frames that were copied into the database, and of
+nBackfillAttempted, which also counts the frames of a copy that a kill interrupted. SQLite syncs the log before it
+copies, so a power cut loses none of them."""
 
 
 def cut(journal: Path, chance: random.Random, least: float = 0.0, most: float = 1.0) -> bool:
@@ -34,6 +42,21 @@ def can_be_cut(journal: Path) -> bool:
     return frames > copied
 
 
+def reaches_its_mark(journal: Path) -> bool:
+    """Return whether the journal still holds the commit that its mark names. A kill can hit between a commit and its
+    mark, and the loss of such a commit, which nobody was told of, cannot be noticed."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in journal.parent.glob(f"{journal.name}*"):
+            shutil.copy(file, folder)
+        copy = Path(folder) / journal.name
+        with contextlib.closing(sqlite3.connect(copy)) as db:
+            query = "SELECT max(seq) FROM (SELECT seq FROM events UNION SELECT seq FROM snapshot)"
+            (last,) = db.execute(query).fetchone()
+        with contextlib.closing(Mark(copy.with_name(f"{copy.name}-mark"))) as mark:
+            assert mark.found is not None
+            return last >= mark.found.seq
+
+
 def _frames(journal: Path) -> tuple[Path, int, int, int]:
     """Return the log, its number of frames, how many of them are copied into the database, and the size of a frame."""
     log = journal.with_name(f"{journal.name}-wal")
@@ -45,5 +68,5 @@ def _frames(journal: Path) -> tuple[Path, int, int, int]:
         if list(_FRAME_HEADER.unpack_from(data, at)[2:]) != salts:
             break  # The frame is left over from before the log was restarted.
         frames += 1
-    (copied,) = _COPIED.unpack_from(journal.with_name(f"{journal.name}-shm").read_bytes(), _COPIED_AT)
-    return log, frames, copied, frame_bytes
+    copied = _COPIED.unpack_from(journal.with_name(f"{journal.name}-shm").read_bytes(), _COPIED_AT)
+    return log, frames, max(copied), frame_bytes

@@ -117,7 +117,7 @@ class Scheduler:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "services.scheduler", "--run", str(self._run.path)]
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(command)
 
     def kill(self) -> None:
         assert self._process is not None
