@@ -34,7 +34,7 @@ class SetResult:
     rows: float
     """Number of rows that were scored."""
     reward: float | None
-    """Median training reward of the latest steps."""
+    """Median training reward of the latest `FIRST` steps, or None if there have been fewer."""
 
 
 class RowHistory:

@@ -359,19 +359,20 @@ def overfitting(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sight
             continue
         *earlier, last, newest = evaluations
         best = max(earlier, key=lambda each: each.accuracy)
-        if best.reward is None or newest.reward is None:
+        if newest.reward is None:
             continue
+        reward = median(history.first("reward/mean")) if best.reward is None else best.reward
         fall = best.accuracy - max(last.accuracy, newest.accuracy)
         margin = max(FALL_OF_ACCURACY, ACCURACY_ERRORS * _standard_error(best))
         longer = history.last("reward/mean", FLAT_ROWS) or history.last("reward/mean", RECENT)
-        risen = newest.reward - best.reward
+        risen = newest.reward - reward
         if fall < margin * (0.5 if name in held else 1.0) or risen <= FLAT_ERRORS[0] * error_of_median(longer, RECENT):
             continue
+        back = f"use the checkpoint of step {best.step} (checkpoint.keep_every), " if best.step else ""
         yield Sighting(
             f"eval/{name}/accuracy has fallen from {best.accuracy:.3f} (step {best.step}) to {newest.accuracy:.3f}, "
-            f"while the reward in training has risen from {best.reward:.3g} to {newest.reward:.3g}",
-            f"use the checkpoint of step {best.step} (checkpoint.keep_every), add rows to data.train.source, or raise "
-            f"algorithm.kl.coef (now {facts.kl_coef:g})",
+            f"while the reward in training has risen from {reward:.3g} to {newest.reward:.3g}",
+            f"{back}add rows to data.train.source, or raise algorithm.kl.coef (now {facts.kl_coef:g})",
             about=name,
         )
 

@@ -213,20 +213,23 @@ def test_damage_of_log_probs_that_the_worker_has_put_changes_no_bit(undisturbed:
 
 
 def damage_proximal(run: Cluster) -> bool:
-    """Stop the driver, and flip a bit of the next log-probs that the worker puts. Return whether there were any."""
+    """Let the driver send its next request while the worker is stopped, then stop the driver, and flip a bit of the
+    log-probs that the worker puts. Return whether the request was for log-probs."""
 
     def known() -> set[Path]:
         return {file for file, _, key, _ in shards(run.run.shm / "batch-store-0") if key == "prox_logprobs"}
 
-    drivers = [row["pid"] for row in run.status().get("services", []) if row["service"] == "policy-trainer"]
-    if not drivers or not drivers[0]:
+    pids = {row["service"]: row["pid"] for row in run.status().get("services", [])}
+    driver, worker = pids.get("policy-trainer"), pids.get("policy-trainer-worker")
+    if not driver or not worker:
         return False
     with contextlib.suppress(OSError):  # The run may end at any time.
-        before = known()
-        os.kill(drivers[0], signal.SIGSTOP)
+        os.kill(worker, signal.SIGSTOP)
         try:
-            if known() - before:
-                return False  # The driver may have asked for the gradient already.
+            before = known()
+            time.sleep(0.2)
+            os.kill(driver, signal.SIGSTOP)
+            os.kill(worker, signal.SIGCONT)
             until = time.monotonic() + 1.0
             while time.monotonic() < until and not known() - before:
                 pass
@@ -234,7 +237,9 @@ def damage_proximal(run: Cluster) -> bool:
                 flip(file, next(offset for each, _, _, offset in shards(file.parent) if each == file))
                 return True
         finally:
-            os.kill(drivers[0], signal.SIGCONT)
+            for pid in (worker, driver):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
     return False
 
 

@@ -31,11 +31,13 @@ SICK: dict[str, list[tuple[int, str]]] = {
     ],
     "too-stale": [(14, "zero-variance"), (30, "reward-flat"), (34, "staleness"), (40, "reward-falling")],
     "waiting-trainer": [(5, "reward-slow"), (10, "zero-variance"), (22, "trainer-starved")],
+    "memorized-rows": [(20, "overfitting"), (58, "zero-variance")],
+    "unbounded-reward": [(20, "truncation"), (24, "gradient"), (40, "length-hacking")],
     "growing-memory": [(0, "memory-trend")],
     "slow-failing-reward": [(0, "reward-failing"), (5, "reward-slow"), (10, "reward-flat")],
 }
 """Warnings of each recording, with their steps."""
-NOT_RECORDED = {"gradient", "learning-rate", "mismatch", "overfitting", "rollouts-starved", "store-full"}
+NOT_RECORDED = {"learning-rate", "mismatch", "rollouts-starved", "store-full"}
 """Kinds that were seen in no recorded run. All but `learning-rate` (tests/integration/monitor/test_warned_runs.py) are
 tested with made-up values only."""
 
