@@ -304,12 +304,12 @@ def _launch(
                 RunDir.open(path)
             folder = path if resume else place.folder_for(path)
             if folder != path:
-                stack.callback(shutil.rmtree, folder, ignore_errors=True)  # A finished folder has been renamed.
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)  # A finished folder has been renamed by then.
             lock = place.lock(folder, stop_limit_s(topology))
             if checkpoint is not None and not (path / "run.json").exists():  # such a path is refused below
                 evaluation.add_model(checkpoint, topology, folder / MODEL_FOLDER)
                 topology = evaluation.with_model(topology, path.absolute() / MODEL_FOLDER)
-            with interrupts.held():  # Signals take effect before the run exists or once its removal is arranged.
+            with interrupts.held():  # Signals take effect before the run exists or once its removal has been arranged.
                 run = place.reopen(path, topology) if resume else place.create(path, topology, folder)
                 stack.callback(run.remove_volatile)
                 stack.callback(interrupts.ignore)
@@ -460,7 +460,7 @@ async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
 
 
 class _Rewinds:
-    """Shows each return of the run to an earlier step once."""
+    """Shows each of the run's returns to an earlier step once."""
 
     def __init__(self, run: RunDir, topology: Topology, told: int) -> None:
         """Skip the first `told` returns, which happened before this launch."""

@@ -174,7 +174,8 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Report problems, and which process waits for which, since when and until when. Exit status 0 if all is well."""
+    """Report problems, and which process is waiting for which, since when and until when. Exit status 0 if all is
+    well."""
     from launch.doctor import as_document, as_lines, diagnose, examine
 
     run, before = context.obj
@@ -195,7 +196,7 @@ def trace(
     task_id: Annotated[str, typer.Argument(metavar="TASK_ID", help="task id, such as train/0/17 (split, epoch, row)")],
     as_json: Json = False,
 ) -> None:
-    """Show the history of one task across processes, even after its collection or the end of the run."""
+    """Show the history of one task across processes, even after it has been collected or the run has ended."""
     from launch.story import as_lines, as_rows, from_message, story
 
     run, before = context.obj
@@ -278,7 +279,7 @@ def samples(
     full: Annotated[bool, typer.Option("--full", help="show long texts in full")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show recorded samples, even after the end of the run."""
+    """Show recorded samples, even after the run has ended."""
     run, before = context.obj
     with _one_line_errors():
         if not isinstance(run, RunDir):
@@ -398,12 +399,12 @@ def _supervised_keys(run: Run) -> list[Key]:
 
 
 def _registered_keys(run: Run) -> list[Key]:
-    """Return all registered processes, including those on joined hosts, or [] while the scheduler does not answer."""
+    """Return all registered processes, including those on joined hosts, or [] if the scheduler does not answer."""
     try:
         status = asyncio.run(with_client(run, "scheduler", GetStatus(), Status))
     except RpcError as error:
         if error.code == ErrorCode.BAD_REQUEST:
-            raise  # The scheduler answers and refuses this access.
+            raise  # The scheduler answers, but refuses this access.
         return []
     return [(row.service, row.instance) for row in status.services]
 

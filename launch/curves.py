@@ -1,4 +1,4 @@
-"""Reads the curves of a run from its metrics files. The rows of steps that the run took back are kept apart.
+"""Reads the curves of a run from its metrics files. The rows of steps that the run took back are kept separate.
 
 Reading needs neither the run's processes nor a complete run directory: `metrics.jsonl` is enough.
 """
@@ -50,7 +50,7 @@ class History:
     """The rows of the steps that were taken back, by the lineage of weights that ended then."""
 
     def points(self, metric: str) -> list[Point]:
-        """Return the curve of a metric, made from the rows that have the metric."""
+        """Return the curve of a metric, built from the rows that contain the metric."""
         return self._curves.get(metric, [])
 
     def taken_back(self, metric: str) -> list[list[Point]]:
@@ -80,7 +80,7 @@ def read_history(folder: Path, name: str = "") -> History:
 
 
 def read_histories(folders: Sequence[Path]) -> list[History]:
-    """Read several runs. Runs whose folders have the same name are named by their paths."""
+    """Read several runs. Runs whose folders have the same name are identified by their paths."""
     names = [folder.absolute().name for folder in folders]
     return [
         read_history(folder, name if names.count(name) == 1 else str(folder))
@@ -91,8 +91,8 @@ def read_histories(folders: Sequence[Path]) -> list[History]:
 def chosen(histories: Iterable[History], wanted: Sequence[str]) -> list[str]:
     """Return the metrics of the runs that match `wanted`: names, or patterns such as `eval/*/accuracy`.
 
-    Raises RpcError(bad_request) with the nearest name if no row has a wanted metric. If `wanted` is empty, those of the
-    default metrics that the runs have are returned.
+    Raises RpcError(bad_request) with the nearest name if no row has a wanted metric. If `wanted` is empty, the default
+    metrics that the runs have are returned.
     """
     known = list(dict.fromkeys(name for history in histories for name in history.metrics))
     found: dict[str, None] = {}
@@ -101,7 +101,7 @@ def chosen(histories: Iterable[History], wanted: Sequence[str]) -> list[str]:
         if not matching and wanted:
             close = difflib.get_close_matches(pattern, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "docs/metrics.md lists them"
-            raise RpcError(ErrorCode.BAD_REQUEST, f"metric {pattern!r}: no row of the runs has it; {hint}")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"metric {pattern!r}: no row in these runs has it; {hint}")
         found |= dict.fromkeys(matching)
     return list(found)
 

@@ -68,7 +68,7 @@ class Launcher:
                     break
             ready = os.read(self._from_child, 1) == _READY
         except KeyboardInterrupt:
-            print("the start continues without this command")
+            print("startup continues without this command")
             ready = True
         if ready:
             print(f"detached   process {self.pid}")
@@ -131,7 +131,7 @@ def attach(run: RunDir) -> int:
 
 
 def console_of(run: RunDir) -> Path:
-    """Return the file with the console output of a detached run."""
+    """Return the file that contains the console output of a detached run."""
     return run.logs / "console.out"
 
 
@@ -141,7 +141,7 @@ def _print_new(console: FollowedFile) -> None:
 
 
 def _outcome(run: RunDir) -> str:
-    """Return the outcome in the supervisor's log, or an empty string if the supervisor was killed."""
+    """Return the outcome recorded in the supervisor's log, or an empty string if the supervisor was killed."""
     for line in reversed(tail(run.log_file(SUPERVISOR, 0), SHOWN_LINES)):
         try:
             entry = json.loads(line)

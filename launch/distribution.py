@@ -51,7 +51,7 @@ async def take(access: Access, folder: Path, host: str, is_over: Callable[[], bo
         if is_over() and not taking.done():
             taking.cancel()
             await asyncio.gather(taking, return_exceptions=True)
-            raise RpcError(ErrorCode.DRAINING, f"host {host}: ended before it had received the files of the run")
+            raise RpcError(ErrorCode.DRAINING, f"host {host}: ended before it had received the run's files")
     taking.result()
     text = document.dump(distribution.relocated(data, folder))
     return dataclasses.replace(access, topology=text)

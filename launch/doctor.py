@@ -1,4 +1,4 @@
-"""`ctl doctor`: asks every process of a run what it waits for, and finds the causes in the graph of these waits.
+"""`ctl doctor`: asks every process of a run what it is waiting for, and finds the causes in the graph of these waits.
 
 A process that does not answer is itself a finding, because a mailbox always answers. `diagnose` is a pure function.
 """
@@ -161,7 +161,7 @@ def _keyring(run: Run) -> Keyring | None:
 
 
 def _endpoint(run: Run, name: str, row: ServiceRow | None, ring: Keyring | None) -> str:
-    """Return the endpoint of a process of the run's plan, or an empty string if it is out of reach."""
+    """Return the endpoint of a process in the run's plan, or an empty string if it is out of reach."""
     service, instance = parse_service_name(name)
     if isinstance(run, RunDir):
         away = row is not None and is_tcp(row.endpoint) and not run.socket_file(service, instance).exists()
@@ -188,7 +188,7 @@ async def _ask(context: zmq.Context[zmq.Socket[bytes]], name: str, endpoint: str
 
 
 def _stopped(services: Iterable[ServiceRow]) -> list[WaitRow]:
-    """Return the stopped processes of this host. They are found without the supervisor, which may be one of them."""
+    """Return the stopped processes on this host. They are found without the supervisor, which may be one of them."""
     here = {(row.service, row.instance): row.pid for row in services if row.host == socket.gethostname()}
     pids: dict[Key, int] = dict(here)
     for pid in here.values():
@@ -245,7 +245,7 @@ class _Graph:
         return tuple(lines)
 
     def is_stalled(self, name: str) -> bool:
-        """Return whether the next step waits for this process."""
+        """Return whether the next step is waiting for this process."""
         service = name.partition("/")[0]
         return any(row.of in (name, service) for row in self.stalled)
 

@@ -47,8 +47,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def check_checkpoint(path: Path, model: str) -> None:
-    """Raise a one-line RpcError(bad_request or conflict) unless `path` is an intact checkpoint or exported model
-    with the shapes of the policy in the folder `model`."""
+    """Raise a one-line RpcError(bad_request or conflict) unless `path` is an intact checkpoint or exported model with
+    the same shapes as the policy in the folder `model`."""
     if not path.is_dir():
         there = [f"step-{step}" for step in checkpoint_steps(path.parent)]
         remedy = f"; there are {', '.join(there)}" if there else "; name RUN/checkpoints/step-N or RUN/export"
@@ -72,7 +72,7 @@ def check_checkpoint(path: Path, model: str) -> None:
 def _differences(found: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> list[str]:
     """Return a short description of each matrix that only one of the two models has, or whose shape differs.
 
-    A tied output matrix may be left out. Experts may be stored one by one or together, so they are not compared.
+    A tied output matrix may be left out. Experts may be stored individually or together, so they are not compared.
     """
 
     def matrices(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
@@ -91,7 +91,7 @@ def _differences(found: Mapping[str, list[int]], expected: Mapping[str, list[int
 
 
 def add_model(checkpoint: Path, topology: Topology, target: Path) -> None:
-    """Make `target` a model folder with the weights of a checkpoint and the other files of the policy's model.
+    """Make `target` a model folder with the weights from a checkpoint and the other files from the policy's model.
 
     Raises OSError.
     """

@@ -1,5 +1,5 @@
-"""Checks that the functions named by a topology can be used. Users' modules are never imported by the launcher but by a
-separate process, which is killed if it hangs.
+"""Checks that the functions named by a topology can be used. Users' modules are never imported by the launcher itself,
+but by a separate process, which is killed if it hangs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _check_in_process(functions: Sequence[Wanted]) -> list[str]:
         child = subprocess.Popen(
             [sys.executable, "-m", "services.rollout.function_check", str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # A module's output would appear between our lines.
+            stderr=subprocess.DEVNULL,  # A module's output would appear among our lines.
             pass_fds=(theirs.fileno(),),
             env=child_environment(1),
             start_new_session=True,

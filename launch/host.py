@@ -241,7 +241,7 @@ class _Ends:
 
 
 class _Life:
-    """One membership of this host in the run."""
+    """One period of this host's membership in the run."""
 
     def __init__(
         self, run: RunDir, access: Access, topology: Topology, host: str, address: str, lock: int, ends: _Ends

@@ -155,7 +155,7 @@ def _is_whole(name: HubName) -> bool:
         _download(name, local_files_only=True)
     except errors.LocalEntryNotFoundError:
         return False
-    # The library cannot tell whether a revision is whole if another release of the library has fetched it.
+    # The library cannot tell whether a revision is complete if another release of the library fetched it.
     return name.kind == "model" or hub.source_files(f"hub:{name}") is not None
 
 
@@ -193,7 +193,7 @@ def _broken_off(name: HubName, reason: str) -> str:
 
 
 def _refused(name: HubName, error: Exception) -> str:
-    """Return one line that describes an error that the hub answered with, and its remedy."""
+    """Return one line that describes an error returned by the hub, and its remedy."""
     from huggingface_hub import errors
 
     page = f"{_endpoint()}/{'datasets/' if name.kind == 'dataset' else ''}{name.name}"

@@ -16,7 +16,7 @@ class Interrupts:
     """Handles the signals for the whole life of the process. Use it only on the main thread.
 
     A signal raises KeyboardInterrupt, unless `tell` has set a function to call instead. asyncio's own handlers would
-    not suffice: a closing loop restores the default action of the signals, which ends the process.
+    not suffice: when a loop closes, it restores the default action of the signals, which ends the process.
     """
 
     def __init__(self) -> None:

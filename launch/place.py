@@ -157,7 +157,7 @@ def reopen(path: Path, topology: Topology) -> RunDir:
     """Reopen a run with new sockets and shared memory, to continue under `topology`.
 
     Raises RpcError(bad_request) naming the keys of `FIXED` and `FIXED_BITS` whose values differ from the original, and
-    OSError if there is no room for what a run needs at its start.
+    OSError if there is no room for what a run needs when it starts.
     """
     old = RunDir.open(path)
     begun = load(old.topology, check_supported=False).document()
@@ -174,7 +174,7 @@ def reopen(path: Path, topology: Topology) -> RunDir:
 
 
 def cannot_start_text(path: Path, topology: Topology, error: OSError) -> str:
-    """Return one line that describes an error in a file system that a run needs at its start.
+    """Return one line that describes an error in a file system that a run needs when it starts.
 
     If one of these file systems is full, the line names the fullest, because the error of a failed write names none.
     """

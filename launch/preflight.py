@@ -132,7 +132,7 @@ def _check_rows(source: str, where: str, findings: Findings) -> None:
 
 
 def _check_tokenizer(topology: Topology, file: str, findings: Findings) -> None:
-    """Check the tokenizer files of the model folder, with which a rollout tokenizes prompts and answers."""
+    """Check the tokenizer files in the model folder, with which a rollout tokenizes prompts and answers."""
     model = topology.policy.model
     if hub.model_name(model) is not None and not Path(model).is_dir():
         return  # The model is not in the cache (yet).
@@ -190,7 +190,7 @@ def _check_memory(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _check_model_memory(topology: Topology, file: str, findings: Findings) -> None:
-    """Check that the model in training fits into the memory of this machine and of its GPUs."""
+    """Check that the model being trained fits into the memory of this machine and of its GPUs."""
     names = gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
     try:
         visible = gpus.visible_gpus(topology, names if gpus.wanted(topology) <= len(names) else None)
@@ -280,12 +280,12 @@ def _check_allocator(topology: Topology, file: str, findings: Findings) -> None:
 
 
 def _check_connections(topology: Topology, file: str, findings: Findings) -> None:
-    """Check that the scheduler can accept a connection from every process of the other hosts."""
+    """Check that the scheduler can accept a connection from every process on the other hosts."""
     _, descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed, most = len(topology.away_plan()), most_connections(descriptors)
     if needed > most:
         findings.errors.append(
-            f"{file}: placement: {needed} processes of other hosts connect to the scheduler, which accepts {most} "
+            f"{file}: placement: {needed} processes on other hosts connect to the scheduler, which accepts {most} "
             f"connections (of at most {MOST_CONNECTIONS}, as ulimit -Hn allows); lower services.rollout.instances"
         )
 
@@ -355,7 +355,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _check_address(address: tuple[str, int], keys: tuple[str, str], file: str, findings: Findings) -> bool:
-    """Check that an address can be used. Return False if no other port of the same host can be used either.
+    """Check that an address can be used. Return False if no other port on the same host can be used either.
 
     `keys` are the topology keys that set the port and the host.
     """

@@ -167,7 +167,7 @@ def _causes(log: Iterable[Row]) -> list[tuple[str, str, str, str]]:
 
 
 def _restarts(log: Iterable[Row]) -> list[tuple[str, int]]:
-    """Return how often each process was restarted."""
+    """Return how many times each process was restarted."""
     started = Counter(visible(str(line.get("name")), 80) for line in log if line.get("event") == "started")
     return sorted((name, count - 1) for name, count in started.items())[:MOST_LINES]
 
@@ -180,7 +180,7 @@ def _warnings(path: Path) -> list[list[str]]:
 
 
 def _samples(folder: Path) -> Iterator[Shown]:
-    """Yield the samples with the highest and the lowest rewards, the longest samples, and some samples of each
+    """Yield the samples with the highest and the lowest rewards, the longest samples, and some samples from each
     evaluation."""
     for split in splits(folder):
         newest = next((step for step in reversed(steps(folder, split)) if _is_small(folder, split, step)), None)
@@ -220,7 +220,7 @@ def _shown(records: Iterable[Record], title: str) -> Iterator[Shown]:
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    """Yield the JSON objects of a file's last `LOG_BYTES`, or nothing if there is no such file."""
+    """Yield the JSON objects in a file's last `LOG_BYTES`, or nothing if there is no such file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -106,7 +106,7 @@ async def _reply_or_none(run: Run, service: str, request: Request, reply: type[R
         return await with_client(run, service, request, reply)
     except RpcError as error:
         if error.code == ErrorCode.BAD_REQUEST:
-            raise  # The service answers and refuses this access.
+            raise  # The service answers, but refuses this access.
         return None
 
 

@@ -22,9 +22,9 @@ the next `ndim` entries of `dims`; `prod(dimensions) * itemsize == nbytes`. `cou
 the rows of a task are consecutive, tasks are in the order of their names, and the keys of a task are distinct and in
 the order used by its content hash. Names are ASCII and distinct, separated by one "\\n", without a trailing separator.
 Offsets are canonical: row 0 begins at the first multiple of 64 at or after the end of the table, row i + 1 at the first
-multiple of 64 at or after the end of row i (an empty shard takes no room), and the file ends exactly where the last row
-does. Padding bytes are not read. The content hash of a task is the xxh3-64 of the checksums of its rows, each as u64,
-in row order.
+multiple of 64 at or after the end of row i (an empty shard takes up no room), and the file ends exactly where the last
+row does. Padding bytes are not read. The content hash of a task is the xxh3-64 of the checksums of its rows, each as
+u64, in row order.
 
 A decoder raises WireError for a file that breaks one of these rules or exceeds one of the limits below.
 """
@@ -279,7 +279,7 @@ def _unpack(header: Buffer, file_bytes: int) -> tuple[int, tuple[int, int, int, 
     if magic != MAGIC:
         raise WireError(f"block file magic {bytes(magic)!r}: must be {MAGIC!r}")
     if layout != LAYOUT:
-        raise WireError(f"block file layout {layout}: this side reads {LAYOUT}; use the same release")
+        raise WireError(f"block file layout {layout}: this side reads {LAYOUT}; use the release that wrote it")
     if _CHECK.unpack_from(header, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(header[: _HEADER.size]):
         raise WireError("block file: the header's checksum does not match its bytes")
     if flags or reserved:

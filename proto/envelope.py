@@ -70,7 +70,9 @@ def unpack(data: bytes | memoryview, limits: Limits) -> Envelope:
     if magic != MAGIC:
         raise WireError(f"envelope magic {bytes(magic)!r}: must be {MAGIC!r}")
     if major != MAJOR:
-        raise WireError(f"protocol version {major}.{minor}: this side speaks {MAJOR}.{MINOR}; use the same release")
+        raise WireError(
+            f"protocol version {major}.{minor}: this side speaks {MAJOR}.{MINOR}; use the same release on both sides"
+        )
     (checksum,) = _CHECK.unpack_from(data, _LAYOUT.size)
     if checksum != xxhash.xxh3_64_intdigest(data[: _LAYOUT.size]):
         raise WireError("envelope checksum does not match its bytes")

@@ -15,7 +15,8 @@ from proto.errors import WireError
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """A message body: a msgpack map by field name. Unknown fields are ignored, so minor versions can add fields."""
+    """A message body: a msgpack map keyed by field name. Unknown fields are ignored, so minor versions can add
+    fields."""
 
     TYPE: ClassVar[int] = 0
 
@@ -30,7 +31,8 @@ class Request(Message, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
-    """A repeated part of a body: a msgpack array by position. New fields are appended, with defaults."""
+    """A repeated part of a body: a msgpack array, whose fields are identified by position. New fields are appended,
+    with defaults."""
 
 
 _BY_TYPE: dict[int, type[Message]] = {}
@@ -54,7 +56,7 @@ def message(number: int, *, reply: type[Message] | None = None) -> Callable[[typ
 
 
 def by_type(number: int) -> type[Message]:
-    """Return the message class of a type number. Raises WireError if it is unknown."""
+    """Return the message class for a type number. Raises WireError if it is unknown."""
     cls = _BY_TYPE.get(number)
     if cls is None:
         raise WireError(f"message type {number}: unknown")

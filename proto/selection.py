@@ -45,7 +45,7 @@ class Selection(NamedTuple):
 def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None) -> Selection:
     """Return the shards named in `keys` that the tasks (given by index) have, in the order of `keys`.
 
-    If `keys` is None, return all shards in the order of the file.
+    If `keys` is None, return all shards in file order.
     """
     where = np.asarray(tasks, np.int64)
     begins = table._starts[where]
@@ -69,13 +69,13 @@ def select(table: Table, tasks: Sequence[int], keys: Sequence[str] | None) -> Se
 
 
 def placed(table: Table, numbers: Array) -> tuple[list[int], list[int], list[int]]:
-    """Return the begin offsets, end offsets and checksums of rows given by number."""
+    """Return the start offsets, end offsets and checksums of the rows with these numbers."""
     rows = table._rows[numbers]
     return rows["offset"].tolist(), (rows["offset"] + rows["nbytes"]).tolist(), rows["checksum"].tolist()
 
 
 def named(table: Table, numbers: Array) -> list[str]:
-    """Return the names `task_id#key` of rows given by number."""
+    """Return the names `task_id#key` of the rows with these numbers."""
     owners = np.searchsorted(table._starts, numbers, side="right") - 1
     keys = table._rows["key"][numbers]
     return [f"{table.task_ids[task]}#{table.keys[key]}" for task, key in zip(owners, keys, strict=True)]

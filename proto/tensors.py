@@ -40,7 +40,7 @@ def checksum(data: Buffer | Array) -> int:
 
 
 def as_wire(array: Array) -> Array:
-    """Return a C-contiguous little-endian view or copy of `array` with the same shape, 0-d included.
+    """Return a C-contiguous little-endian view or copy of `array` with the same shape, including 0-d.
 
     Raises WireError for a dtype outside the table or more than 8 dimensions.
     """

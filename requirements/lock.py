@@ -70,7 +70,9 @@ def main() -> None:
     others = {name: version for file in OPTIONAL for name, version in pinned(HERE / file).items()}
     strangers = sorted(installed - runtime.keys() - dev.keys() - others - NOT_LOCKED)
     if strangers:
-        sys.exit(f"lock: nothing in pyproject.toml needs {', '.join(strangers)}; uninstall first, then lock again")
+        sys.exit(
+            f"lock: nothing in pyproject.toml needs {', '.join(strangers)}; uninstall these first, then lock again"
+        )
     torch = {"torch": runtime.pop("torch")}
     write(HERE / "torch.txt", torch, "# Installed first: an exact pin, as an open range fetches far more.\n")
     write(HERE / "lock.txt", runtime)

@@ -1,1 +1,1 @@
-"""The services of a run, one package for each."""
+"""The services of a run, one package each."""

@@ -57,7 +57,7 @@ async def fetch_weights(
 
 
 class BatchStatus(StrEnum):
-    """The location of the data of a batch."""
+    """The location of a batch's data."""
 
     LOCAL = "local"
     REMOTE = "remote"
@@ -143,7 +143,7 @@ class Batch:
     def __getitem__(self, key: str) -> list[Array]:
         """Return the arrays under `key`, one per task. An EMPTY batch returns an empty list.
 
-        Raises RuntimeError if the arrays were not fetched, and KeyError if there is no such key.
+        Raises RuntimeError if the arrays have not been fetched, and KeyError if there is no such key.
         """
         if not self._meta.tasks:
             return []
@@ -179,7 +179,7 @@ class Batch:
         return Batch(msgspec.structs.replace(self._meta, scalars=dict(scalars)), self._client, self._data)
 
     def take(self, indices: Sequence[int]) -> Batch:
-        """Return a handle of the tasks at `indices`, in that order, with the scalars of their samples."""
+        """Return a handle to the tasks at `indices`, in that order, with the scalars for their samples."""
         tasks = [self._meta.tasks[index] for index in indices]
         meta = msgspec.structs.replace(self._meta, tasks=tasks, scalars=_scalars_of(self._meta, indices))
         return Batch(meta, self._client)
@@ -215,7 +215,7 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """Return a handle of the tasks of all batches in order. EMPTY batches are skipped.
+        """Return a handle to the tasks of all batches in order. EMPTY batches are skipped.
 
         Raises ValueError if their parts or the names of their scalars differ, or a task occurs twice.
         """
@@ -233,15 +233,15 @@ class Batch:
                 for task in batch.tasks
             )
         if len({frozenset(batch.scalars) for batch in full}) != 1:
-            raise ValueError("concat: the batches have different scalars of their samples")
+            raise ValueError("concat: the batches have different scalars for their samples")
         scalars = {name: np.concatenate([batch.scalars[name] for batch in full]) for name in full[0].scalars}
         return cls(BatchMeta(tasks=tasks, parts=list(parts), stores=stores, scalars=scalars), full[0]._client)
 
     def union(self, other: Batch) -> Batch:
-        """Return a handle of the same tasks with the keys and scalars of both batches, in this batch's order.
+        """Return a handle to the same tasks with the keys and scalars of both batches, in this batch's order.
 
-        Each part of `other` must be new or equal to a part of this batch. Where both batches have a scalar, this
-        batch's values are kept. Raises ValueError if tasks or fences differ, or parts overlap only partially.
+        Each part of `other` must be new or equal to a part of this batch. If both batches have a scalar, this batch's
+        values are kept. Raises ValueError if tasks or fences differ, or parts overlap only partially.
         """
         mine, theirs = self._meta, other._meta
         order = _task_order(mine.tasks, theirs.tasks)
@@ -273,7 +273,7 @@ class Batch:
 
 
 def _scalars_of(meta: BatchMeta, indices: Sequence[int]) -> dict[str, Array]:
-    """Return the scalars of the samples of the tasks at `indices`, in that order."""
+    """Return the scalars for the samples in the tasks at `indices`, in that order."""
     if not meta.scalars:
         return {}
     counts = np.array([task.samples for task in meta.tasks], dtype=np.int64)

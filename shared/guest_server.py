@@ -1,7 +1,6 @@
 """Runs uvicorn as a guest of a running event loop.
 
-The server leaves the signal handlers and the logging of its process alone, and waits for silent clients only until a
-deadline.
+The server leaves its process's signal handlers and logging alone, and waits for silent clients only until a deadline.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class GuestServer:
         listen: tuple[str, int] = (HOST, 0),
         most_connections: int | None = None,
     ) -> None:
-        """`listen` is a host and a port; port 0 stands for any free port.
+        """`listen` is a host and a port; port 0 means any free port.
 
         Connections beyond `most_connections` get a 503.
         """
@@ -62,10 +61,10 @@ class GuestServer:
         """Host and port; empty before `start`."""
 
     async def start(self) -> None:
-        """Bind the port, so that `address` is valid and clients may connect when this returns. Raises OSError."""
+        """Bind the port, so that `address` is valid and clients can connect when this returns. Raises OSError."""
         host, port = self._listen
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # asyncio disables Nagle's algorithm, which delays answers by 40 ms, only on sockets whose protocol is named.
+        # asyncio disables Nagle's algorithm, which delays responses by 40 ms, only on sockets whose protocol is named.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -99,7 +98,7 @@ class _Guest(uvicorn.Server):
 class _GuestConnection(H11Protocol):
     """A connection that is closed if its client is silent for too long while a request is awaited or incomplete.
 
-    uvicorn starts its timer only after an answer, and stops it at the next byte.
+    uvicorn starts its timer only after a response, and stops it at the next byte.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

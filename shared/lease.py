@@ -1,7 +1,7 @@
 """The worker's side of leases: acquire, renew by progress, complete, hand back.
 
-Calls to a scheduler or store that is away are repeated while the lease is held, each with a time limit. A call within
-its limit renews the lease, however short `lease_s` is. A call that exceeds its limit no longer renews the lease.
+Calls to a scheduler or store that is unavailable are repeated while the lease is held, each with a time limit. A call
+within its limit renews the lease, however short `lease_s` is. A call that exceeds its limit no longer renews the lease.
 """
 
 from __future__ import annotations
@@ -72,17 +72,18 @@ class Lease:
 
     @property
     def waits(self) -> bool:
-        """Whether the lease waits for a peer whose time limit has not passed."""
+        """Whether the lease is waiting for a peer whose time limit has not passed."""
         return time.monotonic() < self._waits_until
 
     def wait(self, limit_s: float) -> None:
-        """Record that the lease waits up to `limit_s` seconds from now for a peer. A limit of 0 ends the wait."""
+        """Record that the lease is waiting for a peer, for up to `limit_s` seconds from now. A limit of 0 ends the
+        wait."""
         self._waits_until = time.monotonic() + limit_s
 
     async def within(self, limit_s: float, work: Awaitable[T]) -> T:
         """Return the result of `work`.
 
-        Meanwhile, renew the lease for up to `limit_s` seconds; `work` may take longer.
+        While it runs, renew the lease for up to `limit_s` seconds; `work` may take longer.
         """
         self.wait(limit_s)
         try:
@@ -214,17 +215,17 @@ class LeaseBook:
     async def persist(
         self, lease: Lease, what: str, attempt: Callable[[OnProgress], Coroutine[Any, Any, T]], limit_s: float
     ) -> T:
-        """Repeat `attempt` while its peer is away and the lease is held, and return its result.
+        """Repeat `attempt` while its peer is unavailable and the lease is held, and return its result.
 
-        An attempt renews the lease for `limit_s` seconds, within which it should end; each call of its `OnProgress`
-        restarts that time. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry cannot cure.
+        An attempt renews the lease for `limit_s` seconds, within which it should end; each call to its `OnProgress`
+        restarts that time. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry cannot fix.
         """
         with self.part(lease, what):
             return await lease.while_held(lease.within(limit_s, self._repeat(lease, what, attempt, limit_s)))
 
     @contextmanager
     def part(self, lease: Lease, what: str) -> Iterator[None]:
-        """Report the body as a part of the traced tasks of a lease, if it ends without an exception."""
+        """Report the body as part of the life of a lease's traced tasks, if it ends without an exception."""
         began = time.monotonic()
         yield
         self._report(lease, what, began)
@@ -235,7 +236,7 @@ class LeaseBook:
         return {"tasks": tasks, "lease": float(lease.grant.lease_id), "stage": self._stage} if tasks else {}
 
     def _report(self, lease: Lease, what: str, since: float) -> None:
-        """Report a part of the traced tasks of a lease, from the monotonic time `since` until now."""
+        """Report a part of the life of a lease's traced tasks, from the monotonic time `since` until now."""
         if about := self.about(lease):
             self._service.telemetry.part(what, time.monotonic() - since, about)
 

@@ -1,4 +1,5 @@
-"""Follows `metrics.jsonl` while it is written, and detects when a run that returns to an earlier step truncates it."""
+"""Follows `metrics.jsonl` while it is being written, and detects when a run that returns to an earlier step truncates
+it."""
 
 from __future__ import annotations
 

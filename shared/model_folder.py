@@ -52,7 +52,7 @@ def from_checkpoint(
     """Make `target` from a checkpoint's weights, whose data type is `dtype`, and the other files of the model `source`.
 
     `notes` maps the names of additional files to their text. Where the file system allows it, the weights are a hard
-    link to the checkpoint's file, so they take no space and outlive the checkpoint. Raises OSError.
+    link to the checkpoint's file, so they take up no space and outlive the checkpoint. Raises OSError.
     """
     partial = begin(target)
     partial.mkdir()

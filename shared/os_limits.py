@@ -1,7 +1,8 @@
-"""Limits of the operating system: errors of exhausted disks and descriptors, and the limit on open descriptors.
+"""Operating-system limits: the errors raised when disks or descriptors are exhausted, and the limit on open
+descriptors.
 
 libzmq aborts a process that has no descriptor left when a peer connects over ipc. Each connection from another host
-takes two descriptors, and a batch may map thousands of files, each of which takes one.
+takes two descriptors, and a batch can map thousands of files, each of which takes one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts the supervisor's state of a run's processes to rows of the topic `cluster/process`."""
+"""Converts the supervisor's view of a run's processes to rows of the topic `cluster/process`."""
 
 from __future__ import annotations
 

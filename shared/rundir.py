@@ -90,8 +90,8 @@ class RunDir:
 
     @property
     def outcome(self) -> Path:
-        """`{"outcome": "done" | "stopped" | "failed", "cause": "..."}`. The file exists from the moment at which the
-        run begins to end."""
+        """`{"outcome": "done" | "stopped" | "failed", "cause": "..."}`. The file exists from the moment the run begins
+        to shut down."""
         return self.path / "outcome.json"
 
     @property
@@ -133,7 +133,7 @@ class RunDir:
         return self.logs / f"{service}-{instance}.jsonl"
 
     def endpoint(self, service: str, instance: int) -> str:
-        """Return the endpoint of the mailbox of a service on this host."""
+        """Return the endpoint of a service's mailbox on this host."""
         return f"ipc://{self.sockets}/{service}-{instance}"
 
     def socket_file(self, service: str, instance: int) -> Path:
@@ -172,7 +172,8 @@ class RunDir:
 
     @classmethod
     def join(cls, path: Path, access: Access, *, shm_root: Path = SHM_ROOT) -> RunDir:
-        """Make `path` this host's directory of the run that `access` describes, with its own sockets and shared memory.
+        """Make `path` this host's directory for the run that `access` describes, with its own sockets and shared
+        memory.
 
         Raises RpcError(bad_request) if `path` already holds a run, or the role of `access` is not service.
         """
@@ -220,7 +221,7 @@ class RunDir:
         folder: Path | None = None,
         topology: Topology | None = None,
     ) -> RunDir:
-        """Make the content of the run directory, in `folder` if it is given. The rename is the last step.
+        """Create the contents of the run directory, in `folder` if it is given. The rename is the last step.
 
         If anything fails, the directories for sockets and shared memory are removed again.
         """
@@ -295,7 +296,7 @@ class RunDir:
 def _volatile_folders(shm_root: Path) -> Iterator[tuple[Path, Path]]:
     """Make private directories for the sockets and for the shared memory of a run, and remove them if the block fails.
 
-    The directories stay locked during the block. Afterwards the sweep recognises their owner by the lock file and by
+    The directories stay locked during the block. Afterwards the sweep recognizes their owner by the lock file and by
     the link to the shared memory.
     """
     made: list[Path] = []
@@ -324,7 +325,7 @@ def _locked(path: Path, flags: int = os.O_CREAT | os.O_RDWR) -> int:
 
 
 def release(locks: Iterable[int]) -> None:
-    """Give up the locks that `RunDir.hold` has returned."""
+    """Release the locks that `RunDir.hold` returned."""
     for lock in locks:
         os.close(lock)
 
@@ -334,7 +335,7 @@ def sweep_abandoned(shm_root: Path = SHM_ROOT, runs: Path | None = None) -> list
     and the run directories under `runs` that their launcher did not finish making.
 
     Returns the deleted directories. Directories that a process has locked are kept, as are directories that are younger
-    than `ABANDONED_S`, belong to other users, or cannot be recognised.
+    than `ABANDONED_S`, belong to other users, or cannot be recognized.
     """
     sockets = _old_folders(Path(tempfile.gettempdir()), SHM_PREFIX)
     linked = {folder: shm for folder in sockets if (shm := _linked(folder)) is not None}
@@ -373,8 +374,8 @@ def _old_folders(root: Path, prefix: str) -> list[Path]:
 
 
 def _is_old(folder: Path, prefix: str) -> bool:
-    """Return whether `folder` is a directory of this user whose name begins with `prefix` and that is old enough to
-    sweep."""
+    """Return whether `folder` is a directory that belongs to this user, has a name that begins with `prefix`, and is
+    old enough to sweep."""
     try:
         status = folder.lstat()
     except OSError:

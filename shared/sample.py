@@ -1,4 +1,4 @@
-"""`Sample`: the argument of a reward function. It is plain data that users can build in their own tests."""
+"""`Sample`: the argument passed to a reward function. It is plain data that users can build in their own tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 class Sample:
     """One finished sample of a task.
 
-    `row` is the row of the dataset. `messages` are the prompt's messages followed by the assistant's answer (a raw-text
-    prompt counts as one user message). `completion` is the text after the prompt, without special tokens, and
+    `row` is the task's row in the data set. `messages` are the prompt's messages followed by the assistant's answer (a
+    raw-text prompt counts as one user message). `completion` is the text after the prompt, without special tokens, and
     `token_ids` are the sampled tokens, including the EOS. `finish_reason` is `stop` or `length`, `turns` counts the
     assistant's turns, and `state` belongs to the workflow.
     """

@@ -1,4 +1,4 @@
-"""The graph of stages of a train task: which shards each stage needs, and which it makes.
+"""The graph of a train task's stages: which shards each stage needs, and which it makes.
 
 A task is ready for a stage when all keys that the stage needs have been accepted. A new stage (a critic, a judge) is
 one declaration.
@@ -22,7 +22,7 @@ Shards of one task (S sequences, T tokens in total, prompt included; ragged, nev
 `<call>` is the driver's incarnation (hexadecimal), `-` and the number of its `Forward`. A replayed step may produce
 different bits (different weights, a different number of ranks), but a shard never changes, so each call has its own
 key. The call is a revision (proto/SPEC.md, names): the store deletes the shards of the earlier call once those of the
-later call are sealed. The part of stage `proximal` in a batch's metadata names the key.
+later call are sealed. The part for stage `proximal` in a batch's metadata names the key.
 """
 
 from __future__ import annotations

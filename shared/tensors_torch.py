@@ -1,4 +1,5 @@
-"""numpy arrays and torch tensors over the same memory, for every dtype of the wire. Conversions preserve every bit.
+"""numpy arrays and torch tensors over the same memory, for every dtype in the wire format. Conversions preserve every
+bit.
 
 Lightweight services import nothing that imports this module, because it imports torch.
 """

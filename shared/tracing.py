@@ -28,7 +28,7 @@ def traced(task_ids: Iterable[str], share: float) -> list[str]:
 
 
 def trace_id(run: str, subject: str) -> bytes:
-    """Return the id of the trace of `subject`: a task id, or `step/<step>`."""
+    """Return the trace id for `subject`: a task id, or `step/<step>`."""
     return xxhash.xxh3_128_digest(f"{run}\0{subject}".encode())
 
 

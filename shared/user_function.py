@@ -1,5 +1,5 @@
 """Finds a function that a topology names by import path, `my.module:fn`. Errors are raised at the start of a run, each
-in one line.
+with a one-line message.
 
 Paths come from the topology only, not from messages.
 """
@@ -37,7 +37,7 @@ def import_function(path: str) -> Callable[..., Any]:
 def find_function(path: str, key: str, arguments: int, params: Mapping[str, object]) -> Callable[..., Any]:
     """Return the function at `path`, which must accept `arguments` positional arguments and the keywords `params`.
 
-    `key` is the topology key that names it. Raises ValueError, in one line, if the path cannot be imported, is not a
+    `key` is the topology key that names it. Raises a one-line ValueError if the path cannot be imported, is not a
     function, or does not accept the arguments.
     """
     try:

@@ -29,12 +29,12 @@ class WarningRecord(msgspec.Struct, frozen=True):
 
 
 def line_of(record: WarningRecord) -> str:
-    """Return the warning as one line for people."""
+    """Return the warning as one human-readable line."""
     return f"warning at step {record.step}: {record.text}; {record.remedy} ({record.kind})"
 
 
 def parse(line: bytes | str) -> WarningRecord | None:
-    """Return the record of a line, or None if the line is damaged."""
+    """Return the record in a line, or None if the line is damaged."""
     try:
         return msgspec.json.decode(line, type=WarningRecord)
     except msgspec.DecodeError:

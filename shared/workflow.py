@@ -3,10 +3,10 @@
     async def workflow(row: dict, llm: LLM, ctx: Context, **params) -> Trajectory     # makes one sample
 
 `llm.chat` calls the policy. Its tokens are kept as they were sampled. A history that begins with the history of an
-earlier call (including the policy's answer) continues the sequence of that call; any other history opens a new one.
+earlier call (including the policy's answer) continues that call's sequence; any other history starts a new one.
 
 Workflows run in separate processes, many samples in one loop. Samples share only module state. A sample whose process
-fails is made again from the start.
+fails is made again from scratch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class ToolCall:
 class Turn:
     """One answer of the policy.
 
-    `token_ids`, `logprobs` and `versions` describe the sampled tokens, including the EOS. `text` has no special
-    tokens and ends before a stop text. `finish_reason` is `stop` or `length`. `prompt_tokens` counts the input tokens.
-    Append `message` to the history so that the next call continues this one.
+    `token_ids`, `logprobs` and `versions` describe the sampled tokens, including the EOS. `text` contains no special
+    tokens and ends before any stop text. `finish_reason` is `stop` or `length`. `prompt_tokens` counts the input
+    tokens. Append `message` to the history so that the next call continues this one.
     """
 
     text: str
@@ -70,7 +70,8 @@ class Sequence:
 
 @dataclass
 class Trajectory:
-    """One sample. With `reward` None, the topology's reward functions score it. `metrics` are numbers for telemetry."""
+    """One sample. If `reward` is None, the topology's reward functions score it. `metrics` are numbers for
+    telemetry."""
 
     sequences: list[Sequence]
     reward: float | dict[str, float] | None = None
@@ -100,7 +101,7 @@ class Context(Protocol):
     task_id: str
     sample: int
     state: dict[str, Any]
-    """Values of the workflow, which reward functions receive as `sample.state`. They must be JSON values."""
+    """The workflow's own values, which reward functions receive as `sample.state`. They must be JSON values."""
 
     @property
     def base_url(self) -> str: ...
@@ -112,5 +113,5 @@ class Context(Protocol):
     async def call(self, tool: Callable[..., T], *args: Any, timeout_s: float | None = None) -> T:
         """Call `tool(*args)` on its own thread, and return its result.
 
-        Raises TimeoutError after `timeout_s`, or when the sample's time is over. The thread is then abandoned.
+        Raises TimeoutError after `timeout_s`, or when the sample's time is up. The thread is then abandoned.
         """

@@ -24,7 +24,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 # Wall-clock deadlines per example would fail on a busy machine.
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-# Mutation tests need only the fact that a defect is found, so examples are not minimised.
+# Mutation tests need to know only that a defect is found, so examples are not minimised.
 settings.register_profile("mutants", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 

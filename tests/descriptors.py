@@ -14,7 +14,7 @@ def descriptors_left(count: int) -> Iterator[None]:
     """Allow at most `count` further descriptors to be opened during the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
-    gc.collect()  # Otherwise, garbage of earlier tests would free descriptors during the block.
+    gc.collect()  # Otherwise, garbage from earlier tests would free descriptors during the block.
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 50 + count, hard))
     try:
         while True:

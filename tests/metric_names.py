@@ -21,6 +21,6 @@ def pattern_of(name: str) -> re.Pattern[str]:
 
 
 def undocumented(names: Iterable[str]) -> set[str]:
-    """Return the items of `names` that no line of the table covers."""
+    """Return the items from `names` that no line in the table covers."""
     known = documented()
     return {name for name in names if not any(each.fullmatch(name) for each in known)}

@@ -2,7 +2,7 @@
 
 - The menu is the list of links in docs/index.md, by its headings.
 - Documents outside of docs/ (README, CONTRIBUTING, ...) become pages, and so does every file and folder of the code
-  that a document links to. A link without a target is a warning, which `--strict` makes an error.
+  that a document links to. A link without a target is a warning, which `--strict` turns into an error.
 - Mermaid diagrams are replaced by their drawings (draw.py).
 """
 
@@ -57,7 +57,7 @@ def _links(document: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _page_of(path: Path) -> str:
-    """Return the page, in the terms of mkdocs, for a file or folder of the repository."""
+    """Return the page, in mkdocs terms, for a file or folder in the repository."""
     if path in OUTSIDE:
         return OUTSIDE[path]
     if path.is_relative_to(DOCS):

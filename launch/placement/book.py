@@ -24,7 +24,7 @@ from shared.rundir import service_name
 from shared.topology import Topology
 
 SILENT_S = 20.0
-"""Seconds of silence after which an agent's host counts as lost."""
+"""Seconds of silence after which an agent's host is considered lost."""
 
 
 class HostState(StrEnum):
@@ -189,7 +189,7 @@ class HostBook:
             text = f"host {host.name}: placement.hosts gives it {host.gpus} GPUs, but its agent may use {report.gpus}"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         if report.incarnation in host.given_up:
-            raise RpcError(ErrorCode.LOST, f"host {host.name}: counts as lost, because it was silent; join again")
+            raise RpcError(ErrorCode.LOST, f"host {host.name}: considered lost, because it was silent; join again")
         effects: list[Effect] = []
         known = host.report
         if host.state == HostState.JOINED and known is not None and known.incarnation != report.incarnation:

@@ -1,7 +1,7 @@
 """Carries out what `HostBook` decides: answers agents, informs the scheduler, and passes requests on.
 
 An agent reports once a second and is answered with everything its host should run, so a lost report or a restarted
-agent needs no repair. Requests of an operator or of the scheduler that concern a process of another host go to the
+agent needs no repair. Requests of an operator or of the scheduler that concern a process on another host go to the
 supervisor of that host's agent, which answers them just as this supervisor would.
 """
 

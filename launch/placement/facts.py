@@ -1,4 +1,4 @@
-"""Finds what a host has, and whether a part of a run can run there. It starts nothing."""
+"""Determines what a host has, and whether a part of a run can run there. It starts nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The agent's side of the reports: joins the run, and has the host's supervisor run the ordered processes."""
+"""The agent's side of the reports: joins the run, and has the host's supervisor run the processes that the run
+orders."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ class HostLink:
                 await self._send(supervisor, LAST_CALL_S, failed=failed)
             await self._send(supervisor, LAST_CALL_S, ended=True)
         except RpcError as error:
-            self._log.warning("the run was not told of the end of this host", error=str(error))
+            self._log.warning("the run was not told that this host has ended", error=str(error))
 
     async def close(self) -> None:
         self._client.close()

@@ -296,7 +296,7 @@ class Keeper:
         try:
             ended = self._ray.get(placed.waiting)
         except self._ray.exceptions.RayError as error:
-            self._lose(placed, f"the actor of its agent ended: {_line(error)}")
+            self._lose(placed, f"its agent's actor ended: {_line(error)}")
             return
         if ended is None:
             placed.waiting = placed.actor.wait.remote(WAIT_S)
@@ -376,7 +376,7 @@ def _open(order: Order) -> Keeper | None:
         return None
     if os.environ.get("RAY_AUTH_MODE") != "token" and os.environ.get("RAY_USE_TLS") != "1":
         text = "this Ray cluster has neither a token (RAY_AUTH_MODE=token) nor TLS (RAY_USE_TLS=1)"
-        tell(News("warning", f"{text}: anyone who reaches its ports can run code on it and take the keys of the run"))
+        tell(News("warning", f"{text}: anyone who can reach its ports can run code on it and take the run's keys"))
     keeper = Keeper(ray, order)
     tell(News("opened", address=ray.util.get_node_ip_address()))
     keeper.check()

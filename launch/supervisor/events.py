@@ -1,6 +1,6 @@
 """The events that the supervisor's state machine handles, and the effects that it returns.
 
-`Event` and `Effect` are unions over all of them.
+`Event` and `Effect` are unions of all of them.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Died:
-    """For people: a process died and restarts in `delay_s` seconds."""
+    """For people: a process died and will restart in `delay_s` seconds."""
 
     key: Key
     cause: str

@@ -44,7 +44,7 @@ def watch(lines: Iterable[str]) -> dict[int, Left]:
 
 
 def end(left: dict[int, Left]) -> None:
-    """Send SIGTERM to all processes, then SIGKILL to each that is alive after its limit.
+    """Send SIGTERM to all processes, then SIGKILL to each that is still alive after its limit.
 
     Return when all have ended, or `KILLED_S` seconds after the last SIGKILL.
     """

@@ -53,8 +53,8 @@ def child_environment(threads: int, gpus: str | None = None) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        # torch then counts GPUs through NVML: the default way initializes the CUDA driver, and a process that has done
-        # so cannot be forked
+        # torch then counts GPUs through NVML: the default method initializes the CUDA driver, and a process that has
+        # done so cannot be forked
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # with one arena per thread, a torch process would keep the memory that its threads free
         "MALLOC_ARENA_MAX": "2",
@@ -189,7 +189,7 @@ class Programs:
     def start_guard(self) -> None:
         """Start the process that stops the rest of the run if the launcher dies (`launch.supervisor.guard`), and become
         the parent of processes whose parent ends, such as forks of a spare."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was inherited as ignored, exit statuses would be lost
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were inherited as ignored, exit statuses would be lost
         if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         self._reap_now_and_then()

@@ -248,11 +248,11 @@ class Supervisor:
         return self._door.endpoint if self._door is not None else ""
 
     def rows(self) -> list[ProcessRow]:
-        """Return the processes of this host."""
+        """Return the processes on this host."""
         return self._views.rows()
 
     def rows_of_hosts(self) -> list[ProcessRow]:
-        """Return the processes of the other hosts."""
+        """Return the processes on the other hosts."""
         return self._hosts.book.rows() if self._hosts is not None else []
 
     @property

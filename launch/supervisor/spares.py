@@ -46,12 +46,12 @@ class SpareRules:
 
     @property
     def missing(self) -> list[SpareKind]:
-        """The kinds that have no spare and were not given up."""
+        """The kinds that have no spare and have not been given up."""
         return [kind for kind in self._kills if kind not in self.spares]
 
     @property
     def complete(self) -> bool:
-        """Whether there is a warm spare of every kind that was not given up."""
+        """Whether there is a warm spare of every kind that has not been given up."""
         return not self.missing and all(spare.warm for spare in self.spares.values())
 
     def started(self, kind: SpareKind, pid: int) -> None:

@@ -45,7 +45,7 @@ async def log_stacks(run: RunDir, key: Key, pid: int, cause: str, ask: Callable[
             os.write(log, json.dumps(line).encode() + b"\n")
         finally:
             os.close(log)
-    except OSError as error:  # a full disk, or a process that has ended meanwhile
+    except OSError as error:  # a full disk, or a process that has ended in the meantime
         structlog.get_logger(SUPERVISOR).warning("no stacks", pid=pid, error=str(error))
 
 

@@ -233,7 +233,7 @@ class RunLifecycle:
 
     def _silent(self, process: Process, pid: int, seconds: float) -> None:
         if process.pid != pid or process.state != ProcessState.READY:
-            return  # it has ended meanwhile, or is ending
+            return  # it has ended in the meantime, or is ending
         process.state = ProcessState.FAILED
         process.cause = f"no answer for {seconds:g} s"
         self._effects.append(Kill(process.key, pid, hung=True))

@@ -75,7 +75,7 @@ class Views:
         mailbox.handle(GetStory, self._get_story)
 
     def rows(self) -> list[ProcessRow]:
-        """Return the processes of this host."""
+        """Return the processes on this host."""
         return [
             ProcessRow(
                 service=key[0],
@@ -126,7 +126,7 @@ class Views:
         loop = asyncio.get_running_loop()
         now = loop.time()
         rows: list[WaitRow] = self._waits.rows(self._state, now)
-        # Reading all processes of the machine takes a while.
+        # Reading all processes on the machine takes a while.
         rows += await loop.run_in_executor(None, stopped_processes, dict(self._state.pids()))
         rows += self._hosts.waits(now) if self._hosts is not None else []
         phase, phase_s = self._state.phase, self._waits.phase_s(now)

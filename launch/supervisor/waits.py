@@ -1,4 +1,4 @@
-"""Describes for people what the processes of a run wait for, as seen by the supervisor. It decides nothing."""
+"""Describes for people what the processes of a run are waiting for, as seen by the supervisor. It decides nothing."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class _Question:
 class MailboxWatch:
     """Pings the mailbox of each given process. For the loop thread only.
 
-    Time in which this process itself did not run (it was stopped, or the machine is overloaded) does not count: the
-    other processes may not have run either, and their answers may be waiting to be read.
+    Time during which this process itself was not running (it was stopped, or the machine is overloaded) does not count:
+    the other processes may not have been running either, and their answers may be waiting to be read.
     """
 
     def __init__(

@@ -182,7 +182,7 @@ class MonitorApp(App[None]):
         """Read new data and draw the visible view."""
         self._drawn_at = (time.monotonic(), time.process_time())
         if not self._main.query("#head"):
-            return  # The interface is being taken down.
+            return  # The interface is being torn down.
         if not self.feed.ended:
             self.feed.read_files()
         self._main.query_one("#head", Picture).redraw(self.size.width - 2, 1)

@@ -55,7 +55,7 @@ def headline(run: str, progress: Progress, *, width: int, note: str = "") -> Tex
 
 
 def overview(view: RunView, now: float, width: int, height: int) -> list[Text]:
-    """Return as much as fits of the troubles and warnings, processes, pipeline and most important curves."""
+    """Return as much of the troubles and warnings, processes, pipeline and most important curves as fits."""
     lines = [*notices(view, width, limit=3), *_processes(view.services(now), width), *pipeline(view, width)]
     room = height - len(lines) - 1
     if room >= MIN_PLOT_HEIGHT:

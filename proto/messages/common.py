@@ -1,4 +1,4 @@
-"""Messages of all services: errors, acknowledgements and pings. This module imports no other module of messages."""
+"""Messages used by all services: errors, acknowledgements and pings. This module imports no other message module."""
 
 from __future__ import annotations
 

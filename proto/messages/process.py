@@ -131,7 +131,7 @@ class Waits(Message, frozen=True, kw_only=True):
     incarnation: int
     state: str  # STARTING, READY, DRAINING, STOPPED or FAILED; for the supervisor, its phase (`SupervisorState`)
     state_s: float  # seconds since the process entered that state
-    cause: str = ""  # what the process waits for in this state, in one line
+    cause: str = ""  # what the process is waiting for in this state, in one line
     waits: list[WaitRow] = []  # in no particular order
     progress_s: float = -1.0
     """Seconds since the counter of its working thread last advanced (`Heartbeat.progress`). -1: it never has."""
@@ -190,7 +190,7 @@ class Story(Message, frozen=True, kw_only=True):
 
 @message(7, reply=Story)
 class GetStory(Request, frozen=True, kw_only=True):
-    """Ask for the story of one task, from the journal and the logs on the host of the run directory.
+    """Ask for the story of one task, from the journal and the logs on the host that holds the run directory.
 
     Errors:
         bad_request: the journal has no task of this name, or cannot be read.

@@ -149,7 +149,7 @@ class HoldDevices(Request, frozen=True, kw_only=True):
         bad_request: the process shares no devices, or has no such part.
         conflict: a newer report of this incarnation has arrived, or the parts contradict each other.
         lost: this incarnation is not registered.
-        not_ready: there is nothing to change, or a newer report has arrived meanwhile.
+        not_ready: there is nothing to change, or a newer report has arrived in the meantime.
     """
 
     service: str

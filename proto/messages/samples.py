@@ -50,6 +50,6 @@ class TakeSamples(Request, frozen=True, kw_only=True):
     """
 
     incarnation: int
-    taken: list[PutTask] = []  # tasks of earlier answers that have been recorded, or whose shards cannot be read
-    rewinds: int = 0  # number of returns to earlier steps that the recorder knows of
+    taken: list[PutTask] = []  # tasks from earlier answers that have been recorded, or whose shards cannot be read
+    rewinds: int = 0  # how many returns to earlier steps the recorder knows of
     final: bool = False  # answer at once, even if no task is due, because the run is ending

@@ -47,7 +47,7 @@ class StepBatch(Message, frozen=True, kw_only=True):
 
     step: int
     batch: BatchMeta  # the tasks, and where their shards are
-    scalars: dict[str, Array]  # as in `Complete`, in the order of the batch
+    scalars: dict[str, Array]  # as in `Complete`, in batch order
     reward_mean_unfiltered: float = 0.0  # mean reward, including the samples of filtered tasks
     samples_failed: int = 0  # samples that are left out of the batch's groups
     dropped: int = 0  # tasks dropped since the last batch
@@ -60,11 +60,11 @@ class StepBatch(Message, frozen=True, kw_only=True):
 
 @message(43, reply=StepBatch)
 class NextBatch(Request, frozen=True, kw_only=True):
-    """The driver asks for the batch of a step, and is answered once the batch is ready. Asking again returns the same
+    """The driver asks for a step's batch; the answer is sent once the batch is ready. Asking again returns the same
     batch.
 
     Errors:
-        bad_data: too many tasks in a row were dropped, or a trouble ended the run.
+        bad_data: too many tasks in a row were dropped, or a `Trouble` ended the run.
         bad_request: the run has no such step, or can no longer be bit-identical to an undisturbed run.
         conflict: a newer driver has taken over, the step is not the next one, or its tasks were collected.
         missing: a store has lost a weight version. Send `GetRunInfo` and publish that version again.
@@ -85,7 +85,7 @@ class CommitStep(Request, frozen=True, kw_only=True):
 
     driver: int
     step: int
-    metrics: dict[str, float]  # the driver's part of the metrics row
+    metrics: dict[str, float]  # the part of the metrics row that comes from the driver
 
 
 @message(45, reply=Ack)
@@ -122,16 +122,16 @@ class EvalsDone(Message, frozen=True, kw_only=True):
 
     step: int  # the policy version
     accuracy: dict[str, float]  # mean score on each evaluation set
-    metrics: dict[str, float] = {}  # the evaluations' part of the version's metrics row
+    metrics: dict[str, float] = {}  # the part of the version's metrics row that comes from the evaluations
 
 
 @message(48, reply=EvalsDone)
 class WaitEvals(Request, frozen=True, kw_only=True):
-    """The driver waits for the evaluations of a version. The driver is answered once these and all earlier evaluations
-    are done.
+    """The driver waits for the evaluations of a version. The answer is sent once these and all earlier evaluations are
+    done.
 
     Errors:
-        bad_data: a trouble ended the run.
+        bad_data: a `Trouble` ended the run.
         conflict: a newer driver has taken over.
         missing: as for `NextBatch`.
         not_ready: the evaluations were not done before the deadline.

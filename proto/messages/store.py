@@ -34,7 +34,7 @@ class PutBegin(Request, frozen=True, kw_only=True):
 
     put_id: str  # 32 lower-case hexadecimal digits, chosen at random; a retry of the whole put uses the same id
     nbytes: int  # size of the file
-    tasks: list[PutTask]  # the tasks in the order of the file
+    tasks: list[PutTask]  # the tasks, in file order
     full: bool = False  # the mount, or a quota, had no room for the bytes of the previous grant
 
 
@@ -47,14 +47,14 @@ class PutSealed(Message, frozen=True, kw_only=True):
 
 @message(63, reply=PutSealed)
 class PutSeal(Request, frozen=True, kw_only=True):
-    """The producer has written the file. Sealing twice has the effect of sealing once.
+    """The producer has written the file. Sealing twice has the same effect as sealing once.
 
     After bad_request, collected or conflict, the grant no longer exists.
 
     Errors:
         bad_request: the file is malformed, or does not contain the granted tasks.
         busy: the mount has no room, or no descriptor is left. Nothing is sealed: ask again.
-        collected: tasks (`names`) were tombstoned meanwhile. The whole put is refused.
+        collected: tasks (`names`) were tombstoned in the meantime. The whole put is refused.
         conflict: shards (`names`) are sealed with different bytes.
         missing: no such put (`names`) is open. Begin again.
     """
@@ -67,7 +67,7 @@ class Located(Message, frozen=True, kw_only=True):
     """The sealed files that hold the tasks."""
 
     files: list[str]  # paths
-    places: list[list[int]]  # for each task of the request, the indices of the files that hold it
+    places: list[list[int]]  # for each task in the request, the indices of the files that hold it
 
 
 @message(65, reply=Located)
@@ -86,7 +86,7 @@ class Locate(Request, frozen=True, kw_only=True):
 class Clear(Request, frozen=True, kw_only=True):
     """The scheduler tombstones tasks: every shard of such a task with the given fence or a lower one is deleted.
 
-    Clearing twice has the effect of clearing once. Later puts and reads under a tombstoned fence are refused.
+    Clearing twice has the same effect as clearing once. Later puts and reads under a tombstoned fence are refused.
 
     Errors:
         bad_request: a task id is malformed, or a fence is outside 0 to 2^63 - 1. In this case, nothing is cleared.
@@ -102,7 +102,7 @@ class Inventory(Message, frozen=True, kw_only=True):
     tasks: list[PutTask]  # the tasks with their fences
     cursor: int  # cursor of the next page; 0: this is the last page
     files: list[int] = []  # for each task, the number of its files
-    hashes: list[int] = []  # the content hash (section 8) of the shards in each of these files, task after task
+    hashes: list[int] = []  # the content hash (section 8) of the shards in each of these files, task by task
 
 
 @message(68, reply=Inventory)

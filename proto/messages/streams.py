@@ -57,7 +57,7 @@ class OpenStream(Request, frozen=True, kw_only=True):
     """A reader asks for a stream with the shards of these tasks.
 
     Errors:
-        bad_request: there is no task, or a task or a key occurs twice.
+        bad_request: there are no tasks, or a task or a key occurs twice.
         busy: the store has the maximum number of streams.
         collected: tasks (`names`) are tombstoned at these fences. This is checked before missing.
         lost: the line is not open.
@@ -65,9 +65,9 @@ class OpenStream(Request, frozen=True, kw_only=True):
     """
 
     line_id: str  # the line over which the ranges will be sent
-    tasks: list[PutTask]  # the tasks, in the order of the stream
-    keys: list[str] = []  # the keys of each task, in the order of the stream; empty: all keys, in file order
-    max_bytes: int = 1 << 26  # tasks are included up to this total size of their shards; the first always is
+    tasks: list[PutTask]  # the tasks, in stream order
+    keys: list[str] = []  # the keys of each task, in stream order; empty: all keys, in file order
+    max_bytes: int = 1 << 26  # most bytes of all shards together; the first task is always included
 
 
 @message(38)

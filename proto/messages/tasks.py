@@ -43,7 +43,7 @@ class Canary(msgspec.Struct, frozen=True, kw_only=True):
     """Proof that weights were loaded: a fixed sequence and the trainer's log-probs of its tokens."""
 
     token_ids: Array  # int32 [T]
-    logprobs: Array  # float32 [T - 1], of tokens 1 to T - 1 at temperature 1
+    logprobs: Array  # float32 [T - 1], for tokens 1 to T - 1 at temperature 1
     tolerance: float  # bound on the `quantile` of the absolute log-prob differences
     digests: list[int] = []
     """Digests of all weights (section 12), in the order of the sorted names. Empty if engines use the arrays themselves
@@ -63,7 +63,7 @@ class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
     store: str  # name of the store that holds the version
     nbytes: int  # bytes of all weights
     canary: Canary  # proof for this version
-    drill: Canary  # proof for the start-up drill, which loads perturbed weights of the model directory
+    drill: Canary  # proof for the start-up drill, which loads a perturbed copy of the model directory's weights
     drill_seed: int  # seed of that perturbation
     drill_factors: list[float] = []
     """Noise factor of each weight, in the order of the sorted names; empty: 1 for all."""
@@ -125,7 +125,7 @@ class DropReason(StrEnum):
     FILTERED = "filtered"  # all rewards of the group are equal (algorithm.filter_zero_variance)
     STALE = "stale"  # the version of the oldest token is too old (consume: completion)
     ATTEMPTS = "attempts"  # lease.attempts attempts failed
-    WEIGHTS_LOST = "weights_lost"  # the version of an evaluation was lost with its store
+    WEIGHTS_LOST = "weights_lost"  # the version being evaluated was lost with its store
     OTHER = "other"
 
 
@@ -135,8 +135,8 @@ class LossReason(StrEnum):
     RAISED = "raised"  # the reward function raised
     ANSWER = "answer"  # the reward function did not return finite numbers
     TIMEOUT = "timeout"  # no answer within reward.timeout_s
-    CRASHED = "crashed"  # the process of the reward function ended
-    MEMORY = "memory"  # the call needs more memory than reward.memory
+    CRASHED = "crashed"  # the reward function's process ended
+    MEMORY = "memory"  # the call needs more memory than reward.memory allows
     JUDGE = "judge"  # the judge repeatedly refused this sample but answered for other samples
     WORKFLOW = "workflow"  # the workflow made no sample
     OTHER = "other"
@@ -153,7 +153,7 @@ class TaskResult(Record, frozen=True, array_like=True):
     samples: int = 0  # number of samples
     tokens: int = 0  # tokens of all sequences
     nbytes: int = 0  # bytes of all shards
-    reason: str = ""  # the reason for an outcome other than done, in one line for a person
+    reason: str = ""  # the reason for an outcome other than done, in one human-readable line
     samples_failed: int = 0  # samples that are left out
     why: str = ""  # with outcome drop, a `DropReason`
     lost: dict[str, int] = {}  # the lost samples among `samples_failed`, counted by `LossReason`
@@ -177,7 +177,7 @@ class CompleteAck(Message, frozen=True, kw_only=True):
 
 @message(33, reply=CompleteAck)
 class Complete(Request, frozen=True, kw_only=True):
-    """A worker ends a lease or a part of it. Sealed shards become visible when their result is accepted, not before.
+    """A worker ends a lease or part of it. Sealed shards become visible when their result is accepted, not before.
 
     Errors:
         bad_request: the stage is unknown, or a scalar or number is invalid. In this case, no result is accepted.

@@ -57,7 +57,7 @@ class GetStatus(Request, frozen=True, kw_only=True):
 
 @message(110)
 class Telemetry(Message, frozen=True, kw_only=True):
-    """The values of a topic changed. The message may be dropped."""
+    """The values of a topic have changed. The message may be dropped."""
 
     service: str
     instance: int
@@ -86,7 +86,7 @@ class Snapshot(Message, frozen=True, kw_only=True):
     sequence: int  # sequence of the last update in the snapshot; the stream continues after that update
     rows: list[TopicRow]  # the last values of every topic
     dropped: int  # telemetry messages that services dropped, over all their incarnations
-    stream: str = ""  # tcp endpoint of the updates; empty: they are available on the monitor's host only
+    stream: str = ""  # tcp endpoint of the updates; empty: they are available only on the monitor's host
 
 
 @message(112, reply=Snapshot)
@@ -96,12 +96,13 @@ class GetSnapshot(Request, frozen=True, kw_only=True):
 
 @message(121)
 class History(Message, frozen=True, kw_only=True):
-    """The history that a new observer has missed. The steps of a curve ascend, and long curves are thinned."""
+    """The history that a new observer has missed. The steps of each curve are in ascending order, and long curves are
+    thinned."""
 
-    newest: dict[str, float]  # the newest row of metrics.jsonl, without values that are not finite
+    newest: dict[str, float]  # the newest row of metrics.jsonl, without non-finite values
     steps: dict[str, Array]  # the steps of each metric's points, float64, by metric name
     values: dict[str, Array]  # the values of each metric's points, float64, by metric name
-    spans: list[TopicRow]  # the newest rows of topic `span` of all services, oldest first
+    spans: list[TopicRow]  # the newest rows of topic `span` from all services, oldest first
 
 
 @message(122, reply=History)

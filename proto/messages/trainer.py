@@ -10,7 +10,7 @@ from proto.registry import Message, Request, message
 
 
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The loss as named functions and numbers, which workers apply to every token. An option of 0 or "" is off."""
+    """The loss as named functions and numbers, which workers apply to every token. An option set to 0 or "" is off."""
 
     name: str  # a builtin loss, or the import path in the topology from which workers load it
     clip_low: float  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
@@ -18,7 +18,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     anchor: str
     """"rollout", "proximal" or "present". The last is like proximal, but the call's gradients make the step's only
     update."""
-    temperature: float  # sampling temperature of training; logits are divided by it
+    temperature: float  # sampling temperature used in training; logits are divided by it
     tis_cap: float = 0.0  # cap of the truncated importance weight exp(prox - rollout)
     kl_estimator: str = ""  # "k1", "k2" or "k3"
     kl_coef: float = 0.0  # factor of the KL term
@@ -35,7 +35,7 @@ class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerRequest(Request, frozen=True, kw_only=True):
     """A call to the trainer's model, sent to one rank, or to the dispatch, which represents all ranks.
 
-    Every call may be answered with these errors:
+    Any call can be answered with these errors:
 
     Errors:
         bad_data: shards or gradients (of the tasks in `names`) are not finite, or have wrong shapes.
@@ -83,16 +83,16 @@ class Forward(WorkerRequest, frozen=True, kw_only=True):
 class ForwardBackwardDone(Message, frozen=True, kw_only=True):
     """The gradient is accumulated."""
 
-    sums: dict[str, float]  # additive over workers and calls: `loss`, `kl`, `clipped`, `tokens` and others
+    sums: dict[str, float]  # additive across workers and calls: `loss`, `kl`, `clipped`, `tokens` and others
     seconds: float
-    imbalance: float = 1.0  # tokens of the fullest rank divided by the mean of all ranks
+    imbalance: float = 1.0  # number of tokens on the fullest rank divided by the mean over all ranks
 
 
 @message(85, reply=ForwardBackwardDone)
 class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
     """Add the gradient of sum(W * loss) over a batch to the accumulated gradient.
 
-    W of a token is its sample's weight times the token's mask.
+    A token's W is its sample's weight times the token's mask.
     """
 
     batch: BatchMeta  # the tasks; `scalars` holds `advantages` and `weights`, float32 [samples]
@@ -106,7 +106,7 @@ class OptimStepDone(Message, frozen=True, kw_only=True):
     grad_norm: float  # norm of the gradient before clipping
     lr: float  # learning rate of the update
     seconds: float
-    snapshot_s: float = 0.0  # processor time that the snapshot took, not part of `seconds`; 0: no snapshot was taken
+    snapshot_s: float = 0.0  # processor time of the snapshot, not included in `seconds`; 0: no snapshot was taken
 
 
 @message(87, reply=OptimStepDone)
@@ -201,7 +201,7 @@ class WorkerState(Message, frozen=True, kw_only=True):
 
 @message(95, reply=WorkerState)
 class GetWorkerState(Request, frozen=True, kw_only=True):
-    """A new driver asks for a worker's position and takes the worker over. Calls of older drivers are refused.
+    """A new driver asks for a worker's position and takes the worker over. Calls from older drivers are refused.
 
     Errors:
         conflict: this driver was replaced.
@@ -219,7 +219,7 @@ class GetWorkerState(Request, frozen=True, kw_only=True):
 
 @message(96)
 class Moved(Message, frozen=True, kw_only=True):
-    """The parts are where the request wants them."""
+    """The parts are in the requested location."""
 
     nbytes: int  # bytes moved on this rank
     seconds: float
@@ -227,7 +227,7 @@ class Moved(Message, frozen=True, kw_only=True):
 
 @message(97, reply=Moved)
 class Move(WorkerRequest, frozen=True, kw_only=True):
-    """Move parts off the device or back to it. A later call that needs a part moves it back by itself."""
+    """Move parts off the device or back to it. A later call that needs a part moves it back automatically."""
 
     parts: list[str]  # some of "parameters", "gradients", "optimizer"
     to: str  # "host" or "device"

@@ -1,6 +1,6 @@
 """Messages for sending weights over collectives, between an engine and rank 0 of the trainer.
 
-Values that a library would exchange by itself (a meeting place, NCCL's unique id) are typed fields here.
+Values that a library would exchange on its own (a rendezvous point, NCCL's unique id) are typed fields here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TransferOffer(Message, frozen=True, kw_only=True):
 
     communicator: int  # number of the communicator
     number: int  # number of the transfer in the communicator
-    deadline_s: float  # seconds within which joining and the transfer must end
+    deadline_s: float  # seconds within which joining and the transfer must be finished
     parameters: list[TransferParameter]  # the tensors, in the order in which they are sent
     meeting: str = ""  # gloo on one host: the file through which ranks join, in the run's private folder
     store: str = ""  # gloo between hosts: the trainer's address `HOST:PORT` at which ranks join
@@ -60,7 +60,7 @@ class AskTransfer(Request, frozen=True, kw_only=True):
     instance: int
     incarnation: int
     communicator: int  # the communicator of this incarnation of the engine, 0 for none
-    ranks: int  # number of processes of the engine that receive
+    ranks: int  # number of the engine's processes that receive the weights
     host_id: str  # as in `Register`
     lineage: int
     step: int  # the policy version

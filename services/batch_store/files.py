@@ -85,7 +85,9 @@ class StoreFiles:
         self._lock = os.open(directory / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         if not _try_lock(self._lock):
             os.close(self._lock)
-            raise RpcError(ErrorCode.CONFLICT, f"{name}: {directory} is served by another process; end that one first")
+            raise RpcError(
+                ErrorCode.CONFLICT, f"{name}: {directory} is served by another process; stop that process first"
+            )
         self.tombstones = TombstoneList(name, directory / "tombstones")
         self.identity = self._load_identity(directory / _IDENTITY)
         """Identifier created with the directory. A store that restarts with a different one has lost its shards."""
@@ -158,7 +160,7 @@ class StoreFiles:
     def damaged(self, put_id: str, place: Tier, tasks: Sequence[int]) -> list[int] | None:
         """Return which of these tasks (indices in a sealed file) are damaged, or None if the whole file is lost.
 
-        This is slow: call it on a worker thread. A file that was collected meanwhile counts as lost.
+        This is slow: call it on a worker thread. A file that was collected in the meantime counts as lost.
         """
         descriptor = lock_named(self.path(f"{put_id}.blk", place), os.O_RDONLY)
         if descriptor is None:
@@ -174,14 +176,15 @@ class StoreFiles:
             os.close(descriptor)
 
     def seal(self, put_id: str) -> None:
-        """Rename a file to its sealed name. Its mtime is set later than all others, to record the order."""
+        """Rename a file to its sealed name. Its mtime is set later than that of any other file, to record the order."""
         path = self.path(f"{put_id}.tmp")
         self._sealed_ns = max(time.time_ns(), self._sealed_ns + 1)
         os.utime(path, ns=(self._sealed_ns, self._sealed_ns))
         os.rename(path, self.path(f"{put_id}.blk"))
 
     def in_use(self, put_id: str) -> bool:
-        """Return whether the producer of a grant holds its lock. Returns True if no descriptor is left to find out."""
+        """Return whether the producer of a grant holds its lock. Returns True if no descriptor is left with which to
+        check."""
         try:
             descriptor = os.open(self.path(f"{put_id}.tmp"), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:  # deleted by another process
@@ -201,9 +204,9 @@ class StoreFiles:
         """Copy a sealed file to disk under the name of an unfinished file, then sync and verify the copy. This is slow:
         call it on a worker thread.
 
-        The copy holds a reader's lock, so a file collected meanwhile is neither truncated nor lent. Returns False if
-        the file was collected before it could be opened. Raises OSError if the disk is full or fails, and WireError if
-        the bytes read back differ from those put. The unfinished file is removed in both cases.
+        The copy holds a reader's lock, so a file collected in the meantime is neither truncated nor lent. Returns False
+        if the file was collected before it could be opened. Raises OSError if the disk is full or fails, and WireError
+        if the bytes read back differ from those put. The unfinished file is removed in both cases.
         """
         path = self.path(f"{put_id}.part", Tier.DISK)
         source = lock_named(self.path(f"{put_id}.blk"), os.O_RDONLY)
@@ -386,7 +389,7 @@ def _copy(source: int, target: int) -> None:
     while at < status.st_size:
         sent = os.sendfile(target, source, at, min(_COPY_BYTES, status.st_size - at))
         if not sent:
-            raise WireError(f"block file of {status.st_size} bytes ends at {at}")
+            raise WireError(f"block file of {status.st_size} bytes ends at byte {at}")
         at += sent
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
     os.fsync(target)

@@ -67,7 +67,7 @@ class FillingFile:
     # ---- as a target
 
     def resume(self) -> None:
-        """Continue after the last verified chunk. No thread may write or check meanwhile."""
+        """Continue after the last verified chunk. No thread may write or check in the meantime."""
         self.received = self.verified_bytes
 
     def adopt(self) -> None:
@@ -101,8 +101,8 @@ class FillingFile:
     def check(self, upto: int) -> None:
         """Verify the chunks that end within the first `upto` bytes.
 
-        Raises WireError for a damaged chunk, and TimeoutError if a digest does not arrive. The chunks before a damaged
-        one stay available.
+        Raises WireError for a damaged chunk, and TimeoutError if a digest does not arrive in time. The chunks before a
+        damaged one stay available.
         """
         before = self.verified_bytes
         try:

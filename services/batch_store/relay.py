@@ -219,7 +219,7 @@ class Relay:
                 names = [f"{filling.task.task_id}#*"]
                 raise RpcError(ErrorCode.MISSING, f"{filling.origin}: damaged shards: {why}", names=names)
             if loop.time() - since > STALL_S:
-                raise RpcError(ErrorCode.NOT_READY, f"{self._name}: {filling.task.task_id} does not arrive: {why}")
+                raise RpcError(ErrorCode.NOT_READY, f"{self._name}: {filling.task.task_id} has not arrived: {why}")
             await asyncio.sleep(PAUSE_S)  # paces the retries
 
     def _sources(self, filling: _Filling) -> Iterator[str]:
@@ -275,14 +275,15 @@ class ChunkDigests:
         self._lock = asyncio.Lock()
 
     async def page(self, path: str, source: Source, first: int) -> list[int]:
-        """Return up to `PAGE_CHUNKS` chunk digests of `source`, from chunk `first` on. `path` identifies the content.
+        """Return up to `PAGE_CHUNKS` chunk digests of `source`, starting at chunk `first`. `path` identifies the
+        content.
 
         Raises RpcError(bad_request).
         """
         chunks = -(-source.total_bytes // CHUNK_BYTES)
         if not 0 <= first < chunks:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{path}: no chunk {first}: there are {chunks}")
-        async with self._lock:  # stores of several hosts ask at the same time
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{path}: no chunk {first}: there are only {chunks}")
+        async with self._lock:  # stores on several hosts ask at the same time
             known = self._known.setdefault(path, [])
             while len(known) < min(first + PAGE_CHUNKS, chunks):
                 known += await asyncio.to_thread(_digests, source, len(known), len(known) + AT_ONCE_CHUNKS)

@@ -58,7 +58,7 @@ class Retirement:
             self.settle()
 
     def settle(self) -> None:
-        """Continue to retire the files that are due, and delete the zombies that are no longer mapped."""
+        """Continue retiring the files that are due, and delete the zombies that are no longer mapped."""
         while True:
             opened = self._open(self._due, self._files.retire, attrgetter("target"))
             opened += self._open(self._closed, self._files.reopen, str)
@@ -75,7 +75,8 @@ class Retirement:
         return any(effect.source == source for effect in self._due)
 
     def _open(self, due: deque[T], begin: Callable[[T], None], name_of: Callable[[T], str]) -> int:
-        """Begin to remove the files in `due` and return the number of successes. Files that fail move to the end."""
+        """Begin to remove the files in `due` and return the number of successes. Files for which this fails move to the
+        end."""
         count = 0
         for _ in range(min(len(due), self._batch)):
             one = due.popleft()

@@ -27,7 +27,7 @@ class Tier(IntEnum):
 
 
 def held_bytes(nbytes: int) -> int:
-    """Return the shared memory that a file of `nbytes` takes, in bytes of whole pages."""
+    """Return the amount of shared memory that a file of `nbytes` takes up, in bytes, rounded up to whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -67,7 +67,7 @@ class Room:
 
     @property
     def limit_bytes(self) -> int:
-        """Sum of the limits of memory and spill."""
+        """Sum of the limits on memory and spill."""
         return sum(self.limits)
 
     def add(self, nbytes: int, place: Tier) -> None:

@@ -133,7 +133,7 @@ class StoreService(Service):
         return super().bind()
 
     async def start(self) -> None:
-        """Recover the files of earlier incarnations, then begin to answer."""
+        """Recover the files of earlier incarnations, then begin answering requests."""
         files = self._files
         if files is None:
             raise RpcError(ErrorCode.INTERNAL, f"{self.name}: started before it was bound")
@@ -157,7 +157,7 @@ class StoreService(Service):
         files = await self._ready()
         emitted = self.loop.time()
         while True:
-            await asyncio.sleep(REAP_S)  # the kernel does not report the end of a mapping
+            await asyncio.sleep(REAP_S)  # the kernel does not report when a mapping ends
             self._streams.check()
             if self.index.room.busy != self._refused[0]:
                 self._refused = (self.index.room.busy, self.loop.time())
@@ -445,9 +445,9 @@ class StoreService(Service):
     async def _open_stream(self, request: OpenStream, call: Call) -> StreamOpened:
         tasks = request.tasks[:MAX_STREAM_TASKS]  # the reader learns of this from the reply's `covered`
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have at least one task, and none twice")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream needs at least one task, and no task twice")
         if len(set(request.keys)) != len(request.keys):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must have each key only once")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream can have each key only once")
         if len(tasks) == 1 and not request.keys and self._relay.is_coming(tasks[0]):
             filling = self._relay.source(tasks[0])
             if filling is None:

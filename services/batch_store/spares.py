@@ -3,7 +3,7 @@ spare has no name that a reader could find.
 
 A put spends three quarters of its time allocating fresh pages. Writing 1 GiB, including checksums, takes 0.58 s into
 new pages, 0.22 s into old ones, and 0.13 s into old ones that the writer has mapped. Training puts similar sizes at
-every step. A spare is resized to the put that takes it, so a file takes no more room than its bytes.
+every step. A spare is resized to the put that takes it, so a file takes up no more room than its bytes need.
 """
 
 from __future__ import annotations

@@ -27,12 +27,12 @@ _OWNER = "owner"
 
 
 def spill_folder(name: str, spill: str, run: RunDir, instance: str) -> Path:
-    """Return the folder of one store under `spill`, after deleting the folders of dead runs of this host.
+    """Return the folder of one store under `spill`, after deleting the folders of dead runs on this host.
 
     The run's folder in `spill` has the same name as its folder in shared memory. A file in it identifies the host and
     the parent of the folder in shared memory, because only a process that sees the same parent can determine whether
-    the run has ended. Folders of other hosts are logged and left in place. A link in the run's shared memory points to
-    the spilled files, so that they are removed together (`RunDir.remove_volatile`).
+    the run has ended. Folders from other hosts are logged and left in place. A link in the run's folder in shared
+    memory points to the spilled files, so that they are removed together (`RunDir.remove_volatile`).
     """
     root, here = Path(spill), folder_id(run.shm.parent)
     foreign: list[str] = []
@@ -44,7 +44,7 @@ def spill_folder(name: str, spill: str, run: RunDir, instance: str) -> Path:
             shutil.rmtree(folder, ignore_errors=True)
     if foreign:
         structlog.get_logger(name).info(
-            "spill folders of other hosts, or of this one before a reboot, are kept: delete those that no run uses",
+            "spill folders from other hosts, or from this one before a reboot, are kept: delete those that no run uses",
             spill=spill,
             folders=sorted(foreign)[:64],
         )

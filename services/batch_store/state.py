@@ -1,5 +1,5 @@
 """The index of a store: grants, sealed files, tombstones and bytes. The module uses no I/O and no clock. The bytes in
-use never exceed the limits of memory and disk.
+use never exceed the limits on memory and disk.
 
     grant --seal--> sealed --last task cleared--> zombie --last mapping gone--> nothing
       \\--expired, conflict, collected------------> zombie
@@ -49,7 +49,7 @@ class OpenPut:
 
 @dataclass(slots=True)
 class Sealed:
-    """A file that readers can find. `alive` holds the indices of its tasks that were not cleared."""
+    """A file that readers can find. `alive` holds the indices of its tasks that have not been cleared."""
 
     nbytes: int
     table: Table
@@ -239,7 +239,8 @@ class StoreState:
         return found
 
     def lose(self, put_id: str, tasks: Iterable[int] | None = None) -> list[Retire]:
-        """Remove a sealed file whose bytes are gone, or only these of its tasks. Their shards then count as missing."""
+        """Remove a sealed file whose bytes are gone, or only the given tasks from it. Their shards then count as
+        missing."""
         table = self._sealed[put_id].table
         effects: list[Retire] = []
         for index in sorted(self._sealed[put_id].alive if tasks is None else self._sealed[put_id].alive & set(tasks)):
@@ -267,7 +268,7 @@ class StoreState:
         return page, 0
 
     def content_hashes(self, task: PutTask) -> list[int]:
-        """Return the content hash of a task's shards in each file that holds some; an empty list if no file does."""
+        """Return the content hash of a task's shards in each file that holds any; an empty list if no file does."""
         held = self._tasks.get(task.task_id)
         tables = [self._sealed[put_id].table for put_id in held.files.get(task.fence, ())] if held is not None else []
         return [table.content_hash(table.index[task.task_id, task.fence]) for table in tables]
@@ -289,7 +290,7 @@ class StoreState:
             busy=self.room.busy,
         )
 
-    # ---- the end of tasks and files
+    # ---- the removal of tasks and files
 
     def entomb(self, tasks: Iterable[PutTask]) -> list[PutTask]:
         """Return the tombstones that are new. The caller makes them durable before `clear`."""
@@ -344,7 +345,8 @@ class StoreState:
         return None
 
     def wanted(self, put_id: str) -> bool:
-        """Return whether a file that is being moved is still sealed. Its tasks may have been cleared meanwhile."""
+        """Return whether a file that is being moved is still sealed. Its tasks may have been cleared in the
+        meantime."""
         return put_id in self._sealed
 
     def end_move(self, put_id: str) -> Retire:
@@ -399,7 +401,9 @@ class StoreState:
         if not _PUT_ID.fullmatch(put_id):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put id {put_id[:40]!r}: not 32 hexadecimal digits")
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: needs at least one task, none twice")
+            raise RpcError(
+                ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: needs at least one task, and no task twice"
+            )
         try:
             for task in tasks:
                 check_task_id(task.task_id)
@@ -481,7 +485,7 @@ class StoreState:
         """Return the number of shards of one task in these files. A shard that was put twice counts once."""
         tables = [self._sealed[put_id].table for put_id in put_ids]
         keys = [table.keys for table in tables]
-        if len(keys) == 1 or sum(map(len, keys)) == len(set[str]().union(*keys)):  # the usual case: no key twice
+        if len(keys) == 1 or sum(map(len, keys)) == len(set[str]().union(*keys)):  # the usual case: no key occurs twice
             return sum(table.count(table.index[task_id, fence]) for table in tables)
         return len(set[str]().union(*[table.checksums(table.index[task_id, fence]) for table in tables]))
 

@@ -28,7 +28,7 @@ class ReaderPlace:
 
 
 class Places:
-    """The occupied places, the longest held first, and counts of refused and ended connections."""
+    """The occupied places, longest held first, and counts of refused and ended connections."""
 
     def __init__(self, descriptors: int) -> None:
         """`descriptors` is the maximum number of descriptors of this process."""

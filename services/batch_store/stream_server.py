@@ -95,7 +95,7 @@ class _ReaderLine:
 
 @dataclass(slots=True, eq=False)
 class _Range:
-    """A requested range of a stream, which is not being sent yet."""
+    """A range of a stream that has been requested but is not being sent yet."""
 
     stream: _Stream
     offset: int
@@ -201,7 +201,7 @@ class StreamServer:
             raise RpcError(
                 ErrorCode.DRAINING,
                 f"{self._name}: no longer sends streams, because its thread ended with {type(self._failure).__name__}: "
-                f"{self._failure}; this store must be restarted",
+                f"{self._failure}; restart this store",
             ) from self._failure
 
     def open_line(self) -> LineOpened:
@@ -372,7 +372,7 @@ class StreamServer:
     # ---- messages from readers
 
     def _take_messages(self, reader: _Reader) -> None:
-        """Carry out the complete messages in the inbox until the reader `is_full`. Raises WireError."""
+        """Process the complete messages in the inbox until the reader `is_full`. Raises WireError."""
         tag_bytes = 0 if self._plain else bulk.TAG_BYTES
         while len(reader.inbox) >= bulk.HEAD_BYTES and not reader.is_full:
             head = bulk.unpack_head(bytes(reader.inbox[: bulk.HEAD_BYTES]))

@@ -49,8 +49,8 @@ class StreamSource:
         self._gap = memoryview(bytes(64))
 
     def pieces(self, at: int, nbytes: int) -> list[memoryview]:
-        """Return views whose concatenation is the `nbytes` bytes from offset `at` on. These bytes must lie within the
-        stream.
+        """Return views whose concatenation is the `nbytes` bytes starting at offset `at`. These bytes must lie within
+        the stream.
 
         Bytes that are contiguous in a file are one view.
         """
@@ -84,10 +84,10 @@ def pin(
 ) -> StreamSource:
     """Map the files and return a stream of the first tasks, as many as fit. Blocks, so call it on a worker thread.
 
-    `name` is the store's name for errors. `places[i]` are the indices of the files that hold task i. The number of
-    files and `max_bytes` limit the number of tasks. Raises FileNotFoundError if a file was collected meanwhile (locate
-    it again), RpcError(missing) with the names of the shards, OSError (EMFILE) if other streams have mapped too many
-    files, and WireError if a file does not have its sealed size.
+    `name` is the store's name, for error messages. `places[i]` are the indices of the files that hold task i. The
+    number of files and `max_bytes` limit the number of tasks. Raises FileNotFoundError if a file was collected in the
+    meantime (locate it again), RpcError(missing) with the names of the shards, OSError (EMFILE) if other streams have
+    mapped too many files, and WireError if a file does not have its sealed size.
     """
     count, needed = _few(places, cache.most_files // STREAM_SHARE)
     tasks, files, places = tasks[:count], files[:needed], places[:count]

@@ -81,7 +81,8 @@ class TombstoneList:
 
 
 def replace(path: Path, text: str) -> int:
-    """Replace a small file atomically and return a descriptor that appends to it. On an error the old file stays."""
+    """Replace a small file atomically and return a descriptor that appends to it. If an error occurs, the old file
+    stays in place."""
     scratch = path.with_name(f"{path.name}.new")
     descriptor = os.open(scratch, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
@@ -90,6 +91,6 @@ def replace(path: Path, text: str) -> int:
         scratch.replace(path)
     except BaseException:
         os.close(descriptor)
-        scratch.unlink(missing_ok=True)  # frees the room that the scratch file took
+        scratch.unlink(missing_ok=True)  # frees the room that the scratch file took up
         raise
     return descriptor

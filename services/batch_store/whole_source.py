@@ -33,7 +33,7 @@ class DistributedFiles:
     """The topology's files that hosts fetch from home, as `files/0/<index>`. Index 0 is the list of these files."""
 
     def __init__(self, name: str, file: Path, topology: Topology) -> None:
-        """`name` is the name of the store, for errors; `file` holds the resolved topology."""
+        """`name` is the name of the store, for error messages; `file` holds the resolved topology."""
         self._name = name
         self._file = file
         self._is_distributed = topology.policy.distribute

@@ -121,7 +121,9 @@ class OtlpSender:
                 self._queue.extendleft(reversed(batch))
         if self.trouble != str(error):
             self.trouble = str(error)
-            self._log.warning("traces do not arrive; spans are dropped, but the run goes on", cause=self.trouble)
+            self._log.warning(
+                "traces are not arriving; spans are being dropped, but the run goes on", cause=self.trouble
+            )
 
     def _post(self, body: bytes) -> None:
         """Post one request on the open connection, or on a new one if the collector has closed it."""

@@ -1,6 +1,6 @@
 """Writes spans to a file in Chrome's Trace Event Format, for Perfetto and chrome://tracing. It is always valid JSON.
 
-The file has a track for each kind of work of each process, and tracks for each traced task. Work that overlaps other
+The file has a track for each kind of work in each process, and tracks for each traced task. Work that overlaps other
 work of the same kind gets another track, because the events of a track must nest. Once `trace.json` reaches half of the
 size limit, the file is renamed to `trace.1.json`, so that the two files together stay within the limit.
 """
@@ -64,7 +64,7 @@ class Tracks:
         """Yield the begin and end events of a traced task. The task has its own track and one for each service.
 
         Two services may work on a task at once: a holder that has lost its lease keeps working until the scheduler
-        tells it so. By then, the scheduler may have leased the task to another service.
+        tells it about the loss. By then, the scheduler may have leased the task to another service.
         """
         pid = self._pids.get(TASKS)
         if pid is None:

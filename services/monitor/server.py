@@ -175,7 +175,9 @@ class MonitorService(Service):
             self._watch(update.row)
         self._publish(update)
         if self._state.refused == 1 and refused == 0:
-            self.log.warning("too many or too large topics: values of this topic are discarded", topic=message.topic)
+            self.log.warning(
+                "too many topics or too many bytes: values of this topic are discarded", topic=message.topic
+            )
         return Ack()
 
     def _on_snapshot(self, _: GetSnapshot, call: Call) -> Snapshot:

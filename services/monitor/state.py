@@ -84,7 +84,7 @@ class MonitorState:
 
 
 def row_bytes(row: TopicRow) -> int:
-    """Return the maximum encoded bytes of a row in a snapshot."""
+    """Return the maximum encoded size of a row in a snapshot, in bytes."""
     text = len(row.service.encode()) + len(row.topic.encode())
     for key, value in row.values.items():
         text += VALUE_BYTES + len(key.encode()) + (len(value.encode()) if isinstance(value, str) else 0)

@@ -20,7 +20,8 @@ WHITEN_EPSILON = 1e-8
 
 
 class Estimator:
-    """The advantage estimator of a topology. A user-defined function is imported once, by the constructor."""
+    """The advantage estimator that a topology specifies. A user-defined function is imported once, by the
+    constructor."""
 
     def __init__(self, options: Advantage) -> None:
         """Raises ValueError with a one-line message if a user-defined function cannot be used.
@@ -85,7 +86,7 @@ def grpo(rewards: Array, groups: Array, *, std_epsilon: float | None) -> Array:
 
 
 def rloo(rewards: Array, groups: Array) -> Array:
-    """Return A = r - mean of the *other* samples of the group = G / (G - 1) (r - group mean), or 0 for a group of one.
+    """Return A = r - mean of the *other* samples in the group = G / (G - 1) (r - group mean), or 0 for a group of one.
 
     Source: RLOO (arXiv 2402.14740), the leave-one-out estimator, after Kool et al., "Buy 4 REINFORCE samples, get a
     baseline for free!", 2019.

@@ -42,6 +42,7 @@ class BadSteps:
         if self._in_a_row >= MAX_IN_A_ROW:
             raise RpcError(
                 ErrorCode.BAD_DATA,
-                f"step {step}: {self._in_a_row} steps in a row were skipped as bad; the log of policy-trainer has the "
-                "causes; go back to a checkpoint from before these steps, or fix the reward, the loss or optimizer.lr",
+                f"step {step}: {self._in_a_row} steps in a row were skipped as bad; the log of policy-trainer shows "
+                "the causes; go back to a checkpoint from before these steps, or fix the reward, the loss or "
+                "optimizer.lr",
             )

@@ -31,7 +31,7 @@ def check_tasks(batch: StepBatch) -> None:
         raise RpcError(
             ErrorCode.BAD_DATA,
             f"step {batch.step} refused, weights untouched: all {batch.dropped} of its tasks were dropped, and "
-            "with run.deterministic they are not replaced; the log of the rollout service has the reasons",
+            "with run.deterministic they are not replaced; the log of the rollout service shows the reasons",
         )
 
 

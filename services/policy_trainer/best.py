@@ -26,7 +26,7 @@ Rank = tuple[float, float]
 
 
 class BestCheckpoint:
-    """The best checkpoint of one driver life. Of several equally good checkpoints, the first is the best."""
+    """The best checkpoint of one driver life. Of several equally good checkpoints, the first counts as the best."""
 
     def __init__(self, run: RunDir, topology: Topology, scheduler: SchedulerCalls, metric: str) -> None:
         """`metric` is `topology.checkpoint.keep_best`, a metric of an evaluation set."""

@@ -1,8 +1,8 @@
 """The driver's view of its workers: one object that trains and hides ranks and devices.
 
-Each call runs once. Calls are numbered here and run in the order in which they were made, whatever their order of
-arrival. A call may be made before the previous one is awaited. Batches are divided among the data-parallel ranks here,
-by tokens; only handles and per-sample numbers are sent.
+Each call runs once. Calls are numbered here and run in the order in which they were made, regardless of the order in
+which they arrive. A call may be made before the previous one is awaited. Batches are divided among the data-parallel
+ranks here, by tokens; only handles and per-sample numbers are sent.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _NOT_YET = 0
 
 
 class WorkersLost(RpcError):
-    """A worker died, or shards that it needed were gone or their store was away for too long. The group must be brought
-    back to a known step (`resume`)."""
+    """A worker died, or shards that it needed were gone or their store was unavailable for too long. The group must be
+    brought back to a known step (`resume`)."""
 
 
 class WorkerDispatch:
@@ -56,7 +56,7 @@ class WorkerDispatch:
     """
 
     def __init__(self, clients: Sequence[Client], layout: Layout, driver: int) -> None:
-        """`clients` call the workers' mailboxes, in order of rank. `driver` is the incarnation that all calls carry."""
+        """`clients` call the workers' mailboxes, in rank order. `driver` is the incarnation that all calls carry."""
         self._clients = list(clients)
         self._driver = driver
         self._turn = 0
@@ -125,8 +125,8 @@ class WorkerDispatch:
 
         Return the batch of these shards and how long the computation took, in seconds.
 
-        `keys` names the values: so far only ["prox_logprobs"], at the sampling temperature of training. The shards are
-        stored under that key with a revision unique to this call; shards of a later call take their place.
+        `keys` names the values: so far only ["prox_logprobs"], at the sampling temperature used in training. The shards
+        are stored under that key with a revision unique to this call; shards from a later call take their place.
         """
         request = messages.Forward(driver=_NOT_YET, order=_NOT_YET, batch=batch.meta, keys=list(keys))
         return asyncio.ensure_future(_forwarded(self._submit(request, messages.ForwardDone)))
@@ -154,7 +154,8 @@ class WorkerDispatch:
         self._updates_left, self._snapshot_lineage = updates, snapshot_lineage
 
     def optim_step(self) -> Awaitable[messages.OptimStepDone]:
-        """Clip and apply the accumulated gradient. The answer has the learning rate and the norm before clipping."""
+        """Clip and apply the accumulated gradient. The answer contains the learning rate and the norm before
+        clipping."""
         step, last = self._next_update()
         lineage, self._snapshot_lineage = (self._snapshot_lineage, -1) if last else (-1, self._snapshot_lineage)
         request = messages.OptimStep(driver=_NOT_YET, order=_NOT_YET, step=step, last=last, snapshot_lineage=lineage)
@@ -281,7 +282,7 @@ class WorkerDispatch:
 
 
 def group_dispatch(topology: Topology, client: Callable[[str, int], Client], driver: int) -> WorkerDispatch:
-    """Return a dispatch to the worker group of `topology`. `client` returns the client of a service instance."""
+    """Return a dispatch for the worker group of `topology`. `client` returns the client for a service instance."""
     trainer = topology.services.policy_trainer
     layout = Layout(trainer.world_size, trainer.parallel.tp, trainer.parallel.pp, trainer.parallel.cp)
     return WorkerDispatch([client(WORKER, rank) for rank in range(layout.world_size)], layout, driver)
@@ -314,7 +315,7 @@ def _cause(errors: Sequence[BaseException]) -> BaseException:
     telling = [each for each in errors if not (isinstance(each, RpcError) and each.code == ErrorCode.LOST)]
     error = (telling or list(errors))[0]
     if isinstance(error, DeadlineExceeded):
-        return DeadlineExceeded(f"{error}; the worker may hang: ctl restart policy-trainer-worker")
+        return DeadlineExceeded(f"{error}; the worker may be hanging: ctl restart policy-trainer-worker")
     if isinstance(error, RpcError) and error.code in _RECOVERABLE:
         return WorkersLost(error.code, str(error), names=error.names)
     return error

@@ -2,7 +2,7 @@
 
 It answers the calls of a single worker on behalf of the whole group, so that a server of another training API (or
 another algorithm) needs only a `WorkerDispatch` with one client and no knowledge of topology, ranks or devices. It
-starts no training by itself and cannot run alongside a driver, because it uses the driver's mailbox. It has one caller
+starts no training on its own and cannot run alongside a driver, because it uses the driver's mailbox. It has one caller
 at a time: the one that took over last.
 """
 

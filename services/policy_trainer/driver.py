@@ -1,4 +1,4 @@
-"""The training algorithm, step by step. It deals with no ranks, devices or micro-batches and holds no tokens."""
+"""The training algorithm, step by step. It does not deal with ranks, devices or micro-batches, and holds no tokens."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ ADVANTAGES, WEIGHTS = "advantages", "weights"
 
 
 def loss_spec(topology: Topology) -> LossSpec:
-    """Return the per-token settings of `algorithm`. Absent settings are off.
+    """Return the per-token settings in `algorithm`. Absent settings are off.
 
     A step of one update needs no separate forward pass for the proximal policy, because the training pass computes its
     log-probs.

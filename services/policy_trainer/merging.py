@@ -26,7 +26,7 @@ def add_up(totals: dict[str, float], part: Mapping[str, SupportsFloat]) -> None:
 def merged(answers: Sequence[R]) -> R:
     """Merge the answers of all ranks: add up sums, join the parts of a batch, and take the times of the slowest rank.
 
-    For other reply types, return rank 0's answer. `answers` are ordered by rank and have the same type.
+    For other reply types, return rank 0's answer. `answers` are in rank order and have the same type.
     """
     first = answers[0]
     if isinstance(first, messages.ForwardBackwardDone):

@@ -158,7 +158,7 @@ def batch_row(batch: StepBatch) -> dict[str, float]:
 
 
 def staleness_counts(batch: StepBatch) -> dict[int, int]:
-    """Return a dict from the staleness of the oldest token, in versions, to the number of samples."""
+    """Return a dict that maps the staleness of the oldest token, in versions, to the number of samples."""
     versions = batch.scalars.get("version_min", np.zeros(0))
     return Counter((batch.step - 1 - versions).astype(int).tolist())
 
@@ -176,7 +176,7 @@ def _groups(batch: StepBatch, values: Array) -> list[Array]:
 
 
 def _length_correlation(batch: StepBatch, rewards: Array, lengths: Array) -> float | None:
-    """Return the correlation of reward and length within groups, or None if either is constant in every group."""
+    """Return the correlation between reward and length within groups, or None if either is constant in every group."""
     sides = [_groups(batch, values.astype(np.float64)) for values in (rewards, lengths)]
     if not sides[0]:
         return None

@@ -1,6 +1,6 @@
 """Publishes weights and saves checkpoints while the next step is under way, and ends the run.
 
-A failure in the background interrupts callers that wait here, so that none waits for weights that never arrive.
+A failure in the background interrupts callers that wait here, so that none waits for weights that will never arrive.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Publisher:
         best: BestCheckpoint | None = None,
     ) -> None:
         """`earlier` is the number of versions to publish again before the first one. In deterministic mode, lost tasks
-        are sampled again with the version that first sampled them. `on_stop` is called with the step
-        that is being saved because the run stops. `best` keeps the best checkpoint, if one is to be kept."""
+        are sampled again with the version that first sampled them. `on_stop` is called with the step that is being
+        saved because the run is stopping. `best` keeps the best checkpoint, if one is to be kept."""
         self._scheduler = scheduler
         self._workers = workers
         self._checkpoint = checkpoint

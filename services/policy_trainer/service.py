@@ -1,7 +1,7 @@
 """The driver as an actor, which resumes, trains, and resumes again after a worker is lost.
 
-When the whole run is stopped, the driver saves the committed step before it ends. When only the driver is stopped, it
-ends at once, because the workers keep their state.
+When the whole run is stopped, the driver saves the committed step before it exits. When only the driver is stopped, it
+exits at once, because the workers keep their state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SUPERVISOR_S = 2.0
 
 
 class PolicyTrainerService(Service):
-    """The service `python -m services.policy_trainer`. It ends with status 0 when the run is complete."""
+    """The service `python -m services.policy_trainer`. It exits with status 0 when the run is complete."""
 
     NAME = "policy-trainer"
 
@@ -72,7 +72,8 @@ class PolicyTrainerService(Service):
         super().request_stop()
 
     async def _run_ends(self) -> bool:
-        """Return whether the whole run is ending. Without a supervisor, return False: all services then end at once."""
+        """Return whether the whole run is ending. Without a supervisor, return False: all services then exit at
+        once."""
         supervisor = self.client("supervisor")
         try:
             state = await supervisor.call(GetSupervisorState(), SupervisorState, deadline_s=SUPERVISOR_S)

@@ -101,7 +101,8 @@ def _record(
 
 
 def _spans(samples: list[int], lengths: list[int], mask: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """Return the first and last position (excluded) of each sequence by sample, from its first sampled token on."""
+    """Return the start and end positions (end excluded) of each sequence by sample, starting at its first sampled
+    token."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for sample, length, end in zip(samples, lengths, accumulate(lengths), strict=True):
         given = mask[end - length : end]

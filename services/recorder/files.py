@@ -50,7 +50,7 @@ class SampleFiles:
         return sum(self._sizes.values())
 
     def append(self, records: Sequence[Record]) -> bool:
-        """Append all records of one task with one write. Return False without changing anything if it is already there.
+        """Append all records of one task in one write. Return False without changing anything if it is already there.
 
         A task is also left out if its file alone would then exceed the limit, unless the task is the file's first.
         Raises OSError if the disk is full; the file is then unchanged.

@@ -83,7 +83,7 @@ class RecorderService(Service):
         await super().close()
 
     async def _record(self, *, final: bool) -> bool:
-        """Ask the scheduler once, and record the tasks in its answer. Return whether the answer had any tasks."""
+        """Ask the scheduler once, and record the tasks in its answer. Return whether the answer contained any tasks."""
         request = TakeSamples(incarnation=self.incarnation, taken=self._taken, rewinds=self._rewinds, final=final)
         try:
             due = await self.scheduler.call(request, SamplesDue, deadline_s=ASK_S)

@@ -20,7 +20,7 @@ class Frozen(Protocol):
     """A model that only scores. It belongs to a compute thread. With several ranks, every method is a collective."""
 
     def load(self) -> None:
-        """Load the weights of the model directory. Raises RpcError(bad_request) if it has no usable weights."""
+        """Load the weights from the model directory. Raises RpcError(bad_request) if it has no usable weights."""
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:

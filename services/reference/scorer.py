@@ -43,7 +43,7 @@ class FrozenScorer:
         scratch: Path | None = None,
         ranks: int = 1,
     ) -> None:
-        """`make` creates the model on the compute thread. `source` is the model's directory, for error messages.
+        """`make` creates the model on the compute thread. `source` is the model's directory, named in error messages.
 
         `temperature` is the sampling temperature of training. With `deterministic`, the same tasks in the same order
         give the same bits. Weights that leave a GPU move to host memory, and weights that leave a CPU move to the file
@@ -64,7 +64,7 @@ class FrozenScorer:
 
     @property
     def version(self) -> tuple[int, int]:
-        """(lineage, step) of the weights. The weights of the model directory are (0, 0)."""
+        """(lineage, step) of the weights. The weights in the model directory are (0, 0)."""
         return self._version
 
     @property
@@ -73,7 +73,7 @@ class FrozenScorer:
         return self._progress
 
     async def start(self) -> None:
-        """Load the weights of the model directory."""
+        """Load the weights from the model directory."""
         await self._on_compute(self._load)
 
     async def init_model(self, ref: WeightsRef | None = None, weights: Mapping[str, Array] | None = None) -> float:
@@ -88,7 +88,7 @@ class FrozenScorer:
         return await self._on_compute(lambda: self._take(ref, weights))
 
     async def score(self, tasks: Sequence[dict[str, Array]], cancel: threading.Event) -> list[Array]:
-        """Return the log-probs of each task, float32 [T], 0 where the mask is 0. All tasks are scored as one batch.
+        """Return each task's log-probs, float32 [T], 0 where the mask is 0. All tasks are scored as one batch.
 
         Each task has `token_ids`, `lengths` and `loss_mask`. Once `cancel` is set, raises LeaseLost at the next
         micro-batch or, if other ranks compute as well, at the end.
@@ -96,7 +96,7 @@ class FrozenScorer:
         return await self._on_compute(lambda: self._score(tasks, cancel))
 
     async def leave(self) -> None:
-        """Free the memory of the weights. `come_back` restores the same bits."""
+        """Free the memory that the weights occupy. `come_back` restores the same bits."""
         await self._on_compute(self._leave)
 
     async def come_back(self) -> None:

@@ -57,7 +57,7 @@ class Scoring:
         store: str,
     ) -> None:
         """`turns` manages the process's turns on the scorer's devices. `others` are clients of the other ranks, used by
-        rank 0. `store` is the store of this host.
+        rank 0. `store` is this host's store.
         """
         self.turns = turns
         self._service = service
@@ -73,7 +73,7 @@ class Scoring:
     async def lead(
         self, lease: Lease, leases: LeaseBook, shards: Sequence[dict[str, Array]]
     ) -> tuple[list[Array], float]:
-        """Return the log-probs of each task of the lease, float32 [T], and how long scoring took, in seconds.
+        """Return the log-probs of each task in the lease, float32 [T], and how long scoring took, in seconds.
 
         Raises LeaseLost or GroupEnded. Raises RpcError(conflict) if the trainer and the reference disagree on the
         version.
@@ -142,7 +142,7 @@ class Scoring:
     async def _ready(self, request: ScoreTogether, preparation: Awaitable[T], lease: Lease | None = None) -> T:
         """Return the result of `preparation` once every rank is prepared. Raises RpcError if another rank failed.
 
-        The `lease` is renewed meanwhile, because the other ranks need time for their fetches, too.
+        The `lease` is renewed in the meantime, because the other ranks need time for their fetches, too.
         """
         try:
             prepared = await preparation

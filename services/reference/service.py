@@ -86,7 +86,7 @@ class ReferenceService(Service):
             await self._group.until_ended(self._start(meeting))
 
     async def _start(self, meeting: Meeting) -> None:
-        # Imports take seconds. They run off the loop, so that the mailbox answers meanwhile.
+        # Imports take seconds. They run off the loop, so that the mailbox can still answer in the meantime.
         scorer = await asyncio.to_thread(make_scorer, self.run, self.name, self._topology, self._group, meeting)
         self._scorer = scorer
         self.progress = lambda: scorer.progress
@@ -125,7 +125,7 @@ class ReferenceService(Service):
         return messages.Ack()  # the other ranks end with rank 0
 
     def _ask(self, request: messages.ScoreTogether, call: Call) -> Deferred:
-        self._asked.put_nowait((request, call))  # rank 0 may be ready before this rank has loaded its pieces
+        self._asked.put_nowait((request, call))  # rank 0 might be ready before this rank has loaded its pieces
         return DEFERRED
 
     async def serve(self) -> None:
@@ -173,8 +173,8 @@ class ReferenceWorker:
     ) -> None:
         """`scoring` computes the log-probs. `store` is the store for the shards, such as `batch-store/0`.
 
-        `reward_kl` is the estimator of a KL in the reward, or "" for none. `refreshed` says whether the version that
-        scores changes during the run (`algorithm.kl.refresh_every`).
+        `reward_kl` is the estimator of the KL term in the reward, or "" for none. `refreshed` says whether the version
+        that scores changes during the run (`algorithm.kl.refresh_every`).
         """
         self._service = service
         self._data = data
@@ -262,7 +262,8 @@ def _done(task: TaskHandle, receipt: Receipt, values: Array) -> TaskResult:
 
 
 def make_scorer(run: RunDir, name: str, topology: Topology, group: Group, meeting: Meeting) -> FrozenScorer:
-    """Return a scorer that makes the model of `topology` on its compute thread. Raises RpcError(bad_request).
+    """Return a scorer that creates the model specified in `topology` on its compute thread. Raises
+    RpcError(bad_request).
 
     This imports torch. `group` holds the ranks that share the model; they have met, and open their process group at
     `meeting`.

@@ -68,7 +68,7 @@ def assemble(
 
 
 def task_shards(samples: Sequence[Rolled]) -> dict[str, Array]:
-    """Return the rollout stage's shards of one task (see `shared.stages`), in the order of the stage's keys."""
+    """Return the rollout stage's shards for one task (see `shared.stages`), in the order of the stage's keys."""
     sequences = [(index, sequence) for index, sample in enumerate(samples) for sequence in sample.sequences]
     made: dict[str, Array] = {
         "token_ids": np.concatenate([each.token_ids for _, each in sequences]),

@@ -107,10 +107,10 @@ class Engine(Protocol):
 
     @property
     def context_tokens(self) -> int:
-        """Maximum length of prompt plus completion in tokens."""
+        """Maximum length of prompt plus completion, in tokens."""
 
     async def start(self) -> None:
-        """Load the weights of the model directory."""
+        """Load the weights from the model directory."""
 
     async def generate(
         self,
@@ -154,11 +154,12 @@ class Engine(Protocol):
         """Return the log-probs at temperature 1, float32 [T - 1], of int32 `token_ids` [T] from the second token on."""
 
     async def sleep(self) -> None:
-        """Release all memory for weights, keys and values. Call this only between blocks; nothing works until `wake` is
-        called."""
+        """Release all memory used for weights, keys and values. Call this only between blocks; nothing works until
+        `wake` is called."""
 
     async def wake(self, parts: Parts) -> None:
-        """Allocate the memory for `engine.weights`, `engine.kv_cache` or both. Parts that are already allocated stay.
+        """Allocate the memory for `engine.weights`, `engine.kv_cache` or both. Parts that are already allocated stay
+        allocated.
 
         Sleeping discards the weights, so generating and scoring require a new call to `set_weights`. Wake the keys and
         values after the weights have been set; scoring may need both parts.

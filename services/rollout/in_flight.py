@@ -7,7 +7,7 @@ version (evaluations) are not changed.
 
 Generation pauses only for the swap and its proof, not while the weights are fetched or the trainer is asked to send
 them. A transfer directly into an engine (vLLM) is part of the swap. If such a transfer fails, the shards are used for
-`SHARDS_S`, provided that loading from shards was drilled.
+`SHARDS_S`, provided that loading from shards has been drilled.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class InFlight:
         return not self._under_way
 
     def look_again(self) -> None:
-        """Wake the tasks that wait in `settled`: their condition may have become true, or may now raise an
+        """Wake the tasks that are waiting in `settled`: their condition may have become true, or may now raise an
         exception."""
         self._changed.set()
         self._changed = asyncio.Event()
@@ -131,7 +131,7 @@ class InFlight:
             await self._swap(ref, delivery)
         except TransferFailed as error:
             self._missed(ref, error)
-            return not self._can_use(ref, delivery.entry)  # a lease may have loaded the version meanwhile
+            return not self._can_use(ref, delivery.entry)  # a lease might have loaded the version in the meantime
         return True
 
     def _can_use(self, ref: WeightsRef, entry: Entry) -> bool:

@@ -62,7 +62,7 @@ class OpenAIEndpoint:
     """Serves the calls of running samples. It belongs to the service's loop; any thread may call `open` and `close`."""
 
     def __init__(self, model: str) -> None:
-        """`model` is the model name in answers; requests may name any model."""
+        """`model` is the model name in responses; requests may name any model."""
         self._model = model
         self._sessions: dict[str, _Session] = {}
         self._tokens: dict[SampleCalls, str] = {}
@@ -72,7 +72,7 @@ class OpenAIEndpoint:
         self._log = structlog.get_logger("openai-endpoint")
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback interface."""
+        """Listen on a free port on the loopback interface."""
         await self._server.start()
 
     async def stop(self) -> None:
@@ -309,7 +309,7 @@ async def _chat(session: _Session, asked: dict[str, Any]) -> Turn:
 
 
 def _message(session: _Session, message: Message) -> Message:
-    """Return the message for the chat template. An unedited answer of the policy is replaced by the sampled text."""
+    """Return the message for the chat template. An unedited answer from the policy is replaced by the sampled text."""
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -335,7 +335,8 @@ def _parsed(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chunks(whole: dict[str, Any], asked: dict[str, Any]) -> Iterator[bytes]:
-    """Yield a finished completion as a stream. Its text is one piece, because completions are sampled in blocks."""
+    """Yield a finished completion as a stream. Its text is sent in one piece, because completions are sampled in
+    blocks."""
     head = {**whole, "object": "chat.completion.chunk"}
     head.pop("usage")
     for choice in whole["choices"]:

@@ -109,7 +109,7 @@ class PartialJournal:
             for task_id, samples in answers.items():
                 self._waiting[task_id] = _WaitingNote(task_id, lineage, temperature, samples)
         if not is_scheduled:
-            with contextlib.suppress(RuntimeError):  # the writer may have been closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the writer might have been closed in the meantime
                 self._writer.submit(self._write)
 
     def forget(self, task_ids: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ class PartialJournal:
     def read(self, task_id: str, wanted: ResumableNotes) -> list[Completion] | None:
         """Return the answers to resume, one per sample, or None if there is nothing to resume.
 
-        The answers of samples that must start over are empty. This method blocks, so do not call it on the loop's
+        The answers for samples that must start over are empty. This method blocks, so do not call it on the loop's
         thread.
         """
         try:
@@ -153,7 +153,7 @@ class PartialJournal:
         """Remove stale notes."""
         written: dict[Path, float] = {}
         for path in self._folder.iterdir():
-            with contextlib.suppress(OSError):  # another engine may have removed it
+            with contextlib.suppress(OSError):  # another engine might have removed it
                 written[path] = path.stat().st_mtime
         oldest = max(written.values(), default=0.0) - STALE_S
         for path, at in written.items():

@@ -41,7 +41,7 @@ class PromptBuilder:
     """Builds prompts. It belongs to one thread at a time, because fast tokenizers refuse concurrent use."""
 
     def __init__(self, model: Path, *, add_generation_prompt: bool) -> None:
-        """Load the tokenizer of the model directory. This imports transformers. Raises RpcError(bad_request)."""
+        """Load the tokenizer from the model directory. This imports transformers. Raises RpcError(bad_request)."""
         from transformers import AutoTokenizer
 
         try:
@@ -141,7 +141,7 @@ class PromptBuilder:
                 return text.partition(answer)[2]
             if not found:
                 break
-        raise ValueError("the chat template does not write an assistant's answer as it is, and exactly once")
+        raise ValueError("the chat template does not write an assistant's answer unchanged and exactly once")
 
     def _rendered(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         text: str = self._tokenizer.apply_chat_template(
@@ -202,7 +202,7 @@ class PromptBuilder:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls of an answer: each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` that parses."""
+    """Return the calls in an answer: each `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` that parses."""
     calls = []
     for found in _TOOL_CALL.findall(text):
         try:

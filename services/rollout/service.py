@@ -95,7 +95,7 @@ class RolloutService(Service):
             self._workflows = UserPool(setup, chosen.processes)
             # All processes are started before the first sample, because the samples of a lease are assigned at once.
             await self._workflows.start(at_once=chosen.processes)
-        # Importing an engine takes seconds, so it happens off the loop, and the mailbox answers meanwhile.
+        # Importing an engine takes seconds, so it happens off the loop, and the mailbox can answer in the meantime.
         engine = self._engine = await self._on_text(
             lambda: make_engine(
                 settings,

@@ -18,7 +18,7 @@ Key = tuple[int, int, int]
 
 
 class _Fetching:
-    """The callers that wait for one version. The progress of the fetch is reported to all of them."""
+    """The callers that are waiting for one version. The progress of the fetch is reported to all of them."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()

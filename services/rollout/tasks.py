@@ -1,4 +1,4 @@
-"""Prepares leased tasks: their dataset rows, prompts and sampling parameters. This module samples nothing itself."""
+"""Prepares leased tasks: their rows, prompts and sampling parameters. This module samples nothing itself."""
 
 from __future__ import annotations
 

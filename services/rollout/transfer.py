@@ -91,7 +91,8 @@ class EngineTransfers:
     async def ask(self, ref: WeightsRef, receiver: Receiver[R]) -> TransferOffer:
         """Do the first half of `bring`, so that the caller can then wait for its turn. Raises TransferFailed.
 
-        Take or decline the offer within the deadline. Another transfer that begins meanwhile invalidates the offer.
+        Take or decline the offer within the deadline. Another transfer that begins in the meantime invalidates the
+        offer.
         """
         async with self._busy:  # the trainer would abandon a running transfer
             pass
@@ -115,7 +116,7 @@ class EngineTransfers:
         return received
 
     def _meeting(self, offer: TransferOffer) -> Meeting:
-        """Return the place where this engine meets the trainer.
+        """Return the rendezvous address at which this engine meets the trainer.
 
         Raises TransferFailed if the trainer is on another host and this process does not listen for other hosts.
         """
@@ -184,7 +185,7 @@ class EngineTransfers:
 
 
 class HostMemory:
-    """A `Receiver` that receives into new memory of this process, on its own thread while the engine continues."""
+    """A `Receiver` that receives into new memory in this process, on its own thread, while the engine continues."""
 
     ranks = 1
 

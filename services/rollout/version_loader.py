@@ -24,7 +24,7 @@ _WEIGHTS: Parts = frozenset({WEIGHTS})
 
 
 class WeightsGone(Exception):
-    """The scheduler cleared the version of a lease while the lease waited, so the lease's samples would be useless."""
+    """The scheduler cleared a lease's version while the lease was waiting, so the lease's samples would be useless."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class VersionLoader:
         self._turns = turns
 
     async def fetch_ahead(self, lease: Lease) -> Fetched:
-        """Fetch the weights of a lease that waits for its turn, if they will be needed."""
+        """Fetch the weights for a lease that is waiting for its turn, if they will be needed."""
         ref = lease.grant.weights
         return Fetched(await self._fetch(lease, ref) if ref is not None and self._needs_other(lease) else None)
 
@@ -72,7 +72,7 @@ class VersionLoader:
             await self._acquire_memory(_WEIGHTS)
             placed = await self._load_version(lease, fetched)
             await self._acquire_memory(ENGINE)
-            if placed or await self._load_version(lease, fetched):  # the engine may have slept meanwhile
+            if placed or await self._load_version(lease, fetched):  # the engine might have slept in the meantime
                 await self._verify_canary(lease)
             fetched.delivery = None
             return self._in_flight.begin(self._sync.holds.step, exact=exact), self._sync.holds.lineage
@@ -119,7 +119,7 @@ class VersionLoader:
         await self._engine.wake(parts)
 
     async def _load_version(self, lease: Lease, fetched: Fetched) -> bool:
-        """Load the version of the lease into the engine. Return False if the engine already holds it."""
+        """Load the lease's version into the engine. Return False if the engine already holds it."""
         ref = lease.grant.weights
         if ref is None or not self._needs_other(lease):
             return False

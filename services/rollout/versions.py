@@ -13,8 +13,8 @@ from proto.tensors import Array
 class BlockVersions:
     """The versions with which one lease is sampled. Versions are added on the service's loop and read on any thread.
 
-    Engines count how often their weights were replaced since they started (`Engine.swaps`) and report the count for
-    each token, so it does not matter when a block of the lease began, as long as this object existed by then.
+    Engines count how often their weights have been replaced since they started (`Engine.swaps`) and report the count
+    for each token, so it does not matter when a block of the lease began, as long as this object existed by then.
     """
 
     def __init__(self, step: int, swaps: int) -> None:
@@ -34,7 +34,7 @@ class BlockVersions:
     def of(self, swaps: Array) -> Array:
         """Return the version of each token, int32 [N], given int32 `swaps` [N].
 
-        Raises ValueError for a token that was sampled with earlier weights or with weights that are not proved.
+        Raises ValueError for a token that was sampled with earlier weights or with weights that have not been proved.
         """
         known = np.fromiter(self._steps, np.int32)
         at = np.searchsorted(known, swaps).clip(max=len(known) - 1)

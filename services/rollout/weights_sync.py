@@ -1,10 +1,11 @@
 """Loads policy versions into the engine and proves that they are there.
 
-The engine never samples with weights whose loading was not verified, or that have not matched the trainer's canary.
+The engine never samples with weights whose loading has not been verified, or that have not matched the trainer's
+canary.
 
 The start-up drill precedes the first version: a perturbed copy of the engine's own base weights takes the same route
 into the engine and must match the trainer's canary of that copy. This check finds parameters that an update never
-reaches. A failed engine does not recover by itself: there is no edge DEAD -> HEALTHY, only a new start with a new
+reaches. A failed engine does not recover on its own: there is no edge DEAD -> HEALTHY, only a new start with a new
 drill.
 """
 
@@ -111,7 +112,7 @@ class WeightsSync:
         return held != wanted if exact else held < wanted
 
     def is_drilled(self, entry: Entry) -> bool:
-        """Return whether this entry was proved to reach every parameter."""
+        """Return whether this entry has been proved to reach every parameter."""
         return entry in self._drilled
 
     def stays(self, held: HeldVersion) -> None:
@@ -119,7 +120,7 @@ class WeightsSync:
         self.holds, self._coming = held, None
 
     def forget(self) -> None:
-        """Record that the engine sleeps and has lost its weights."""
+        """Record that the engine is asleep and has lost its weights."""
         self.holds = HeldVersion()
         if self._coming is not None:
             self._coming.loaded = None
@@ -145,7 +146,7 @@ class WeightsSync:
         """Run the drill if it has not been passed yet, then check the canary of what was placed.
 
         Raises RpcError(conflict) if the engine and the trainer disagree; the engine must not continue then. Raises
-        TransferFailed if the weights of the drill, or those after it, did not arrive.
+        TransferFailed if the weights for the drill, or those after it, did not arrive.
         """
         coming, self._coming = self._coming, None
         if coming is None:
@@ -228,7 +229,8 @@ class WeightsSync:
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"{self._who}: canary of {what}: {list(canary.logprobs.shape)} log-probs for "
-                f"{len(canary.token_ids)} tokens, but there must be one fewer; trainer and engine differ in release",
+                f"{len(canary.token_ids)} tokens, but there must be one fewer; the trainer and the engine run "
+                "different releases",
             )
         error = canary_error(canary.logprobs, scores, canary.quantile)
         if not error <= tolerance:  # also rejects NaN
@@ -256,7 +258,7 @@ class WeightsSync:
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"{self._who}: the canary cannot be calibrated: engine and trainer differ by {noise:.3g} on the same "
-                f"weights, which needs a tolerance of {tolerance:.3g}, but the drill allows only "
+                f"weights, which requires a tolerance of {tolerance:.3g}, but the drill allows only "
                 f"{canary.tolerance:.3g}; they compute different models, or policy.dtype is too coarse for this one: "
                 "use float32",
             )

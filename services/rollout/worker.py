@@ -45,7 +45,7 @@ free."""
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The prompts of a lease, and its weights."""
+    """A lease's prompts and weights."""
 
     tasks: PreparedTasks
     weights: Fetched
@@ -273,7 +273,7 @@ class RolloutWorker:
 
         def advance() -> None:
             lease.advance()
-            # Whatever ends the lease meanwhile, its tasks are not to blame for a judge that does not answer.
+            # Whatever ends the lease in the meantime, its tasks are not to blame for a judge that does not answer.
             lease.untouched = not self._rewards.reachable.is_set()
 
         scored = await lease.while_held(self._rewards.score(unscored, advance))

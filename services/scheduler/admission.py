@@ -38,7 +38,7 @@ def admit(run: RunState) -> None:
 
 
 def room_in_order(run: RunState) -> int:
-    """Return the number of tasks to admit: up to `Plan.max_live`, if there is room for all the bytes they may need.
+    """Return the number of tasks to admit: up to `Plan.max_live`, if there is room for all the bytes they might need.
 
     The tasks of the next step are admitted even without room: only the run's own steps free room, so a run that waited
     for room would stall. One event admits at most `ADMITTED_AT_ONCE` tasks, or one step's tasks if a step has more.

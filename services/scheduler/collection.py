@@ -98,7 +98,7 @@ def clear(run: RunState, task: Task, *, last: bool) -> int:
     """Clear the shards made under the task's fence, and return the number of acknowledgements to wait for.
 
     The clear goes to the stores that hold the task's results, to those of its lease's holder, and to those of the
-    trainer's ranks. Shards elsewhere (a late put of an earlier attempt) are strays, which reconciliation finds.
+    trainer's ranks. Shards elsewhere (a late put from an earlier attempt) are strays, which reconciliation finds.
     """
     if len(run.clears) > 1:
         may = dict.fromkeys([*run.trainer_stores, *(run.store_names[part.store] for part in task.made)])
@@ -113,7 +113,7 @@ def clear(run: RunState, task: Task, *, last: bool) -> int:
 
 
 def clear_weights(run: RunState, ref: WeightsRef) -> None:
-    """Clear the shards of a version and the copies of the version."""
+    """Clear a version's shards and its copies."""
     run.clears.push((ref.task_id, ref.fence, False), [ref.store, *away_stores(run)])
 
 
@@ -224,7 +224,7 @@ def is_stray(run: RunState, entry: PutTask) -> bool:
         if ref is not None:
             return entry.fence < ref.fence
         newest = run.versions.newest
-        # A version that is put but not published yet has the driver's lineage and is not older than the newest.
+        # A version that has been put but not yet published has the driver's lineage and is not older than the newest.
         return newest is not None and (version[0] < run.lineage or version < newest)
     task = run.tasks.find(entry.task_id)
     return task is None or entry.fence < task.fence

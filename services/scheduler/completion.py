@@ -181,7 +181,7 @@ def _count_lost(run: RunState, task: Task, result: TaskResult) -> None:
 
 
 def _filters(run: RunState, request: Complete) -> bool:
-    """Return whether the filter of this step has room for all tasks in the request whose rewards are all equal.
+    """Return whether this step's filter has room for all tasks in the request whose rewards are all equal.
 
     The filter drops all of these tasks or none. Their shards share a file, which a store frees only when all tasks in
     the file are cleared. If only some were dropped, the file would remain, and the bytes of the dropped tasks in it

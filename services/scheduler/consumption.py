@@ -1,7 +1,7 @@
 """The order in which steps consume tasks: the strategies' interface, and the default strategy. The module is pure.
 
-The plan decides once which strategy applies. In admission order (the default), a step takes the oldest tasks, and the
-version of a lease follows from the step that will consume its tasks. `staleness.py` contains the strategy for `consume:
+The plan decides once which strategy applies. In admission order (the default), a step takes the oldest tasks, and a
+lease's version follows from the step that will consume its tasks. `staleness.py` contains the strategy for `consume:
 completion`, and `deterministic.py` the one for `run.deterministic`.
 """
 

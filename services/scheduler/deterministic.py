@@ -66,7 +66,7 @@ def _choose_block(run: RunState, stage: int, most: int) -> list[Task]:
 
 
 def _version(run: RunState, exact: int, held: Version | None) -> Version | None:
-    """Return the version of exactly this step once this version and all older ones are evaluated.
+    """Return the version of exactly this step once this version and all older ones have been evaluated.
 
     After a return to a checkpoint, the versions that the run does not publish again have therefore been evaluated, so
     no evaluation is missed.
@@ -76,7 +76,7 @@ def _version(run: RunState, exact: int, held: Version | None) -> Version | None:
 
 
 def _retry(run: RunState, task: Task, cost: int, reason: str) -> None:
-    """Sample the whole block of the task again. Too many failed attempts end the run instead of dropping the task."""
+    """Sample the task's whole block again. Too many failed attempts end the run instead of dropping the task."""
     run.tasks.edit(task).failures += cost
     if task.failures >= FAILURE * run.config.attempts:
         run.broken = (
@@ -91,7 +91,8 @@ def _retry(run: RunState, task: Task, cost: int, reason: str) -> None:
 
 
 def _reopen(run: RunState, step: int, tasks: list[Task]) -> None:
-    """Reopen the tasks of batches after `step` in their places, and sample again all later tasks that have a result.
+    """Put the tasks of the batches after `step` back in their old places, and resample all later tasks that have a
+    result.
 
     The tasks get fences that no store has seen, because clears of earlier fences may still be in flight. The scores of
     versions after `step` are kept, because the new versions have the same bits.

@@ -2,15 +2,15 @@
 
 The module is pure. Memory is granted only after the processes in the way have reported that they released it, or are
 known to be dead. Processes report what they hold, use and want (`HoldDevices`). Only the newest report of each process
-counts, and the scheduler answers it when the process must change something. None of this is journaled: the content of a
-device is a fact about processes, not a decision, and processes report it again to a restarted scheduler. Until a
-process has reported, it counts as holding everything that it could hold (the journal knows which processes were
-registered), so a restart never grants memory twice.
+counts, and the scheduler answers it when the process must change something. None of this is journaled: what a device
+holds is a fact about processes, not a decision, and processes report it again to a restarted scheduler. Until a process
+has reported, it counts as holding everything that it could hold (the journal knows which processes were registered), so
+a restart never grants memory twice.
 
 There is no deadlock. Services queue in the order in which they first requested something. A waiting process uses
-nothing and releases whatever a process earlier in the queue waits for; a working process is left alone while it makes
-progress and is killed otherwise. The first service in the queue therefore always gets its turn. The processes of one
-service work together (ranks meet in collectives) and share one place in the queue.
+nothing and releases whatever a process earlier in the queue is waiting for; a working process is left alone while it
+makes progress and is killed otherwise. The first service in the queue therefore always gets its turn. The processes of
+one service work together (ranks meet in collectives) and share one place in the queue.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DeviceTurns:
             self._members[holder] = _Member(request.incarnation, request.pid, now, known=True)
 
     def gone(self, holder: Holder, incarnation: int) -> None:
-        """Remove a life of a process, because the supervisor has reported the end of this life."""
+        """Remove a life of a process, because the supervisor has reported that it ended."""
         member = self._members.get(holder)
         if member is not None and member.incarnation == incarnation:
             self._leave(holder)
@@ -229,7 +229,7 @@ class DeviceTurns:
         member.call = None
 
     def _watch(self, holder: Holder, member: _Member, watched: bool, now: float) -> None:
-        """Kill a process that works or blocks others (`watched`) and makes no progress within its limit."""
+        """Kill a process that is working, or that blocks others (`watched`), and makes no progress within its limit."""
         if not watched:
             member.watched_since = None
             return

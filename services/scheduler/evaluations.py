@@ -125,7 +125,8 @@ class Evaluations:
         return {key: value for found in self.done.get(step, {}).values() for key, value in found.items()}
 
     def take_back(self, step: int) -> list[str]:
-        """Remove the evaluations of versions after `step`, and return those of their tasks that wait for a lease."""
+        """Remove the evaluations of versions after `step`, and return those of their tasks that are waiting for a
+        lease."""
         gone = [one for one in self.open.values() if one.version[1] > step]
         self.open = {key: one for key, one in self.open.items() if one.version[1] <= step}
         self.done = {each: results for each, results in self.done.items() if each <= step}

@@ -163,7 +163,7 @@ class ClearDone:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One page of the inventory of a store. `hashes` holds the content hashes of each task's shards."""
+    """One page of a store's inventory. `hashes` holds the content hashes of each task's shards."""
 
     store: str
     tasks: list[PutTask]
@@ -184,7 +184,7 @@ class Claim:
     hashes: tuple[int, ...] = ()
 
     def met(self, held: Held) -> bool:
-        """Return whether a store that holds the shards `held` meets the claim."""
+        """Return whether a store that holds the shards `held` satisfies the claim."""
         found = held.get((self.task.task_id, self.task.fence))
         return found is not None and set(self.hashes) <= set(found)
 
@@ -313,7 +313,7 @@ class Rewound:
 class DiscardRows:
     """Move the rows of all steps after `step` from the journal and `metrics.jsonl` to `metrics.discarded.jsonl`.
 
-    `waiting` holds, by step, rows that were not written yet because an earlier evaluation was under way.
+    `waiting` holds, by step, rows that had not been written yet because an earlier evaluation was under way.
     """
 
     lineage: int

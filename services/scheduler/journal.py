@@ -3,7 +3,7 @@
 The file is an SQLite database in WAL mode, committed once per burst. Effects are carried out only after their event is
 in the file. A snapshot is written in parts, and new events are accepted between the parts. The snapshot takes effect
 when its row is in the table `snapshot`; the events before it are then deleted, also in parts. The journal does not
-interpret events. A killed process loses nothing. Because of `synchronous=NORMAL`, a power cut may lose the last
+interpret events. A killed process loses nothing. Because of `synchronous=NORMAL`, a power cut can lose the last
 commits, but never their order.
 """
 
@@ -74,7 +74,7 @@ _REMEDY = "restore the file from a backup or begin a new run"
 
 
 def rewinds(path: Path) -> list[tuple[int, int, str]]:
-    """Return `(step, committed, cause)` of each rewind of a run, oldest first, or [] for an unreadable journal."""
+    """Return `(step, committed, cause)` for each rewind of a run, oldest first, or [] for an unreadable journal."""
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as journal:
             return journal.execute("SELECT step, committed, cause FROM rewinds ORDER BY lineage").fetchall()
@@ -129,7 +129,7 @@ class Recorded:
             yield at, _decode(kind, body)
 
     def steps_of(self, task_id: str) -> list[tuple[int, str, float | None]]:
-        """Return `(step, state, committed_at)` of each step whose batch contains the task."""
+        """Return `(step, state, committed_at)` for each step whose batch contains the task."""
         query = "SELECT step, state, committed_at FROM steps WHERE instr(task_ids, ?) ORDER BY step"
         return self._db.execute(query, (json.dumps(task_id),)).fetchall()
 
@@ -200,14 +200,17 @@ class Journal:
         elif found != tables.expected_schema():
             written = dict(self._db.execute("SELECT key, value FROM meta")).get("format")
             if written != FORMAT:
-                raise self.broken(f"its format is {written!r}, but this release reads {FORMAT!r}; use the same release")
+                raise self.broken(
+                    f"its format is {written!r}, but this release reads {FORMAT!r}; use the release that wrote it"
+                )
             raise sqlite3.DatabaseError("its tables are not those of a journal")
         for table in tables.SUMMED:
             self._check_rows(table)
         meta = dict(self._db.execute("SELECT key, value FROM meta"))
         if meta.get("format") != FORMAT:
             raise self.broken(
-                f"its format is {meta.get('format')!r}, but this release reads {FORMAT!r}; use the same release"
+                f"its format is {meta.get('format')!r}, but this release reads {FORMAT!r}; use the release that wrote "
+                "it"
             )
         if meta.get("plan") != fingerprint:
             raise self.broken(
@@ -251,7 +254,7 @@ class Journal:
 
     @property
     def marked(self) -> Reached:
-        """The mark of the previous life, or the last event of the journal if the mark is missing."""
+        """The mark of the previous life, or the last event in the journal if the mark is missing."""
         return self._mark.found or self._reached()
 
     def _lost(self) -> str:
@@ -321,11 +324,11 @@ class Journal:
             found = {step for (step,) in self._db.execute("SELECT step FROM rows")}
             if wrong := found ^ set(rows):
                 raise ValueError(
-                    f"the row of step {min(wrong)} is {'unexpected' if min(wrong) in found else 'missing'}"
+                    f"the row for step {min(wrong)} is {'unexpected' if min(wrong) in found else 'missing'}"
                 )
         with self._reading("table steps"):
             if wrong := set(range(1, steps + 1)) - {step for (step,) in self._db.execute("SELECT step FROM steps")}:
-                raise ValueError(f"the row of step {min(wrong)} is missing")
+                raise ValueError(f"the row for step {min(wrong)} is missing")
         with self._reading("table evals"):
             if lost := evals - set(self._db.execute("SELECT name, version FROM evals")):
                 raise ValueError(f"the result {min(lost)} is missing")
@@ -393,7 +396,7 @@ class Journal:
             raise self._unwritable(str(error)) from None
         self._events.clear()
         self._saves.clear()
-        if self._sync:  # a power cut must not take the newest checkpoint from the journal
+        if self._sync:  # a power cut must not remove the newest checkpoint from the journal
             self._sync = False
             self._wal.order()
 

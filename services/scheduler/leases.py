@@ -82,6 +82,6 @@ class Leases:
         return next(reversed(self._of.get(holder, {}).values()), None)
 
     def answering(self, holder: Holder, call: CallId) -> TaskLease | None:
-        """Return the live lease that this same request was already granted, or None."""
+        """Return the live lease that this same request has already been granted, or None."""
         lease = self._answered.get(call)
         return lease if lease is not None and lease.holder == holder else None

@@ -4,7 +4,8 @@ The module is pure. Generation for training continues during an evaluation: engi
 and evaluation blocks. An engine that holds the evaluated version also samples training blocks with it as long as that
 version is recent enough for their step. Once the version is too old, the engine switches between the two versions only
 after as many leases as a step has, so weights are seldom loaded back and forth. Evaluation goes first when a second
-version waits to be evaluated, so that evaluations do not pile up. In deterministic mode, evaluation always goes first.
+version is waiting to be evaluated, so that evaluations do not pile up. In deterministic mode, evaluation always goes
+first.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def lease(run: RunState, request: LeaseRequest, call: CallId) -> LeaseGrant | No
 
 
 def training_version(run: RunState, request: LeaseRequest, measured: set[Version]) -> Version | None:
-    """Return the version for the oldest waiting task, or None if no task waits or the version is not published yet.
+    """Return the version for the oldest waiting task, or None if no task is waiting or the version has not been
+    published yet.
 
     `measured` holds the versions under evaluation. An engine that holds one of these versions keeps it if allowed.
     """
@@ -115,8 +117,8 @@ def _lease_evaluation(run: RunState, one: Evaluation, request: LeaseRequest, cal
 def _lease_later_stage(run: RunState, stage: int, request: LeaseRequest, call: CallId) -> LeaseGrant | None:
     """Lease tasks that share one version of the reference. Return None until that version is published.
 
-    A task of a step after a refresh waits for the version of the refresh. Once that version exists, the steps up to it
-    have been trained, so drops of earlier tasks can no longer move the task to a step before the refresh.
+    A task in a step after a refresh waits for that refresh's version. Once that version exists, the steps up to it have
+    been trained, so drops of earlier tasks can no longer move the task to a step before the refresh.
     """
     first = first_waiting(run, stage)
     if first is None:
@@ -130,12 +132,12 @@ def _lease_later_stage(run: RunState, stage: int, request: LeaseRequest, call: C
 
 
 def waits(run: RunState, stage: int, task: Task) -> bool:
-    """Return whether a task in the window waits for a lease of `stage`."""
+    """Return whether a task in the window is waiting for a lease of `stage`."""
     return not task.lease and task.parts[stage] is None and all(task.parts[each] for each in run.needs[stage])
 
 
 def first_waiting(run: RunState, stage: int) -> Task | None:
-    """Return the oldest task that waits for `stage`, or None. Outdated entries of the waiting line are removed."""
+    """Return the oldest task that is waiting for `stage`, or None. Outdated entries of the waiting line are removed."""
     line = run.waiting[stage]
     while line:
         task = run.window.tasks.get(line[0])

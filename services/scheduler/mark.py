@@ -2,7 +2,7 @@
 
 SQLite replays a shortened write-ahead log without an error, as a shorter history. The mark, which is written after each
 commit, reveals such a loss. The mark is not synced: it survives a kill of the process, and the older mark that a power
-cut may leave names only events that the journal also contains. Two slots are written alternately, so a torn write
+cut can leave names only events that the journal also contains. Two slots are written alternately, so a torn write
 leaves the previous mark intact.
 """
 

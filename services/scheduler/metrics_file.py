@@ -21,9 +21,9 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 def traces(path: Path, rows: Iterable[str]) -> tuple[int, int]:
-    """Compare the file with all rows of the journal (JSON), and change neither.
+    """Compare the file with all rows in the journal (JSON), and change neither.
 
-    Return two steps: the last step up to which no row of the file contradicts the journal (which may be beyond the last
+    Return two steps: the last step up to which no row in the file contradicts the journal (which may be beyond the last
     row of both), and the newest step in the file. Incomplete and damaged lines count as absent.
     """
     expected: dict[int, dict[str, Any]] = {row["step"]: row for row in map(json.loads, map(tidy, rows))}
@@ -42,7 +42,7 @@ class MetricsFile:
     """An open metrics file. Each line is appended with a single write."""
 
     def __init__(self, path: Path, missing_after: Callable[[int], Iterable[str]], last: int, lineage: int) -> None:
-        """Remove an incomplete last line, then append the rows of the journal that are missing.
+        """Remove an incomplete last line, then append the missing rows from the journal.
 
         `last` is the step of the journal's last row. Rows of steps after `last`, which exist if a power cut removed the
         end of the journal, are discarded under `lineage`.
@@ -56,7 +56,7 @@ class MetricsFile:
             self.write(row)
 
     def write(self, row: str) -> None:
-        """Append one row (JSON text), unless the file already has a row of that step or a later one."""
+        """Append one row (JSON text), unless the file already has a row for that step or a later one."""
         step = int(json.loads(row)["step"])
         if step > self.step:
             _append(self._fd, tidy(row))
@@ -117,7 +117,7 @@ class MetricsFile:
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """Return the row of a line, or {} if the line is damaged."""
+    """Return the row in a line, or {} if the line is damaged."""
     try:
         row = json.loads(line)
     except ValueError:

@@ -26,7 +26,7 @@ class Paces:
         self._expiries: list[tuple[float, int]] = []
 
     def begin(self, lease_id: int, now: float) -> None:
-        """Start the deadline of a lease that was granted or restored after a restart."""
+        """Set the deadline for a lease that was granted, or restored after a restart."""
         pace = self._of[lease_id] = _Pace(now + self._lease_s)
         heapq.heappush(self._expiries, (pace.deadline, lease_id))
 
@@ -55,7 +55,7 @@ class Paces:
     def expired(self, now: float) -> list[LeaseExpired]:
         """Remove and return the leases whose deadline has passed.
 
-        Some of these leases may have ended otherwise.
+        Some of these leases may have ended in another way.
         """
         found: list[LeaseExpired] = []
         while self._expiries and self._expiries[0][0] <= now:

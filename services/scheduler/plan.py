@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def block_rows(self) -> int:
-        """Rows of a rollout block in deterministic mode, else 0 (any number)."""
+        """Number of rows in a rollout block in deterministic mode, else 0 (any number)."""
         return self.block_tasks * self.group_size if self.deterministic else 0
 
     def fingerprint(self) -> str:
@@ -118,12 +118,12 @@ class EpochOrder:
         self._order = self._rows
 
     def at(self, position: int) -> tuple[int, int]:
-        """Return `(epoch, row index)` of the task at `position` of the run, counted from 0."""
+        """Return `(epoch, row index)` of the task at `position` in the run, counted from 0."""
         epoch, [row] = self.some(position, 1)
         return epoch, row
 
     def some(self, position: int, most: int) -> tuple[int, list[int]]:
-        """Return the epoch and the row indices of up to `most` tasks from `position`, all of one epoch."""
+        """Return the epoch and the row indices of up to `most` tasks from `position`, all from one epoch."""
         epoch, offset = divmod(position, len(self._rows))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permuted(epoch)
@@ -139,7 +139,7 @@ class EpochOrder:
 
 
 def due(plan: Plan, steps: int, version: int) -> Iterator[EvalPlan]:
-    """Yield the evaluation sets that are due at version `version` of a run of `steps` steps."""
+    """Yield the evaluation sets that are due at version `version` in a run of `steps` steps."""
     for each in plan.evals:
         if version % each.every == 0 or version == steps:
             yield each

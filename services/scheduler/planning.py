@@ -1,4 +1,4 @@
-"""Makes a `Plan` from the topology and its data sources. It reads files once, at start, and needs no tokenizer."""
+"""Makes a `Plan` from the topology and its data sources. It reads files once, at startup, and needs no tokenizer."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ def _prompt_tokens(topology: Topology, where: Path, train: Source, bad: list[Row
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
                 f"{where}: services.batch-store.memory: {limit_bytes(topology)} bytes cannot hold what this "
-                f"run may need: prompts have up to {prompt} tokens (one per byte plus the chat template); set at least "
-                f"{needed}, or set data.train.max_prompt_tokens",
+                f"run might need: prompts have up to {prompt} tokens (one per byte plus the chat template); set at "
+                f"least {needed}, or set data.train.max_prompt_tokens",
             )
     return prompt
 

@@ -1,4 +1,4 @@
-"""Checks the values that a peer reports about itself, before they enter the status of the run. The module is pure."""
+"""Checks the values that a peer reports about itself, before they enter the run's status. The module is pure."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A chosen task becomes due when it is trained, scored, filtered or dropped. The task's collection (`collection.py`) then
 waits until the recorder has taken the task. The scheduler stops waiting if the recorder is away or too slow
-(`state.py`), or if the waiting tasks take more room than is reserved for them. Training never waits for the recorder.
+(`state.py`), or if the waiting tasks take up more room than is reserved for them. Training never waits for the
+recorder.
 """
 
 from __future__ import annotations

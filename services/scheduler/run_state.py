@@ -242,7 +242,7 @@ class RunState:
 
     @property
     def open_batch(self) -> list[Task]:
-        """The tasks of the step that is batched and not committed, if any."""
+        """The tasks of the step that has been batched but not committed, if any."""
         return self.batches.get(self.batched_step, []) if self.batched_step > self.committed_step else []
 
     @property
@@ -252,7 +252,7 @@ class RunState:
 
     @property
     def uncovered_bytes(self) -> int:
-        """Bytes of trained tasks that wait for a checkpoint, over all stores."""
+        """Bytes of trained tasks that are waiting for a checkpoint, across all stores."""
         return sum(self.uncovered.values())
 
     def columns(self, task: Task) -> dict[str, Array]:

@@ -38,7 +38,7 @@ def unpack(layout: Layout, samples: int, data: bytes) -> dict[str, Array]:
 
 
 def flatten(layouts: Sequence[Layout], packed: Sequence[tuple[int, int, bytes]]) -> dict[str, Array]:
-    """Return arrays over all samples, given `(layout, samples, bytes)` of each task in order.
+    """Return arrays over all samples, given `(layout, samples, bytes)` for each task in order.
 
     A column that any task lacks is left out, because it does not describe the whole batch. Float columns with a slash
     in their name (`NAMED`) are always kept, with NaN for missing values.

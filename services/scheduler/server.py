@@ -156,7 +156,8 @@ class SchedulerService(Service):
         self._take(self._state.begin(configuration(topology), self._now(), lost))
 
     def _lost_tail(self) -> TailLost | None:
-        """Return what is known of a lost end of the journal from its traces, or None if the journal is complete."""
+        """Return what is known, from its traces, about a lost end of the journal, or None if the journal is
+        complete."""
         cause = self._journal.lost
         if not cause:
             return None

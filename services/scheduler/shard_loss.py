@@ -6,7 +6,7 @@ A task that belongs to a step is only marked, because its shards may no longer b
 - open step: the failed read starts a new driver life, which finds the step reopened. The other tasks of the step keep
   their results, so if steps consume tasks as admitted, the step gets the same tasks in the same order. Workers that had
   begun the step are reloaded (`services/policy_trainer/resume.py`), so no task is trained twice (promise 2).
-- committed step: a checkpoint is ordered. A trainer that must reload before the checkpoint is saved returns to the
+- committed step: a checkpoint is requested. A trainer that must reload before the checkpoint is saved returns to the
   previous one.
 
 If a version is lost, `NextBatch` tells the driver to resume, and the driver publishes the version again.
@@ -60,14 +60,14 @@ def whole_steps(run: RunState, tasks: Iterable[PutTask]) -> list[PutTask]:
 
 @dataclass
 class Audit:
-    """The inventory of one store, and the claims that it does not meet."""
+    """The inventory of one store, and the claims that it does not satisfy."""
 
     store: str
     held: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     missing: list[Claim] = field(default_factory=list)
 
     def expect(self, claim: Claim) -> None:
-        """Add a claim to `missing` if the inventory does not meet it."""
+        """Add a claim to `missing` if the inventory does not satisfy it."""
         if not claim.met(self.held):
             self.missing.append(claim)
 
@@ -104,7 +104,7 @@ class Audits:
             self._complete[page.store] = self._read.pop(page.store)
 
     def tick(self) -> None:
-        """Allow the comparison of `AUDITED_AT_ONCE` more tasks."""
+        """Allow `AUDITED_AT_ONCE` more tasks to be compared."""
         self._room = AUDITED_AT_ONCE
 
     def compare(self, run: RunState) -> list[Audit]:
@@ -138,7 +138,7 @@ class Audits:
 
 
 def lose_shards(run: RunState, event: ShardsLost) -> bool:
-    """Sample again, or mark, the tasks whose shards the store has lost.
+    """Resample or mark the tasks whose shards the store has lost.
 
     Return False if none of the tasks is current.
     """

@@ -1,7 +1,7 @@
 """Conversion of the durable state to bytes and back, with msgpack and without pickle. The module is pure.
 
 A snapshot shows the run at the moment when the snapshot begins. Everything except tasks and clears is packed at once.
-The tasks are packed part by part while the run continues, and a task that changes meanwhile is copied first
+The tasks are packed part by part while the run continues, and a task that changes in the meantime is copied first
 (`Tasks.edit`).
 """
 

@@ -1,8 +1,8 @@
 """`consume: completion`: a step takes the tasks that finished first, unless their tokens are too old.
 
 The module is pure. In admission order, leases alone bound the staleness, because the step that takes a task determines
-the oldest version that its lease allows. In order of completion, a task may be overtaken by others, so the oldest token
-of every finished task is checked before each step that might take it. Only finished tasks are dropped as stale, so no
+the oldest version that its lease allows. In completion order, a task may be overtaken by others, so the oldest token of
+every finished task is checked before each step that might take it. Only finished tasks are dropped as stale, so no
 other service holds any stale task.
 """
 
@@ -45,7 +45,8 @@ def _oldest_version(run: RunState, task: Task) -> int:
 
 
 def _metrics(run: RunState) -> dict[str, float]:
-    """Return the number of staleness checks since the last commit, and of the tasks that these checks dropped."""
+    """Return the number of staleness checks since the last commit, and the number of tasks that these checks
+    dropped."""
     counts = {"rollout/tasks_checked": float(run.checked), "rollout/tasks_stale": float(run.stale)}
     run.checked = run.stale = 0
     return counts

@@ -1,8 +1,8 @@
 """The state machine of the scheduler: `handle(event, now) -> effects`. It uses no I/O, clock, socket or thread.
 
-Around the durable `RunState` it keeps the state that dies with the process: deferred calls, deadlines of leases, and
-the last heartbeats. Durable events are returned as `Persist` effects and read back through `replay`. A grant, an expiry
-and a clear are journaled as decisions, so that replay needs neither heartbeats nor the clock.
+Around the durable `RunState` it keeps the state that dies with the process: deferred calls, lease deadlines, and the
+last heartbeats. Durable events are returned as `Persist` effects and read back through `replay`. A grant, an expiry and
+a clear are journaled as decisions, so that replay needs neither heartbeats nor the clock.
 """
 
 from __future__ import annotations
@@ -207,14 +207,14 @@ class Scheduler:
         for holder in self.run.registry:
             self._see(holder, Seen(now))
         self._devices.begin(self.run.registry, now)
-        self.run.dropped_in_a_row = 0  # the reward function may have been fixed before resuming
+        self.run.dropped_in_a_row = 0  # the reward function might have been fixed before resuming
         if config != self.run.config:
             self._durable(config)
         self._settle()
         return self._take()
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Handle one event at time `now` (seconds of a monotonic clock) and return the effects."""
+        """Handle one event at time `now` (seconds on a monotonic clock) and return the effects."""
         self._now = now
         match event:
             case Asked():
@@ -337,7 +337,7 @@ class Scheduler:
         return asked.deadline - min(MARGIN_S, left / 4)
 
     def _poll(self, asked: Asked, attempt: Callable[[], bool]) -> None:
-        """Answer a request of the driver or the recorder now or, if that is not possible yet, later."""
+        """Answer a request from the driver or the recorder now or, if that is not possible yet, later."""
         if attempt():
             if isinstance(asked.request, NextBatch | WaitEvals):
                 self._awaited.clear()
@@ -347,7 +347,7 @@ class Scheduler:
         self._polls.append(Waiting(asked, attempt, self._answer_by(asked)))
 
     def waits(self, now: float) -> list[WaitRow]:
-        """Return rows that tell human readers what the run waits for at `now`."""
+        """Return rows that tell human readers what the run is waiting for at `now`."""
         asked = [each.asked.request for each in self._polls if each.open]
         awaited = {
             (type(each).__name__, each.step): now - self._awaited.get((type(each).__name__, each.step), now)
@@ -484,7 +484,8 @@ class Scheduler:
     def is_over(self, service: str, instance: int, incarnation: int, now: float) -> bool:
         """Return whether a life of a process counts as ended at `now` even though its end was not observed.
 
-        A life counts as ended if another life of the process has registered, or if the life was silent for `GONE_S`.
+        A life counts as ended if another life of the process has registered, or if the life has been silent for
+        `GONE_S`.
         """
         known, seen = self.run.registry.get((service, instance)), self._seen.get((service, instance))
         return known is None or known.incarnation != incarnation or seen is None or now - seen.at > GONE_S

@@ -128,7 +128,7 @@ def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
     leased.
 
     If only the initial model is left, and the tasks of the first steps are no longer remembered because a checkpoint
-    covered them, every task that was ever admitted is sampled again.
+    covered them, every task that has ever been admitted is sampled again.
     """
     set_aside(run, tasks)
     set_aside(run, map(run.tasks.known, run.evaluations.take_back(step)))

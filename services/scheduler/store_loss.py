@@ -1,18 +1,18 @@
 """Recovery from lost data: a store returns without its data or not at all, or the end of the journal is lost.
 
-The module is pure. A store returns without its data if its host is lost or the run is resumed elsewhere. The unfinished
-tasks of the store are sampled again under higher fences. If it held shards of a batched step or a version, the run
+The module is pure. A store returns without its data if its host is lost or the run is resumed elsewhere. The store's
+unfinished tasks are sampled again under higher fences. If it held shards of a batched step or a version, the run
 returns to the newest checkpoint: later steps cannot be replayed, so their tasks are reopened and trained again
 (docs/architecture.md, promise 1; in deterministic mode from the same versions). The trainer reloads the checkpoint,
 too, so no weight update from tasks that are trained again is kept (promise 2). If the store held no such data, no step
 is taken back.
 
 Permanently losing the store of a joined host costs less. The shards of trained tasks in such a store matter only to a
-trainer that reloads, so a checkpoint is ordered and the run continues without waiting for the store.
+trainer that reloads, so a checkpoint is requested and the run continues without waiting for the store.
 
 After a power cut, the end of the journal may be missing. What the missing part recorded is unknown: tasks may have been
-sampled, trained and collected, versions published, and leases granted. The run returns to the newest checkpoint of the
-journal with fences, lineages and lease ids above all that may have been used, so stores and peers do not mistake lost
+sampled, trained and collected, versions published, and leases granted. The run returns to the newest checkpoint in the
+journal with fences, lineages and lease ids above any that might have been used, so stores and peers do not mistake lost
 state for current state.
 """
 
@@ -96,7 +96,7 @@ def _go_back(run: RunState, step: int, why: str, *, reached: int = 0, cause: str
 
 
 def lose_tail(run: RunState, event: TailLost) -> None:
-    """Return to the newest checkpoint of the journal that no row of `metrics.jsonl` contradicts."""
+    """Return to the newest checkpoint in the journal that no row of `metrics.jsonl` contradicts."""
     run.highest_fence = max(run.highest_fence, event.fence) + MARGIN
     run.tasks.least_fence = run.highest_fence + 1
     run.lineage = max(run.lineage, event.lineage)
@@ -145,7 +145,7 @@ def remove_departed_store(run: RunState, store: str) -> bool:
 
 
 def _sample_without(run: RunState, store: str, why: str) -> int:
-    """Sample again the unfinished tasks with shards in the store, and return how many of them were not leased."""
+    """Resample the unfinished tasks with shards in the store, and return how many of them were not leased."""
     for lease in list(run.leases):
         if any(lies_in(run, task, store) for task in lease.tasks.values()):
             give_up(run, lease, 0)

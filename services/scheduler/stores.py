@@ -1,8 +1,8 @@
 """The room left in each store, and the stores that hold shards of each task. The module is pure.
 
 The room in different stores is not added up, because each put goes into a single store: rollouts, references and
-trainer ranks put into the store of their host, and weights are put into `TRAINER_STORE`. The bytes counted here are an
-upper bound on the bytes that a store holds.
+trainer ranks put into their host's store, and weights are put into `TRAINER_STORE`. The bytes counted here are an upper
+bound on the bytes that a store holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STORE, RANK = "batch-store", "policy-trainer-worker"
 FORERUNNERS = 2
 """Maximum number of stores that a store tries for a version before the trainer's store."""
 FULL_SHARE = 0.8
-"""Share of a store's room for trained tasks. A checkpoint is ordered when their bytes exceed it."""
+"""Share of a store's room for trained tasks. A checkpoint is requested when their bytes exceed it."""
 
 
 # ---- locations of shards
@@ -44,7 +44,7 @@ def holders_without_store(run: RunState, host_id: str) -> set[Holder]:
 
 
 def is_away(run: RunState, store: str) -> bool:
-    """Return whether a store is, or may be, on a host other than the trainer's, and so may hold version copies."""
+    """Return whether a store is, or might be, on a host other than the trainer's, and so might hold version copies."""
     home, row = run.registry.stores.get(TRAINER_STORE), run.registry.stores.get(store)
     return row is not None and row is not home and (home is None or row.host_id != home.host_id)
 
@@ -79,7 +79,7 @@ def trainer_stores(run: RunState) -> tuple[str, ...]:
 def note_trainer_stores(run: RunState) -> None:
     """Bring `run.trainer_stores` up to date.
 
-    If the stores have changed, recount the bytes that wait for a checkpoint.
+    If the stores have changed, recount the bytes that are waiting for a checkpoint.
     """
     stores = trainer_stores(run)
     if stores != run.trainer_stores:
@@ -115,7 +115,7 @@ def store_index(run: RunState, store: str) -> int:
 
 
 def limits(run: RunState) -> dict[str, int]:
-    """Return the limit of each store in bytes."""
+    """Return each store's limit in bytes."""
     return {name: row.limit_bytes for name, row in run.registry.stores.items()}
 
 
@@ -131,7 +131,7 @@ def room_for_tasks(run: RunState) -> int:
 
 
 def _rooms(run: RunState) -> Iterator[tuple[str, int]]:
-    """Yield each store with the bytes of its limit that are not reserved.
+    """Yield each store with the number of bytes within its limit that are not reserved.
 
     Bytes are reserved for weight versions, for samples to record and, in the stores of the trainer ranks, for a step
     that is replayed.
@@ -147,7 +147,8 @@ def _rooms(run: RunState) -> Iterator[tuple[str, int]]:
 
 
 def held_in(run: RunState, tasks: Iterable[Task]) -> Counter[str]:
-    """Return the maximum bytes that trained tasks take in each store. Any rank may have put the log-probs of a task."""
+    """Return the maximum number of bytes that trained tasks take up in each store. Any rank may have put the log-probs
+    of a task."""
     plan = run.plan
     held: Counter[str] = Counter()
     for task in tasks:

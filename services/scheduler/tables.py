@@ -57,25 +57,25 @@ def link(chain: bytes, seq: int, kind: int, at: float, body: bytes) -> bytes:
 
 
 def checksum(*values: object) -> bytes:
-    """Return the checksum of the columns of a row. -0.0 counts as 0.0, because SQLite drops the sign of zero."""
+    """Return the checksum of a row's columns. -0.0 counts as 0.0, because SQLite drops the sign of zero."""
     return xxhash.xxh3_128_digest(
         msgspec.msgpack.encode([each + 0.0 if isinstance(each, float) else each for each in values])
     )
 
 
 def schema(db: sqlite3.Connection) -> list[tuple[str, ...]]:
-    """Return the definitions of all tables of a database."""
+    """Return the definitions of all tables in a database."""
     return db.execute("SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY name").fetchall()
 
 
 def expected_schema() -> list[tuple[str, ...]]:
-    """Return the definitions of the tables of a journal."""
+    """Return the definitions of a journal's tables."""
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         create(db)
         return schema(db)
 
 
 def create(db: sqlite3.Connection) -> None:
-    """Create the tables of a journal."""
+    """Create a journal's tables."""
     for statement in _TABLES.split(";"):
         db.execute(statement)

@@ -34,7 +34,7 @@ class Seen:
 
 
 def stores_of(seen: Mapping[Holder, Seen]) -> tuple[int, int]:
-    """Return the bytes and shards of all stores."""
+    """Return the number of bytes and of shards in all stores."""
     held = [each for (service, _), each in seen.items() if service == STORE]
     return sum(each.store_bytes for each in held), sum(each.store_shards for each in held)
 
@@ -94,7 +94,7 @@ def waits(
     lease_s: float,
     clearing: Mapping[str, float],
 ) -> list[WaitRow]:
-    """Return one row for each thing that the run waits for.
+    """Return one row for each thing that the run is waiting for.
 
     Three mappings hold elapsed seconds: `awaited` since the driver first made a deferred request, by (request, step);
     `idle` since the last progress of a lease, by id; and `clearing` since an unacknowledged clear was sent, by store.
@@ -128,7 +128,7 @@ def waits(
 
 
 def _step_waits(run: RunState, step: int, since_s: float) -> Iterator[WaitRow]:
-    """Yield a row for each process or service for which the tasks of the next step wait."""
+    """Yield a row for each process or service that the tasks of the next step are waiting for."""
     wanted = run.plan.tasks_per_step
     first = run.window.tasks.values() if run.plan.by_completion else islice(run.window.tasks.values(), wanted)
     late = [task for task in first if task.state != TaskState.READY]
@@ -157,7 +157,7 @@ def _evaluation_waits(run: RunState, step: int, since_s: float) -> Iterator[Wait
 
 
 def _waited_for(run: RunState, task: Task) -> tuple[str, str]:
-    """Return a phrase that says where an unready task is, and the process or service for which the task waits."""
+    """Return a phrase that says where an unready task is, and the process or service that the task is waiting for."""
     lease = run.leases.get(task.lease)
     if lease is not None:
         holder = service_name(*lease.holder)

@@ -1,8 +1,8 @@
-"""Checkpoints, which copy the journal's write-ahead log into its file, on a separate thread and connection.
+"""Makes checkpoints, which copy the journal's write-ahead log into its file, on a separate thread and connection.
 
-Copying and syncing may take long and would otherwise delay the writer. SQLite restarts the log once a pass has copied
-all of it and nothing was written in the meantime. If writing never paused, the log would grow without limit, so beyond
-`HARD_BYTES` the writer makes a pass itself.
+Copying and syncing can take a long time and would otherwise delay the writer. SQLite restarts the log once a pass has
+copied all of it and nothing has been written in the meantime. If writing never paused, the log would grow without
+limit, so beyond `HARD_BYTES` the writer makes a pass itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHECKPOINT = "PRAGMA wal_checkpoint(PASSIVE)"
 
 
 class WalCheckpoints:
-    """Checkpoints of a database in WAL mode whose single writer has automatic checkpoints turned off."""
+    """Checkpoints for a database in WAL mode whose single writer has automatic checkpoints turned off."""
 
     def __init__(self, path: Path, page_bytes: int) -> None:
         self.error = ""
@@ -52,7 +52,7 @@ class WalCheckpoints:
         self.order()
 
     def order(self) -> None:
-        """Have the thread make a pass, which syncs everything that is committed now."""
+        """Have the thread make a pass, which syncs everything committed so far."""
         self._running = True
         self._orders.put(True)
 

@@ -1,4 +1,4 @@
-"""The training tasks that are admitted and not batched yet, by admission number. The module is pure."""
+"""The training tasks that have been admitted but not yet batched, by admission number. The module is pure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AdmissionWindow:
         return taken
 
     def reopen(self, tasks: Sequence[Task]) -> None:
-        """Insert tasks of steps that were taken back.
+        """Insert tasks from steps that were taken back.
 
         They go before the head, with the last task directly before it.
         """
@@ -92,7 +92,8 @@ class AdmissionWindow:
         return tasks
 
     def restore(self, head: int, tail: int, tasks: Iterable[Task], finished: Iterable[int]) -> None:
-        """Replace the whole content. Evaluation tasks, and tasks that are already batched or ended, are skipped."""
+        """Replace the whole content. Evaluation tasks, and tasks that have already been batched or have ended, are
+        skipped."""
         open_ = [each for each in tasks if each.admission != EVALUATION and each.state not in _BATCHED_OR_OVER]
         self.tasks = {task.admission: task for task in sorted(open_, key=lambda task: task.admission)}
         self.head, self.tail, self._settled = head, tail, head

@@ -1,1 +1,1 @@
-"""The tracker: reports a run to an experiment tracker, from the files of the run directory."""
+"""The tracker: reports a run to an experiment tracker, using the files in the run directory."""

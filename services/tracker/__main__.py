@@ -9,4 +9,4 @@ from shared.actor.process import run_process
 if __name__ == "__main__":
     status = run_process(TrackerService, "tracker")
     sys.stderr.flush()
-    os._exit(status)  # a tracker library waits at exit, and its threads may hang
+    os._exit(status)  # a tracker library waits at exit, and its threads can hang

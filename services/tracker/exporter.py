@@ -104,11 +104,11 @@ class Exporter(Protocol):
 
 
 def missing(name: str) -> list[str]:
-    """Return the modules of tracker `name` that are not installed."""
+    """Return the modules required by tracker `name` that are not installed."""
     return [module for module in LIBRARIES[name] if importlib.util.find_spec(module) is None]
 
 
 def make(name: str, section: Tracker) -> Exporter:
-    """Return the exporter of tracker `name`. This imports the tracker's library, which takes seconds."""
+    """Return the exporter for tracker `name`. This imports the tracker's library, which takes seconds."""
     make_exporter: Callable[[Tracker], Exporter] = importlib.import_module(f"services.tracker.exporters.to_{name}").make
     return make_exporter(section)

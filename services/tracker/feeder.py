@@ -1,6 +1,6 @@
-"""Feeds one tracker from the files of the run directory: rows in the order of their commits, then warnings.
+"""Feeds one tracker from the files in the run directory: rows in commit order, then warnings.
 
-Everything in this module may block, so it runs on a thread, or in a process, that nothing waits for. Rows wait in the
+Everything in this module can block, so it runs on a thread, or in a process, that nothing waits for. Rows wait in the
 run directory until the tracker accepts them. If this process is killed, the next process continues after the rows that
 the tracker holds.
 """
@@ -161,7 +161,7 @@ class Feeder:
         self._save()
 
     def _show(self, exporter: Exporter) -> None:
-        """Send samples of those evaluated steps whose rows were sent."""
+        """Send samples from those evaluated steps whose rows have been sent."""
         for row in self._evaluated:
             if table := table_of(self._run.path, row, exporter.samples):
                 self._call(functools.partial(exporter.show, table))
@@ -226,14 +226,14 @@ def describe(error: BaseException) -> str:
 
 
 def start(feeder: Feeder) -> threading.Thread:
-    """Run `feeder` on a daemon thread, which the process does not wait for when it ends."""
+    """Run `feeder` on a daemon thread, which the process does not wait for when it exits."""
     thread = threading.Thread(target=feeder.run, name=f"tracker-{feeder.name}", daemon=True)
     thread.start()
     return thread
 
 
 def end_of(run: RunDir) -> End:
-    """Return how the run ended, as its supervisor recorded it when the run began to end."""
+    """Return how the run ended, as recorded by its supervisor when the run began to shut down."""
     try:
         found = json.loads(run.outcome.read_bytes())
         return End(str(found["outcome"]), str(found["cause"]))

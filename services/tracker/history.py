@@ -1,4 +1,4 @@
-"""Every row that a run has committed, in the order of the commits, from `metrics.jsonl` and `metrics.discarded.jsonl`.
+"""Every row that a run has committed, in commit order, from `metrics.jsonl` and `metrics.discarded.jsonl`.
 
 `metrics.jsonl` contains only the rows that still count, because a return to an earlier step moves rows to the other
 file. Together, the two files contain the whole history, which only grows: the rows before the first return, then the
@@ -117,7 +117,7 @@ class History:
         return False
 
     def _read(self, line: _Line) -> dict[str, Any]:
-        """Return the row of a line, or {} if the line is no longer there."""
+        """Return the row stored on a line, or {} if the line is no longer there."""
         try:
             with (self._folder / line.file).open("rb") as file:
                 row = json.loads(os.pread(file.fileno(), line.nbytes, line.offset))
@@ -148,7 +148,7 @@ class History:
 
 
 def _in_order(groups: dict[int, list[_Line]], present: list[_Line]) -> list[_Line]:
-    """Return all lines in the order of their commits.
+    """Return all lines in commit order.
 
     The state of the file before a return consists of the rows that the return kept and the rows that it took back. The
     kept rows are also in the state before the next return, so the states are built from the last to the first.

@@ -23,11 +23,11 @@ class Ledger(msgspec.Struct, kw_only=True):
 
     id: str = ""  # identifies the run in the tracker
     pid: int = 0  # id of the process that feeds the tracker, or that fed it last
-    sent: int = 0  # number of rows in the run's history that were handed over
+    sent: int = 0  # number of rows in the run's history that have been handed over
     step: int = 0  # the training step of the last row that was handed over
     sure: int = 0  # number of rows that the tracker is known to hold
     lineage: int = 0  # lineage of the last row
-    warnings: int = 0  # number of lines of warnings.jsonl that were sent
+    warnings: int = 0  # number of lines in warnings.jsonl that have been sent
     warnings_sure: int = 0  # number of these warnings that the tracker is known to hold
     ended: str = ""  # the outcome reported to the tracker, empty while the run continues
     problem: str = ""  # the reason why rows are waiting, in one line; empty if none are waiting
@@ -70,7 +70,7 @@ def hold(run: Path, name: str) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise RpcError(
-            ErrorCode.BUSY, f"tracker {name}: another process is feeding it; wait for the end of the run"
+            ErrorCode.BUSY, f"tracker {name}: another process is feeding it; wait until the run has ended"
         ) from None
     return descriptor
 

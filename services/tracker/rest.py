@@ -45,4 +45,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # a tracker library waits at exit, and its threads may hang
+    os._exit(status)  # a tracker library waits at exit, and its threads can hang

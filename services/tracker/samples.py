@@ -1,4 +1,4 @@
-"""A few samples of an evaluated step, as a table for trackers that show tables."""
+"""A few samples from an evaluated step, as a table for trackers that show tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True)
 class Table:
-    """Samples of the step of one row, in the columns `COLUMNS`."""
+    """Samples from the step that one row describes, in the columns `COLUMNS`."""
 
     position: int
     step: int
@@ -33,7 +33,8 @@ def is_evaluated(row: Row) -> bool:
 
 
 def table_of(run: Path, row: Row, count: int) -> Table | None:
-    """Return up to `count` samples of the training step and of each of its evaluations, or None if there are none."""
+    """Return up to `count` samples from the training step and from each of its evaluations, or None if there are
+    none."""
     records = read(run, step=row.step, split=TRAIN, limit=count) if row.step > 0 else []
     version = int(row.values.get("policy/version", row.step))
     for name in _sets(row):

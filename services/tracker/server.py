@@ -1,6 +1,6 @@
 """The tracker service: one instance for each tracker in the topology. The run neither depends on it nor waits for it.
 
-The tracker library runs on a thread that may hang; the mailbox still answers. If the library hangs for too long, a new
+The tracker library runs on a thread that can hang; the mailbox still answers. If the library hangs for too long, a new
 process replaces this one and continues after the rows that the tracker already holds.
 """
 
@@ -64,7 +64,7 @@ class TrackerService(Service):
                 self.exit_status = PEER_LOST_STATUS
                 raise RpcError(ErrorCode.DEADLINE, f"{feeder.name}: no answer for {HANG_S:g} s")
         self.exit_status = UNUSABLE_STATUS
-        raise RpcError(ErrorCode.BAD_REQUEST, f"{feeder.refused}; {feeder.name} lacks all further steps")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"{feeder.refused}; {feeder.name} will not receive any further steps")
 
     async def drain(self) -> None:
         if self._feeder is None:

@@ -1,4 +1,4 @@
-"""`python -m launch.monitor --web`: the page of any run on this machine, live or ended, until Ctrl-C.
+"""`python -m launch.monitor --web`: the page for any run on this machine, live or ended, until Ctrl-C.
 
 The page answers requests from this machine only, and changes nothing. The printed address contains a new token, without
 which other users of this machine see no data.
@@ -53,7 +53,7 @@ async def _serve(run: RunDir, listen: tuple[str, int]) -> None:
     token = secrets.token_urlsafe(TOKEN_BYTES)
     server = server_of(page, listen, Secret(token), None)
     await server.start()
-    print(f"page of {run.path} (Ctrl-C ends it): http://{server.address}/#token={token}", flush=True)
+    print(f"page for {run.path} (Ctrl-C ends it): http://{server.address}/#token={token}", flush=True)
     work = asyncio.ensure_future(page.run())
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, work.cancel)

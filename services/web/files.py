@@ -1,4 +1,4 @@
-"""The files of the page, which are read and compressed once. No other file on the disk can be requested."""
+"""The page's files, which are read and compressed once. No other file on the disk can be requested."""
 
 from __future__ import annotations
 

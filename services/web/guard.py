@@ -60,7 +60,8 @@ class Guard:
     def _is_own_name(self, host: str) -> bool:
         """Return whether `host` is an IP address or a name of this machine.
 
-        If other names were accepted, a site whose name resolves to this address (DNS rebinding) could read the answers.
+        If other names were accepted, a site whose name resolves to this address (DNS rebinding) could read the
+        responses.
         """
         name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
         try:

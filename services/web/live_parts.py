@@ -1,7 +1,7 @@
 """The live parts of the page, sent to any number of browsers as server-sent events.
 
-Only the newest version of each part is kept. A slow browser therefore misses versions, but delays no other browser and
-costs no memory.
+Only the newest version of each part is kept. A slow browser therefore misses versions, but does not delay other
+browsers or use extra memory.
 """
 
 from __future__ import annotations

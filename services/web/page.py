@@ -98,7 +98,8 @@ class Page:
             await asyncio.get_running_loop().run_in_executor(None, context.term)
 
     async def _watch_processes(self, calls: SupervisorCalls) -> None:
-        """Poll the supervisor while a browser follows the run. The supervisor is the first to notice a dead process."""
+        """Poll the supervisor while a browser is following the run. The supervisor is the first to notice a dead
+        process."""
         while True:
             if self.parts.watchers:
                 with contextlib.suppress(RpcError, WireError):

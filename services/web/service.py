@@ -1,4 +1,4 @@
-"""The web service: the page of its run in a browser (`monitor.web`)."""
+"""The web service: serves its run's page to browsers (`monitor.web`)."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ class WebService(Service):
 
 
 def server_of(page: Page, listen: tuple[str, int], token: Secret | None, operator: Secret | None) -> GuestServer:
-    """Return the server of a page. The caller must start it."""
+    """Return a server for a page. The caller must start it."""
     return GuestServer(application(page, token, operator), IDLE_S, listen=listen, most_connections=MAX_CONNECTIONS)

@@ -1,1 +1,1 @@
-"""The actor runtime: one process (in tests, one thread) with one mailbox and one life-cycle."""
+"""The actor runtime: one process (in tests, one thread) with one mailbox and one life cycle."""

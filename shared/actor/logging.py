@@ -22,8 +22,7 @@ CONSOLE_FIELDS = ("service", "instance", "incarnation", "run")
 class _Tee:
     """Writes each event as one JSON line to a file and, if there is a console, as one readable line to the console.
 
-    Failures to write (a full disk, a closed console) are not raised. Lines that were not written to the file are
-    counted.
+    Write errors (a full disk, a closed console) are not raised. Lines that were not written to the file are counted.
     """
 
     def __init__(self, file: int, console: TextIO | None) -> None:

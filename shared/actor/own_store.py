@@ -35,15 +35,15 @@ async def own_store(service: Service) -> str:
             if row.service == STORE and (await service.resolve(STORE, row.instance)).host_id == service.run.host_id:
                 return service_name(STORE, row.instance)
         if loop.time() >= until:
-            raise _missing(service, "no batch-store runs on this host")
+            raise _missing(service, "no batch-store is running on this host")
         await asyncio.sleep(RETRY_S)
 
 
 async def own_store_stays(service: Service, store: str) -> None:
-    """Watch the store on a host that joined; run this coroutine with `Service.keep`. On the run's own host, where the
-    supervisor restarts the store, return at once.
+    """Watch the store on a host that has joined; run this coroutine with `Service.keep`. On the run's own host, where
+    the supervisor restarts the store, return at once.
 
-    Raises RpcError(missing) once the scheduler has given up `store`.
+    Raises RpcError(missing) once the scheduler has given up on `store`.
     """
     while service.run.scheduler:
         await asyncio.sleep(LOOK_S)

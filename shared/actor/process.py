@@ -1,4 +1,4 @@
-"""Runs a service as a process: parses arguments, handles signals and exits with its supervisor."""
+"""Runs a service as a process: parses arguments, handles signals and exits when its supervisor does."""
 
 from __future__ import annotations
 

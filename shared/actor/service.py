@@ -148,7 +148,7 @@ class Service:
         )
 
     def registration(self) -> messages.Register:
-        """Return the message that registers this life at the scheduler."""
+        """Return the message that registers this life with the scheduler."""
         return messages.Register(
             service=self.NAME,
             instance=self.instance,
@@ -160,8 +160,8 @@ class Service:
         )
 
     async def open_waits(self) -> list[WaitRow]:
-        """Return a row for each thing this service waits for, except its requests to other processes. This must be
-        quick."""
+        """Return a row for each thing that this service is waiting for, except its requests to other processes. This
+        must be quick."""
         return []
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:
@@ -297,7 +297,7 @@ class Service:
         return known.endpoint
 
     async def close(self) -> None:
-        """Close all sockets; the mailbox removes its file. Sockets left open delay this by LINGER_MS at most."""
+        """Close all sockets; the mailbox removes its file. Sockets left open delay this by at most LINGER_MS."""
         if self._directory is not None:
             await self._directory.close()
         await self.mailbox.close()
@@ -395,7 +395,7 @@ class Service:
             await asyncio.sleep(pause_s)
 
     async def _report_resources(self) -> None:
-        """Emit this process's resource usage each second until cancelled."""
+        """Emit this process's resource usage every second until cancelled."""
         meter = ResourceMeter()
         life: dict[str, float | str] = {
             "host": host_names.gethostname(),

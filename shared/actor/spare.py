@@ -7,16 +7,16 @@ Messages are JSON. The spare receives the list of its imports, each `module` or 
 arguments), and answers with an empty list when they are done. Then it takes orders. An order is a pair: the module of
 the service with its arguments, and the environment variables that differ from the spare's own. Two descriptors
 accompany each order: the output of the service, and one end of another socket pair. Over that pair, the service sends
-its process id and waits for an answer. If there is none, the service exits, because the supervisor may then start it in
-another way. The module runs as it would under `python -m`. A spare knows neither the keys nor the data of a run. It
+its process id and waits for an answer. If there is none, the service exits, because the supervisor might then start it
+in another way. The module runs as it would under `python -m`. A spare knows neither the keys nor the data of a run. It
 exits when its supervisor does, because the other end of its socket pair then closes.
 
 A service is a grandchild of the spare; the process between them has exited. The supervisor is a subreaper (prctl(2)),
 so it becomes the service's parent, just as it is the parent of a service that it starts without a spare.
 
 Only a process with one thread can be forked safely: a child inherits the locks that other threads held, but not those
-threads. Nor may the driver of a GPU have been initialized. A spare therefore fails if its imports leave a thread behind
-or initialize a driver. What the imports register with `atexit` runs at the end of every fork.
+threads. Nor may a GPU driver have been initialized. A spare therefore fails if its imports leave a thread behind or
+initialize a driver. What the imports register with `atexit` runs at the end of every fork.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sends telemetry to the monitor. Training does not depend on it: messages may be dropped, and drops are counted.
 
-`report_refusals` emits the offences of a process's peers: unknown peers, unreadable messages, and requests that a
-peer's role does not allow. It only reports counts; the mailbox and the gate decide on admission.
+`report_refusals` emits the offences committed by a process's peers: unknown peers, unreadable messages, and requests
+that a peer's role does not allow. It only reports counts; the mailbox and the gate decide on admission.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TelemetrySender:
             )
             try:
                 sent = self._client is not None and self._client.tell(message)
-            except WireError:  # too large, or not valid text: names chosen by a user may cause either
+            except WireError:  # too large, or not valid text: names chosen by a user can cause either
                 sent = False
             if not sent:
                 self.dropped += 1

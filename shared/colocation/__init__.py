@@ -1,1 +1,2 @@
-"""Shares devices between processes: the parts allowed there together, turns, and moving memory off and back."""
+"""Shares devices among processes: the parts allowed there together, turns, and moving memory off the devices and
+back."""

@@ -127,7 +127,8 @@ class DeviceLedger:
             there = min(held)
             new = min(parts & barred_by([there]))
             raise ForbiddenPair(
-                f"{new} of {holder[0]}/{holder[1]} may not be on the devices beside {there} of {service}/{instance}"
+                f"{new} of {holder[0]}/{holder[1]} cannot be on the devices at the same time as {there} of "
+                f"{service}/{instance}"
             )
         if parts:
             self._held[holder] = parts
@@ -149,7 +150,7 @@ class Holding:
         self.wants = NOTHING
 
     def want(self, parts: Parts) -> bool:
-        """Ask for all `parts` together. Return whether this process already uses them; until it does, it uses no
+        """Ask for all `parts` together. Return whether this process is already using them; until it does, it uses no
         parts."""
         if parts <= self.using:
             return True

@@ -15,7 +15,7 @@ ALIGN = 512
 
 
 class LockedMemory:
-    """One range of page-locked memory, cut into pieces. It stays allocated and locked as long as the object lives.
+    """One range of page-locked memory, divided into pieces. It stays allocated and locked as long as the object lives.
 
     `torch.empty(pin_memory=True)` rounds each allocation up to a power of two, which takes 1.9 times the bytes for the
     optimizer of a 7B-parameter model. Locking also costs more than a copy, so a range is worth keeping.

@@ -130,7 +130,7 @@ def release(tensors: Iterable[Tensor]) -> list[Released]:
 
 
 def restore(released: Iterable[Released]) -> None:
-    """Allocate uninitialised memory for the tensors that were released."""
+    """Allocate uninitialized memory for the tensors that were released."""
     for each in released:
         data = torch.empty(each.shape, dtype=each.dtype, device=each.device)
         for tensor in each.tensors:

@@ -27,7 +27,7 @@ class Turns(Protocol):
 
     @property
     def waiting(self) -> bool:
-        """Whether the process waits for a turn."""
+        """Whether the process is waiting for a turn."""
 
     async def acquire(self, parts: Parts) -> None:
         """Wait until `parts`, and those already in use, may be on the devices. They are in use from then on."""
@@ -87,7 +87,7 @@ class SharedDevices:
             self._changed.set()
 
     async def run(self) -> None:
-        """Report and obey until cancelled. Raises RpcError if the scheduler refuses a report of this process."""
+        """Report and obey until cancelled. Raises RpcError if the scheduler refuses a report from this process."""
         while True:
             self._changed.clear()
             report = self._report()  # made now: the task starts later, when the parts may no longer match the number

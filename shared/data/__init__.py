@@ -1,6 +1,6 @@
 """Dataset sources: open a source by its name and read its rows one at a time. The package does not import torch.
 
-A row that the rollout could not use as a prompt is an error. No file is kept in memory as a whole.
+A row that the rollout could not use as a prompt is an error. Files are read in parts, Parquet files by row group.
 """
 
 from shared.data.open import FORMS, open_source

@@ -1,5 +1,5 @@
-"""Entries of the reasoning-gym library by index, for rows and rewards. The library is imported when the first source of
-this kind is opened. Processes that must produce the same rows run with PYTHONHASHSEED set to
+"""Entries from the reasoning-gym library by index, for rows and rewards. The library is imported when the first source
+of this kind is opened. Processes that must produce the same rows run with PYTHONHASHSEED set to
 `gym_process.HASH_SEED`.
 """
 
@@ -23,7 +23,7 @@ _CACHED_ENTRIES = 4096
 
 
 class GymEntries:
-    """Entries of one data set by index. They are generated from the seed, not read from stored rows."""
+    """Entries in one data set by index. They are generated from the seed, not read from stored rows."""
 
     def __init__(self, source: str, *, where: str) -> None:
         """`source` is the name in the topology. Raises DataError for an unknown data set or parameter, or if the
@@ -42,7 +42,7 @@ class GymEntries:
             given[key] = _value(text)
         try:
             self._dataset = factory.create_dataset(dataset, **given)
-        except Exception as error:  # a data set's validation may raise anything
+        except Exception as error:  # a data set's validation can raise anything
             raise DataError(
                 f"{where}: source {source!r} refuses its parameters: {type(error).__name__}: {error}".replace("\n", " ")
             ) from None

@@ -95,7 +95,7 @@ class RowMaker:
 
 
 class _ProcessEnded(Exception):
-    """The process has ended by itself, or was killed because its answer was late.
+    """The process has ended on its own, or was killed because its answer was late.
 
     The message completes a sentence: `it {error}`.
     """
@@ -187,7 +187,7 @@ def main(source: str, where: str) -> None:
             entry = entries.entry(int(line))
             answer = {"question": str(entry["question"]), "answer": entry["answer"]}
             text = json.dumps(answer, default=str)
-        except Exception as error:  # a data set may raise anything
+        except Exception as error:  # a data set can raise anything
             text = json.dumps({"error": f"{source} row {line.strip()}: {type(error).__name__}: {error}"[:300]})
         print(text, file=out, flush=True)
 

@@ -1,4 +1,4 @@
-"""`reasoning-gym:<dataset>?size=..&seed=..`: procedural tasks of the reasoning-gym library as rows. They are made in
+"""`reasoning-gym:<dataset>?size=..&seed=..`: procedural tasks from the reasoning-gym library as rows. They are made in
 another process, because the hash seed of this process is arbitrary.
 """
 

@@ -4,9 +4,9 @@
 - ``jsonl:/path/file.jsonl``: one JSON object per line; blank lines are skipped.
 - ``parquet:/path/file.parquet``: the rows of a Parquet file (extra ``data``).
 - ``datasets:/path/folder`` with an optional ``?split=name``: output of ``Dataset.save_to_disk`` (extra ``data``).
-- ``hub:owner/name/path``: files of a data set on the Hugging Face hub, which `shared.topology.hub` turns into one of
+- ``hub:owner/name/path``: files in a data set on the Hugging Face hub, which `shared.topology.hub` turns into one of
   the file sources above.
-- ``reasoning-gym:dataset?size=1000&seed=0``: tasks of the reasoning-gym library (extra ``rewards``).
+- ``reasoning-gym:dataset?size=1000&seed=0``: tasks from the reasoning-gym library (extra ``rewards``).
 
 A relative path is relative to the working directory. In the name of a JSONL or Parquet file, ``*`` matches any
 characters: the source then consists of the rows of all matching files, in order of file name. ``?prompt=question``

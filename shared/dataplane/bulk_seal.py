@@ -1,9 +1,9 @@
 """Seals and opens bulk messages with AES-128-GCM under the keys of one line. No nonce is used twice.
 
-The key and the nonce salt of a direction are 16 + 4 bytes of HKDF-SHA256 over the line's secret, salted with the line's
-id. The nonce is salt || counter u64. Both ends count the messages of a direction from 1, so if a message was forged,
-lost, repeated or moved, the message that arrives in its place fails to open. A line ends before one key has sealed more
-than `KEY_LIMIT_BYTES`.
+The key and the nonce salt for a direction are 16 + 4 bytes of HKDF-SHA256 over the line's secret, salted with the
+line's id. The nonce is salt || counter u64. Both ends count the messages in a direction from 1, so if a message was
+forged, lost, repeated or moved, the message that arrives in its place fails to open. A line ends before one key has
+sealed more than `KEY_LIMIT_BYTES`.
 """
 
 from __future__ import annotations

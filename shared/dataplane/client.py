@@ -149,15 +149,15 @@ class DataClient:
         """Put all shards of `tasks` as one file into `store` (`batch-store/0`). Return one receipt per task, in order.
 
         The arrays must not change until this returns. Raises WireError for values that cannot be written,
-        DeadlineExceeded, and RpcError: busy (no room until the deadline), collected (`names` holds the tombstoned
-        tasks), conflict (same fence, different bytes), bad_request (larger than the store).
+        DeadlineExceeded, and RpcError: busy (no room by the deadline), collected (`names` holds the tombstoned tasks),
+        conflict (same fence, different bytes), bad_request (larger than the store).
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
         client = self._client_of(*parse_service_name(store))
         if not await self._shares_memory(store, client, deadline):
             raise RpcError(
-                ErrorCode.BAD_REQUEST, f"put into {store}, which is on another host: put into a store of this host"
+                ErrorCode.BAD_REQUEST, f"put into {store}, which is on another host: put into a store on this host"
             )
         layout = await loop.run_in_executor(self._threads, _plan, tasks)
         put_id = secrets.token_hex(16)
@@ -194,9 +194,9 @@ class DataClient:
     async def fetch(
         self, meta: BatchMeta, keys: Sequence[str], *, deadline_s: float, on_progress: OnProgress = ignore_progress
     ) -> list[dict[str, Array]]:
-        """Return the shards `keys` of every task of `meta`, one dict per task, private to the caller.
+        """Return the shards `keys` of every task in `meta`, one dict per task, private to the caller.
 
-        Shards in stores of this host are mapped copy-on-write, and verified when this process reads them for the first
+        Shards in stores on this host are mapped copy-on-write, and verified when this process reads them for the first
         time. Others are streamed, and every byte is verified. Without keys, all shards in the tasks' stores are
         returned in put order, as for the weights of a version. Raises DeadlineExceeded, RpcError(missing) for missing
         or damaged shards (`names` holds `task_id#key`), which are reported first, and RpcError(collected). When data
@@ -385,7 +385,8 @@ class DataClient:
 
 
 async def _ask(client: Client, request: Request, reply: type[R], deadline: float) -> R:
-    """Return the answer of a store, retrying while it is busy. Raises RpcError(busy) at the deadline, in loop time."""
+    """Return a store's answer, retrying while the store is busy. Raises RpcError(busy) at the deadline, which is in
+    loop time."""
     loop = asyncio.get_running_loop()
     while True:
         try:
@@ -401,15 +402,15 @@ async def _wait_for_mount(path: str, nbytes: int, deadline: float) -> None:
     if asyncio.get_running_loop().time() + FULL_RETRY_S >= deadline:
         raise RpcError(
             ErrorCode.BUSY,
-            f"{path}: no room for {nbytes} bytes on the mount although the store granted them; something else fills it "
-            "(or its quota): enlarge it (mount -o remount,size=…) or lower services.batch-store.memory",
+            f"{path}: no room for {nbytes} bytes on the mount although the store granted them; something else is "
+            "filling it (or its quota): enlarge it (mount -o remount,size=…) or lower services.batch-store.memory",
             retry_after_s=FULL_RETRY_S,
         )
     await asyncio.sleep(FULL_RETRY_S)
 
 
 def _by_file(located: Located) -> dict[int, list[int]]:
-    """Return, by file, the positions of the tasks whose shards it holds. Files are in the order of their first task."""
+    """Return, by file, the positions of the tasks whose shards it holds. Files are ordered by their first task."""
     by_file: dict[int, list[int]] = {}
     for at, places in enumerate(located.places):
         for place in places:
@@ -418,7 +419,7 @@ def _by_file(located: Located) -> dict[int, list[int]]:
 
 
 def _check_whole(found: list[dict[str, Array]], wants: _ReadRequest) -> None:
-    """Raise RpcError(missing), which names the shards, if any shards were found in no file."""
+    """Raise RpcError(missing), which names the shards, if any shards were not found in any file."""
     keys = wants.keys or ()
     lacking = [at for at, arrays in enumerate(found) if len(arrays) < len(keys)]
     if lacking:
@@ -453,7 +454,7 @@ def _as_wire(array: Array, where: str) -> Array:
 
 
 def _close_result(work: asyncio.Future[tuple[int, list[Receipt]] | None]) -> None:
-    """Close the file of a cancelled put, so that the store reclaims its room."""
+    """Close the file of a cancelled put, so that the store reclaims its space."""
     if not work.cancelled() and work.exception() is None:
         written = work.result()
         if written is not None:

@@ -138,7 +138,7 @@ class WriteMappingPool:
         """Return a view, uint8 [nbytes], of a granted file, which the caller has locked through `descriptor`.
 
         Returns None if the file should be written without a mapping: it is small, too few of its pages exist, or its
-        file system may write a page to a new place (copy on write), for which there may be no room.
+        file system might write a page to a new place (copy on write), for which there might be no room.
         """
         if nbytes < MIN_BYTES:
             return None
@@ -157,7 +157,7 @@ class WriteMappingPool:
         if missing > 0 or kept.warm_bytes < nbytes:
             try:
                 _populate(kept.data, min(nbytes, len(kept.data)))
-            except OSError:  # the kernel is old, or there is no room
+            except OSError:  # the kernel is too old, or there is no room
                 if missing > 0:
                     return None
         kept.warm_bytes = nbytes  # not the maximum: another producer may have truncated the file
@@ -184,8 +184,8 @@ def _populate(data: mmap.mmap, nbytes: int) -> None:
 class ReadMappingPool:
     """The private mappings that a reader keeps. Any thread may use them.
 
-    A mapping is not given out while it is in use or after it was written to, and the file is locked while the mapping
-    is read.
+    A mapping is not given out while it is in use or after it has been written to, and the file is locked while the
+    mapping is read.
     """
 
     def __init__(self, helper: Executor) -> None:
@@ -227,12 +227,13 @@ class ReadMappingPool:
         os.close(locked)
 
     def close(self) -> None:
-        """Drop all mappings. Arrays that were given out stay valid."""
+        """Drop all mappings. Arrays that have been given out stay valid."""
         with self._lock:
             self._kept.close()
 
     def _take_back(self) -> None:
-        """Take back mappings without arrays. Mappings that were written to are dropped, with their private pages."""
+        """Take back mappings without arrays. Mappings that have been written to are dropped, with their private
+        pages."""
         while self._released:
             inode, kept = self._released.popleft()
             kept.in_use = False

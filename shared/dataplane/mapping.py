@@ -44,7 +44,7 @@ TOUCH_BYTES = 64 << 10
 
 
 def lock_named(path: str, flags: int) -> int | None:
-    """Return a descriptor of `path` with a shared lock, or None if the name no longer leads to that file."""
+    """Return a descriptor for `path` with a shared lock, or None if the name no longer leads to that file."""
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -132,7 +132,7 @@ class MappingCache:
     def get(self, path: str) -> mmap.mmap:
         """Return a read-only mapping of the file.
 
-        Raises FileNotFoundError if it was collected, and OSError (EMFILE) if streams have too many files mapped.
+        Raises FileNotFoundError if it has been collected, and OSError (EMFILE) if streams have too many files mapped.
         """
         with self._lock:
             mapping = self._mapped.get(path)
@@ -150,7 +150,7 @@ class MappingCache:
             self._alive.add(mapping)
             oldest = self._mapped.popitem(last=False)[1] if len(self._mapped) > CACHED_FILES else None
         del oldest  # outside the lock, as in `drop`
-        if not os.path.exists(path):  # retired meanwhile, perhaps before it was cached
+        if not os.path.exists(path):  # retired in the meantime, perhaps before it was cached
             self.drop(path)
             raise FileNotFoundError(path)
         return mapping
@@ -174,7 +174,7 @@ class BlockMapping:
     def __init__(self, path: str, cache: TableCache, kept: ReadMappingPool | None = None) -> None:
         """`kept` is searched first for an earlier mapping of the same inode.
 
-        Raises FileNotFoundError if the file was collected, and WireError if it is not a block file.
+        Raises FileNotFoundError if the file has been collected, and WireError if it is not a block file.
         """
         self._data: mmap.mmap | Array
         self._touched = False

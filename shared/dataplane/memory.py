@@ -51,7 +51,7 @@ def array_over(data: mmap.mmap, nbytes: int, release: Callable[[], object]) -> A
 class Regions:
     """Hands out regions and keeps unused ones until they are trimmed. It is thread-safe.
 
-    Idle and used memory together do not exceed the peak of the used memory, because a new region replaces idle ones.
+    Idle and used memory together never exceed the peak of used memory, because a new region replaces idle ones.
     """
 
     def __init__(self) -> None:

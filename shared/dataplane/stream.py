@@ -212,7 +212,7 @@ class StreamReader:
             if opened.covered != len(tasks):
                 raise RpcError(
                     ErrorCode.BUSY,
-                    f"{load.store} covers {opened.covered} of {len(tasks)} tasks of a stream: they are in more files "
+                    f"{load.store} covers {opened.covered} of {len(tasks)} tasks in a stream: they are in more files "
                     "than when the stream began, and the store has descriptors for fewer; fetch again",
                     retry_after_s=AGAIN_S,
                 )
@@ -228,7 +228,7 @@ class StreamReader:
             async with asyncio.timeout(open_s):
                 line, opened = await self._open(load, load.tasks, 1 << 62)
         except TimeoutError:
-            raise DeadlineExceeded(f"{store}: no stream of {task.task_id} opened within {open_s:g} s") from None
+            raise DeadlineExceeded(f"{store}: no stream for {task.task_id} opened within {open_s:g} s") from None
         if opened.total_bytes != target.total_bytes:
             raise WireError(f"{store}: {task.task_id} has {opened.total_bytes} bytes, not {target.total_bytes}")
         outcome, why = await self._receive(load, line, target, opened.stream)

@@ -72,7 +72,7 @@ class Arrival:
     def check(self, upto: int) -> None:
         """Check the first `upto` bytes, which have arrived, and make the arrays if they are the whole stream.
 
-        Raises WireError, at this and every later call, if they are not the bytes that were put.
+        Raises WireError, on this and every later call, if they are not the bytes that were put.
         """
         if self._table is None:
             head_bytes, checksum = self._head
@@ -106,7 +106,8 @@ class Arrival:
         self._row = upto
 
     def _check_large(self, begin: int, end: int, checksum: int, upto: int) -> bool:
-        """Check the arrived part of the next row if it is large. Return whether this has completed the row."""
+        """If the next row is large, check the part of it that has arrived. Return whether this has completed the
+        row."""
         if end - begin <= _HASH_BYTES:
             return False
         if self._partial is None:

@@ -3,7 +3,7 @@
 Bytes arrive in the order in which they were requested. The reader's window bounds the bytes that are requested but have
 not arrived. A line is not repaired: any failure ends it, and its streams continue on another line from where they
 stopped. One thread receives and decrypts. Another thread, shared by all lines, checks the bytes, so that checking does
-not stop the line.
+not hold up the line.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Counts:
 
 
 class RequestWindow:
-    """Bounds the requested bytes that have not arrived, over all lines of a reader. It is thread-safe."""
+    """Bounds the requested bytes that have not arrived, across all lines of a reader. It is thread-safe."""
 
     def __init__(self, limit_bytes: int, counts: Counts) -> None:
         self._limit_bytes = limit_bytes
@@ -352,7 +352,8 @@ class StreamLine:
             self._checker.submit(self._check, incoming, here)
 
     def _fill(self, line: socket.socket, view: memoryview, owner: Incoming | None = None) -> None:
-        """Fill `view`, which belongs to `owner`. If `owner` is cancelled meanwhile, discard the remaining bytes."""
+        """Fill `view`, which belongs to `owner`. If `owner` is cancelled in the meantime, discard the remaining
+        bytes."""
         heard = time.monotonic()
         while view:
             try:

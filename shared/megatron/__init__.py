@@ -5,6 +5,6 @@ Import it only in dedicated (worker) processes, because megatron-core keeps its 
 
 import warnings
 
-# Where its CUDA companion packages are absent, megatron-core warns about that some eight times per rank on import.
+# If its CUDA companion packages are absent, megatron-core warns of this about eight times per rank on import.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+_tensor` is deprecated", category=FutureWarning)

@@ -62,7 +62,7 @@ class Architecture:
 
 
 def read_config(folder: Path) -> Any:
-    """Return the Hugging Face configuration of `folder`. Raises RpcError(bad_request)."""
+    """Return the Hugging Face configuration in `folder`. Raises RpcError(bad_request)."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

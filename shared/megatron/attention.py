@@ -1,7 +1,7 @@
 """The attention function of megatron-core layers, for packed sequences, shared prefixes and context parallelism.
 
-It runs on any device and shares the code of the torch backend (`shared.model`), so that both see the same masks. It
-keeps the order of tokens: its input is the sequence of a micro-batch's nodes.
+It runs on any device and shares its code with the torch backend (`shared.model`), so that both see the same masks. It
+preserves the order of tokens: its input is the sequence of a micro-batch's nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PackedAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         **_: Any,  # communication settings of other kernels
     ) -> None:
-        """`layer_number` counts from 1 over all pipeline stages; `windows` is `Architecture.windows`."""
+        """`layer_number` counts from 1 across all pipeline stages; `windows` is `Architecture.windows`."""
         super().__init__()
         self._scale = softmax_scale if softmax_scale is not None else float(config.kv_channels or 0) ** -0.5
         self._window = windows[layer_number - 1]

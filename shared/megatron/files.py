@@ -16,7 +16,7 @@ from shared.rpc.errors import RpcError
 
 
 class ModelFiles:
-    """The tensors of `folder` by name, read on demand, so that a rank reads only its own part of a model."""
+    """The tensors in `folder` by name, read on demand, so that a rank reads only its own part of a model."""
 
     def __init__(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises RpcError(bad_request) if tensors of `shapes` are missing or have different shapes."""

@@ -26,7 +26,7 @@ class Groups:
     layout."""
 
     def __init__(self, place: Place) -> None:
-        """Raises ValueError if the process has groups of another layout, or if there are several ranks but no process
+        """Raises ValueError if the process has groups for another layout, or if there are several ranks but no process
         group."""
         layout = place.layout
         if not dist.is_initialized():
@@ -55,7 +55,7 @@ class Groups:
             dist.get_world_size(),
         )
         if degrees != (layout.tp, layout.pp, layout.cp, layout.world_size):
-            raise ValueError(f"this process has groups of tp, pp, cp, world {degrees}; {layout} needs a new process")
+            raise ValueError(f"this process has groups for tp, pp, cp, world {degrees}; {layout} needs a new process")
         self.place = place
         self.tp = parallel_state.get_tensor_model_parallel_group()
         self.pp = parallel_state.get_pipeline_model_parallel_group()
@@ -73,13 +73,13 @@ class Groups:
         return total
 
     def merge_over_dp(self, filled: Tensor) -> None:
-        """Merge in place: each rank of dp x cp has filled its own part of a zero tensor, and receives all parts
+        """Merge in place: each rank in dp x cp has filled its own part of a zero tensor, and receives all parts
         exactly."""
         if self.dp_cp.size() > 1:
             dist.all_reduce(filled.view(_BITS[filled.element_size()]), group=self.dp_cp)
 
     def gather_over_tp(self, local: Tensor) -> list[Tensor]:
-        """Return the tensors of all tensor-parallel ranks."""
+        """Return the tensors from all tensor-parallel ranks."""
         if self.tp.size() == 1:
             return [local]
         shards = [torch.empty_like(local) for _ in range(self.tp.size())]
@@ -93,13 +93,13 @@ class Groups:
         return values
 
     def from_last_stage(self, values: Tensor) -> Tensor:
-        """Return the tensor of the last pipeline stage, on all stages."""
+        """Return the tensor from the last pipeline stage, on all stages."""
         if self.pp.size() > 1:
             dist.broadcast(values, group_src=self.pp.size() - 1, group=self.pp)
         return values
 
     def to_rank_0(self, tensors: Sequence[Tensor], stage: int) -> list[Tensor] | None:
-        """On rank 0, return the tensors of the first rank of pipeline stage `stage`. Elsewhere, return None.
+        """On rank 0, return the tensors from the first rank of pipeline stage `stage`. Elsewhere, return None.
 
         Rank 0 passes tensors of the same shapes and dtypes, which are overwritten.
         """
@@ -115,7 +115,7 @@ class Groups:
         return list(tensors)
 
     def most(self, value: float) -> float:
-        """Return the largest `value` of all ranks."""
+        """Return the largest `value` across all ranks."""
         found = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found)

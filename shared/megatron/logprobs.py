@@ -1,4 +1,4 @@
-"""Log-probs and entropies of logits whose vocabulary is split over tensor-parallel ranks.
+"""Log-probs and entropies of logits whose vocabulary is split across tensor-parallel ranks.
 
 No padding row of the vocabulary enters a softmax. Every rank of the group gets the same values, and the gradient that
 flows back must be the same on each of them.

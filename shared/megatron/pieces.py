@@ -33,10 +33,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class Pieces:
-    """The part of a folder's model that `place` holds. The weights are uninitialised until they are copied in."""
+    """The part of a folder's model that `place` holds. The weights are uninitialized until they are copied in."""
 
     def __init__(self, model_dir: Path, dtype: str, place: Place, *, device: str, max_tokens: int) -> None:
-        """`max_tokens` is the limit of one micro-batch. The process group of all ranks must be open.
+        """`max_tokens` is the limit for one micro-batch. The process group of all ranks must be open.
 
         Raises RpcError(bad_request) if the model cannot be loaded, and ValueError for degrees that do not divide the
         model.

@@ -1,4 +1,4 @@
-"""Context parallelism: every sequence is split over several ranks, in zig-zag order and with explicit positions, and
+"""Context parallelism: every sequence is split across several ranks, in zig-zag order and with explicit positions, and
 attention spans the whole sequence. A label belongs to the node that predicts it, so the split only decides which rank
 holds the node.
 

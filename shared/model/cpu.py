@@ -1,4 +1,4 @@
-"""CPU settings of a process that runs a model: the number of threads, and whether freed memory is kept."""
+"""CPU settings for a process that runs a model: the number of threads, and whether freed memory is kept."""
 
 from __future__ import annotations
 

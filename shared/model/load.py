@@ -62,7 +62,8 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
 
 
 def load_shapes(path: str | Path, dtype: str) -> nn.Module:
-    """Return the model of `load_model` with uninitialised weights and buffers, which take no memory until written."""
+    """Return the same model as `load_model`, but with uninitialized weights and buffers, which take up no memory until
+    they are written."""
     config = cast(Any, AutoConfig).from_pretrained(Path(path), local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=_DTYPES[dtype])
@@ -70,7 +71,7 @@ def load_shapes(path: str | Path, dtype: str) -> nn.Module:
 
 
 def allocated(model: Any) -> nn.Module:
-    """Move `model` from the meta device to uninitialised memory on the CPU, and return it."""
+    """Move `model` from the meta device to uninitialized memory on the CPU, and return it."""
     with unfilled():
         model.to_empty(device="cpu")
     model.tie_weights()
@@ -115,7 +116,7 @@ def mismatched_weights(mine: Mapping[str, Sequence[int]], given: Mapping[str, Se
 def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
     """Return the parameters or buffers that hold each weight of `named_weights`. A tied weight has several holders.
 
-    To move a weight to other memory (`holder.data = tensor`), assign to all its holders. Otherwise they would differ.
+    To move a weight to different memory (`holder.data = tensor`), assign to all its holders, which otherwise differ.
     """
     names: dict[tuple[int, tuple[int, ...]], str] = {}
     holders: dict[str, list[Tensor]] = {}
@@ -129,7 +130,8 @@ def weight_holders(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def require_deterministic_algorithms() -> None:
-    """Make operations without a deterministic form raise an error in this process. Call it before the first kernel.
+    """Make operations without a deterministic implementation raise an error in this process. Call it before the first
+    kernel.
 
     Source: torch's notes on reproducibility. cuBLAS requires its workspace to be fixed before its first use.
     """

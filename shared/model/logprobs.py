@@ -106,7 +106,7 @@ class LogprobScorer(nn.Module):
     """
 
     def __init__(self, model: nn.Module, ranks: ContextRank | None = None) -> None:
-        """With `ranks`, split every sequence over them. Raises ValueError if the model's attention does not support
+        """With `ranks`, split every sequence across them. Raises ValueError if the model's attention does not support
         that."""
         super().__init__()
         self.model = model
@@ -190,7 +190,8 @@ class LogprobScorer(nn.Module):
 
 
 def max_logits(device: str) -> int:
-    """Return the maximum number of logits at a time. It is higher on a GPU, whose kernels need more work at once."""
+    """Return the maximum number of logits to compute at a time. It is higher on a GPU, whose kernels need more work at
+    once."""
     return MAX_LOGITS * (GPU_LOGITS if device == "cuda" else 1)
 
 

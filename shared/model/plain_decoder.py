@@ -1,6 +1,6 @@
 """The forward pass of plain decoders (Llama, Mistral, Qwen2, Qwen3), written out for inference on a CPU. It launches a
 third as many operations per token as the model's modules; launching operations dominates the cost of small batches. It
-reads the model's parameters at every pass and keeps no weights. `is_plain` checks whether it supports a model.
+reads the model's parameters on every pass and keeps no weights. `is_plain` checks whether it supports a model.
 
 Shapes: R rows, T tokens per row, N = R * T, H query heads, G key heads, D head_dim, L keys so far.
 """

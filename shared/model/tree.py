@@ -1,5 +1,5 @@
-"""Lays ragged sequences out as trees of shared prefixes, so that common tokens are computed once and tokens after the
-last scored one are not computed. It does not import torch.
+"""Lays ragged sequences out as trees of shared prefixes, so that common tokens are computed once, and tokens after the
+last scored one are not computed at all. It does not import torch.
 
 The samples of a group share their prompt and often much of their answer, and a causal model gives equal prefixes equal
 hidden states. Sorted sequences form a trie in pre-order: a row of nodes, in which node j is an ancestor of node i if

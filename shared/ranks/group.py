@@ -162,7 +162,8 @@ class Group:
             raise RpcError(ErrorCode.LOST, f"{round_name} refused: {'; '.join(met.failures)}"[:1000])
 
     async def withdraw(self, cause: str) -> None:
-        """Make the round in which this rank waits, if any, fail on every rank, unless all ranks have already met."""
+        """Make the round in which this rank is waiting, if any, fail on every rank, unless all ranks have already
+        met."""
         if self._round:
             await self._ask(self._meet(self._round, cause), self.deadline_s)
 

@@ -27,7 +27,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Number of data-parallel ranks, over which the samples of a batch are divided."""
+        """Number of data-parallel ranks, among which the samples of a batch are divided."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     def place(self, rank: int) -> Place:

@@ -1,8 +1,8 @@
 """Determines where the ranks of a process group meet, and which network interface they then use.
 
-Ranks that are all on one host meet through a file in the run's private folder and use the loopback interface. The ranks
-of several hosts meet at a port that rank 0 opens at the announced address of its host, and each rank uses the interface
-that has the announced address of its own host. Neither torch's store nor gloo nor NCCL authenticates its peers
+Ranks that are all on one host meet through a file in the run's private folder and use the loopback interface. Ranks on
+several hosts meet at a port that rank 0 opens at its host's announced address, and each rank uses the interface that
+has its own host's announced address. Neither torch's store nor gloo nor NCCL authenticates its peers
 (docs/security.md).
 """
 

@@ -34,8 +34,8 @@ class _Round:
 
 
 class Rendezvous:
-    """A group that is being formed, is formed or has ended. Ranks are answered through callbacks; `ended` holds the
-    cause of the end."""
+    """A group that is being formed, has been formed or has ended. Ranks are answered through callbacks; `ended` holds
+    the cause of the end."""
 
     def __init__(self, names: Sequence[str], generation: int, *, deadline_s: float) -> None:
         """`names` are the names of the processes by rank, such as `policy-trainer-worker/0`. `generation` identifies
@@ -75,7 +75,7 @@ class Rendezvous:
                 self._decide(request.round, [])
 
     def next_deadline(self) -> float | None:
-        """Return the next time at which `expire` must be called, or None if no rank waits."""
+        """Return the next time at which `expire` must be called, or None if no rank is waiting."""
         return min((each.deadline for each in self._rounds.values()), default=None)
 
     def expire(self, now: float) -> None:
@@ -88,7 +88,7 @@ class Rendezvous:
                 return
 
     def end(self, cause: str) -> None:
-        """End the group and answer every rank that waits."""
+        """End the group and answer every waiting rank."""
         self.ended = self.ended or cause
         for current in self._rounds.values():
             current.answer_all(self._ended_error())
@@ -100,7 +100,7 @@ class Rendezvous:
     def _join(self, request: Meet, answer: Answer) -> None:
         if self._formed:
             # The rank gets no answer: its client asks again until rank 0 has restarted, too, and admits the rank.
-            self.end(f"{self._names[request.rank]} was restarted: the group is formed again")
+            self.end(f"{self._names[request.rank]} was restarted: the group is being formed again")
             return
         self._parked[request.rank] = answer
         if len(self._parked) == len(self._names):

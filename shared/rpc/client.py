@@ -1,7 +1,7 @@
 """The client side of the bus: one DEALER per peer. No call waits without a deadline.
 
 A request is sent again under the same id until it is answered or its deadline passes, so it survives a restart of the
-peer. By this id, the peer recognises retries: within one life, it handles each request only once.
+peer. By this id, the peer recognizes retries: within one life, it handles each request only once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STILL_REFUSED_S = 3.0
 
 @dataclass(slots=True)
 class _Refusals:
-    """The peer's consecutive refusals, for lack of room, of requests of one kind."""
+    """The peer's consecutive refusals of requests of one kind for lack of room."""
 
     began: float
     last: float
@@ -171,9 +171,9 @@ class Client:
                 pending.timer.cancel()
 
     def tell(self, message: Message) -> bool:
-        """Send a one-way message. Return False if it was dropped because the peer is away or its queue is full.
+        """Send a one-way message. Return False if it was dropped because the peer is unavailable or its queue is full.
 
-        The first `UNSENT_MESSAGES` messages to a peer that is not connected yet are kept until it is.
+        The first `UNSENT_MESSAGES` messages to a peer that is not yet connected are kept until it is.
         """
         if self._closed:
             return False
@@ -239,7 +239,7 @@ class Client:
             pending.sent = False
 
     def _on_writable(self) -> None:
-        """Send the messages that could not be sent while the peer was away."""
+        """Send the messages that could not be sent while the peer was unavailable."""
         while self._unsent and self._pump.send(self._unsent[0]):
             self._unsent.popleft()
         for pending in list(self._pending.values()):

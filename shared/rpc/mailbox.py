@@ -1,8 +1,8 @@
 """The server side of the bus: one mailbox per process. Handlers must not block the mailbox's thread.
 
 A mailbox thus always answers. It listens on ipc, where the private directory of the run decides who may connect, and on
-tcp for other hosts, where only peers with a key of the run are admitted. Forbidden and unreadable messages are counted.
-After too many of them, the peer is ignored for a while.
+tcp for other hosts, where only peers with one of the run's keys are admitted. Forbidden and unreadable messages are
+counted. After too many of them, the peer is ignored for a while.
 """
 
 from __future__ import annotations
@@ -139,9 +139,9 @@ class Mailbox:
         """Number of replies lost because the peer was gone or its queue was full."""
 
     def handle(self, request: type[M], handler: Callable[[M, Call], Answer | Awaitable[Answer]]) -> None:
-        """Register the handler of one message type: a plain function (answers at once) or a coroutine function."""
+        """Register the handler for one message type: a plain function (answers at once) or a coroutine function."""
         if request in self._handlers:
-            raise ValueError(f"{self._name}: {request.__name__} has a handler already")
+            raise ValueError(f"{self._name}: {request.__name__} already has a handler")
         self._handlers[request] = handler
 
     def bind(
@@ -307,7 +307,7 @@ class Mailbox:
         if handler is None:
             call.fail(RpcError(ErrorCode.BAD_REQUEST, f"{self._name} does not answer {kind.__name__}"))
             return
-        # A decoded body may take many times its length: decode it only if the peer may send it and can be answered.
+        # A decoded body can take up many times its length: decode it only if the peer may send it and can be answered.
         try:
             body = codec.decode_checked(head, parts).body
         except WireError as error:
@@ -336,7 +336,7 @@ class Mailbox:
             async with asyncio.timeout_at(call.deadline if not call.one_way else None):
                 self._finish(call, await answer)
         except TimeoutError:
-            call.fail(RpcError(ErrorCode.DEADLINE, f"{self._name}: {type(body).__name__} was not done in time"))
+            call.fail(RpcError(ErrorCode.DEADLINE, f"{self._name}: {type(body).__name__} did not finish in time"))
         except asyncio.CancelledError:
             call.fail(RpcError(ErrorCode.DRAINING, f"{self._name} is shutting down"))
             raise
@@ -362,7 +362,7 @@ class Mailbox:
         call.fail(RpcError(ErrorCode.INTERNAL, text[:1000]))
 
     def _is_known(self, key: Key, call: Call) -> bool:
-        """Return whether the key was used before.
+        """Return whether the key has been used before.
 
         If so, serve a retry of the same request or refuse a different one.
         """
@@ -383,7 +383,7 @@ class Mailbox:
         return True
 
     def _conflict(self, call: Call) -> None:
-        """Refuse a request whose id was already used for a different request."""
+        """Refuse a request whose id has already been used for a different request."""
         text = f"{self._name}: request id {call.request_id} was used for another request; each request needs its own id"
         self._transmit(call, self._encode(call, RpcError(ErrorCode.CONFLICT, text).to_message()))
 

@@ -23,7 +23,7 @@ class _OffenceRecord:
 
 
 class Offenders:
-    """Offences by account. Times are in seconds of any monotonic clock."""
+    """Offences by account. Times are in seconds from any monotonic clock."""
 
     def __init__(self) -> None:
         self.malformed = 0

@@ -2,7 +2,7 @@
 
 `zmq.asyncio` with a task per request costs 2.3 to 2.5 times the bare round trip; `add_reader` and a drain loop cost 1.2
 to 1.3 times. Sends never block: if a peer is gone or its queue is full, the message is lost. Messages that exceed the
-limits are cut, so memory is bounded.
+limits are truncated, so memory usage is bounded.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     if kind == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if kind == zmq.DEALER:
-        # Queue nothing for a peer that is away: it would receive requests whose callers gave up long ago.
+        # Queue nothing for a peer that is unavailable: it would receive requests whose callers had given up long ago.
         socket.setsockopt(zmq.IMMEDIATE, 1)
     return socket
 
@@ -128,7 +128,7 @@ class Pump:
         exceeds the limits is cut after the first frame over the limit, so the frames do not match what its envelope
         announces. `on_source` is called with the descriptor through which each message arrived; in that case the
         authenticated name of the sender (ZAP User-Id, empty if there is none) and the address of its host are passed to
-        `on_message` as two additional first frames.
+        `on_message` as two additional leading frames.
         """
         self._socket = socket
         self._on_message = on_message
@@ -166,7 +166,7 @@ class Pump:
                 return False
             raise
         finally:
-            # The descriptor is edge-triggered, and a send may have consumed the edge of an arriving message.
+            # The descriptor is edge-triggered, and a send might have consumed the edge of an arriving message.
             if not self._draining:
                 self._check()
         return True
@@ -243,7 +243,7 @@ class Pump:
                 self._check()
 
     def _receive_frames(self) -> list[bytes]:
-        """Return the frames of one message, cut if it exceeds the limits. Raises zmq.Again if there is none."""
+        """Return the frames of one message, truncated if it exceeds the limits. Raises zmq.Again if there is none."""
         socket = self._socket
         frame = _recv(socket, _DONTWAIT)
         frames = [frame]

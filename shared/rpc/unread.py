@@ -1,6 +1,6 @@
-"""Bounds the bytes of answers that wait for peers on other hosts to read them.
+"""Bounds the bytes of answers that are waiting for peers on other hosts to read them.
 
-libzmq bounds only the number of messages in its queues, and an answer may be 8 MiB long. A message counts until libzmq
+libzmq bounds only the number of messages in its queues, and an answer can be 8 MiB long. A message counts until libzmq
 has released its last frame; bytes that the kernel has accepted do not count.
 """
 
@@ -56,7 +56,7 @@ class Unread:
         return sender.is_guest or nbytes > SMALL_BYTES
 
     def takes(self, sender: Sender, nbytes: int) -> bool:
-        """Return whether an answer may be sent: False if too many bytes wait for `sender`."""
+        """Return whether an answer may be sent: False if too many bytes are waiting for `sender`."""
         known = self._peers.get(sender.peer)
         if known is not None:
             self._read(sender.peer, known)
@@ -69,7 +69,7 @@ class Unread:
         return not held or total <= (GUEST_BYTES if sender.is_guest else SERVICE_BYTES)
 
     def sent(self, sender: Sender, nbytes: int, tracker: zmq.MessageTracker) -> None:
-        """Count an answer that was sent. `tracker` tracks its last frame."""
+        """Count an answer that has been sent. `tracker` tracks its last frame."""
         known = self._peers.get(sender.peer)
         if known is None:
             known = self._peers[sender.peer] = _Peer(sender.account if sender.is_guest else None)

@@ -25,7 +25,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, topology: Topology) -> Choice | None:
-        """Return the choice of a topology, or None if no samples are recorded."""
+        """Return the choice for a topology, or None if no samples are recorded."""
         samples = topology.services.monitor.samples
         if samples is None:
             return None

@@ -8,6 +8,6 @@ SAMPLE_BYTES = 1024
 
 
 def text_limit_bytes(tokens: int, samples: int) -> int:
-    """Return the maximum bytes of a task's shard, given the task's number of tokens (including prompts) and of
-    samples."""
+    """Return the maximum size, in bytes, of a task's shard, given the task's number of tokens (including prompts) and
+    of samples."""
     return TOKEN_BYTES * tokens + SAMPLE_BYTES * samples

@@ -1,4 +1,4 @@
-"""Makes sample text readable for people and harmless for a terminal, because a model may write anything."""
+"""Makes sample text readable to people and harmless to a terminal, because a model can write anything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plain(text: str) -> str:
 
 
 def conversation(prompt: str | list[dict[str, Any]]) -> str:
-    """Return a raw prompt, or the messages of a conversation one after the other, each after its role."""
+    """Return a raw prompt, or the messages in a conversation one after another, each after its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{each.get('role', '')}: {each.get('content', '')}" for each in prompt)

@@ -1,4 +1,4 @@
-"""Reads `samples/` of a run directory while it may be written: torn and damaged lines are skipped."""
+"""Reads `samples/` in a run directory, possibly while it is being written: torn and damaged lines are skipped."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _is_split(split: str) -> bool:
 
 
 def _records(path: Path, task: str | None) -> Iterator[Record]:
-    """Yield the records of a file, which may have been removed meanwhile."""
+    """Yield the records in a file, which may have been removed in the meantime."""
     wanted = b"" if task is None else b'{"task":' + msgspec.json.encode(task) + b","
     with contextlib.suppress(OSError), path.open("rb") as file:
         for line in file:

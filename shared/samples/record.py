@@ -1,4 +1,4 @@
-"""The record of one sample in `samples/` of a run directory, and the files that hold the records.
+"""The record of one sample in a run directory's `samples/`, and the files that hold the records.
 
     samples/train/<step>.jsonl                              samples of a training step
     samples/eval/<set>/<version>.jsonl                      samples of an evaluation of a policy version
@@ -49,7 +49,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # the reason why it was filtered or dropped
     prompt: str | list[dict[str, Any]] = ""  # raw text or messages, as in the row
     completion: str = ""  # the text that reward functions received
-    messages: list[dict[str, Any]] = []  # of a workflow: the whole conversation, prompt included
+    messages: list[dict[str, Any]] = []  # for a workflow: the whole conversation, prompt included
     answer: Any = None  # `answer` of the row
     pieces: list[str] = []  # text of each token, special tokens included
     token_ids: list[int] = []
@@ -68,7 +68,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     turns: int = 1
     tool_calls: int = 0
     cut: int = 0  # number of characters of text that were left out because they exceeded the limits
-    at: float = 0.0  # unix seconds at which the record was written
+    at: float = 0.0  # time at which the record was written, in Unix seconds
 
 
 def group_scores(record: Record) -> dict[str, float]:

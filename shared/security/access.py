@@ -1,6 +1,6 @@
 """Access files. Such a file gives another machine access to a run in one role, with its keys and endpoints.
 
-The file holds no secret of another role. Possession of the file grants the role, so it is written with mode 0600, and a
+The file holds no other role's secrets. Possession of the file grants the role, so it is written with mode 0600, and a
 file that others can read is refused.
 """
 

@@ -1,8 +1,9 @@
 """Watches the TCP connections of one listening socket and closes those that send endless messages.
 
 libzmq delivers a message when its last frame has arrived, and bounds neither the number of frames nor their sum: a peer
-that never sends the last frame could fill the memory unseen. The kernel's count of received bytes is therefore compared
-with the messages that were delivered. libzmq's descriptors are duplicated while they are valid, never used directly.
+that never sends the last frame could fill memory unnoticed. The kernel's count of received bytes is therefore compared
+with the messages that have been delivered. libzmq's descriptors are duplicated while they are valid, never used
+directly.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Connections:
         if self._spare is None:
             self._spare = _put_by()
         if since_s > STALL_S:
-            return  # the loop was blocked: messages that arrived meanwhile are delivered first
+            return  # the loop was blocked: messages that arrived in the meantime are delivered first
         allowed = IDLE_BYTES_PER_S * since_s
         for connection in list(self._open.values()):
             received = _received_bytes(connection.handle)
@@ -165,7 +166,7 @@ class Connections:
 
 
 def most_connections(descriptors: int) -> int:
-    """Return the maximum number of connections of one endpoint if the limit on open descriptors is `descriptors`."""
+    """Return the maximum number of connections to one endpoint if the limit on open descriptors is `descriptors`."""
     return min(MOST_CONNECTIONS, descriptors // DESCRIPTOR_SHARE)
 
 

@@ -53,7 +53,7 @@ class Keyring:
 
     @property
     def server(self) -> bytes:
-        """The public key of every endpoint of the run, because only services bind."""
+        """The public key of every endpoint in the run, because only services bind."""
         return self.known[Role.SERVICE]
 
     def role_of(self, public: bytes) -> Role | None:

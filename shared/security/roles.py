@@ -71,5 +71,5 @@ LEAST_ROLE: Mapping[type[Message], Role] = MappingProxyType(
 
 
 def least_role(kind: type[Message]) -> Role:
-    """Return the least role that may send messages of this type."""
+    """Return the lowest role that may send messages of this type."""
     return LEAST_ROLE.get(kind, Role.SERVICE)

@@ -46,7 +46,7 @@ def _builtin_or_function(names: tuple[str, ...]) -> Callable[[str], str]:
 class Advantage(Section):
     name: Annotated[str, AfterValidator(_builtin_or_function(ADVANTAGES))] = Field(
         default="grpo",
-        description="estimator, or your own function as my.module:fn; all but reinforce_pp compare the samples of a "
+        description="estimator, or your own function as my.module:fn; all but reinforce_pp compare the samples in a "
         "group",
     )
     scale: Literal["std", "none"] | None = Field(
@@ -55,7 +55,7 @@ class Advantage(Section):
     std_epsilon: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="grpo with scale std: added to the deviation, above 0; default 1e-6 (TRL uses 1e-4)"
     )
-    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of a function of your own")
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for a function of your own")
 
 
 class RatioMask(Section):
@@ -79,7 +79,7 @@ class Loss(Section):
         "per step",
     )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="ppo_clip: bound of the ratio where the advantage is negative, above 1, such as 3.0"
+        default=None, description="ppo_clip: bound on the ratio where the advantage is negative, above 1, such as 3.0"
     )
     clamp: Literal["upper", "both"] | None = Field(
         default=None, description="cispo: clamp the ratio from above only (upper, the default) or on both sides"
@@ -88,7 +88,7 @@ class Loss(Section):
         default=None,
         description="sapo: [positive, negative] gate temperatures by the advantage's sign; default [1.0, 1.05]",
     )
-    aggregation: Aggregation = Field(default="token_mean", description="weights of the tokens of an optimizer batch")
+    aggregation: Aggregation = Field(default="token_mean", description="weights of the tokens in an optimizer batch")
     anchor: Anchor = Field(
         default="proximal",
         description="log-probs in the denominator of the ratio: proximal (the trainer's own at the step's start) "
@@ -102,13 +102,13 @@ class Loss(Section):
     ratio_mask: RatioMask | None = Field(
         default=None, description="mask tokens on which engine and trainer disagree too much; default: no mask"
     )
-    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of a function of your own")
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for a function of your own")
 
 
 class KL(Section):
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy, reference) per token")
     place: Literal["loss", "reward"] = Field(default="loss", alias="in", description="where the KL term is added")
-    coef: float = Field(ge=0, description="factor of the KL term, 0 or more; 0 starts no reference")
+    coef: float = Field(ge=0, description="factor for the KL term, 0 or more; 0 starts no reference")
     refresh_every: Count | None = Field(
         default=None,
         description="steps between refreshes of the reference from the policy, a multiple of checkpoint.every; "
@@ -131,7 +131,7 @@ class OverlongPenalty(Section):
 
 class Algorithm(Section):
     tasks_per_step: Count = Field(description="tasks (prompts) per training step, 1 or more")
-    group_size: Count = Field(description="samples of each task, 1 or more; 2 or more where samples are compared")
+    group_size: Count = Field(description="samples per task, 1 or more; 2 or more where samples are compared")
     mini_batch_tasks: Count = Field(
         default=1, description="tasks per update; default tasks_per_step, which it must divide"
     )
@@ -144,7 +144,7 @@ class Algorithm(Section):
     filter_zero_variance: FilterZeroVariance | None = Field(
         default=None, description="drop tasks whose rewards, as returned by the functions, are all equal; default: keep"
     )
-    entropy_coef: float = Field(default=0.0, ge=0, description="factor of the entropy bonus, 0 or more")
+    entropy_coef: float = Field(default=0.0, ge=0, description="factor for the entropy bonus, 0 or more")
     overlong: Literal["keep", "mask"] = Field(
         default="keep", description="samples cut at max_new_tokens: train on them (keep) or not (mask)"
     )
@@ -152,7 +152,7 @@ class Algorithm(Section):
         default=None, description="soft penalty for long samples; default: none"
     )
     normalise_rewards: Literal["none", "batch"] = Field(
-        default="none", description="batch: first normalise the rewards of a step to mean 0 and deviation 1"
+        default="none", description="batch: first normalise the rewards in a step to mean 0 and deviation 1"
     )
 
     @property

@@ -1,7 +1,7 @@
 """Computes how many bytes a topology needs in the batch-store in the worst case. It does not inspect running stores.
 
 The check at start, the reservation at admission and the error message all use this arithmetic. `stop_limit_s` limits
-the time in which a stopping run saves its state, for the launcher, the guard and the services.
+the time that a stopping run has to save its state, for the launcher, the guard and the services.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROX_TOKEN_BYTES = {"prox_logprobs": _PROX}
 # A ragged shard consists of values and lengths. A length is an int64 for each sample and key.
 _LENGTH_BYTES = 8
 # Maximum overhead of the store: a put's last page and header, a task's row of the table, a shard's row and alignment.
-# Each task may be put in several parts, one for each stage.
+# Each task can be put in several parts, one for each stage.
 _PUT_BYTES = 4096 + 64
 _NAME_BYTES = 64
 _SHARD_BYTES = 32 + 8 + 63 + _NAME_BYTES
@@ -68,7 +68,7 @@ def task_bytes(topology: Topology, max_prompt_tokens: int) -> int:
 
 
 def _max_sample_tokens(topology: Topology, max_prompt_tokens: int) -> int:
-    """Return the maximum number of tokens of a sample."""
+    """Return the maximum number of tokens in a sample."""
     if topology.workflow is not None:
         return topology.workflow.max_tokens
     return max_prompt_tokens + topology.sampling.max_new_tokens
@@ -81,7 +81,7 @@ def overhead_bytes(topology: Topology) -> int:
 
 
 def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
-    """Return the extra bytes of a replayed step: a second copy of proximal log-probs, until the first is collected."""
+    """Return the extra bytes for a replayed step: a second copy of proximal log-probs, until the first is collected."""
     if not topology.needs_proximal:
         return 0
     data = topology.algorithm.group_size * (_max_sample_tokens(topology, max_prompt_tokens) * _PROX + _LENGTH_BYTES)
@@ -108,7 +108,8 @@ def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
 
 
 def hold_tasks(topology: Topology) -> int:
-    """Return the number of ended tasks of maximum size that may wait for the recorder: one lease block per engine."""
+    """Return the number of ended tasks of maximum size that can be waiting for the recorder: one lease block per
+    engine."""
     return topology.services.rollout.instances * topology.services.rollout.block_tasks
 
 
@@ -121,7 +122,7 @@ def held_tasks(topology: Topology) -> int:
     """Return the maximum number of tasks whose shards are in the store at once, however the run proceeds.
 
     These are the live tasks (admission); the tasks of the step trained last, until its checkpoint is saved (a store
-    that is nearly full orders a checkpoint per step); and one lease block per engine, for evaluations and for attempts
+    that is nearly full asks for a checkpoint per step); and one lease block per engine, for evaluations and attempts
     about to be cleared.
     """
     steps = topology.staleness + 1 + (topology.gc.after == "checkpoint")
@@ -140,11 +141,11 @@ def live_versions(staleness: int) -> int:
 
 
 def weight_versions(topology: Topology) -> int:
-    """Return the number of weight versions that a batch-store may have to hold at once.
+    """Return the number of weight versions that a batch-store might have to hold at once.
 
     A transformers engine on a CPU computes with the version that it has mapped from its host's store, which counts
-    until the engine switches to another one. Except for the engine that got a lease last, engines may hold older
-    versions than any lease.
+    until the engine switches to another one. Except for the engine that most recently got a lease, engines may hold
+    older versions than any lease.
     """
     rollout, kl = topology.services.rollout, topology.algorithm.kl
     reference = _REFERENCE_VERSIONS if kl is not None and kl.refresh_every else 0
@@ -158,7 +159,7 @@ def weight_versions(topology: Topology) -> int:
 
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:
     """Return the bytes that each batch-store must be able to hold, so that the run never waits for room that cannot
-    become free: all tasks may be leased to the services of one host, which put all shards into that host's store.
+    become free: all tasks might be leased to the services on one host, which put all shards into that host's store.
 
     The sum is `held_tasks` times `task_bytes`, `weight_versions` times `weight_bytes`, `replay_bytes` and
     `record_bytes`. Further trained tasks that wait for a checkpoint are not counted, because lack of room orders an
@@ -177,7 +178,7 @@ def limit_bytes(topology: Topology) -> int:
 
 
 def weight_bytes(model: str, dtype: str) -> int:
-    """Return the bytes of one weight version in the store: all parameters of the model's safetensors files, in `dtype`.
+    """Return the bytes of one weight version in the store: all parameters in the model's safetensors files, in `dtype`.
 
     Raises OSError, or ValueError naming the file that is missing, truncated or not a safetensors file.
     """
@@ -199,7 +200,8 @@ def _checkpoint_bytes(topology: Topology) -> int:
 
 
 def snapshot_bytes(topology: Topology) -> int:
-    """Return the maximum bytes of the snapshots that all trainer ranks keep in shared memory, two for each rank.
+    """Return the maximum total size, in bytes, of the snapshots that all trainer ranks keep in shared memory, two for
+    each rank.
 
     Returns 0 if there are none, or if the model cannot be measured, which the topology check reports.
     """
@@ -211,7 +213,7 @@ def snapshot_bytes(topology: Topology) -> int:
         return 0
     trainer, width = topology.services.policy_trainer, DTYPE_BYTES[topology.policy.dtype]
     elements = sum(map(math.prod, shapes))
-    # A single rank of backend torch has float32 masters beside 16-bit weights, and so have the ranks of megatron.
+    # A single rank of backend torch has float32 masters alongside 16-bit weights, and so have the ranks of megatron.
     megatron = trainer.backend == "megatron"
     low = width < _FLOAT and (megatron or trainer.world_size == 1)
     weights = width if low else _FLOAT

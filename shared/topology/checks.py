@@ -1,4 +1,4 @@
-"""Finds the faults of a well-formed topology: contradicting keys, missing files, and limits too small for the run.
+"""Finds the faults in a well-formed topology: contradicting keys, missing files, and limits too small for the run.
 
 It neither changes the topology nor inspects anything that runs (ports, folders in use). A check yields
 `(path, message)`. The message gives the value, the limit and the remedy.

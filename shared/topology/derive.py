@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES
 from shared.topology.services import LeaseSettings
 
-# One forward pass of the embedded engine is most efficient from about this number of samples.
+# One forward pass of the embedded engine is most efficient with about this many samples or more.
 _LEASE_SAMPLES = 256
 _PARTIAL_S = 10.0
 _TRANSFER_OF_LEASE = 2 / 3
@@ -82,8 +82,8 @@ def _takes_turns(data: dict[str, Any]) -> bool:
 
 
 def lease_block(tasks_per_step: int, group_size: int, instances: int, samples: int = _LEASE_SAMPLES) -> int:
-    """Return the task count of a lease: the largest divisor of `tasks_per_step` that is at most an engine's equal share
-    of the step (rounded up) and that keeps a lease within `samples` samples. Return 1 if a single group has more.
+    """Return the task count for a lease: the largest divisor of `tasks_per_step` that is at most an engine's equal
+    share of the step (rounded up) and that keeps a lease within `samples` samples. Return 1 if a single group has more.
 
     A divisor is needed because a lease that spans two steps would have two oldest versions to sample with.
     """

@@ -56,8 +56,8 @@ def check(topology: Topology) -> Found:
 
 
 def transfer_floor_s(route: WeightsRoute, nbytes: int, engines: int) -> float:
-    """Return the minimum seconds, at the planned rate, for sending a version of `nbytes` bytes to `engines` engines
-    over the trainer's network link."""
+    """Return the minimum number of seconds needed, at the planned rate, to send a version of `nbytes` bytes to
+    `engines` engines over the trainer's network link."""
     return nbytes * engines / PLANNED_BYTES_PER_S[route]
 
 
@@ -132,7 +132,7 @@ def _family(model: str) -> Found:
 
 
 def _gpus(rollout: Rollout) -> Found:
-    """Find GPUs of an instance that would stay idle."""
+    """Find GPUs that an instance would leave idle."""
     path, gpus = ("services", "rollout", "gpus"), rollout.gpus
     if not gpus:
         return

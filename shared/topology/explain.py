@@ -61,7 +61,7 @@ def _message(details: ErrorDetails) -> str:
         name, bound = _BOUNDS[kind]
         return _described(f"{shown(value)} is out of range: it {bound.format(_short(context[name]))}", path)
     if kind == "too_long":
-        return _described(f"{shown(value)} is too long: it may have at most {context['max_length']} items", path)
+        return _described(f"{shown(value)} is too long: it can have at most {context['max_length']} items", path)
     if kind in ("string_pattern_mismatch", "string_too_short"):
         return _described(f"{shown(value)} does not have the required form", path)
     return _described(f"{shown(value)}: {details['msg']}", path)

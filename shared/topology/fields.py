@@ -33,7 +33,7 @@ class Section(BaseModel):
 
 
 def parse_size(value: object) -> object:
-    """Convert `"64GiB"` or `"1.5 GB"` to bytes; an integer is in bytes already. Raises ValueError for other text."""
+    """Convert `"64GiB"` or `"1.5 GB"` to bytes; an integer is already in bytes. Raises ValueError for other text."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value.strip())

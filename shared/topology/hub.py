@@ -33,7 +33,7 @@ _OTHER_FILES = ("*/*", "consolidated*")
 
 @dataclass(frozen=True)
 class HubName:
-    """A model, or files of a data set: those at `path`, which omits the suffix and the shard numbers."""
+    """A model, or files from a data set: those at `path`, which omits the suffix and the shard numbers."""
 
     kind: Literal["model", "dataset"]
     name: str
@@ -56,16 +56,16 @@ class HubName:
 
     @property
     def wanted(self) -> list[str]:
-        """Return the patterns of the files to fetch."""
+        """Return the patterns that match the files to fetch."""
         return list(_MODEL_FILES) if self.kind == "model" else [self.path, *_files_of(self.path)]
 
     @property
     def unwanted(self) -> list[str]:
-        """Return the patterns of the files that are not fetched although `wanted` matches them."""
+        """Return the patterns of files that are not fetched even though `wanted` matches them."""
         return list(_OTHER_FILES) if self.kind == "model" else []
 
     def wants(self, file: str) -> bool:
-        """Return whether to fetch a file of the repository."""
+        """Return whether to fetch a file from the repository."""
         wanted, unwanted = ([fnmatchcase(file, each) for each in patterns] for patterns in (self.wanted, self.unwanted))
         return any(wanted) and not any(unwanted)
 
@@ -97,7 +97,8 @@ def model_name(value: str) -> HubName | None:
 
 
 def source_name(value: str) -> HubName | None:
-    """Return the hub data set of a source `hub:...` or of files in a snapshot, or None for any other source."""
+    """Return the hub data set that a source `hub:...` names or to which files in a snapshot belong, or None for any
+    other source."""
     if found := SOURCE.fullmatch(value):
         return HubName("dataset", found["name"], found["revision"] or "main", found["path"])
     return _snapshot_name(split_parameters(value.partition(":")[2])[0], "dataset")

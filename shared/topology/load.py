@@ -58,7 +58,7 @@ def load(
 def hub_names(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[Path, HubName]:
     """Return the models and data sets that a topology names by their hub names, each under the key that names it.
 
-    A folder with the name of a model takes precedence. Raises TopologyError if the file cannot be read.
+    A folder with the same name as a model takes precedence. Raises TopologyError if the file cannot be read.
     """
     document = _document(path, overrides)
     folder = os.path.dirname(os.path.abspath(document.file))

@@ -1,7 +1,7 @@
 """Computes the memory that a topology's model needs on each host and GPU: parameters, gradients and optimizer state.
 
-Everything else (activations, the cache of an engine, the libraries) needs additional memory, so a run that this
-arithmetic refuses cannot fit. It is pure. `elements` is the number of parameters (`model_files.parameter_count`).
+Everything else (activations, an engine's cache, the libraries) needs additional memory, so a run that this arithmetic
+refuses cannot fit. It is pure. `elements` is the number of parameters (`model_files.parameter_count`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLOAT, _MOMENTS = 4, 8
 
 
 class Part(StrEnum):
-    """The parts of a model in training."""
+    """The parts of a model during training."""
 
     WEIGHTS = "weights"
     MASTERS = "masters"
@@ -45,9 +45,9 @@ class Place(NamedTuple):
 
 
 def training_parts(topology: Topology) -> dict[Part, float]:
-    """Return the maximum bytes per parameter of the model on each rank of the trainer, by part.
+    """Return the maximum number of bytes per model parameter on each rank of the trainer, by part.
 
-    A single rank of backend torch holds everything, with float32 masters beside 16-bit weights. Several ranks hold
+    With backend torch, a single rank holds everything, with float32 masters beside 16-bit weights. Several ranks hold
     equal pieces in float32 (FSDP2). With megatron, ranks hold the weights and float32 gradients of their tensor- and
     pipeline-parallel piece, and split masters and optimizer further. An evaluation has no optimizer state and, with
     backend torch, no gradients.
@@ -77,7 +77,7 @@ def _parts(topology: Topology) -> dict[Part, float]:
 
 
 def per_process(topology: Topology, elements: int) -> dict[Key, int]:
-    """Return the bytes of the model in each process that computes with it.
+    """Return the number of bytes that the model takes up in each process that computes with it.
 
     An embedded engine on a CPU computes with the version in its host's store and has no weights of its own, except in
     deterministic mode, in which it copies the version.
@@ -98,10 +98,11 @@ def per_process(topology: Topology, elements: int) -> dict[Key, int]:
 
 
 def per_place(topology: Topology, elements: int, gpus: Mapping[Key, str]) -> dict[Place, int]:
-    """Return the bytes of the model on every host and GPU. `gpus` is CUDA_VISIBLE_DEVICES by process.
+    """Return the number of bytes that the model takes up on every host and GPU. `gpus` is CUDA_VISIBLE_DEVICES by
+    process.
 
     Colocated services take turns, so the largest of them counts. On GPUs, the trainer's parts wait in host memory
-    during the turns of the others, except for gradients of backend torch, which exist only during a step.
+    during the other services' turns, except for the gradients of backend torch, which exist only during a step.
     """
     gone = _LAST_A_STEP[topology.services.policy_trainer.backend]
     waiting = math.ceil(elements * sum(n for part, n in training_parts(topology).items() if part not in gone))

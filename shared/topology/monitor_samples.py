@@ -1,4 +1,4 @@
-"""The section `monitor.samples`: which samples are written to `samples/` of the run directory."""
+"""The section `monitor.samples`: which samples are written to `samples/` in the run directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class Samples(Section):
     every: Count = Field(default=1, description="record the samples of steps that are multiples of this, 1 or more")
     per_step: Count = Field(
         default=4,
-        description="tasks of a step whose samples are recorded, on average; evaluations record all of their tasks",
+        description="average number of tasks per step whose samples are recorded; evaluations record all of their "
+        "tasks",
     )
     limit_bytes: Size = Field(
         default=1024**3, description="maximum bytes of samples/, such as 1GiB; the oldest samples are removed first"

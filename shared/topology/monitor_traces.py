@@ -59,7 +59,7 @@ def check(prometheus: Prometheus | None, traces: Traces | None) -> Found:
 
 
 def token_problems(prometheus: Prometheus) -> Found:
-    """Yield the problem of the token file, if any. Only the exporter's host has this file."""
+    """Yield the problem with the token file, if any. Only the exporter's host has this file."""
     if prometheus.token is not None:
         try:
             read_token(prometheus.token)

@@ -10,7 +10,9 @@ from shared.topology.fields import LocalPath, Section
 
 SampleCount = Annotated[
     int,
-    Field(ge=0, description="samples of each evaluated step, and of each of its evaluations, sent as a table; 0: none"),
+    Field(
+        ge=0, description="samples from each evaluated step, and from each of its evaluations, sent as a table; 0: none"
+    ),
 ]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]+$")]
 

@@ -32,7 +32,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches `host`. Names other than localhost count as reachable."""
+    """Return whether only this machine can reach `host`. Names other than localhost count as reachable by others."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -95,7 +95,7 @@ def check_reach(section: tuple[str, ...], listen: str, token: str | None) -> Fou
 
 
 def token_problems(web: Web) -> Found:
-    """Yield the problems of the token files. Only the host of the page has these files."""
+    """Yield the problems with the token files. Only the host that serves the page has these files."""
     tokens: dict[str, str] = {}
     for key, file in (("token", web.token), ("operator_token", web.operator_token)):
         if file is not None:

@@ -1,7 +1,7 @@
 """Turns the paths that a topology names into absolute paths. It downloads nothing and accepts missing files.
 
-Relative paths start at the folder of the topology file, so that a topology means the same from every working
-directory. Whether the resulting paths exist is tested in `checks`, whose findings are reported with file and line.
+Relative paths start at the folder of the topology file, so that a topology means the same in every working directory.
+Whether the resulting paths exist is tested in `checks`, whose findings are reported with file and line.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def source(value: str, folder: str) -> str:
     """Make the path of a file or folder source absolute; return other sources unchanged. Raises ValueError for other
     text.
 
-    A source on the hub becomes the source of its files in the local cache, if they are there.
+    A hub source becomes a source of its files in the local cache, if they are there.
     """
     if hub.SOURCE.fullmatch(value):
         return hub.source_files(value) or value

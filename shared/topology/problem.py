@@ -17,7 +17,7 @@ def dotted(path: Path) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `value` for a one-line error: its repr, cut at `SHOWN_CHARS` characters."""
+    """Return `value` for a one-line error: its repr, truncated to `SHOWN_CHARS` characters."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 

@@ -1,6 +1,6 @@
 """`Topology` describes a whole run in one frozen object, with the values that were given and those derived from them.
 
-Except for `dump_resolved`, it uses no file, process or network. The description of a field is its documentation and is
+Except for `dump_resolved`, it uses no file, process or network. A field's description is its documentation and is
 appended to its error messages.
 """
 
@@ -42,9 +42,9 @@ class Run(Section):
     steps: Count = Field(description="training steps, 1 or more")
     evaluate: bool = Field(
         default=False,
-        description="train nothing: score the evaluation sets with the model and end (the launcher's --evaluate)",
+        description="train nothing: score the model on the evaluation sets and end (the launcher's --evaluate)",
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of data order and sampling, from 0 to 2^63 - 1")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed for data order and sampling, from 0 to 2^63 - 1")
     deterministic: bool = Field(default=False, description="the same seed gives the same bits, even after kills")
     spares: bool = Field(
         default=True,
@@ -83,7 +83,7 @@ class Policy(Section):
 class TrainSet(Section):
     source: DataSource = Field(description=FORMS)
     max_prompt_tokens: Count | None = Field(
-        default=None, description="maximum tokens of a prompt; default: the longest prompt of the data set"
+        default=None, description="maximum tokens in a prompt; default: the longest prompt in the data set"
     )
     shuffle: bool = Field(default=True, description="use a new order in every epoch")
 
@@ -96,9 +96,11 @@ class EvalSet(Section):
     samples: Count = Field(default=1, description="samples per row, 1 or more; 1 at temperature 0")
     temperature: float = Field(default=0.0, ge=0, description="sampling temperature, 0 (greedy) or more")
     max_new_tokens: Count | None = Field(
-        default=None, description="maximum tokens of a completion; default: sampling.max_new_tokens"
+        default=None, description="maximum tokens in a completion; default: sampling.max_new_tokens"
     )
-    rows: Count | None = Field(default=None, description="number of rows to evaluate, from the first; default: all")
+    rows: Count | None = Field(
+        default=None, description="number of rows to evaluate, starting from the first; default: all"
+    )
 
 
 class Data(Section):
@@ -108,8 +110,8 @@ class Data(Section):
 
 class RewardTerm(Section):
     function: Function = Field(description="builtin:<name> or <module>:<function>")
-    weight: float = Field(default=1.0, description="factor of this function in the sum")
-    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    weight: float = Field(default=1.0, description="factor for this function in the sum")
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the function")
 
 
 class RewardRetry(Section):
@@ -133,7 +135,7 @@ class Reward(Section):
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of function")
     timeout_s: Seconds = Field(
-        default=10.0, description="maximum seconds of one call, above 0; may exceed lease.lease_s"
+        default=10.0, description="maximum seconds for one call, above 0; may exceed lease.lease_s"
     )
     memory: Size = Field(
         default=1024**3,
@@ -142,7 +144,7 @@ class Reward(Section):
         "are not counted",
     )
     processes: Count = Field(
-        default=2, description="processes of each rollout instance that call reward functions, 1 or more"
+        default=2, description="processes in each rollout instance that call reward functions, 1 or more"
     )
     retry: RewardRetry = Field(
         default_factory=RewardRetry, description="how rewards wait for a judge that does not answer"
@@ -154,13 +156,13 @@ class Reward(Section):
             raise ValueError("needs either function or functions (one or more), but not both")
         if self.functions and self.params:
             raise ValueError(
-                "params belong to function and do nothing with functions; write them inside the items of functions"
+                "params belong to function and have no effect with functions; write them inside the items of functions"
             )
         return self
 
     @property
     def terms(self) -> tuple[RewardTerm, ...]:
-        """The reward as a weighted sum, for either form in which it can be written."""
+        """The reward as a weighted sum, whichever of the two forms it was written in."""
         if self.function is None:
             return self.functions
         return (RewardTerm(function=self.function, params=self.params),)
@@ -168,31 +170,31 @@ class Reward(Section):
 
 class Workflow(Section):
     function: Function = Field(description="builtin:<name> or <module>:<function>, a coroutine function")
-    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the function")
     timeout_s: Seconds = Field(
-        default=120.0, description="maximum seconds of one sample, including waits for the engine, above 0"
+        default=120.0, description="maximum seconds for one sample, including waits for the engine, above 0"
     )
     max_tokens: Count = Field(
         default=2048,
-        description="maximum tokens of one sample in all its sequences, including prompts and the output of tools; "
+        description="maximum tokens in one sample across all its sequences, including prompts and tool output; "
         "once they are used up, the model is not called again",
     )
     memory: Size = Field(
         default=4 * 1024**3,
-        description="bytes that the samples of a workflow process may use together in addition to its libraries, "
+        description="bytes that the samples in a workflow process may use together in addition to its libraries, "
         "such as 4GiB; a sample that needs more fails; each process that they start has a separate limit of the "
         "same size; shared mappings and /dev/shm are not counted",
     )
     processes: Count = Field(
-        default=2, description="processes of each rollout instance that run the workflow, 1 or more"
+        default=2, description="processes in each rollout instance that run the workflow, 1 or more"
     )
 
 
 class Sampling(Section):
     temperature: float = Field(
-        default=1.0, gt=0, description="training temperature, above 0: at 0 all samples of a group are identical"
+        default=1.0, gt=0, description="training temperature, above 0: at 0 all samples in a group are identical"
     )
-    max_new_tokens: Count = Field(description="maximum tokens of a completion, 1 or more")
+    max_new_tokens: Count = Field(description="maximum tokens in a completion, 1 or more")
     stop: Strings = Field(default=(), description="texts that end a completion")
 
 
@@ -242,7 +244,7 @@ class Topology(Section):
     def needs_proximal(self) -> bool:
         """Whether the trainer puts log-probs that it computes in a separate pass.
 
-        A step of one update gets them from its only pass.
+        A step with a single update gets them from its only pass.
         """
         return self.algorithm.loss.anchor == "proximal" and not self.algorithm.ratio_is_one
 
@@ -259,7 +261,7 @@ class Topology(Section):
     def hosts_of(self, service: Placed, copies: int, ranks: int = 1) -> list[str | None]:
         """Return the host of each process of `service`, which runs `copies` copies of a model on `ranks` ranks each.
 
-        Copies are distributed over the hosts in turn. With more hosts than copies, each copy is divided over an equal
+        Copies are distributed among the hosts in turn. With more hosts than copies, each copy is divided among an equal
         number of hosts, in blocks of consecutive ranks.
         """
         hosts = service.host or (self.home,)

@@ -33,7 +33,7 @@ class Parallel(Section):
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks of one copy of the model."""
+        """Number of ranks per copy of the model."""
         return self.tp * self.pp * self.cp
 
 
@@ -41,7 +41,7 @@ class Placed(Section):
     host: Strings | None = Field(
         default=None,
         description="a host of placement.hosts, or several: copies of the model are placed on them in turn, and if "
-        "there are fewer copies than hosts, the ranks of a copy are divided over several; the trainer's first host is "
+        "there are fewer copies than hosts, the ranks of a copy are divided among several; the trainer's first host is "
         "the one on which the run is started; default: that host",
     )
     gpus: int = Field(default=0, ge=0, description="total GPUs (rollout: per instance); 0: compute on the CPU")
@@ -60,14 +60,14 @@ class Placed(Section):
 
     @property
     def device(self) -> str:
-        """Kind of the compute device, as torch names it. A process uses the GPUs that it sees."""
+        """Kind of compute device, as torch names it. A process uses the GPUs that it sees."""
         return "cuda" if self.gpus else "cpu"
 
 
 class ScorerSettings(Placed):
     backend: Backend = Field(default="torch", description="library that runs the model")
     max_tokens_per_micro_batch: Count = Field(
-        default=16384, description="tokens of one forward pass; at least the longest sample"
+        default=16384, description="tokens in one forward pass; at least as many as in the longest sample"
     )
     collective_s: Seconds = Field(
         default=300.0, description="seconds that a rank waits for another before the group is formed again, above 0"
@@ -99,23 +99,23 @@ class Rollout(Placed):
     engine: Literal["transformers", "vllm", "openai"] = Field(default="transformers", description="inference engine")
     in_flight: Literal["wait", "keep", "recompute"] = Field(
         default="wait",
-        description="if newer weights arrive while a block is sampled: wait for the end of the block; or continue with "
-        "the newer weights and either keep the cached keys and values or recompute them",
+        description="if newer weights arrive while a block is being sampled: wait for the end of the block; or "
+        "continue with the newer weights and either keep the cached keys and values or recompute them",
     )
     partial_s: Seconds | None = Field(
         default=None,
         description="seconds between saves of unfinished samples, which a restarted engine continues, above 0; "
-        "default 10 for single answers of transformers, and of vllm without stop texts; otherwise, and with null, "
+        "default 10 for single answers from transformers, and from vllm without stop texts; otherwise, and with null, "
         "unfinished samples start over",
     )
     weights: WeightsRoute = Field(
         default="shards",
-        description="how versions reach the engine: as shards of the store; from the trainer over gloo (CPU) or NCCL; "
+        description="how versions reach the engine: as shards in the store; from the trainer over gloo (CPU) or NCCL; "
         "or read from the trainer's memory on the same GPU (ipc)",
     )
     transfer_s: Seconds | None = Field(
         default=None,
-        description="maximum seconds of a weight transfer, less than lease.lease_s; "
+        description="maximum seconds for a weight transfer, less than lease.lease_s; "
         "default: two thirds of lease.lease_s; with shards there is no limit",
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
@@ -132,7 +132,7 @@ class BatchStore(Section):
         default=None, description="folder on disk for shards that do not fit; hosts may share it; default: no spill"
     )
     spill_limit: Size | None = Field(
-        default=None, description="bytes of the spill folder, such as 500GiB; required with spill"
+        default=None, description="maximum bytes in the spill folder, such as 500GiB; required with spill"
     )
     directory: LocalPath | None = Field(default=None, description="folder for the shards instead of /dev/shm")
 
@@ -208,7 +208,7 @@ class Checkpoint(Section):
     keep_best: str | None = Field(
         default=None,
         description="also keep the checkpoint with the highest value of this metric of an evaluation set, such as "
-        "eval/heldout/accuracy, and export it to export-best; versions that the set evaluates are saved, too",
+        "eval/heldout/accuracy, and export it to export-best; versions that are evaluated on the set are saved, too",
     )
     memory_every: Count | None = Field(
         default=1,
@@ -270,4 +270,4 @@ class Transport(Section):
 
 class LeaseSettings(Section):
     lease_s: Seconds = Field(default=30.0, description="seconds without progress after which a lease is lost, above 0")
-    attempts: Count = Field(default=3, description="leases of a task before it is dropped as failed, 1 or more")
+    attempts: Count = Field(default=3, description="leases that a task gets before it is dropped as failed, 1 or more")

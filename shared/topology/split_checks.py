@@ -26,7 +26,7 @@ def check(topology: Topology) -> Found:
 
 
 def _hosts(name: str, service: ScorerSettings, ranks: int, hosts: int) -> Found:
-    """Check `ranks` that are divided over `hosts`. Tensor and context parallel ranks exchange data in every layer."""
+    """Check `ranks` that are divided among `hosts`. Tensor and context parallel ranks exchange data in every layer."""
     if hosts < 2:
         return
     close = service.parallel.tp * service.parallel.cp

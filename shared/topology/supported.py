@@ -13,7 +13,8 @@ from shared.topology.schema import Topology
 
 
 class Unsupported(NamedTuple):
-    """An option at `path` (`*` is any key) for which this build supports one value. `what` may contain `{value}`."""
+    """An option at `path` (`*` is any key) for which this build supports only one value. `what` may contain
+    `{value}`."""
 
     path: str
     supported: object

@@ -87,7 +87,7 @@ class Curves:
         """Number of times that rows replaced earlier rows of the same steps."""
 
     def add(self, row: Mapping[str, float | None]) -> None:
-        """Add a row. A row of a known step replaces that step and all later steps.
+        """Add a row. A row for a known step replaces that step and all later steps.
 
         Adding the newest row again changes nothing.
         """
@@ -110,7 +110,7 @@ class Curves:
         return sorted(name for name, curve in self._curves.items() if curve.steps)
 
     def points(self, name: str) -> list[Point]:
-        """Return the points of a metric by ascending step, or [] for an unknown name."""
+        """Return the points of a metric in ascending order of step, or [] for an unknown name."""
         curve = self._curves.get(name)
         return list(zip(curve.steps, curve.values, strict=True)) if curve is not None else []
 

@@ -41,7 +41,7 @@ class LogLine:
 
 
 class LogTail:
-    """The newest log lines of all processes."""
+    """The newest log lines from all processes."""
 
     def __init__(self) -> None:
         self._lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)
@@ -55,7 +55,7 @@ class LogTail:
             self.count += 1
 
     def lines(self, *, level: str = "debug", containing: str = "") -> list[LogLine]:
-        """Return the lines of at least `level` that have `containing` in their service or text, oldest first."""
+        """Return the lines of at least `level` whose service or text contains `containing`, oldest first."""
         least = LEVELS.index(level) if level in LEVELS else 0
         wanted = containing.lower()
         return [

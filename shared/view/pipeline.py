@@ -40,7 +40,7 @@ class StoreView:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The tasks, leases and stores of the run at the moment."""
+    """The current tasks, leases and stores of the run."""
 
     tasks: Mapping[str, int]
     """Number of tasks in each state, in the order of a task's life."""

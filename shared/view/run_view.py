@@ -47,7 +47,7 @@ class RunView:
     # ---- in
 
     def apply(self, row: TopicRow) -> None:
-        """Apply a row of the monitor's stream or snapshot."""
+        """Apply a row from the monitor's stream or snapshot."""
         name, values = f"{row.service}/{row.instance}", row.values
         match row.topic:
             case "cluster/status":
@@ -83,7 +83,7 @@ class RunView:
                 pass
 
     def add_metrics(self, row: Mapping[str, float | None]) -> None:
-        """Add a row of metrics.jsonl. A row of a known step replaces that step and all later steps."""
+        """Add a row of metrics.jsonl. A row for a known step replaces that step and all later steps."""
         self._curves.add(row)
 
     def load_metrics(self, rows: Iterable[Mapping[str, float | None]]) -> None:
@@ -108,7 +108,7 @@ class RunView:
         self._curves = Curves.of_columns(history.newest, columns)
 
     def add_warning(self, warning: WarningRecord) -> None:
-        """Add a line of warnings.jsonl, or the same record from the stream. Each warning is kept once."""
+        """Add a line from warnings.jsonl, or the same record from the stream. Each warning is kept once."""
         self._warnings[(warning.kind, warning.about, warning.step)] = warning
         while len(self._warnings) > MAX_WARNINGS:
             self._warnings.pop(next(iter(self._warnings)))
@@ -144,7 +144,7 @@ class RunView:
         return self._services.views(now)
 
     def pipeline(self) -> Pipeline:
-        """Return the tasks, leases and stores of the run at the moment."""
+        """Return the current tasks, leases and stores of the run."""
         counts = {state: _integer(self._tasks, state) for state in STATES}
         if not any(count is not None for count in counts.values()):
             counts = {state: _integer(self._status, f"tasks/{state}") for state in STATES}
@@ -167,7 +167,7 @@ class RunView:
         return self._curves.names
 
     def curves(self, names: Iterable[str]) -> dict[str, list[Point]]:
-        """Return the (step, value) points of metrics by ascending step."""
+        """Return the (step, value) points of metrics in ascending order of step."""
         return {name: self._curves.points(name) for name in names}
 
     def timeline(self, now: float, seconds: float) -> list[Lane]:
@@ -188,7 +188,7 @@ class RunView:
         return found
 
     def rewinds(self) -> list[Rewind]:
-        """Return the returns to earlier steps, oldest first."""
+        """Return the rewinds to earlier steps, oldest first."""
         return list(self._rewinds)
 
     def log(self, *, level: str = "debug", containing: str = "") -> list[LogLine]:

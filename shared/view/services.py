@@ -40,7 +40,7 @@ _HEALTH = {
 
 @dataclass(frozen=True)
 class ServiceView:
-    """One process. Values that were not reported are None."""
+    """One process. Values that have not been reported are None."""
 
     name: str
     state: str

@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Lane:
-    """The spans of one process in a window of time, in order of their ends. Spans may overlap."""
+    """The spans of one process in a window of time, in order of their end times. Spans may overlap."""
 
     name: str
     spans: tuple[Span, ...]
@@ -46,7 +46,7 @@ class Timeline:
         self._lanes: dict[str, deque[Span]] = {}
 
     def add(self, name: str, span: Span) -> None:
-        """Add a span of process `name`. Adding the same span again changes nothing."""
+        """Add a span for process `name`. Adding the same span again changes nothing."""
         lane = self._lanes.get(name)
         if lane is None:
             if len(self._lanes) >= MAX_LANES:

@@ -1,6 +1,7 @@
 """Arithmetic of the start-up drill: the perturbed copy, and the canary on which trainer and engines must agree.
 
-It does not depend on a framework, the number of threads or the time: equal names, values and seeds yield equal bits.
+It does not depend on a framework, the number of threads or the time: equal names, values and seeds yield identical
+bits.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def noise(name: str, size: int, seed: int) -> Array:
 def noise_factors(names: Iterable[str], factors: Sequence[float]) -> dict[str, float]:
     """Return the `factor` of each parameter for `perturb`. `factors` is `WeightsRef.drill_factors`.
 
-    The sequence holds one factor per sorted name, or none, in which case all factors are 1. Raises ValueError for any
-    other number.
+    The sequence holds one factor for each name, in sorted order, or none, in which case all factors are 1. Raises
+    ValueError for any other number.
     """
     ordered = sorted(names)
     if factors and len(factors) != len(ordered):

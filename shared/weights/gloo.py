@@ -27,7 +27,7 @@ class GlooGroup:
     """A group whose constructor blocks until all ranks have joined."""
 
     def __init__(self, meeting: Meeting, rank: int, ranks: int, *, deadline_s: float) -> None:
-        """`meeting` uses a new file, which must exist until all ranks know that all have joined, or a port of rank 0.
+        """`meeting` uses a new file, which must exist until all ranks know that all have joined, or a port on rank 0.
         Rank 0 sends and the other ranks receive.
 
         Raises TransferLost if not all ranks join within `deadline_s`.

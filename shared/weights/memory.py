@@ -29,7 +29,7 @@ def room(nbytes: int, device: str) -> Tensor:
 
 
 def pack_into(memory: Tensor, tensors: Iterable[Tensor]) -> int:
-    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n]. Return the number of bytes when the copy is
+    """Copy the bytes of `tensors` to the beginning of `memory`, uint8 [n]. Return the number of bytes once the copy is
     complete."""
     end = 0
     for each in tensors:

@@ -27,7 +27,7 @@ def room_for(parameters: Sequence[TransferParameter]) -> dict[str, Tensor]:
 
 
 def nbytes(parameters: Sequence[TransferParameter]) -> int:
-    """Return the total bytes of `parameters`."""
+    """Return the total size of `parameters` in bytes."""
     total = 0
     for each in parameters:
         size = dtypes.by_name(each.dtype).itemsize

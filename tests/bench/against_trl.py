@@ -3,9 +3,9 @@ settings that are the same on both sides and those that differ.
 
 TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
 alternates between generation and training. With a generation batch of at most one step's samples it is on policy, and
-the row at our staleness 0 is the like-for-like comparison. With a batch of two steps' samples it is one update stale
-every second step. Our staleness 1 is compared with the fastest of all settings, and our staleness 0 with the fastest
-one that is on policy.
+our row at staleness 0 is the like-for-like comparison. With a batch of two steps' samples it is one update stale every
+second step. Our runs at staleness 1 are compared with the fastest of all settings, and those at staleness 0 with the
+fastest one that is on policy.
 
 "others'" is the CPU time that neither this program nor the run used (steal included), in cores over the whole run.
 If it is much above zero, other programs distort the figures, most of all TRL's, because its threads busy-wait.
@@ -57,8 +57,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Work:
-    """Steps of `tasks` groups with answers of up to `tokens`. With `trained`, the quickstart's model and learning rate
-    are used; otherwise, a random model of the same shape, whose answers end after about 64 tokens, is used."""
+    """Steps of `tasks` groups with answers of up to `tokens` tokens. With `trained`, the quickstart's model and
+    learning rate are used; otherwise, a random model of the same shape, whose answers end after about 64 tokens, is
+    used."""
 
     name: str
     tokens: int

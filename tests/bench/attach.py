@@ -1,9 +1,9 @@
 """Measures how long `python -m launch.monitor` takes to show a whole run: `python -m tests.bench.attach [--turns 5]`.
 
-Each turn starts the command in a pseudo-terminal of 80x24 and waits until processes, tasks and curves are on the
-screen. The CPU time of the process is shown as well, because it depends less on what else the machine is doing. The
-time that begins with the connection to the monitor is also measured without imports, in a process that has already
-performed them.
+Each turn starts the command in an 80x24 pseudo-terminal and waits until processes, tasks and curves are on the screen.
+The CPU time of the process is shown as well, because it depends less on what else the machine is doing. The time that
+begins with the connection to the monitor is also measured without imports, in a process that has already performed
+them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ COLUMNS, LINES = 80, 24
 
 
 def attach(run: RunDir) -> tuple[float, float]:
-    """Return the seconds from the start of the process to the whole picture, and the CPU seconds of the process until
-    then."""
+    """Return the seconds from the start of the process until the picture is complete, and the CPU seconds that the
+    process has used by then."""
     begun = time.monotonic()
     pid, descriptor = pty.fork()
     if pid == 0:
@@ -51,7 +51,7 @@ def attach(run: RunDir) -> tuple[float, float]:
         while not all(text.encode() in seen for text in WANTED) or "┤".encode() not in seen:
             ready, _, _ = select.select([descriptor], [], [], LIMIT_S)
             if not ready or time.monotonic() - begun > LIMIT_S:
-                raise SystemExit(f"no whole picture within {LIMIT_S:g} s: {seen[-3000:]!r}")
+                raise SystemExit(f"picture not complete within {LIMIT_S:g} s: {seen[-3000:]!r}")
             seen += os.read(descriptor, 1 << 16)
         times = psutil.Process(pid).cpu_times()
         return time.monotonic() - begun, times.user + times.system
@@ -62,7 +62,7 @@ def attach(run: RunDir) -> tuple[float, float]:
 
 
 async def connect(run: RunDir) -> float:
-    """Return the seconds from the connection to the whole picture, in this process, which has already imported
+    """Return the seconds from the connection until the picture is complete, in this process, which has already imported
     everything.
     """
     app = MonitorApp(Feed(run))

@@ -2,8 +2,8 @@
 
     python -m tests.bench.bench_colocate [--turns 3]
 
-The same run alternates between both placements on a model of about 63 million parameters: separate (every service keeps
-everything) and colocated (policy, reference and engine take turns). Memory is the proportional set size
+The same run alternates between the two placements on a model of about 63 million parameters: separate (every service
+keeps everything) and colocated (policy, reference and engine take turns). Memory is the proportional set size
 (`/proc/<pid>/smaps_rollup`), which counts a shared page once, summed over all processes of the run about ten times per
 second; shared memory that no process has mapped is not counted. On a CPU the devices' memory is the host's, so this
 figure takes the place of a GPU's memory. Libraries dominate a small process: a separate run of the quickstart's 0.8M

@@ -5,17 +5,17 @@ mean little.
     python -m tests.bench.bench_data --sweep        find the peers' fastest settings and record them
 
 The store process and the client are real, and RPC is included. Regular work: 1024 tasks x 9 keys x 8192 float32 (302
-MB); ragged: 8192 tasks x 6 keys of 0.5 to 4k tokens (332 MB), put as lease blocks of 64 tasks. A size multiplies the
-number of tasks (16: 4.8 GB, with three copies in memory at a time); sizes above 1 put the same arrays under more names.
-Peers run at size 1. The scheduler runs once with 100,000 live tasks, as a process and as its state machine alone. A
-measurement and its limit alternate, and each goes first in every second turn.
+MB); ragged: 8192 tasks x 6 keys of 0.5 to 4k tokens (332 MB), put as lease blocks of 64 tasks. Each size is a
+multiplier for the number of tasks (16: 4.8 GB, with three copies in memory at a time); sizes above 1 put the same
+arrays under more names. Peers run at size 1. The scheduler runs once with 100,000 live tasks, as a process and as its
+state machine alone. A measurement and its limit alternate, and each goes first in every second turn.
 
 put         Time from the call to the last receipt. Two blocks are in progress on two threads ("dataplane"); a third
             ("dataplane-helper") takes half of every block of 8 MiB or more. Every byte is also hashed. Its limits write
-            the same blocks to new files of the same mount without hashing: one thread with a write call per tensor, and
+            the same blocks to new files on the same mount without hashing: one thread with a write call per tensor, and
             two threads with a writev of up to 1024 tensors.
-first put   The put into a store that was just started, where all pages are new. It is measured on several stores, with
-            one put each.
+first put   The put into a store that has just been started, where all pages are new. It is measured on several
+            stores, with one put each.
 later puts  The store lends the pages of collected files, as in every step of a run but the first; the limits write new
             files each time.
 get + read  The first fetch of new files, which verifies every checksum, and the xxh3 of each array (the cheapest call
@@ -24,9 +24,9 @@ get + read  The first fetch of new files, which verifies every checksum, and the
             fetch without the verification, which a process performs once per file. Readers keep their mappings of lent
             pages.
 TCP get     Time until every array is received and checked, against a plain `recv` of as many bytes from one connection
-            into memory that was touched before (a ring of at most 512 MB, because with a hot buffer of one chunk the
-            cost of memory would not be measured). Neither side reads the data again. The limit's sender sends one hot
-            block repeatedly.
+            into memory that had been touched before (a ring of at most 512 MB, because with a hot buffer of one chunk
+            the cost of memory would not be measured). Neither side reads the data again. The limit's sender sends one
+            hot block repeatedly.
 peers       Each runs with newly started processes and alternates with a fresh store of ours, with the settings that a
             recorded sweep found fastest (`peers/data_sweep.json`); `peers/data_peers.py` describes what they do.
 
@@ -135,7 +135,7 @@ def read(tasks: list[dict[str, Array]]) -> None:
 
 
 def touch_memory(nbytes: int) -> None:
-    """Make the virtual machine's host back `nbytes` of memory if it does not do so yet."""
+    """Make the virtual machine's host back `nbytes` of memory unless it already does so."""
     with mmap.mmap(-1, min(nbytes, psutil.virtual_memory().available * 3 // 4)) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         np.frombuffer(memory, np.uint8)[::4096] = 1
@@ -316,7 +316,7 @@ while True:
 
 
 def raw_tcp(port: int, ring: memoryview) -> float:
-    """Return how long it takes, in seconds, to receive all bytes of the sender into `ring`."""
+    """Return how long it takes, in seconds, to receive all bytes from the sender into `ring`."""
     with socket.create_connection(("127.0.0.1", port)) as line:
         began = time.perf_counter()
         at = 0
@@ -447,7 +447,7 @@ async def measure_size(size: int, firsts: int, rounds: int, report: Report, *, a
                 continue
             (folder / f"{label}-tcp").mkdir()
             rows = (await across_hosts(folder / f"{label}-tcp", work, rounds + 1))[1:]
-            report.against(size, f"TCP get in clear, {label}: raw TCP", nbytes, rows, ("clear", "raw_clear"), "0.7")
+            report.against(size, f"TCP get unencrypted, {label}: raw TCP", nbytes, rows, ("clear", "raw_clear"), "0.7")
             report.against(size, f"TCP get encrypted, {label}: clear", nbytes, rows, ("sealed", "clear_beside"), "0.5")
 
 

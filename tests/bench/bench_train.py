@@ -5,10 +5,11 @@ nothing.
     python -m tests.bench.bench_train --sweep        find TRL's fastest micro-batch and record it
 
 Rows: forward + backward tokens/s of the torch backend and of TRL's trainer on the same samples with lengths spread 1:8
-(in separate processes, per CPU second of one thread, alternating); dividing 10,000 samples over 8 ranks; the driver's
-share of a step's CPU time beside 8 real workers; peak memory with the output layer in chunks against whole at a
-vocabulary of 150,000 (both are this project's code: the baseline computes all logits at once, as most trainers do);
-with CUDA, the model FLOPs utilisation of forward + backward, in both conventions (`model_flops`).
+(in separate processes, per CPU second of one thread, alternating); dividing 10,000 samples among 8 ranks; the driver's
+share of a step's CPU time beside 8 real workers; peak memory with the output layer computed in chunks compared with
+computing it as a whole, at a vocabulary of 150,000 (both are this project's code: the baseline computes all logits at
+once, as most trainers do); with CUDA, the model FLOPs utilisation of forward + backward, in both conventions
+(`model_flops`).
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ def table(batch: Path, turns: int) -> None:
     print(f"| the same, TRL's GRPOTrainer | {speeds['TRL'].text(',.0f')} tokens/s of CPU | |")
     print(f"| ratio | {ratios(speeds['rlbus'].values, speeds['TRL'].values).text()} | >= 1.5 |", flush=True)
     milliseconds, uneven = _slicing()
-    print(f"| 10,000 samples over 8 ranks (imbalance {uneven:.4f}), median of 7 | {milliseconds:.1f} ms | <= 50 ms |")
+    print(
+        f"| 10,000 samples divided among 8 ranks (imbalance {uneven:.4f}), median of 7 | {milliseconds:.1f} ms | <= "
+        "50 ms |"
+    )
     driver = last_line([sys.executable, "-m", "tests.bench.driver_share"], "the driver's share", LIMIT_S)
     each = f"{1e3 * driver['driver_s']:.0f} ms of {driver['workers_s']:.1f} s of CPU a step"
     print(f"| the driver beside 8 ranks ({each}), one run | {100 * driver['share']:.2f} % | <= 2 % |", flush=True)

@@ -35,7 +35,7 @@ SHOWN_LINES = 15
 
 
 class BenchError(Exception):
-    """An error of one side of a benchmark. The message is one line, followed by the last lines of that side's
+    """An error on one side of a benchmark. The message is one line, followed by the last lines of that side's
     output."""
 
 

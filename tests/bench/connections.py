@@ -1,9 +1,8 @@
 """Measures the cost of a message and of a connection to the scheduler: `python -m tests.bench.connections [N]`.
 
-N clients connect to a real scheduler over TCP with CURVE, as the services of other hosts do, and send each kind of
-request. For each kind, the program prints a JSON object with the sizes of a request and its answer in bytes, and the
-CPU time that the scheduler's process used for the request: transport, decoding, the state machine, the journal and the
-answer.
+N clients connect to a real scheduler over TCP with CURVE, as services on other hosts do, and send each kind of request.
+For each kind, the program prints a JSON object with the sizes of a request and its answer in bytes, and the CPU time
+that the scheduler's process used for the request: transport, decoding, the state machine, the journal and the answer.
 """
 
 from __future__ import annotations

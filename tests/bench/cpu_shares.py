@@ -33,8 +33,8 @@ class CpuTimes:
         self._taken: dict[int, dict[int, float]] = {}
 
     def look(self, launcher: int, arrivals: list[Arrival]) -> None:
-        """Record the CPU seconds once the first step of the measurement has its row, and again once the last step has
-        its row.
+        """Record the CPU seconds once the row of the first measured step has been written, and again once that of the
+        last step has been written.
         """
         for step in self._steps:
             if len(arrivals) >= step and step not in self._taken:
@@ -52,12 +52,12 @@ class CpuTimes:
         return found
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each process by name. Raises BenchError if a process ended meanwhile."""
+        """Return the share of each process by name. Raises BenchError if a process ended in the meantime."""
         used = self.used()
         return {name: seconds / sum(used.values()) for name, seconds in used.items()}
 
     def used(self) -> dict[str, float]:
-        """Return the CPU seconds of each process by name. Raises BenchError if a process ended meanwhile."""
+        """Return the CPU seconds of each process by name. Raises BenchError if a process ended in the meantime."""
         early, late = (self._taken.get(step, {}) for step in self._steps)
         ended = sorted(self.names[pid] for pid in early.keys() - late.keys())
         if not late or ended:

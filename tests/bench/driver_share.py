@@ -93,8 +93,8 @@ def cpu_s(group: WorkerGroup) -> float:
 
 
 async def measure(run: RunDir, group: WorkerGroup) -> dict[str, float]:
-    """Return the CPU seconds of the driver's calls and of the workers over STEPS steps. One step before these is not
-    measured.
+    """Return the CPU seconds of the driver's calls and of the workers over STEPS steps. One step precedes these and is
+    not measured.
     """
     async with bench_of(run) as bench:
         workers = await driver_of(bench, Layout(RANKS), 5)

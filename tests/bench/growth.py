@@ -75,7 +75,7 @@ class Watch:
     def growth(self, first: int, last: int) -> dict[str, Growth]:
         """Return the growth of every process from the WINDOW steps after `first` to the WINDOW steps before `last`.
 
-        Raises BenchError if a process of the run was replaced meanwhile, because its growth cannot be measured.
+        Raises BenchError if a process of the run was replaced in the meantime, because its growth cannot be measured.
         """
         early = medians(self.looks, first, first + WINDOW)
         late = medians(self.looks, last - WINDOW, last)
@@ -88,7 +88,8 @@ class Watch:
 
 
 def name_of(command: list[str]) -> str:
-    """Return a name such as `services.rollout/0`, or the name of the script or program if the process is no service."""
+    """Return a name such as `services.rollout/0`, or the name of the script or program if the process is not a
+    service."""
     module = next((part for part in command if part.startswith(("services.", "launch."))), "")
     script = next((Path(part).name for part in command if part.endswith(".py")), "")
     instance = command[command.index("--instance") + 1] if "--instance" in command else ""

@@ -103,7 +103,7 @@ def _agent(path: Path, launcher: subprocess.Popen[str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Loss:
-    """Seconds from the kill of a node until Ray noticed the loss, and from then until the node's work was leased
+    """Seconds from the killing of a node until Ray noticed the loss, and from then until the node's work was leased
     elsewhere."""
 
     noticed_s: float

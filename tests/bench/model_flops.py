@@ -1,10 +1,10 @@
 """Floating point operations of one forward and backward pass of a decoder, and the peak of a device; no measurement.
 
 MFU, model FLOPs utilisation, is the number of operations that a model needs, divided by the number that the device
-could have done in the same time (PaLM, Chowdhery et al. 2022, appendix B): the model needs 6 per token and matrix
+could have performed in the same time (PaLM, Chowdhery et al. 2022, appendix B): the model needs 6 per token and matrix
 weight, and 12 per layer, head dimension and pair of positions. Recomputation does not count. Two conventions are in use
 for causal attention: counting all pairs of positions (PaLM, and most published figures), or only those that the mask
-leaves, which are about half of them.
+leaves in, which are about half of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200":
 def training_flops(
     model: nn.Module, config: Any, lengths: Sequence[int], attention: Literal["whole", "causal"] = "whole"
 ) -> float:
-    """Return the operations of one forward and backward pass over sequences of `lengths` tokens, with all logits.
+    """Return the number of operations in a forward and backward pass over sequences of `lengths` tokens, with all
+    logits.
 
     `attention` says which pairs of positions count.
     """

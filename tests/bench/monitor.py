@@ -72,7 +72,8 @@ def subscribe(endpoint: str, count: int, pipe: Connection) -> None:
             while socket.poll(0):
                 frames = socket.recv_multipart()
                 received[at] += frames[0].startswith(b"bench/")
-                if at == 0 or count == 1:  # decoding the updates of all subscribers would measure this process
+                # If the updates of all subscribers were decoded, this process would be measured instead.
+                if at == 0 or count == 1:
                     body = codec.decode(frames[1:]).body
                     assert isinstance(body, Update)
                     lost[at] += max(body.sequence - last[at] - 1, 0) if last[at] else 0

@@ -100,7 +100,7 @@ services: {{batch-store: {{memory: 4TiB}}, rollout: {{host: [{names}], instances
 
 @dataclass
 class Cost:
-    """The calls of one kind: their number, CPU seconds in all, and the longest one."""
+    """The calls of one kind: their number, their total CPU seconds, and the longest one."""
 
     count: int = 0
     total_s: float = 0.0

@@ -4,10 +4,10 @@
     python -m tests.bench.recovery --set run.spares=false
     python -m tests.bench.recovery --only rollout --timeline    what the processes log until the run continues
 
-A service is killed by SIGKILL once all services are READY and `CALM_STEPS` steps have been committed since then. Two
+A service is killed with SIGKILL once all services are READY and `CALM_STEPS` steps have been committed since then. Two
 times are measured. `next commit` ends with the next row of metrics.jsonl; training may continue for a while with data
-that the killed service produced before. `with it` ends with the first row after the new process is READY. A row is seen
-at most `POLL_S` late.
+that the killed service had already produced. `with it` ends with the first row after the new process is READY. A row is
+seen at most `POLL_S` late.
 """
 
 from __future__ import annotations

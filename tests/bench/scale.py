@@ -5,7 +5,7 @@ virtual clock. Processes register, send heartbeats, lease, complete and clear ta
 driver consumes steps, and 5 % of the hosts are lost at once. The CPU time inside the two state machines is measured
 with garbage collection disabled. `tests.bench.connections` measures what decoding, the journal and sockets add.
 
-The program prints a JSON object for each phase of each size: the join of all processes, a steady run, and the loss of
+The program prints a JSON object for each phase of each size: all processes joining, a steady run, and the loss of
 hosts.
 """
 

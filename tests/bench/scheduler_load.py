@@ -1,8 +1,8 @@
 """Loads a scheduler with many live tasks and times it, alone (`measure_state`) and over its socket (`measure_socket`).
 
-A task has two stages (rollout, reference), a group of 8 and three scalars per sample. The load plays all other services
-with the least work that the protocol allows, so that the scheduler alone is timed. Over the socket, the process is
-killed and restarted when all tasks are ready; the time until it answers is that of its replay.
+A task has two stages (rollout, reference), a group of 8 and three scalars per sample. The load plays the part of all
+other services with the least work that the protocol allows, so that the scheduler alone is timed. Over the socket, the
+process is killed and restarted when all tasks are ready; the time until it answers is that of its replay.
 `python -m tests.bench.scheduler_load [TASKS]...` prints both as tables.
 """
 
@@ -267,7 +267,7 @@ services: {{batch-store: {{memory: 4TiB}}, rollout: {{block_tasks: {block}}}}}
 
 
 def make_run(folder: Path, tasks: int) -> RunDir:
-    """Make a run whose admission lets `tasks` tasks live at once."""
+    """Make a run whose admission allows `tasks` tasks to be live at once."""
     from safetensors.numpy import save_file
 
     model = folder / "model"
@@ -444,8 +444,8 @@ async def _measure_socket(run: RunDir, tasks: int, before: int) -> Figures:
 
 
 def measure_socket(tasks: int) -> Figures:
-    """Measure the same as `measure_state` with the real process, its journal and its socket. The figures include the
-    work of the measuring process."""
+    """Measure what `measure_state` measures, but with the real process, its journal and its socket. The figures include
+    the work of the measuring process."""
     with tempfile.TemporaryDirectory() as folder:
         small, large = Path(folder, "small"), Path(folder, "large")
         small.mkdir()

@@ -140,7 +140,7 @@ def _slowest_kernel(call: Callable[[], None]) -> str:
 
 
 def locked_memory(device: str) -> Measured:
-    """Measure how much memory the optimizer's shelf takes relative to its content, and how fast it is filled and
+    """Measure how much memory the optimizer's shelf takes up relative to its content, and how fast it is filled and
     emptied."""
     from shared.colocation.locked import LockedMemory
 

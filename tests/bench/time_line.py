@@ -29,7 +29,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """Interval of work. `began` and `ended` are seconds since the epoch by the clock of the process."""
+    """Interval of work. `began` and `ended` are seconds since the epoch by the process's clock."""
 
     process: str
     what: str
@@ -38,7 +38,7 @@ class Span:
 
 
 def spans_of(row: TopicRow) -> Iterable[Span]:
-    """Return the work in a telemetry row; the driver's row of a step includes its wait for the batch."""
+    """Return the work in a telemetry row; the driver's row for a step includes its wait for the batch."""
     process = service_name(row.service, row.instance)
     if row.topic == SPAN and "of" not in row.values:
         yield Span(process, str(row.values["what"]), row.at - float(row.values["seconds"]), row.at)
@@ -76,7 +76,7 @@ def merged(spans: Iterable[Span]) -> list[Interval]:
 
 
 def common_s(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """Return how long the intervals of both overlap, in seconds."""
+    """Return for how long the two sets of intervals overlap, in seconds."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
 
 

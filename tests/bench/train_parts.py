@@ -109,9 +109,9 @@ def utilisation(device: str) -> dict[str, Any]:
 def plain_tokens_per_s(device: str, rounds: Sequence[Sequence[int]]) -> float:
     """Return tokens/s of transformers' own model and attention over padded micro-batches of the same lengths.
 
-    The model is that of `utilisation`. A micro-batch has at most `PLAIN_MICRO_BATCH` tokens, including padding; their
-    float32 logits need 2.5 GB with the vocabulary of Qwen3. The loss is the mean log-prob of all next tokens, whose
-    gradient costs as much as a policy gradient.
+    The model is the same as in `utilisation`. A micro-batch has at most `PLAIN_MICRO_BATCH` tokens, including padding;
+    their float32 logits need 2.5 GB with the vocabulary of Qwen3. The loss is the mean log-prob of all next tokens,
+    whose gradient costs as much as a policy gradient.
     """
     from transformers import AutoModelForCausalLM
 

@@ -43,12 +43,12 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratios(mine: Iterable[float], theirs: Iterable[float]) -> Spread:
-    """Return `mine` over `theirs` in each turn. Raises ValueError if their numbers of turns differ."""
+    """Return `mine` divided by `theirs` for each turn. Raises ValueError if their numbers of turns differ."""
     return spread(one / other for one, other in zip(mine, theirs, strict=True))
 
 
 def order(sides: Iterable[T], turn: int) -> list[T]:
-    """Return the sides in the order of turn `turn` (from 0): as given, or reversed in every second turn."""
+    """Return the sides in their order for turn `turn` (from 0): as given, or reversed in every second turn."""
     given = list(sides)
     return given[::-1] if turn % 2 else given
 

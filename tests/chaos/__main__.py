@@ -1,8 +1,9 @@
-"""Disturbs deterministic runs for some minutes, and compares each with an undisturbed run: `make chaos MINUTES=10`.
+"""Disturbs deterministic runs for a given number of minutes, and compares each with an undisturbed run: `make chaos
+MINUTES=10`.
 
 Prints every disturbance and, at the end, kills and recovery times per service, parity and violations. `--seed` repeats
-the draws of an earlier call. The exit status is 1 if a promise was broken. Needs root to mount file systems of limited
-size.
+the draws of an earlier invocation. The exit status is 1 if a promise was broken. Needs root to mount file systems of
+limited size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="no round begins later than this")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first round (default: a random one)")
     given = parser.parse_args()
-    # Otherwise, the launchers would inherit these signals as ignored if a script has started this process with `&`.
+    # Otherwise, the launchers would inherit these signals as ignored if a script started this process with `&`.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed
@@ -72,11 +73,11 @@ def show(results: list[Result], wall_s: float) -> None:
         times = [seconds for each in results for seconds in each.recoveries.get(service, [])]
         shown = f"{statistics.median(times):>10.1f}{max(times):>11.1f}" if times else ""
         print(f"{service:<24}{kills[service]:>6}{len(times):>11}{shown}")
-    print("\n(recovered: seconds from a kill to the next commit seen; others may have been killed meanwhile)")
+    print("\n(recovered: seconds from a kill to the next commit seen; others may have been killed in the meantime)")
     done = sum((each.done for each in results), Counter[str]())
     print("disturbances: " + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in done.most_common()))
     compared = [each.parity for each in results if each.parity is not None]
-    print(f"parity: {sum(compared)} of {len(compared)} completed runs have the bits of the undisturbed run")
+    print(f"parity: {sum(compared)} of {len(compared)} completed runs are bit-identical to the undisturbed run")
     print(f"violations: {sum(len(each.violations) for each in results)}")
     for result in results:
         for violation in result.violations:

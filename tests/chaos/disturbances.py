@@ -111,7 +111,7 @@ def _kill(each: Round, names: Sequence[str], gap_s: float = 0.0) -> str:
 
 
 def stop_and_go_on(each: Round) -> str:
-    """Stop a process for less time than it may be silent."""
+    """Stop a process for less time than it is allowed to be silent."""
     name, seconds = each.chance.choice(tuple(SERVICES)), each.chance.uniform(0.5, 6)
     pid = each.pid(name)
     if pid is None:
@@ -139,7 +139,7 @@ def full_shared_memory(each: Round) -> str:
 
 
 def full_disk(each: Round) -> str:
-    """Fill the disk of the run directory. The scheduler ends a run whose journal cannot be written."""
+    """Fill the disk that holds the run directory. The scheduler ends a run whose journal cannot be written."""
     each.may_end = "full disk"
     return _fill(each, each.run.path.parent / "junk", each.chance.uniform(0.2, 2))
 
@@ -218,7 +218,7 @@ def damage_the_newest_checkpoint(each: Round) -> str:
 
 
 def delete_the_checkpoints(each: Round) -> str:
-    """Delete the folder of checkpoints, and kill the worker that would restore one. The initial model is used
+    """Delete the checkpoint folder, and kill the worker that would restore a checkpoint. The initial model is used
     instead."""
     shutil.rmtree(each.run.run.checkpoints, ignore_errors=True)
     each.rewound = True
@@ -239,7 +239,7 @@ def damage_a_shard(each: Round) -> str:
 
 
 def delete_the_shared_memory(each: Round) -> str:
-    """Delete the folder of the store's files, and kill the store, which then starts empty."""
+    """Delete the folder that holds the store's files, and kill the store, which then starts empty."""
     each.damaged = each.rewound = True
     shutil.rmtree(each.run.run.shm, ignore_errors=True)
     _kill(each, ("batch-store",))
@@ -247,7 +247,7 @@ def delete_the_shared_memory(each: Round) -> str:
 
 
 def cut_the_journal(each: Round) -> str:
-    """Discard the end of the journal, as a power cut may. The run returns to a state on which all files agree."""
+    """Discard the end of the journal, as a power cut might. The run returns to a state on which all files agree."""
     kill_the_launcher(each)
     _kill(each, ("scheduler",))
 

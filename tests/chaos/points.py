@@ -1,4 +1,4 @@
-"""Named points of the product at which a test sends a process a signal: before or after the n-th call of a function."""
+"""Named points of the product at which a test sends a process a signal: before or after the n-th call to a function."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HOOK = Path(__file__).with_name("hook")
 
 @dataclass(frozen=True)
 class Point:
-    """Named point. `signal` is sent before or after (`when`) the `nth` call of `module:name` in a process of `python -m
-    process`."""
+    """Named point. `signal` is sent before or after (`when`) the `nth` call to `module:name` in a process started as
+    `python -m process`."""
 
     process: str
     module: str
@@ -41,7 +41,7 @@ class Point:
 
 
 def with_points(environment: Mapping[str, str], *points: Point, history: Path | None = None) -> dict[str, str]:
-    """Return the environment of processes that receive the signals of `points` and record their messages in
+    """Return the environment for processes that receive the signals of `points` and record their messages in
     `history`."""
     path = [str(HOOK), *filter(None, [environment.get("PYTHONPATH", "")])]
     text = json.dumps([asdict(point) for point in points])

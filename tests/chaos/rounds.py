@@ -82,7 +82,7 @@ def overrides(steps: int, shm: Path) -> tuple[str, ...]:
 
 
 def undisturbed(folder: Path, steps: int = STEPS) -> Path:
-    """Run to the end without a disturbance. Return the run directory, with which other runs are compared."""
+    """Run to the end without disturbances. Return the run directory, with which other runs are compared."""
     with cluster(QUICKSTART, folder, *overrides(steps, folder / "shm"), limit_s=LIMIT_S) as run:
         assert run.end() == 0, run.output()
         return run.path
@@ -103,7 +103,7 @@ def disturbed(
 ) -> Result:
     """Disturb a run until it is done, and check it.
 
-    `points` draws the named points of each launch. `reference` is the directory of an undisturbed run, given if bits
+    `points` draws the named points for each launch. `reference` is the directory of an undisturbed run, given if bits
     are to be compared. `pause_s` is the minimum and the maximum number of seconds from a commit to the next
     disturbance. `before` counts the disturbances of earlier rounds by name.
     """
@@ -120,7 +120,7 @@ def disturbed(
         calm_at = time.monotonic() + DISTURBED_S
         for launch in range(RESUMES + 1):
             if not (path / "run.json").exists():
-                shutil.rmtree(path, ignore_errors=True)  # The launcher ended before it had made a run.
+                shutil.rmtree(path, ignore_errors=True)  # The launcher ended before it had created a run.
             marks, notes = folder / f"marks-{launch}", folder / f"history-{launch}"
             marks.mkdir()
             calm = launch == RESUMES or time.monotonic() > calm_at
@@ -156,7 +156,7 @@ def disturbed(
                 break
             if status and undo is not None and not each.may_end:  # The launcher refused the damage.
                 if "journal" not in run.output():
-                    result.violations.append(f"a damaged journal is not named: {run.output()}")
+                    result.violations.append(f"the damaged journal was not reported: {run.output()}")
                 undo()
                 undo = None
                 continue
@@ -189,8 +189,8 @@ def _disturb(
 ) -> list[float]:
     """Disturb the run until `calm_at`, and wait until its launcher has ended or the limit has expired.
 
-    The next disturbance is one of those that were done least often relative to their weight, so every kind is drawn
-    before any is repeated. Returns the monotonic times of the commits.
+    The next disturbance is one of those that have been used least often relative to their weight, so every kind is
+    drawn before any is repeated. Returns the monotonic times of the commits.
     """
     run, chance = each.run, each.chance
     next_at = time.monotonic() + chance.uniform(2, 2 * PATIENCE_S)
@@ -221,7 +221,7 @@ def _disturb(
 def _kills_at_points(
     points: list[Point], marks: Path, result: Result, say: Callable[[str], None]
 ) -> list[tuple[str, float]]:
-    """Return service and monotonic time of each kill at a named point."""
+    """Return the service and the monotonic time of each kill at a named point."""
     killed = []
     names = {module: service for service, module in SERVICES.items()}
     for point in points:

@@ -19,7 +19,7 @@ SEED = 11
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_short_disturbed_run_keeps_the_promises(tmp_path: Path) -> None:
-    """Kills at named points and at random, stops, jumps of the clock, full memory, and a store without descriptors.
+    """Kills at named points and at random, stops, clock jumps, full memory, and a store without descriptors.
 
     Only services that are back within seconds are killed. CHAOS_SEED sets the seed of the draw.
     """

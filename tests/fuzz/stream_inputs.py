@@ -1,4 +1,4 @@
-"""Files, messages and streams, made of fuzzed bytes, that hostile stores and readers may send over bulk connections.
+"""Files, messages and streams, made of fuzzed bytes, that hostile stores and readers might send over bulk connections.
 
 Each function raises WireError or returns a consistent result; anything else is a defect.
 """
@@ -39,7 +39,7 @@ def sealed_file(data: bytes) -> bytes:
 
 
 def read_file(data: bytes) -> None:
-    """Check a block file: its header, its table and the places of its rows."""
+    """Check a block file: its header, its table and the positions of its rows."""
     table = blockfile.parse(data, len(data))
     for task in range(len(table.task_ids)):
         shards = list(table.shards(task))
@@ -50,7 +50,7 @@ def read_file(data: bytes) -> None:
 
 
 def read_bulk(data: bytes) -> None:
-    """Check messages of a bulk connection. The first byte selects whether they are sealed."""
+    """Check messages from a bulk connection. The first byte selects whether they are sealed."""
     tag_bytes, at = bulk.TAG_BYTES * (data[:1] == b"\1"), 1
     while at < len(data):
         packed = data[at : at + bulk.HEAD_BYTES]
@@ -76,7 +76,7 @@ def sealed_bulk(data: bytes) -> bytes:
 
 
 def receive(data: bytes) -> None:
-    """Check a stream: the announcement of the store, the lengths of the first ranges, then the bytes.
+    """Check a stream: the store's announcement, the lengths of the first ranges, then the bytes.
 
     Bits of the first byte select whether the head has a valid checksum (1), the file has valid checksums (2), both
     tasks are covered (8), and two keys were requested (16).

@@ -1,4 +1,4 @@
-"""For every type of message, the objects decoded from a body take at most a small multiple of the body's length."""
+"""For every type of message, the objects decoded from a body take up at most a small multiple of the body's length."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def least(hint: Any) -> Any:
 
 
 def with_field(kind: type[msgspec.Struct], name: str, value: Any) -> Any:
-    """Return a struct as it travels, with the field `name` set to `value`."""
+    """Return a struct as it travels over the wire, with the field `name` set to `value`."""
     hints, fields = typing.get_type_hints(kind), msgspec.structs.fields(kind)
     if kind.__struct_config__.array_like:
         last = max((i for i, field in enumerate(fields) if field.required or field.name == name), default=-1)
@@ -70,7 +70,7 @@ def heavy(hint: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("number", sorted(all_messages()))
-def test_a_body_of_many_small_values_takes_a_small_multiple_of_its_length(number: int) -> None:
+def test_a_body_of_many_small_values_takes_up_a_small_multiple_of_its_length(number: int) -> None:
     kind = all_messages()[number]
     for value in heavy(kind):
         body = msgspec.msgpack.encode(value)

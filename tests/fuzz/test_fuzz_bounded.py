@@ -1,4 +1,4 @@
-"""The coverage-guided target finds nothing in a bounded time, and fails if an input reaches a defect."""
+"""The coverage-guided target finds nothing within a bounded time, and fails if an input reaches a defect."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Peers that hold a key attack a mailbox over tcp. The mailbox survives, keeps answering other peers, and its memory
-stays small."""
+usage stays small."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_peers_that_connect_and_stay_silent_do_not_delay_others(server: Server) 
         for half in silent[:100]:
             half.sendall(b"\xff\0\0\0\0\0\0\0\0\x7f\3\1CURVE")  # This ZMTP greeting never ends.
         server.answers()
-        # The time limit of the handshake ends these connections.
+        # The time limit for the handshake ends these connections.
         for each in silent:
             each.settimeout(30)
             while each.recv(4096):
@@ -232,7 +232,7 @@ def test_a_peer_that_never_reads_loses_only_its_own_answers(server: Server) -> N
 
 
 def snapshots(number: int, asker: int = 0) -> Iterator[list[bytes]]:
-    """Yield different requests of one sender."""
+    """Yield different requests from one sender."""
     for request_id in range(1, number + 1):
         frames = codec.encode(GetSnapshot(), request_id=request_id, incarnation=1000 + asker, remaining_s=60.0)
         yield [bytes(frame) for frame in frames]

@@ -1,4 +1,4 @@
-"""Damaged files, bulk messages and streams raise WireError or yield consistent values, and take little memory.
+"""Damaged files, bulk messages and streams raise WireError or yield consistent values, and take up little memory.
 
 The checksums of damaged data are made valid again, because otherwise only checksums would be tested.
 """
@@ -84,7 +84,7 @@ def test_damaged_data_is_refused_or_consistent(read: Callable[[bytes], None], wh
 
 
 @pytest.mark.parametrize("total_bytes", [1 << 20, 1 << 38, 1 << 46])
-def test_an_announced_size_takes_no_memory(total_bytes: int) -> None:
+def test_an_announced_size_takes_up_no_memory(total_bytes: int) -> None:
     """A task may have any size, so an announced size alone is not refused."""
     opened = StreamOpened(stream=1, covered=1, total_bytes=total_bytes, head_bytes=100, head_checksum=0)
     tracemalloc.start()

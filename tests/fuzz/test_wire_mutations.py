@@ -1,4 +1,4 @@
-"""Damaged messages raise WireError or decode to a valid message, and take little memory."""
+"""Damaged messages raise WireError or decode to a valid message, and take up little memory."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_plausible_inline_maps_are_refused_or_valid(extra: dict[str, Any]) -> No
 
 
 def test_memory_of_decoding_is_bounded_by_the_bytes_that_arrived() -> None:
-    """Announced sizes take no memory; only bytes that have arrived do."""
+    """Announced sizes take up no memory; only bytes that have arrived do."""
     announced = [
         (44, b"\x81\xa7metrics\xdf\xff\xff\xff\xff"),
         (67, b"\x81\xa5tasks\xdd\x7f\xff\xff\xff"),

@@ -69,7 +69,7 @@ def hash_of(checksums: list[int]) -> int:
 
 
 def entry(block: BlockFile, data: bytes) -> dict[str, Any]:
-    """Return the entry of one file in files.json."""
+    """Return the entry for one file in files.json."""
     table = blockfile.parse(data, len(data))
     tasks = []
     for index, (task_id, fence, shards) in enumerate(block.tasks):

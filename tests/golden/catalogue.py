@@ -246,7 +246,7 @@ def _described(cls: type[msgspec.Struct]) -> list[str]:
 
 def _route(cls: type[Message]) -> tuple[str, str]:
     if cls.__name__ not in ROUTES:
-        raise LookupError(f"{cls.__name__}: name its sender and its receiver in ROUTES of tests/golden/catalogue.py")
+        raise LookupError(f"{cls.__name__}: name its sender and its receiver in ROUTES in tests/golden/catalogue.py")
     return ROUTES[cls.__name__]
 
 

@@ -112,7 +112,7 @@ def refusals() -> list[Refusal]:
 
 
 def entry(refusal: Refusal) -> dict[str, Any]:
-    """Return the entry of one message in refused.json, with frames in hexadecimal digits."""
+    """Return the entry for one message in refused.json, with frames in hexadecimal digits."""
     return {
         "name": refusal.name,
         "purpose": refusal.purpose,

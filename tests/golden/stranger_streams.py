@@ -33,7 +33,7 @@ def far(endpoint, access):
 
 
 def seal_key(secret, line, direction):
-    """Derive the key of a seal (section 11) by HKDF-SHA256 (RFC 5869). Its 20 bytes fit into one block."""
+    """Derive the key of a seal (section 11) with HKDF-SHA256 (RFC 5869). Its 20 bytes fit into one block."""
     info = f"rlbus bulk {direction}".encode()
     out = hmac.digest(hmac.digest(line, secret, hashlib.sha256), info + b"\1", hashlib.sha256)
     return AESGCM(out[:16]), out[16:20]

@@ -24,7 +24,7 @@ def name(path: Path) -> str:
 
 
 def links(document: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the file and the anchor of every relative link of a document."""
+    """Yield the file and the anchor of every relative link in a document."""
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
         if "://" not in target:
             file, _, anchor = target.partition("#")

@@ -1,4 +1,4 @@
-"""Commands and snippets of the documents: their modules, options, topology keys and code exist and can be parsed."""
+"""Commands and snippets in the documents: their modules, options, topology keys and code exist and can be parsed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def command_lines(document: Path) -> list[list[str]]:
 
 
 def is_key(path: str) -> bool:
-    """Return whether the schema has a key, a section, or a pattern with `*` or `<name>`. A free mapping has any key."""
+    """Return whether the schema has a key, a section, or a pattern with `*` or `<name>`. A free-form mapping accepts
+    any key."""
     pattern = re.escape(re.sub(r"<[^>]+>", "*", path)).replace(r"\*", "[^.]+")
     for key in KEYS:
         parts, named = key.split("."), path.split(".")

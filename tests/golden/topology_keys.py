@@ -70,7 +70,7 @@ def refused(key: str) -> str:
 
 
 def rows(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Yield the table row of every key of a section and of its nested sections."""
+    """Yield the table row for every key of a section and of its nested sections."""
     hints = typing.get_type_hints(section, include_extras=True)
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"

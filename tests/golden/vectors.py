@@ -88,7 +88,7 @@ class Vector:
 def _canary(length: int) -> Canary:
     logprobs = -np.arange(1, length, dtype=np.float32) / 4
     token_ids = np.arange(length, dtype=np.int32)
-    if length == 3:  # A trainer of an earlier release would send this message.
+    if length == 3:  # A trainer from an earlier release would send this message.
         return Canary(token_ids=token_ids, logprobs=logprobs, tolerance=1e-4)
     return Canary(
         token_ids=token_ids,
@@ -264,7 +264,7 @@ def vectors() -> list[Vector]:
 
 
 def entry(vector: Vector, frames: list[bytes]) -> dict[str, Any]:
-    """Return the entry of one vector in index.json."""
+    """Return the entry for one vector in index.json."""
     values = {
         "name": vector.name,
         "purpose": vector.purpose,

@@ -1,4 +1,4 @@
-"""Flips bits of shards at rest, in the files of a store. Asserts nothing."""
+"""Flips bits of shards at rest, in a store's files. Asserts nothing."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def flip_shard(folder: Path, key: str, wanted: Callable[[str], bool]) -> str:
 
 
 def flip_header(file: Path) -> None:
-    """Flip a bit of the table of a file."""
+    """Flip a bit in a file's table."""
     flip(file, HEADER_BYTES)

@@ -81,7 +81,7 @@ def forked(module: str, *arguments: str, output: IO[bytes] | None = None) -> For
 
 @functools.cache
 def _spare() -> socket.socket:
-    """Start the spare of this process. Return the socket that takes its orders."""
+    """Start this process's spare. Return the socket through which it takes orders."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -94,5 +94,5 @@ def _spare() -> socket.socket:
     ours.settimeout(WARM_S)
     ours.send(json.dumps(IMPORTS).encode())
     if not ours.recv(64):
-        raise RuntimeError("the spare of the tests has failed")
+        raise RuntimeError("the tests' spare has failed")
     return ours

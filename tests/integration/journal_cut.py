@@ -23,8 +23,8 @@ copies, so a power cut loses none of them."""
 
 
 def cut(journal: Path, chance: random.Random, least: float = 0.0, most: float = 1.0) -> bool:
-    """Cut the log of a journal that no process has open. Of the frames that are not yet copied into the database, a
-    share between `least` and `most` is removed.
+    """Cut the log of a journal that no process has open. Of the frames that have not yet been copied into the database,
+    a share between `least` and `most` is removed.
 
     If all frames have been copied, change nothing and return False.
     """
@@ -37,7 +37,7 @@ def cut(journal: Path, chance: random.Random, least: float = 0.0, most: float = 
 
 
 def can_be_cut(journal: Path) -> bool:
-    """Return whether the log has frames that are not yet copied into the database."""
+    """Return whether the log has frames that have not yet been copied into the database."""
     _, frames, copied, _ = _frames(journal)
     return frames > copied
 
@@ -58,7 +58,8 @@ def reaches_its_mark(journal: Path) -> bool:
 
 
 def _frames(journal: Path) -> tuple[Path, int, int, int]:
-    """Return the log, its number of frames, how many of them are copied into the database, and the size of a frame."""
+    """Return the log, its number of frames, how many of them have been copied into the database, and the size of a
+    frame."""
     log = journal.with_name(f"{journal.name}-wal")
     data = log.read_bytes()
     _, _, page_bytes, _, *salts = _LOG_HEADER.unpack_from(data)

@@ -41,7 +41,7 @@ def _check() -> None:
     name = f"rlbus-try-{os.getpid()}"
     made = _ip("netns", "add", name, check=False)
     if made.returncode:
-        pytest.skip(f"network namespaces cannot be made: {made.stderr.decode().strip()}")
+        pytest.skip(f"network namespaces cannot be created: {made.stderr.decode().strip()}")
     _ip("netns", "del", name)
 
 

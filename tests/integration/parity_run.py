@@ -84,10 +84,10 @@ def damage(run: Cluster, key: str, wanted: Callable[[str], bool]) -> str:
 
 
 def unread(run: Cluster) -> Callable[[str], bool]:
-    """Return a predicate that is true for tasks that have been scored and are not in any step yet.
+    """Return a predicate that is true for tasks that have been scored but are not yet in any step.
 
-    A worker that is stopped meanwhile has not read the shards of such a task, and the reference has finished with them.
-    No process is therefore between verifying and using a shard, where a flipped bit would not be detected.
+    A worker that is stopped in the meantime has not read the shards of such a task, and the reference has finished with
+    them. No process is therefore between verifying and using a shard, where a flipped bit would not be detected.
     """
     journaled = {task_id for _, names in run.journaled_steps().values() for task_id in names}
     fences: dict[str, dict[str, int]] = {"token_ids": {}, "ref_logprobs": {}}
@@ -110,7 +110,7 @@ def forks(run: Cluster) -> Counter[str]:
 
 
 def committed(run: Cluster, step: int) -> bool:
-    """Return whether the row of `step` is written."""
+    """Return whether the row of `step` has been written."""
     rows = run.rows()
     return bool(rows) and rows[-1]["step"] >= step
 

@@ -1,4 +1,5 @@
-"""A run whose stores relay weights: a scheduler and the trainer's store at home, and one store on each other host."""
+"""A run whose stores relay weights: a scheduler and the trainer's store at home, and one store on each of the other
+hosts."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ class RelayRun:
 
     @asynccontextmanager
     async def client(self, host: int) -> AsyncIterator[Client]:
-        """Connect to the store of a host as a service of that host."""
+        """Connect to a host's store as a service on that host does."""
         async with peer_of(self.run_of(host), host) as peer:
             yield peer.store
 
@@ -95,8 +96,8 @@ class RelayRun:
             return await client.call(Hold(task=version, origin=STORE), Held, deadline_s=WITHIN_S)
 
     async def take(self, host: int, version: PutTask = VERSION) -> tuple[dict[str, Array], float]:
-        """Fetch a version from the store of a host as its rollouts do. Return the version and the seconds until that
-        store had it.
+        """Fetch a version from a host's store as the rollouts on that host do. Return the version and the number of
+        seconds until that store had it.
         """
         began = time.monotonic()
         async with peer_of(self.run_of(host), host) as peer:
@@ -107,23 +108,23 @@ class RelayRun:
             return found, seconds
 
     async def ready(self, host: int) -> None:
-        """Wait until the store of a host answers."""
+        """Wait until a host's store answers."""
         async with self.client(host):
             pass
 
     async def clear(self, host: int, version: PutTask) -> None:
-        """Clear a version in the store of a host."""
+        """Clear a version in a host's store."""
         async with self.client(host) as client:
             await client.call(Clear(tasks=[version]), Ack, deadline_s=WITHIN_S)
 
     async def chained(self, hosts: Sequence[int]) -> None:
-        """Wait until the scheduler has told the store of each of these hosts what its predecessors are."""
+        """Wait until the scheduler has told the store on each of these hosts what its predecessors are."""
         for host in hosts:
             await self.ready(host)
             await self.told(host, [service_name("batch-store", each) for each in reversed(hosts) if each < host][:2])
 
     async def told(self, host: int, expected: list[str]) -> None:
-        """Wait until the scheduler has told the store of a host that these are its predecessors."""
+        """Wait until the scheduler has told a host's store that these are its predecessors."""
         async with asyncio.timeout(WITHIN_S):
             while _told(self.log_of(host)) != expected:
                 await asyncio.sleep(0.05)
@@ -159,7 +160,7 @@ def relay_run(
 
 
 def _told(log: str) -> list[str]:
-    """Return the predecessors that the scheduler last told a store."""
+    """Return the predecessors that the scheduler last reported to a store."""
     rows = [json.loads(line) for line in log.splitlines()]
     told = [row["stores"] for row in rows if row["event"] == "weights come from"]
     return told[-1] if told else []

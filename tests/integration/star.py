@@ -40,7 +40,7 @@ def limit(namespace: str, link: str, bytes_per_s: int) -> None:
 def star(count: int, bytes_per_s: int) -> Iterator[Sequence[Host]]:
     """Create `count` hosts, each with a link of `bytes_per_s` in each direction. Raises Unavailable.
 
-    The link of host i ends as `star0` in the host's namespace.
+    The end of host i's link in the host's namespace is named `star0`.
     """
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:

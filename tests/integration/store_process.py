@@ -1,4 +1,4 @@
-"""A real store process on its own run directory, and real clients of it."""
+"""A real store process on its own run directory, and real clients for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ S = TypeVar("S", bound="StoreProcess")
 
 @contextmanager
 def ending(process: S) -> Iterator[S]:
-    """Kill the process afterwards if it still runs, and remove its shared memory."""
+    """Kill the process afterwards if it is still running, and remove its shared memory."""
     try:
         yield process
     finally:
@@ -134,7 +134,7 @@ def fill(path: Path, unit: int = 4096) -> None:
 
 
 def small_mount(folder: Path, nbytes: int) -> Iterator[Path]:
-    """Mount a memory file system of `nbytes` bytes at `folder`."""
+    """Mount an in-memory file system of `nbytes` bytes at `folder`."""
     import pytest  # The benchmarks use this module without pytest.
 
     folder.mkdir()

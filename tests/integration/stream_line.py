@@ -1,4 +1,4 @@
-"""Network links between a reader and a store. They are slow, break or change data. All sockets are real."""
+"""Network links between a reader and a store. They are slow, they break, or they change data. All sockets are real."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class TokenVersions:
                 data = file.read_bytes()
                 table = blockfile.parse(data, len(data))
             except (OSError, blockfile.WireError):
-                continue  # The file is not sealed yet, or it was collected.
+                continue  # The file has not been sealed yet, or it has been collected.
             self._read.add(file)
             for index, name in enumerate(zip(table.task_ids, table.fences, strict=True)):
                 found = {

@@ -39,7 +39,7 @@ class Cluster:
         return RunDir.open(self.path)
 
     def wait_for(self, what: str, answer: Callable[[], T | None]) -> T:
-        """Return the first answer that is not None or False; fail once the launcher is gone or time is up."""
+        """Return the first answer that is neither None nor False; fail once the launcher is gone or time is up."""
         while True:
             # This is checked first, so that the launcher's last action is not missed.
             ended = self.process.poll() is not None
@@ -51,7 +51,7 @@ class Cluster:
             time.sleep(POLL_S)
 
     def end(self) -> int:
-        """Wait for the end and return the exit status."""
+        """Wait for the run to end and return the exit status."""
         return self.wait_for("end of the run", lambda: None if self.process.poll() is None else (self.process.poll(),))[
             0
         ]
@@ -100,7 +100,7 @@ class Cluster:
 
 
 def first_matrix(file: Path) -> tuple[int, Array]:
-    """Return the offset and the values of the first two-dimensional parameter in a file of weights."""
+    """Return the offset and the values of the first two-dimensional parameter in a weights file."""
     data = file.read_bytes()
     shard = next(each for each in blockfile.parse(data, len(data)).shards(0) if len(each.shape) == 2)
     return shard.offset, np.frombuffer(data, np.float32, shard.nbytes // 4, shard.offset).copy()
@@ -125,7 +125,7 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Run `topology`, or resume the run in `folder`; kill all remaining processes at the end.
 
-    `launcher` is the module that launches the run, and `environment` is added to the variables of this process.
+    `launcher` is the module that launches the run, and `environment` is added to this process's environment variables.
     """
     path = folder / "run"
     path.mkdir(parents=True, exist_ok=resume)

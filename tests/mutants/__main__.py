@@ -45,7 +45,7 @@ def copy_tree(target: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a source file with a unique modification time, so that cached bytecode of another version is not used."""
+    """Write a source file with a unique modification time, so that cached bytecode from another version is not used."""
     path.write_text(text)
     now = next(_versions)
     os.utime(path, (now, now))

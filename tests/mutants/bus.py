@@ -1,4 +1,4 @@
-"""Defects of the wire contract and of the bus: checks before allocation, retries, roles, keys."""
+"""Defects in the wire contract and in the bus: checks before allocation, retries, roles, keys."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BUS = [
         "tests/unit/proto/test_codec.py::test_extra_and_missing_frames_are_refused",
     ),
     Mutation(
-        "an inline array of any dtype is read, even of objects",
+        "an inline array of any dtype is read, even one of objects",
         "proto/inline.py",
         "kind not in INLINE_TYPES or value",
         "value",
@@ -135,7 +135,7 @@ BUS = [
         f"{RPC}::test_coroutine_handler_ends_at_the_callers_deadline",
     ),
     Mutation(
-        "replies are kept without a bound",
+        "replies are kept without limit",
         "shared/rpc/replies.py",
         "while len(self._kept) > CACHED_REPLIES or self.nbytes > CACHED_REPLY_BYTES:",
         "while False:",

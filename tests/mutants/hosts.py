@@ -1,4 +1,4 @@
-"""Defects of runs on several hosts: unconfirmed deaths, lost hosts, placement."""
+"""Defects in runs on several hosts: unconfirmed deaths, lost hosts, placement."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ HOSTS = [
         "shared/topology/schema.py",
         "return [self.home, *sorted({*named, *self.placement.hosts} - {self.home})]",
         'return sorted({self.home, *named, *self.placement.hosts}, key=lambda host: host or "")',
-        "tests/unit/shared/topology/test_topology.py::test_the_host_of_the_trainer_has_the_store_that_the_trainer_uses",
+        "tests/unit/shared/topology/test_topology.py::test_the_trainers_host_has_the_store_that_the_trainer_uses",
     ),
     Mutation(
         "the leases of a lost host only expire",
         SCHEDULER,
         "self._durable(LeaseExpired(lease.lease_id, not_started=True))",
         "continue",
-        f"{STORES}::test_the_leases_of_a_lost_process_are_given_up_although_a_store_of_its_host_is_alive",
+        f"{STORES}::test_the_leases_of_a_lost_process_are_given_up_although_a_store_on_its_host_is_alive",
     ),
     Mutation(
-        "a store of a lost host is accepted again when it is heard from again",
+        "a lost host's store is accepted again when it is heard from again",
         SCHEDULER,
         "if request.incarnation in self._lost_lives:",
         "if request.incarnation in self._lost_lives and request.service != STORE:",
@@ -63,7 +63,7 @@ HOSTS = [
         PLACES,
     ),
     Mutation(
-        "a process is given the GPUs of another process",
+        "a process is given another process's GPUs",
         BOOK,
         "if place.unit is not unit",
         "if place.unit is unit",
@@ -115,7 +115,7 @@ HOSTS = [
         f"{LARGE}::test_clears_beyond_one_message_are_sent_once_the_message_is_acknowledged",
     ),
     Mutation(
-        "the scheduler ends before the processes of other hosts",
+        "the scheduler ends before the processes on other hosts",
         "launch/supervisor/state.py",
         "if self._hosts and DRAIN_ORDER[index] in LAST:",
         "if self._hosts and index > len(DRAIN_ORDER):",
@@ -140,14 +140,14 @@ HOSTS = [
         SCHEDULER,
         "self._now - seen.at < ABSENT_S",
         "self._now - seen.at < GONE_S",
-        f"{STORES}::test_stores_copy_weights_from_earlier_stores_on_other_hosts_unless_these_are_silent",
+        f"{STORES}::test_stores_copy_weights_from_earlier_stores_on_other_hosts_unless_those_stores_are_silent",
     ),
     Mutation(
-        "the log-probs of ranks on other hosts are not counted and stay for good",
+        "the log-probs of ranks on other hosts are not counted and are never removed",
         "services/scheduler/stores.py",
         "for each in run.registry.on_host(host) if each[0] == STORE)",
         "for each in run.registry.on_host(host) if False)",
-        f"{STORES}::test_log_probs_of_ranks_on_two_hosts_count_in_the_stores_of_both",
+        f"{STORES}::test_log_probs_from_ranks_on_two_hosts_count_in_the_stores_of_both",
     ),
     Mutation(
         "ranks alternate between hosts",

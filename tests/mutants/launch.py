@@ -1,4 +1,4 @@
-"""Defects of the launcher: folders without an owner, inherited signals, silence."""
+"""Defects in the launcher: folders without an owner, inherited signals, silence."""
 
 from __future__ import annotations
 

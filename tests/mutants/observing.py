@@ -31,7 +31,7 @@ OBSERVING = [
         f"{DRAWN}::test_the_lane_of_a_process_draws_work_on_top_of_waits",
     ),
     Mutation(
-        "escape codes of a sample reach the terminal",
+        "escape codes in a sample reach the terminal",
         "launch/terminal/visible.py",
         "for code in range(0x20) if code != 0x0A}",
         "for code in range(0x1B) if code != 0x0A}",

@@ -1,4 +1,4 @@
-"""Defects of rollout and weight syncs: versions, verification of weights, and samples."""
+"""Defects in rollout and weight syncs: versions, verification of weights, and samples."""
 
 from __future__ import annotations
 

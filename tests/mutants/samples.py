@@ -1,4 +1,4 @@
-"""Defects of recorded samples: what is kept for the recorder and for how long, and the content of the files."""
+"""Defects in recorded samples: what is kept for the recorder and for how long, and the content of the files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SAMPLES = [
         f"{DUE}::test_the_scheduler_does_not_wait_for_a_recorder_that_is_away",
     ),
     Mutation(
-        "tasks that wait for the recorder take the room of others",
+        "tasks that wait for the recorder take up the room of others",
         COLLECTION,
         "excess = run.records.held_bytes - room if run.plan.task_bytes else 0",
         "excess = 0",
-        f"{DUE}::test_the_oldest_tasks_are_given_up_when_they_take_room_that_others_need",
+        f"{DUE}::test_the_oldest_tasks_are_given_up_when_they_take_up_room_that_others_need",
     ),
     Mutation(
         "due samples of steps that were taken back are recorded",
@@ -56,7 +56,7 @@ SAMPLES = [
         f"{WRITTEN}::test_samples_of_steps_taken_back_are_moved_away_and_those_of_repeated_steps_stay",
     ),
     Mutation(
-        "the text of a sample has no limit",
+        "the text of a sample has no size limit",
         "shared/samples/text.py",
         "        _cut_text(text, limit)\n",
         "        pass\n",

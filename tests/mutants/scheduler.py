@@ -1,4 +1,4 @@
-"""Defects of the scheduler: leases, fences, stages, admission, versions, steps, collection, rows."""
+"""Defects in the scheduler: leases, fences, stages, admission, versions, steps, collection, rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCHEDULER = [
         COMPLETING,
         "if lease is not None and lease.incarnation != request.incarnation:",
         "if False:",
-        f"{LEASES}::test_a_result_of_an_earlier_incarnation_of_the_holder_is_refused",
+        f"{LEASES}::test_a_result_from_an_earlier_incarnation_of_the_holder_is_refused",
     ),
     Mutation(
         "a completion is accepted for a stage other than its lease's",
@@ -187,7 +187,7 @@ SCHEDULER = [
         f"{STORES}::test_a_clear_is_sent_to_the_stores_that_hold_the_task_and_waits_only_for_them",
     ),
     Mutation(
-        "room of one store is counted for another",
+        "room in one store is counted for another",
         "services/scheduler/stores.py",
         "free = min(",
         "free = max(",
@@ -260,14 +260,14 @@ SCHEDULER = [
         f"{LOSS}::test_a_ready_task_whose_shards_are_lost_is_sampled_again_without_counting_an_attempt",
     ),
     Mutation(
-        "an open step is served again although shards of it are lost",
+        "an open step is served again although some of its shards are lost",
         STEPPING,
         "if any(task.lost for task in run.open_batch):",
         "if False:",
         f"{LOSS}::test_an_open_step_is_served_again_with_the_same_tasks_in_the_same_order",
     ),
     Mutation(
-        "a step is replayed although shards of it are lost",
+        "a step is replayed although some of its shards are lost",
         "services/scheduler/stores.py",
         "if tasks is None or any(task.lost for task in tasks):",
         "if tasks is None:",

@@ -71,7 +71,7 @@ SIMULATED = [
         SEEDS,
     ),
     Mutation(
-        "a rank that withdraws from a round is not answered where it waits",
+        "a rank that withdraws from a round gets no answer to its pending request",
         "shared/ranks/rendezvous.py",
         "current.waiting.setdefault(request.rank, []).append(answer)",
         "current.waiting[request.rank] = [answer]",

@@ -1,4 +1,4 @@
-"""Defects of the batch store and of its readers' checks."""
+"""Defects in the batch store and in its readers' checks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ STORE = [
         f"{DAMAGED}::test_a_flipped_bit_is_detected_only_by_readers_of_its_shard",
     ),
     Mutation(
-        "a store that is asked about a shard does not check its bytes",
+        "a store that is asked about a shard does not check the shard's bytes",
         SERVER,
         "            await self._check(files, request.tasks)\n",
         "",
@@ -125,7 +125,7 @@ STORE = [
         PROPERTY,
     ),
     Mutation(
-        "a file is deleted while some of its tasks live",
+        "a file is deleted while some of its tasks are still alive",
         STATE,
         "        if sealed.alive:\n            return []\n",
         "",

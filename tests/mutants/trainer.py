@@ -1,4 +1,4 @@
-"""Defects of the trainer: token weights, losses, gradients over ranks, updates, checkpoints, the driver."""
+"""Defects in the trainer: token weights, losses, gradients across ranks, updates, checkpoints, the driver."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ TRAINER = [
         "tests/unit/policy_trainer/test_advantages.py::test_grpo_divides_by_the_groups_own_deviation",
     ),
     Mutation(
-        "gradients are averaged over data and context ranks",
+        "gradients are averaged across data and context ranks",
         f"{WORKER}/shards.py",
         "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(float(mesh.size()))",
@@ -148,7 +148,7 @@ TRAINER = [
         "tests/integration/policy_trainer/test_trainer_group.py::test_offload_between_gradient_and_update_changes_no_bit",
     ),
     Mutation(
-        "a call of an older driver is executed",
+        "a call from an older driver is executed",
         f"{WORKER}/call_queue.py",
         "if request.driver != self.driver:",
         "if False:",
@@ -169,18 +169,18 @@ TRAINER = [
         f"{STATE}::test_a_damaged_checkpoint_is_refused_with_a_one_line_error",
     ),
     Mutation(
-        "of equally good checkpoints the last one is the best",
+        "the last of several equally good checkpoints counts as the best",
         "services/policy_trainer/best.py",
         "rank > self._rank",
         "rank >= self._rank",
-        f"{BEST}::test_the_best_checkpoint_is_kept_beside_the_newest_and_the_first_of_equals_is_exported",
+        f"{BEST}::test_the_best_checkpoint_is_kept_beside_the_newest_and_the_earliest_among_equals_is_exported",
     ),
     Mutation(
         "a checkpoint is not kept while its evaluation is under way",
         "services/policy_trainer/best.py",
         "{*self.undecided, *([] if",
         "{*([] if",
-        f"{BEST}::test_the_best_checkpoint_is_kept_beside_the_newest_and_the_first_of_equals_is_exported",
+        f"{BEST}::test_the_best_checkpoint_is_kept_beside_the_newest_and_the_earliest_among_equals_is_exported",
     ),
     Mutation(
         "the effective sample size is that of the weights before their truncation",

@@ -13,7 +13,7 @@ PLOT = "tests/unit/launch/test_plot.py"
 
 VIEWS = [
     Mutation(
-        "a report does not escape the texts of a run",
+        "a report does not escape text from a run",
         "launch/report.py",
         "Environment(autoescape=True)",
         "Environment(autoescape=False)",
@@ -62,7 +62,7 @@ VIEWS = [
         f"{PERFETTO}::test_the_file_is_valid_after_every_write_and_stays_within_its_limit",
     ),
     Mutation(
-        "names chosen by users make any number of series",
+        "names chosen by users create an unlimited number of series",
         "services/exporter/families.py",
         "if len(made.samples) >= MOST_SERIES:",
         "if False:",
@@ -76,7 +76,7 @@ VIEWS = [
         f"{OTLP}::test_spans_are_kept_while_the_collector_is_unreachable_and_sent_later",
     ),
     Mutation(
-        "spans for a collector that hangs fill the memory",
+        "spans for a collector that hangs fill up the memory",
         "services/exporter/otlp.py",
         "while len(self._queue) > QUEUED_SPANS:",
         "while False:",

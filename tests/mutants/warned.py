@@ -1,4 +1,4 @@
-"""Defects of the monitor's warnings: repetition, omission, rows that were taken back."""
+"""Defects in the monitor's warnings: repetition, omission, rows that were taken back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SERIES = "tests/unit/monitor/test_warning_series.py"
 
 WARNED = [
     Mutation(
-        "an episode that is absent once is over",
+        "an episode is over after a single absence",
         FINDINGS,
         "if self._absent[kind, about] >= self._over_after:",
         "if True:",

@@ -1,4 +1,4 @@
-"""Defects of the page for browsers: access to it, and rows that are taken back."""
+"""Defects in the page for browsers: access to it, and rows that are taken back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WEB = [
         f"{GUARDED}::test_names_of_other_hosts_are_refused",
     ),
     Mutation(
-        "the page answers requests of other origins",
+        "the page answers requests from other origins",
         GUARD,
         'origin.partition("://")[2] != host',
         "False",
-        f"{GUARDED}::test_requests_of_other_origins_are_refused",
+        f"{GUARDED}::test_requests_from_other_origins_are_refused",
     ),
     Mutation(
         "any token opens the page",

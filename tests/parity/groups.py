@@ -29,8 +29,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLI
 
 
 def sums_of(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """Return the sums over all ranks, as the driver computes them. `parts` has an entry per rank, in which sums have
-    names `sum/<name>`."""
+    """Return the sums over all ranks, as the driver computes them. `parts` has an entry per rank, in which sums are
+    named `sum/<name>`."""
     totals: dict[str, float] = {}
     for part in parts:
         add_up(totals, {name.removeprefix(SUM): value for name, value in part.items() if name.startswith(SUM)})
@@ -93,4 +93,4 @@ def _rank(function: str, folder: str, degrees: tuple[int, int, int, int], rank: 
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # The worker exits in the same way, because gloo's threads may abort during interpreter shutdown.
+    os._exit(code)  # The worker exits in the same way, because gloo's threads can abort during interpreter shutdown.

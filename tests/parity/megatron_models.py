@@ -1,4 +1,4 @@
-"""Tiny models of the families that backend megatron supports, saved as folders, and backends for them."""
+"""Tiny models of the families that the megatron backend supports, saved as folders, and backends for them."""
 
 from __future__ import annotations
 

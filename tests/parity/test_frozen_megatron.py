@@ -1,4 +1,4 @@
-"""A reference whose model is split over ranks returns the log-probs of one rank's torch model, before and after the
+"""A reference whose model is split across ranks returns the log-probs of one rank's torch model, before and after the
 reference loads different weights."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def other_weights(model: Path) -> dict[str, Array]:
 
 
 def both(frozen: Frozen, model: Path) -> Array:
-    """Return log-probs [2, T] under the weights of the folder and under `other_weights`, at two temperatures."""
+    """Return log-probs [2, T] under the folder's weights and under `other_weights`, at two temperatures."""
     given = every_next_token()
     counted: list[None] = []
 

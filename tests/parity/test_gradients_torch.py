@@ -34,7 +34,7 @@ def backend_of(dtype: str, place: Place, folder: Path, max_tokens: int = 4096, r
 
 
 def gradient(backend: TorchBackend, case: Case) -> tuple[dict[str, torch.Tensor], dict[str, float], np.ndarray]:
-    """Return the whole gradients (on rank 0), the sums of this rank, and the log-probs of a forward pass."""
+    """Return the whole gradients (on rank 0), this rank's sums, and the log-probs of a forward pass."""
     flat, _, _ = case.of(backend.place.dp_rank, backend.place.layout.dp)
     sequences = Sequences(flat["token_ids"], flat["lengths"], flat["loss_mask"])
     logprobs = backend.forward(sequences, case.spec.temperature)
@@ -95,7 +95,8 @@ def test_gradients_equal_those_of_one_process_and_one_micro_batch(name: str, tmp
 
 
 def _importance_agrees(case: Case, sums: dict[str, float]) -> None:
-    """Compare the metrics of importance weights, from the sums of all ranks, with their formulas over the batch."""
+    """Compare the importance-weight metrics, computed from the sums of all ranks, with their formulas over the
+    batch."""
     if case.spec.anchor != "proximal":
         return
     metrics = StepMetrics(step=1)

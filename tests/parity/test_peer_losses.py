@@ -86,8 +86,8 @@ def spec(name: str, **options: Any) -> LossSpec:
 def check(
     vectors: Vectors, case: str, loss: LossSpec, aggregation: str, *, corrected: bool = False, with_value: bool = True
 ) -> None:
-    """Compare our loss and gradient with the peer's `case`. Without `corrected`, engine and trainer have the same
-    log-probs."""
+    """Compare our loss and gradient with the peer's `case`. Without `corrected`, the engine and the trainer have the
+    same log-probs."""
     cur, data, entropy = tokens(vectors, aggregation)
     if not corrected:
         data = TokenData(**{**vars(data), "rollout": data.prox})
@@ -115,7 +115,7 @@ def test_clipped_loss_matches_the_peers_under_every_aggregation(peer: str, aggre
     check(load(peer), f"ppo_clip/{aggregation}", spec("ppo_clip"), aggregation)
 
 
-def test_dapo_of_trl_equals_token_mean() -> None:
+def test_trls_dapo_equals_token_mean() -> None:
     check(load("trl"), "ppo_clip/token_mean_dapo", spec("ppo_clip"), "token_mean")
 
 
@@ -178,8 +178,8 @@ def test_sequence_masks_keep_the_same_sequences(level: str) -> None:
 
 
 def test_sequence_mask_matches_trl_when_its_weight_is_applied() -> None:
-    """TRL multiplies by the ratio of the sequence where we keep the ratio of the token. The quotient of the two ratios
-    is the whole difference."""
+    """TRL multiplies by the sequence's ratio where we keep the token's ratio. The quotient of the two ratios is the
+    whole difference."""
     trl = load("trl")
     mask = trl["input/mask"].astype(bool)
     sequence_ratio = np.broadcast_to(trl["is_ratio/sequence_mask"], mask.shape)[mask]

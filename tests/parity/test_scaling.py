@@ -90,8 +90,8 @@ def judged(found: dict[str, torch.Tensor], dtype: str) -> None:
         loss = found[f"loss/{name}"]
         for other in (found[f"sum/{name}"] / count, found[f"large/{name}"] / LARGE):
             assert float((other - loss).abs().max()) <= LIMITS[dtype] * scale, name
-        # Both gradients are clipped to the same norm and make the same update of the (master) weights. Adam's first
-        # update depends on little more than the sign of a gradient, which rounding to bfloat16 may flip where the
+        # Both gradients are clipped to the same norm and produce the same update to the (master) weights. Adam's first
+        # update depends on little more than the sign of a gradient, which rounding to bfloat16 can flip where the
         # gradient is small.
         is_sure = loss.abs() > (LIMITS[dtype] * scale if dtype == "bfloat16" else -1.0)
         sure += int(is_sure.sum())

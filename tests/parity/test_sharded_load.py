@@ -29,7 +29,8 @@ take 0.25, and one tensor of the model 0.12."""
 
 
 def resident_bytes(what: str) -> int:
-    """Return the bytes in a line of /proc/self/status: VmHWM is the peak, RssAnon the memory not mapped from files."""
+    """Return the value on a line of /proc/self/status, in bytes: VmHWM is the peak, RssAnon the memory not mapped from
+    files."""
     found = re.search(rf"{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
@@ -41,7 +42,7 @@ def backend_of(model: Path, dtype: str, place: Place, folder: Path) -> TorchBack
 
 
 def load_and_keep(place: Place, folder: Path) -> None:
-    """Load, change and load the model again. Keep the weights of rank 0 and the memory of every rank."""
+    """Load the model, change it and load it again. Keep the weights of rank 0 and the memory of every rank."""
     backend_of(folder.parent / "small", "bfloat16", place, folder)  # imports and creates everything that is made once
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = resident_bytes("VmHWM")

@@ -18,7 +18,7 @@ def find(run: RunState, task_id: str) -> Task | None:
 
 
 def live_ids(run: RunState) -> list[str]:
-    """Return the training tasks that are not batched yet, in admission order."""
+    """Return the training tasks that have not been batched yet, in admission order."""
     return [task.task_id for task in run.window.tasks.values()]
 
 
@@ -37,12 +37,12 @@ def leased(run: RunState) -> list[Task]:
 
 
 def waits_for_clears(run: RunState) -> bool:
-    """Return whether any task waits for a store to acknowledge the task's last clear."""
+    """Return whether any task is waiting for a store to acknowledge the task's last clear."""
     return any(task.clears for task in run.tasks)
 
 
 def could_train(run: RunState, request: LeaseRequest) -> bool:
-    """Return whether a training task with a published version waits for a lease."""
+    """Return whether a training task with a published version is waiting for a lease."""
     return training_version(run, request, set()) is not None
 
 

@@ -73,7 +73,8 @@ class Process:
 
 
 class World:
-    """The turns, the processes and a supervisor. A message may take any time, and the scheduler may restart."""
+    """The turns, the processes and a supervisor. A message can take any amount of time, and the scheduler can
+    restart."""
 
     def __init__(self, seed: int, services: dict[str, int]) -> None:
         self.chance = random.Random(seed)
@@ -329,7 +330,7 @@ def test_a_hung_process_is_killed_at_once_if_busy_or_when_others_need_the_device
     world.processes[(ENGINE, 0)].turns = [TURNS[ENGINE][1]]
     while not world.processes[(ENGINE, 0)].holding.using:
         world.round()
-    world.processes[(ENGINE, 0)].hung = True  # No process waits, but the engine's own work continues.
+    world.processes[(ENGINE, 0)].hung = True  # No process is waiting, but the engine's own work continues.
     for _ in range(30):
         world.round()
     assert world.killed == 2
@@ -346,7 +347,9 @@ def test_a_ledger_refuses_exactly_the_forbidden_pairs(parts: list[str]) -> None:
             ledger.put(("p", index), frozenset({part}))
             there.add(part)
             continue
-        with pytest.raises(ForbiddenPair, match=f"{re.escape(part)} of p/{index} .* beside ({'|'.join(wrong)}) of p/"):
+        with pytest.raises(
+            ForbiddenPair, match=f"{re.escape(part)} of p/{index} .* at the same time as ({'|'.join(wrong)}) of p/"
+        ):
             ledger.put(("p", index), frozenset({part}))
     assert ledger.resident == there
 

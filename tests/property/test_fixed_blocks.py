@@ -301,7 +301,7 @@ class Run:
         self.new_driver()
 
     def lose_end(self) -> None:
-        """Kill the scheduler in a power cut that loses its last events.
+        """Kill the scheduler as a power cut would, so that its last events are lost.
 
         The store still has the effects of these events.
         """

@@ -83,5 +83,5 @@ def test_an_agent_that_was_given_up_is_never_accepted_again(topology: Topology) 
     book.report(report("b", 2), 2.0)
     book.lose("b", "test", 3.0)
     for life in (1, 2):
-        with pytest.raises(RpcError, match="counts as lost"):
+        with pytest.raises(RpcError, match="considered lost"):
             book.report(report("b", life), 4.0)

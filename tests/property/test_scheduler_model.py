@@ -315,7 +315,7 @@ class Model:
         self.reload()
 
     def end_is_lost(self) -> None:
-        """Kill the scheduler in a power cut that loses its last events.
+        """Kill the scheduler as a power cut would, so that its last events are lost.
 
         Stores and workers still have the effects of these events.
         """
@@ -337,7 +337,7 @@ class Model:
         self.register("rollout", self.life)
         self.saved = [step for step in self.saved if step <= run.committed_step]
         self.reload()
-        if not self.saved:  # No task is in the weights, and dropped tasks may have been sampled again, too.
+        if not self.saved:  # No task is in the weights, and dropped tasks might also have been sampled again.
             self.dropped -= {*view.live_ids(run), *view.taken_back_ids(run)}
 
     def damage(self) -> None:

@@ -1,11 +1,11 @@
-"""Store and scheduler together, with any events between them: promises 1 to 4 are invariants, and the state is
+"""The store and the scheduler together, with any events between them: promises 1 to 4 are invariants, and the state is
 compared with a plain model.
 
-Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages, which may be
-delivered late, twice or not at all. Either side may be killed, even in the middle of a put: the scheduler returns from
+Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages, which can be
+delivered late, twice or not at all. Either side can be killed, even in the middle of a put: the scheduler returns from
 its journal, or from a snapshot and the rest of the journal; the store from its files (sealed, granted, being retired,
-kept for their pages) and tombstones. Files may be damaged. A producer may be killed between its grant and its seal.
-Everything may be killed at once, together with the stores' memory: the run then continues from its newest checkpoint.
+kept for their pages) and tombstones. Files may be damaged. A producer can be killed between its grant and its seal.
+Everything can be killed at once, together with the stores' memory: the run then continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Writing:
 class Both(RuleBasedStateMachine):
     """The store and the scheduler, and the events that concern either of them.
 
-    `accepted` holds the shards that the scheduler has accepted and not collected. Promise 1 applies to these shards.
+    `accepted` holds the shards that the scheduler has accepted but not collected. Promise 1 applies to these shards.
     """
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class Both(RuleBasedStateMachine):
     def finish(self, put_id: str) -> str:
         """Write and seal.
 
-        Begin if there is no grant, because none was requested yet or the store has died. Return the last code.
+        Begin if there is no grant, because none has been requested yet or the store has died. Return the last code.
         """
         code = self.seal(put_id)
         if code == ErrorCode.MISSING:

@@ -342,7 +342,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def exactly_the_living_shards_are_found(self) -> None:
-        for task_id, fence in self.tombs.items():  # Readers of deleted tasks are told that these were collected.
+        for task_id, fence in self.tombs.items():  # Readers of deleted tasks are told that the tasks were collected.
             with pytest.raises(RpcError, match="were collected"):
                 self.state.locate([PutTask(task_id, fence)])
         living = {(task_id, fence) for task_id, fence, _ in self.shards}

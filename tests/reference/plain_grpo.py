@@ -3,9 +3,9 @@ import the product's trainer, rollout or losses: only an independent implementat
 
     python -m tests.reference.plain_grpo --steps 200 --threads 1
 
-Prints one JSON object per step. A step has 64 tasks x 8 samples and one update; model, data, reward and numbers are
-those of the quickstart topology. With `--staleness 1` an update learns from samples of the weights before the last
-update (the first two updates both learn from samples of the initial weights).
+Prints one JSON object per step. A step has 64 tasks x 8 samples and one update; the model, the data, the reward and the
+numbers are those of the quickstart topology. With `--staleness 1` an update learns from samples drawn with the weights
+from before the last update (the first two updates both learn from samples drawn with the initial weights).
 """
 
 from __future__ import annotations

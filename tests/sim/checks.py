@@ -146,12 +146,12 @@ class Checks:
             if isinstance(request, GetRunInfo) and request.driver not in self._drivers:
                 self._drivers.append(request.driver)
             newest = self._drivers[-1] if self._drivers else 0
-            check(request.driver == newest, f"a {type(request).__name__} of a driver that was replaced is obeyed")
+            check(request.driver == newest, f"a {type(request).__name__} from a driver that was replaced is obeyed")
 
     def _accept(self, request: Complete, answer: CompleteAck) -> None:
         """Note the tasks that a lease's holder has completed.
 
-        The holder may never learn of the acceptance, because the scheduler may be killed first.
+        The holder might never learn of the acceptance, because the scheduler might be killed first.
         """
         holder, held = self._leases.get(request.lease_id, (0, ()))
         if holder == request.incarnation:
@@ -165,7 +165,9 @@ class Checks:
         check(
             holder == request.incarnation, f"{task_id}: a completion was accepted from a process other than the holder"
         )
-        check((task_id, fence) in held, f"{task_id}: a completion was accepted under a lease that does not hold it")
+        check(
+            (task_id, fence) in held, f"{task_id}: a completion was accepted under a lease that does not hold the task"
+        )
         newest = self._newest.get(task_id, 0)
         check(fence == newest, f"{task_id}: a completion under fence {fence} was accepted; the newest is {newest}")
 
@@ -183,7 +185,7 @@ class Checks:
             bound = body.step - 1 - self._world.scenario.size.staleness
             check(
                 oldest >= bound,
-                f"step {body.step} trains on samples of version {oldest}, but the oldest allowed is {bound}",
+                f"step {body.step} trains on samples from version {oldest}, but the oldest allowed is {bound}",
             )
         elif isinstance(body, LeaseGrant):
             call: Any = effect.ref
@@ -211,7 +213,7 @@ class Checks:
             for each in tasks:
                 self._world.check(
                     step <= covered or (each.task_id, each.fence) not in batch,
-                    f"{each.task_id} of step {step} is collected, and recovery may return to step {covered}",
+                    f"{each.task_id} of step {step} is collected, but recovery can still return to step {covered}",
                 )
 
     # ---- the store
@@ -274,7 +276,7 @@ class Checks:
             )
 
     def shards_are_readable(self) -> None:
-        """Check promise 1: the store has all shards that the scheduler has accepted and not ordered to be collected."""
+        """Check promise 1: the store has all shards that the scheduler has accepted but not ordered to be collected."""
         if self._store is None or self._scheduler is None or not self._store._scanned.done():
             return
         for task in self._scheduler._state.run.tasks:

@@ -81,13 +81,13 @@ class Node:
 
 
 def _close(coroutine: Any) -> None:
-    # The coroutine may await or send something while it is being closed, or may be running.
+    # The coroutine might await or send something while it is being closed, or might be running.
     with contextlib.suppress(Exception, Killed):
         coroutine.close()
 
 
 class Callback:
-    """A callback of a node, which `call_soon` and `call_at` return."""
+    """A node's callback, as returned by `call_soon` and `call_at`."""
 
     __slots__ = ("args", "call", "context", "node", "when")
 
@@ -122,7 +122,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # ---- one round of the loop
 
     def _run_once(self) -> None:
-        """Run the ready callbacks, and those that become ready meanwhile. If none is left, jump to the next timer.
+        """Run the ready callbacks, and those that become ready in the meantime. If none is left, jump to the next
+        timer.
 
         The callbacks of a dead process do not run. The callbacks of a stopped process run when it continues.
         """
@@ -146,7 +147,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 pass
             if self._stopping:  # type: ignore[attr-defined]
                 return
-        while self.before_waiting:  # Every process waits for input, a timer or a thread.
+        while self.before_waiting:  # Every process is waiting for input, a timer or a thread.
             self.before_waiting.pop()()
         if ready:
             return

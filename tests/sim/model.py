@@ -143,7 +143,7 @@ class SimBackend:
         again = set(numbers) & set(self.applied)
         names = ", ".join(map(task_of, sorted(again)))
         self._world.check(not again, f"promise 2: {names} affects the weights a second time")
-        self._world.check(len(set(numbers)) == len(numbers), "promise 2: a task is twice in one update")
+        self._world.check(len(set(numbers)) == len(numbers), "promise 2: a task appears twice in one update")
         self.chain = digest(self.chain, sum(total for total, _ in parts) % (1 << 62), step)
         self.applied = [*self.applied, *numbers]
         self.updates += 1

@@ -39,7 +39,8 @@ KIND = slice(6, 10)
 
 @dataclass(frozen=True)
 class Weather:
-    """Conditions of the network: the probabilities of a loss, of a late second copy, and of a delay of a message."""
+    """Network conditions: the probabilities that a message is lost, that a second copy of it arrives late, and that it
+    is delayed."""
 
     lost: float = 0.0
     twice: float = 0.0

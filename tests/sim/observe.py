@@ -1,4 +1,4 @@
-"""Observes a world's processes: the calls that are reported to the checks, and the operations at which a process may
+"""Observes a world's processes: the calls that are reported to the checks, and the operations at which a process can
 die."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.sim.virtual import here
 
 
 def _deadly(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method before and after which its process may die."""
+    """Return a method before and after which its process can die."""
     name = real.__name__
 
     @functools.wraps(real)
@@ -77,7 +77,7 @@ def _carried_out(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _once(real: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Mailbox.handle`, whose handlers are observed: a request of a caller never reaches a handler twice."""
+    """Return `Mailbox.handle`, whose handlers are observed: a caller's request never reaches a handler twice."""
 
     @functools.wraps(real)
     def register(self: Any, request: Any, handler: Any) -> Any:

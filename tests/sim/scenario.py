@@ -92,7 +92,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """A kill by SIGKILL, between two callbacks of the process or, with `operations`, before that many further
+    """A kill with SIGKILL, between two callbacks of the process or, with `operations`, before that many further
     operations: messages sent, transactions committed, files sealed, tombstones written."""
 
     key: Key
@@ -105,7 +105,7 @@ class Kill(Fault):
 
 @dataclass(frozen=True)
 class Stop(Fault):
-    """A stop by SIGSTOP for some seconds, then SIGCONT."""
+    """A stop with SIGSTOP for some seconds, then SIGCONT."""
 
     key: Key
     for_s: float
@@ -272,7 +272,7 @@ def draw(seed: int) -> Scenario:
         else:
             weather = Weather(rng.choice((0.0, 0.1, 0.3)), rng.choice((0.0, 0.3)), rng.choice((0.0, 0.3)))
             faults.append(Storm(at_s, weather, round(rng.uniform(0.5, 6.0), 2)))
-    if rng.random() < 0.15:  # A producer may return after its lease has ended and the store has forgotten its put.
+    if rng.random() < 0.15:  # A producer can return after its lease has ended and the store has forgotten its put.
         at_s = round(rng.uniform(0.6, 1.4), 3)
         faults.append(Stop(at_s, ("rollout", 0), round(rng.uniform(5.0, 7.5), 2)))
         faults.append(Kill(round(at_s + rng.uniform(4.5, 7.0), 3), ("batch-store", 0)))

@@ -58,12 +58,12 @@ def running(world: World) -> Iterator[None]:
 
 @functools.cache
 def topology_of(size: Size) -> Topology:
-    """Return the topology of a size. No file is parsed, because parsing takes as long as the run."""
+    """Return the topology for a size. No file is parsed, because parsing takes as long as the run."""
     return _built(size.document(str(MODEL)), str(MODEL))
 
 
 def check_topology(size: Size) -> None:
-    """Raise TopologyError if a user could not write the topology of this size."""
+    """Raise TopologyError if a user could not write the topology for this size."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump(size.document(str(MODEL)), file)
         file.flush()

@@ -93,13 +93,13 @@ class World:
     # ---- calls of the processes
 
     def current(self) -> Node:
-        """Return the process whose code runs."""
+        """Return the process whose code is running."""
         node = CURRENT.get()
         assert node is not None
         return node
 
     async def compute(self) -> None:
-        """Advance the clock by the time of a computation."""
+        """Advance the clock by the time that a computation takes."""
         await asyncio.sleep(self._rng.expovariate(1.0) * 0.1)
 
     def holds(self, parts: Parts) -> None:
@@ -153,7 +153,7 @@ class World:
             self._line(text)
 
     def log(self, event: Mapping[str, Any]) -> None:
-        """Show a line of a process's log."""
+        """Show a line from a process's log."""
         if self._tracing:
             node = CURRENT.get()
             fields = " ".join(f"{key}={str(value)[:160]}" for key, value in event.items() if key != "event")
@@ -190,7 +190,7 @@ class World:
         self.checks.died(key, node)
         cause = getattr(node.service, "cause", "")
         node.kill()
-        self.check(status in (0, PEER_LOST_STATUS), f"{node.name} ended with status {status}: {cause}")
+        self.check(status in (0, PEER_LOST_STATUS), f"{node.name} exited with status {status}: {cause}")
         self._exited(key, node, status)
 
     def kill(self, node: Node) -> None:

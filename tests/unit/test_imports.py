@@ -1,4 +1,4 @@
-"""Imports and calls of the product: none executes bytes as code, and the light modules do not import torch.
+"""Imports and calls in the product: none executes bytes as code, and the light modules do not import torch.
 
 The product's modules are not imported into the test process: the light modules are checked in separate processes.
 """

@@ -1,4 +1,4 @@
-"""docs/metrics.md lists exactly the names that rows of metrics.jsonl may have."""
+"""docs/metrics.md lists exactly the names that rows of metrics.jsonl can have."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_name_is_documented_and_every_documented_name_exists() -> None:
     assert [each.pattern for each in documented() if not any(map(each.fullmatch, names))] == []
 
 
-def test_every_reason_of_a_drop_or_loss_is_documented() -> None:
+def test_every_reason_for_a_drop_or_loss_is_documented() -> None:
     reasons = DOCUMENT.read_text().split("## Reasons")[1]
     listed = {*DropReason, *LossReason} - {DropReason.WEIGHTS_LOST}  # This reason applies only to evaluations.
     assert {reason for reason in listed if f"`{reason}`" not in reasons} == set()

@@ -51,7 +51,7 @@ def test_runs(): ...
 
 
 @pytest.mark.parametrize("made", [netns.two_hosts, two_hosts.two_hosts, contextmanager(small_mount)])
-def test_tests_of_an_impossible_environment_are_skipped_with_the_missing_parts(
+def test_tests_that_need_an_impossible_environment_are_skipped_with_the_missing_parts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: Callable[..., AbstractContextManager[Any]]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # Neither `ip` nor `mount` is found.

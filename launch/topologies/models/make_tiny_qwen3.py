@@ -37,7 +37,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character and no special additions. Unknown characters become <unk>."""
     vocab = {token: number for number, token in enumerate([PAD, BOS, EOS, UNK, *CHARACTERS])}
     if len(vocab) > VOCAB_SIZE:
-        raise ValueError(f"{len(vocab)} tokens do not fit the vocabulary of {VOCAB_SIZE}; drop characters")
+        raise ValueError(f"{len(vocab)} tokens do not fit into the vocabulary of {VOCAB_SIZE}; drop characters")
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -78,7 +78,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 def warm_start(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Source, *, accuracy: float, seed: int
 ) -> int:
-    """Train on the answers of `rows` until the model answers the fraction `accuracy` of 256 of these rows correctly.
+    """Train on the answers in `rows` until the model answers the fraction `accuracy` of 256 of these rows correctly.
     Return the number of steps.
 
     Prompt tokens carry no loss. A fixed number of steps would not work: the accuracy climbs from 0.2 to 0.8 within 50
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--accuracy", type=float, default=0.4, help="accuracy at which the warm start stops")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # Another thread count changes the order of additions and thus the bits.
+    torch.set_num_threads(1)  # A different thread count changes the order of additions and thus the bits.
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
@@ -157,7 +157,7 @@ def main() -> None:
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     name_portable_tokenizer_class(args.out / "tokenizer_config.json")
-    # The file was written with mode 0600, which another user's engine could not read.
+    # The file was written with mode 0600, so another user's engine could not read it.
     (args.out / "model.safetensors").chmod(0o644)
 
 

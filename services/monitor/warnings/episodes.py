@@ -1,7 +1,7 @@
 """Turns the findings of detectors into warnings: one for each episode of a condition.
 
 An episode begins when a detector finds the condition. It ends when the condition has been absent for several
-observations in a row. While an episode lasts, a more lenient bound applies (hysteresis), so that a value that wavers
+observations in a row. While an episode lasts, a more lenient bound applies (hysteresis), so that a value that hovers
 around a bound causes only one warning.
 """
 
@@ -32,7 +32,7 @@ class Episodes:
         self._absent: dict[tuple[str, str], int] = {}
 
     def begin(self, kind: str, about: str) -> None:
-        """Note an episode that began earlier, for example before the monitor restarted."""
+        """Record an episode that began earlier, for example before the monitor restarted."""
         self._absent[kind, about] = 0
 
     def held(self, kind: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Detectors of runs that do not learn, or learn the wrong thing, over the rows of metrics.jsonl.
+"""Detectors of runs that do not learn, or learn the wrong thing, based on the rows of metrics.jsonl.
 
 Each detector is a pure function of the history: `detector(history, facts, held)` yields its sightings. `held` names the
 subjects of the detector's ongoing episodes. Bounds are pairs `(begins, ends)`; the second bound applies to the subjects
@@ -128,7 +128,7 @@ def reward_flat(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sight
             )
         else:
             yield Sighting(
-                text, "let reward.function tell good answers from bad ones, or use other rows for data.train.source"
+                text, "make reward.function tell good answers from bad ones, or use other rows for data.train.source"
             )
         return
     longer = history.last("reward/mean", FLAT_ROWS)
@@ -244,7 +244,8 @@ def entropy_collapse(history: RowHistory, facts: Facts, held: Held) -> Iterator[
     if sudden:
         how, now = f"{median(before[:FEW]):.2g} nats {ENTROPY_DROP_ROWS} steps ago", median(before[-FEW:])
     yield Sighting(
-        f"the entropy of the policy has collapsed to {now:.2g} nats, from {how}: samples of a task become the same",
+        f"the entropy of the policy has collapsed to {now:.2g} nats, from {how}: samples of a task are becoming "
+        "identical",
         "raise algorithm.entropy_coef or the upper algorithm.loss.clip (such as [0.2, 0.28]), or lower optimizer.lr",
     )
 
@@ -276,7 +277,7 @@ def mismatch(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sighting
     if now < MISMATCH_LEVEL[bool(held)] and not risen:
         return
     yield Sighting(
-        f"engine and trainer disagree by {now:.2g} nats per token on tokens of the same weights ({base:.2g} at the "
+        f"engine and trainer disagree by {now:.2g} nats per token on tokens from the same weights ({base:.2g} at the "
         "start)",
         "use float32 or float16 for policy.dtype, or remove services.rollout.engine_args that lower the "
         "precision, or mask such tokens (algorithm.loss.ratio_mask)",

@@ -72,7 +72,8 @@ class Growth:
 
 
 class Trend:
-    """The memory of one process, and its steady growth (Theil-Sen slope: the median slope of all pairs of points)."""
+    """The memory usage of one process, and its steady growth (Theil-Sen slope: the median slope of all pairs of
+    points)."""
 
     def __init__(self) -> None:
         self._pid = 0.0
@@ -99,7 +100,7 @@ class Trend:
         self._samples.append(rss_bytes)
 
     def growth(self) -> Growth | None:
-        """Return the steady growth of the memory, or None if the memory fluctuates, levels off or does not grow."""
+        """Return the steady growth of memory usage, or None if memory usage fluctuates, levels off or does not grow."""
         return self._growth
 
     def _measured(self) -> Growth | None:

@@ -1,4 +1,4 @@
-"""Detectors of waiting work, over the rows of metrics.jsonl (`staleness`, `trainer_starved`) and over telemetry.
+"""Detectors of waiting work, based on the rows of metrics.jsonl (`staleness`, `trainer_starved`) and on telemetry.
 
 Bounds are pairs `(begins, ends)`, as in `learning`.
 """
@@ -115,7 +115,7 @@ def trainer_starved(history: RowHistory, facts: Facts, held: Held) -> Iterator[S
         f"the trainer has spent {share:.0%} of the time of the last {ROWS} steps waiting for samples "
         f"({median(steps):.2g} s a step)",
         f"raise services.rollout.instances (now {facts.instances}), services.rollout.threads or gpus, or "
-        f"services.rollout.block_tasks; if both sides idle in turns, raise staleness (now {facts.staleness})",
+        f"services.rollout.block_tasks; if both sides take turns idling, raise staleness (now {facts.staleness})",
     )
 
 
@@ -136,8 +136,8 @@ def rollouts_starved(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]
         else "give rollouts fewer processors"
     )
     yield Sighting(
-        f"rollouts have been idle for {idle:.0%} of the last {span_s:.0f} s, waiting for the trainer, which waits for "
-        f"{live.wait_share:.0%} of its time",
+        f"rollouts have been idle for {idle:.0%} of the last {span_s:.0f} s, waiting for the trainer, which itself "
+        f"spends {live.wait_share:.0%} of its time waiting",
         f"{fewer}, and give the trainer more processors (services.policy-trainer.threads, workers or gpus); more "
         "staleness does not help",
     )
@@ -211,8 +211,9 @@ def reward_failing(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
     if samples < FAILING_SAMPLES or failed / samples < FAILING[bool(held)]:
         return
     yield Sighting(
-        f"{failed:.0f} of the last {samples:.0f} samples have no reward, the last one because: {live.last_failure}",
-        "correct reward.function (a traceback is in the rollout's log), or raise reward.timeout_s or reward.memory",
+        f"{failed:.0f} of the last {samples:.0f} samples have no reward; the most recent one failed because: "
+        f"{live.last_failure}",
+        "fix reward.function (a traceback is in the rollout's log), or raise reward.timeout_s or reward.memory",
     )
 
 

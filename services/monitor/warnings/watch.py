@@ -96,7 +96,7 @@ class Watch:
         self._live.take(row)
 
     def tick(self, now: float, available_bytes: float | None) -> list[WarningRecord]:
-        """Return the warnings that the telemetry so far causes. This must be called once a second.
+        """Return the warnings that the telemetry received so far causes. This must be called once a second.
 
         `now` is in seconds since 1970, and `available_bytes` is the available memory of this machine, if known.
         """

@@ -1,1 +1,2 @@
-"""The worker owns model, optimizer and gradients on a compute thread and answers the driver from another thread."""
+"""The worker owns the model, the optimizer and the gradients on a compute thread and answers the driver from another
+thread."""

@@ -106,7 +106,7 @@ class Backend(Protocol):
     def vocab_size(self) -> int: ...
 
     def restart(self) -> None:
-        """Reload the weights of the model directory, reset the optimizer state and drop the gradient."""
+        """Reload the weights from the model directory, reset the optimizer state and drop the gradient."""
 
     def forward(self, sequences: Sequences, temperature: float) -> Array:
         """Return log p(token) of logits / temperature where the mask is 1, else 0: float32 [T] without a gradient.
@@ -149,18 +149,19 @@ class Backend(Protocol):
         """
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the live tensors of this rank's part of weights and optimizer, by name. The next update changes them.
+        """Return the live tensors of this rank's part of the weights and the optimizer state, by name. The next update
+        changes them.
 
         Neither this method nor `load_own_state` is a collective.
         """
         ...
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the tensors that `own_state` returned in another life of the same rank of the same layout, and drop
+        """Load the tensors that `own_state` returned in another life of the same rank in the same layout, and drop
         gradients."""
 
     def export(self, folder: Path) -> None:
-        """Write config.json and safetensors of the Hugging Face model into `folder` on rank 0 (no tokenizer)."""
+        """Write the Hugging Face model's config.json and safetensors files into `folder` on rank 0 (no tokenizer)."""
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,9 @@ class TorchBackend:
         )
 
     def _loaded_on_rank_0(self, check: Callable[[nn.Module], None]) -> nn.Module | None:
-        """Return the checked model of the model directory on rank 0 and None elsewhere. Every rank must call this.
+        """Return the checked model from the model directory on rank 0 and None elsewhere. Every rank must call this.
 
-        Raises the RpcError of rank 0 on all ranks.
+        Raises rank 0's RpcError on all ranks.
         """
         model: nn.Module | None = None
         failure = b""
@@ -115,7 +115,7 @@ class TorchBackend:
         return model
 
     def restart(self) -> None:
-        """Reload the weights of the model directory and reset the optimizer state."""
+        """Reload the weights from the model directory and reset the optimizer state."""
         self.shelves.backload()
         shapes, source = self._trained.shapes, self._source
         model = self._loaded_on_rank_0(lambda loaded: check_same_model(shapes, named_weights(loaded), source))
@@ -241,8 +241,8 @@ class TorchBackend:
 
     @torch.no_grad()
     def load_state(self, state: TrainingState) -> None:
-        """Load the state of a checkpoint. Raises RpcError(conflict) if it belongs to another model."""
-        self.shelves.backload()  # the shapes of tied weights are known only while their memory is there
+        """Load a checkpoint's state. Raises RpcError(conflict) if it belongs to another model."""
+        self.shelves.backload()  # the shapes of tied weights are known only while their memory is allocated
         check_same_model(self._trained.shapes, state.weights, self._source)
         self._trained.set_weights(state.weights)
         self._reset()
@@ -269,7 +269,7 @@ class TorchBackend:
 
     @torch.no_grad()
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the tensors back into weights, masters and a new AdamW."""
+        """Copy the tensors back into the weights, the masters and a new AdamW."""
         self.shelves.backload()
         self._reset()
         for name, master in self._trained.masters.items():
@@ -282,7 +282,7 @@ class TorchBackend:
         self.drop_gradients()
 
     def export(self, folder: Path) -> None:
-        """Write configuration and weights with the model's own library on rank 0. Every rank must call this."""
+        """Write the configuration and the weights with the model's own library on rank 0. Every rank must call this."""
         weights = self.weights()
         if self.place.rank == 0:
             model: Any = self._trained.model

@@ -25,8 +25,8 @@ class BatchReader:
     """The shards of the current step and of queued calls. This object belongs to the event loop of `data`."""
 
     def __init__(self, data: DataClient, *, patience_s: float, on_wait: Callable[[str, float], None]) -> None:
-        """`patience_s` limits how long a store may be away, because other ranks wait as well. `on_wait` receives the
-        cause of each failed attempt and its duration in seconds."""
+        """`patience_s` limits how long a store may be unavailable, because other ranks wait as well. `on_wait` receives
+        the cause of each failed attempt and its duration in seconds."""
         self._data = data
         self._shards = StepShards(data)
         self._patience_s = patience_s
@@ -53,7 +53,7 @@ class BatchReader:
         self._shards.drop()
 
     async def tokens(self, request: Forward | ForwardBackward) -> samples.BatchTokens:
-        """Return the tokens of a call. Raises RpcError, including when a store is away for `patience_s`."""
+        """Return the tokens of a call. Raises RpcError, including when a store is unavailable for `patience_s`."""
         task = self._prefetched.pop(request.order, None)
         return await (self._read(request) if task is None else task)
 

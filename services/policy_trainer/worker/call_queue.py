@@ -10,7 +10,7 @@ from shared.rpc.mailbox import Call
 
 
 class CallQueue:
-    """The queue between mailbox and compute thread. It belongs to the event loop.
+    """The queue between the mailbox and the compute thread. It belongs to the event loop.
 
     A driver takes over the queue with its incarnation. From then on other drivers are refused, and so is every call
     after a failed one: a step must not be taken with an incomplete gradient.

@@ -69,7 +69,8 @@ class Calls:
         compute: ThreadPoolExecutor,
         service: Service,
     ) -> None:
-        """`compute` is the one thread that owns model, device and collectives. `service` takes turns on devices."""
+        """`compute` is the one thread that owns the model, the device and the collectives. `service` takes turns on
+        devices."""
         self.step = -1
         self.dirty = False
         self._run = run
@@ -412,8 +413,8 @@ class Calls:
         return update
 
     async def _publish(self, request: messages.Publish, call: Call) -> Message | Deferred:
-        """Gather weights and run the canary in call order. Send the bytes while the canary and the next gradient are
-        computed."""
+        """Gather the weights and run the canary in call order. Send the bytes while the canary and the next gradient
+        are computed."""
         from services.policy_trainer.worker.weights.publish import put_weights, weights_ref
 
         earlier = request.step < self.step and self._topology.run.deterministic and not self.dirty

@@ -9,8 +9,8 @@ from shared import model_folder
 
 
 def export(backend: Backend, policy_dir: Path, target: Path) -> None:
-    """Write model, configuration and the tokenizer files of `policy_dir` and move them to `target`, replacing any
-    earlier export.
+    """Write the model, the configuration and the tokenizer files of `policy_dir` and move them to `target`, replacing
+    any earlier export.
 
     Every rank must call this; rank 0 writes. Raises OSError (no space, no permission).
     """

@@ -36,7 +36,7 @@ class Mesh:
 
     @property
     def context(self) -> ContextRank | None:
-        """The ranks over which sequences are split, or None without context parallelism."""
+        """The ranks across which sequences are split, or None without context parallelism."""
         return self._context
 
     def sum_over_sequence_ranks(self, values: Tensor) -> Tensor:

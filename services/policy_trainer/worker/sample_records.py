@@ -44,7 +44,7 @@ class SampleRecords:
         self._log = structlog.get_logger("policy-trainer-worker")
 
     def wanted(self, batch: BatchMeta) -> list[int]:
-        """Return the positions of the call's tasks that are recorded and were not put before.
+        """Return the positions of the call's tasks that are recorded and have not been put before.
 
         A task's log-probs thus come from the first call of the step that contains the task, before any update on it.
         """

@@ -1,4 +1,4 @@
-"""Joins the shards of a batch's tasks into flat arrays with one copy and spreads per-sample numbers over tokens."""
+"""Joins the shards of a batch's tasks into flat arrays in a single copy, and spreads per-sample numbers over tokens."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ _DTYPES = {
 
 
 def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
-    """Return a dict from `keys` to the keys of their shards in the stores.
+    """Return a dict that maps `keys` to the keys of their shards in the stores.
 
-    Proximal log-probs are stored under a key of the call that made them, so that they cannot be confused with earlier
-    values from other weights or another number of ranks. Raises RpcError(bad_request) if they are needed but missing.
+    Proximal log-probs are stored under a key specific to the call that made them, so that they cannot be confused with
+    earlier values from other weights or another number of ranks. Raises RpcError(bad_request) if they are needed but
+    missing.
     """
     named = {key: key for key in keys}
     if PROX_KEY in named:
@@ -127,5 +128,6 @@ def spread(tokens: BatchTokens, samples_of_task: Sequence[int], values: Array) -
 
 
 def trained(loss_mask: Array, weights: Array) -> Array:
-    """Return `loss_mask` [T] without the tokens of weight 0. They belong to masked-out samples and need no scoring."""
+    """Return `loss_mask` [T] without the tokens that have weight 0. They belong to masked-out samples and need no
+    scoring."""
     return np.where(weights != 0, loss_mask, np.zeros_like(loss_mask))

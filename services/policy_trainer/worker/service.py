@@ -148,7 +148,7 @@ class PolicyTrainerWorker(Service):
         return DEFERRED
 
     async def _state(self, request: messages.GetWorkerState, _: Call) -> messages.WorkerState:
-        """Wait for the running call, drop gradients of an unfinished update, and return the worker's state."""
+        """Wait for the running call, drop the gradients of an unfinished update, and return the worker's state."""
         self._pending.take_over(request.driver, request.at_least, request.turn)
         self._calls.reader.forget_prefetched()
         with suppress(RpcError):  # if the group has ended, this process exits or the answer below shows it
@@ -156,7 +156,9 @@ class PolicyTrainerWorker(Service):
         async with self._running:
             await self._calls.drop_gradients()
             if self._pending.driver != request.driver:
-                raise RpcError(ErrorCode.CONFLICT, f"driver {request.driver:x} was replaced meanwhile; it must end")
+                raise RpcError(
+                    ErrorCode.CONFLICT, f"driver {request.driver:x} was replaced in the meantime; it must end"
+                )
             return messages.WorkerState(
                 step=self._calls.step,
                 driver=self._pending.driver,

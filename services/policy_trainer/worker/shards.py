@@ -1,5 +1,5 @@
-"""A model whose parameters are split over all data- and context-parallel ranks (FSDP2). Gradients are *summed* over the
-ranks instead of averaged: every rank's loss is its unscaled share of the whole (docs/architecture.md, promise 7).
+"""A model whose parameters are split across all data- and context-parallel ranks (FSDP2). Gradients are *summed* over
+the ranks instead of averaged: every rank's loss is its unscaled share of the whole (docs/architecture.md, promise 7).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Shards:
         self.shapes = {each.name: torch.Size(each.shape) for each in rows}
         """Full shape of every weight."""
         self.model = model
-        # Pieces are cut from unwritten memory, which takes no room, and are filled from rank 0 below.
+        # Pieces are cut from unwritten memory, which takes up no room, and are filled from rank 0 below.
         with torch.no_grad(), unfilled():
             for parameter in model.parameters():
                 kept = torch.float32 if parameter.dtype in _LOW else parameter.dtype

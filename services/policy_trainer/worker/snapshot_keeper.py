@@ -36,7 +36,7 @@ class SnapshotKeeper:
         return self._snapshots.read(lineage, step)
 
     def take(self, lineage: int, step: int, state: Callable[[], Mapping[str, Tensor]]) -> float:
-        """Keep a snapshot of the state after `step`, which `state` returns. If that fails, keep none from now on.
+        """Keep a snapshot of the state after `step`, which `state` returns. If that fails, keep none from then on.
 
         Return the processor time that this took, in seconds.
         """

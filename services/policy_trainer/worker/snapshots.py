@@ -1,9 +1,9 @@
 """Snapshots of one rank's training state in shared memory, from which a later life of the rank continues.
 
-A rank fills two files in turn, so that one of them is always whole. Each is a block file (`proto.blockfile`) with the
-single task `state/<lineage>/<step>`. Its header is cleared before its data is replaced and written after the data, so a
-file with a valid header is sealed. `read` verifies the checksums of the data. The files are in the run's shared
-memory. They outlive the trainer's processes, but not the launcher or the host.
+A rank fills two files alternately, so that one of them is always whole. Each is a block file (`proto.blockfile`) with
+the single task `state/<lineage>/<step>`. Its header is cleared before its data is replaced and written after the data,
+so a file with a valid header is sealed. `read` verifies the checksums of the data. The files are in the run's folder in
+shared memory. They outlive the trainer's processes, but not the launcher or the host.
 
 The methods block. They are not called from two threads at once. Only methods that use tensors import torch, so that a
 rank can report its snapshots while it starts.
@@ -37,7 +37,7 @@ _STATE = "state"
 
 
 class Snapshots:
-    """The two files of one rank. A rank of another layout does not see them."""
+    """The two files of one rank. A rank in another layout does not see them."""
 
     def __init__(self, folder: Path, place: Place) -> None:
         layout = place.layout
@@ -145,7 +145,7 @@ def _content(table: Table | None) -> HeldSnapshot | None:
 
 
 def _clear(mapped: Array) -> None:
-    """Remove the seal of a file."""
+    """Remove the seal from a file."""
     mapped[:HEADER_BYTES] = 0
 
 

@@ -1,4 +1,4 @@
-"""Makes engines by the names that topologies use. An engine is imported only when it is requested."""
+"""Creates engines from the names that topologies use. An engine is imported only when it is requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends HTTP requests to an inference server and reads answers or event streams. Every wait has a deadline."""
+"""Sends HTTP requests to an inference server and reads responses or event streams. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DONE = "[DONE]"
 
 
 class Refused(RpcError):
-    """The server answered with an error. `status` is the HTTP status."""
+    """The server responded with an error. `status` is the HTTP status."""
 
     def __init__(self, what: str, status: int, text: str) -> None:
         super().__init__(ErrorCode.BAD_REQUEST, f"{what}: HTTP {status}: {' '.join(text.split())[:_SHOWN]}")
@@ -44,15 +44,16 @@ class HttpClient:
         self._tls = ssl.create_default_context() if https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
     async def get(self, path: str) -> Any:
-        """Return the decoded JSON answer. Raises Refused, and RpcError(deadline) if no answer arrives."""
+        """Return the decoded JSON response. Raises Refused, and RpcError(deadline) if no response arrives."""
         return await self._whole("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Return the decoded JSON answer of a POST. Raises the same errors as `get`."""
+        """Return the decoded JSON response to a POST. Raises the same errors as `get`."""
         return await self._whole("POST", path, body)
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """Yield the decoded server-sent events of a POST up to `[DONE]`. Raises the same errors as `get`."""
+        """Yield the decoded server-sent events in the response to a POST, up to `[DONE]`. Raises the same errors as
+        `get`."""
         async with self._answered("POST", path, body) as answer:
             async for event in httpx2.EventSource(answer, _EVENT_BYTES):
                 if event.data == _DONE:

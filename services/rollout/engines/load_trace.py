@@ -276,7 +276,7 @@ class LoadTrace:
                 continue
             known += each.end - each.begin
             if each.part is None:
-                # Reused memory may be mistaken for a constant. Constants are padding, which must be zeros.
+                # Reused memory might be mistaken for a constant. Constants are padding, which must be zeros.
                 known -= int(flat[(each.begin - first) // size : (each.end - first) // size].count_nonzero() > 0)
                 continue
             values = flat[(each.begin - first) // size : (each.end - first) // size]

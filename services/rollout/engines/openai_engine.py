@@ -11,8 +11,8 @@ Beyond the interface itself, the server must offer the following (`start` and th
   VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --generation-config vllm --logprobs-mode processed_logprobs \
       --worker-extension-cls services.rollout.engines.vllm_worker.PolicyWeights
 
-`/collective_rpc` lets anyone who reaches the port call any method, so the server belongs on a loopback or private
-address. The weights are passed as a safetensors file: in memory for a server of the same user on this machine,
+`/collective_rpc` lets anyone who can reach the port call any method, so the server belongs on a loopback or private
+address. The weights are passed as a safetensors file: in memory if the server runs as the same user on this machine,
 otherwise in a folder that both sides can access (`weights_directory`). One server serves one instance of one run.
 """
 
@@ -128,7 +128,7 @@ class OpenAIEngine:
         return await self._compute.run(lambda: asyncio.run(self._generate(prompts, sampling, cancel)))
 
     async def base_weights(self) -> dict[str, Array]:
-        """Return the weights of the model directory, since those of the server cannot be read."""
+        """Return the weights from the model directory, since the server's cannot be read."""
         return await self._compute.run(
             lambda: {name: to_numpy(each) for name, each in named_weights(load_model(self._path, self._dtype)).items()}
         )
@@ -228,7 +228,7 @@ class OpenAIEngine:
             raise RpcError(
                 ErrorCode.CONFLICT,
                 f"{self._who}: the server no longer holds the weights it was given: it was started again, or another "
-                "run uses it; give every instance a server of its own",
+                "run is using it; give every instance a server of its own",
             )
         self._generate_s += time.perf_counter() - started
         self._tokens += sum(len(each.token_ids) for group in groups for each in group)
@@ -304,7 +304,7 @@ class OpenAIEngine:
         return memory_file(tensors) if self._folder is None else folder_file(tensors, self._folder)
 
     async def _score(self, token_ids: Array) -> Array:
-        # One token is sampled because a server may insist on one. It is discarded.
+        # One token is sampled because a server might insist on one. It is discarded.
         body = self._body(token_ids.tolist(), 1.0, 1) | {"echo": True, "logprobs": 0, "stream": False}
         (choice,) = (await self._http.post("/v1/completions", body))["choices"]
         self._compute.progress += 1

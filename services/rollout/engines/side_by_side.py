@@ -1,4 +1,4 @@
-"""Runs the calls of an engine side by side on its compute thread.
+"""Runs calls to an engine side by side on its compute thread.
 
 One step serves all calls, and a new call joins those in progress. The end, failure or cancellation of one call does not
 affect the samples of another.
@@ -58,7 +58,7 @@ class Stepper(Protocol):
         """Take one step for all calls, and set the `answer` of every call that this step finishes."""
 
     def so_far(self, call: EngineCall) -> list[list[Generation]]:
-        """Return the results of a call so far."""
+        """Return a call's results so far."""
 
     def drop(self, call: EngineCall) -> None:
         """Forget a call."""

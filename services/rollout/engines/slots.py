@@ -1,4 +1,4 @@
-"""Decodes the calls of the embedded engine in one table of rows.
+"""Decodes the calls to the embedded engine in one table of rows.
 
 The rows of ended samples are given to waiting samples, so no sample waits for the longest one. Rows are dropped and
 added in batches, because each change copies the keys and values of all rows. A `steady` table instead keeps the rows of
@@ -8,8 +8,8 @@ Random numbers belong to a prompt: they are derived from the run's seed and the 
 generator. A task's samples do not depend on what else is in the table, unless the shape of the table changes the
 logits.
 
-Shapes: R rows of the table, N rows from a given row to the end, T maximum tokens of a sample, S random numbers drawn
-ahead, P prompts of L tokens, V tokens in the vocabulary.
+Shapes: R rows in the table, N rows from a given row to the end, T tokens at most per sample, S random numbers drawn in
+advance, P prompts of L tokens, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Group:
 
     @property
     def limit(self) -> int:
-        """Maximum number of tokens of each sample."""
+        """Maximum number of tokens in each sample."""
         return self.held.call.sampling.max_new_tokens - len(self.prompt.resumed_ids)
 
     @property
@@ -142,8 +142,9 @@ class SlotTable:
         slots: int = MAX_ROWS,
         steady: bool = False,
     ) -> None:
-        """`slots` is the number of rows that are decoded at once; a group with more samples is alone in the table.
-        `stopped` returns a stop-text finder; `swaps` returns the number of times that the engine's weights were set.
+        """`slots` is the number of rows that are decoded at once; a group with more samples has the table to itself.
+        `stopped` returns a stop-text finder; `swaps` returns the number of times that the engine's weights have been
+        set.
 
         A `steady` table works on one call at a time and pads it to `block_rows` rows. It does not drop ended rows.
         Answers of up to 128 tokens with widely varying lengths therefore take 2.5 times as long (2,900 tokens/s instead
@@ -352,7 +353,7 @@ class SlotTable:
             self._empty()
 
     def _generations(self, rows: list[int], reasons: list[FinishReason]) -> list[Generation]:
-        """Return the generations of these rows so far. `reasons` are their finish reasons."""
+        """Return the generations so far for these rows. `reasons` are their finish reasons."""
         ids, logprobs, swaps = (
             each[rows].cpu().numpy() for each in (self._rows.ids_RT, self._rows.logprobs_RT, self._rows.swaps_RT)
         )
@@ -369,7 +370,7 @@ class SlotTable:
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Return the random number generator of a prompt."""
+    """Return the random number generator for a prompt."""
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{name}".encode()) & _SEED_MASK)
 
 

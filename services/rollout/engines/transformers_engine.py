@@ -1,9 +1,9 @@
 """The embedded engine: a transformers model decoded on a thread of its own. Lightweight processes do not import this
 module.
 
-Everything that touches the model runs on the compute thread, in the order of the calls, with two exceptions: calls are
-decoded side by side (except in deterministic mode), and weights are replaced and scored in the middle of calls while
-the engine is paused.
+Everything that touches the model runs on the compute thread, in call order, with two exceptions: calls are decoded side
+by side (except in deterministic mode), and weights are replaced and scored in the middle of calls while the engine is
+paused.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class TransformersEngine:
     def _verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
         """Check the parameters. Only copies are compared bit by bit; the other parameters are the given arrays
         themselves."""
-        holders = weight_holders(self._model)  # the tensors that the modules read at every pass
+        holders = weight_holders(self._model)  # the tensors that the modules read on every pass
         wrong = set(holders.keys() ^ (given or announced).keys())
         for name in holders.keys() - wrong:
             tied, digest = holders[name], announced.get(name)
@@ -270,7 +270,7 @@ class TransformersEngine:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors on one device have the same bits. Tensors at the same address are not read."""
+    """Return whether two tensors on the same device have the same bits. Tensors at the same address are not read."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     if (one.data_ptr(), one.stride()) == (other.data_ptr(), other.stride()):

@@ -54,12 +54,12 @@ from shared.weights.digests import digests_of
 
 T = TypeVar("T")
 STOP_S = 10.0
-_SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to a seed, which must stay an int64
+_SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to the seed, and the sum must still fit in an int64
 
 
 @dataclass(frozen=True)
 class _Requests:
-    """The requests of a call, with `samples` samples each, and the number of weight swaps when they were made."""
+    """A call's requests, with `samples` samples each, and the number of weight swaps when they were made."""
 
     names: list[str]
     samples: int
@@ -271,7 +271,7 @@ class VllmEngine:
             text = " ".join(str(error).split())[:400] or type(error).__name__
             # The advice in vLLM's own message applies to GPUs.
             more = "; raise kv_cache_memory_bytes" if self._on_cpu and "cache" in text else ""
-            # On a GPU, memory that another process still holds may be free at the next start.
+            # On a GPU, memory that another process still holds might be free by the next start.
             code = ErrorCode.INTERNAL if isinstance(error, RuntimeError) else ErrorCode.BAD_REQUEST
             raise RpcError(
                 code,
@@ -360,8 +360,8 @@ class VllmEngine:
             text = " ".join(str(error).split())[:200] or type(error).__name__
             raise RpcError(
                 ErrorCode.INTERNAL,
-                f"engine vllm: a step of {self._tensor_parallel} tensor-parallel ranks failed ({text}); a rank that "
-                "was lost or ran out of memory ends the engine, which is started again",
+                f"engine vllm: a step of {self._tensor_parallel} tensor-parallel ranks failed ({text}); if a rank is "
+                "lost or runs out of memory, the engine ends and is started again",
             ) from error
         self._finished |= {output.request_id: output for output in outputs if output.finished}
         self._compute.progress += 1

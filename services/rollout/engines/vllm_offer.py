@@ -20,7 +20,7 @@ from shared.weights.table import nbytes
 
 
 class HalfTaken(Exception):
-    """A transfer broke off in the middle of the model, which is now unusable. The message is one line."""
+    """A transfer broke off partway through the model, which is now unusable. The message is one line."""
 
 
 class OfferTaker:
@@ -50,7 +50,7 @@ class OfferTaker:
         except TransferFailed as error:
             if whole:
                 raise
-            raise HalfTaken(f"a transfer by {self._route} broke off in the middle of the model ({error})") from None
+            raise HalfTaken(f"a transfer by {self._route} broke off partway through the model ({error})") from None
 
 
 def _check(failures: Sequence[str], what: str) -> None:
@@ -67,7 +67,7 @@ def check_offer(expected: Expected, offered: Sequence[TransferParameter]) -> Non
         name = other[0]
         raise WeightsMismatch(
             f"{len(other)} of {len(ours)} parameters differ from the offer, such as {name}: {theirs.get(name, 'none')} "
-            f"offered, but the engine's model has {ours.get(name, 'none')}; is policy.model the one that is trained?"
+            f"offered, but the engine's model has {ours.get(name, 'none')}; is policy.model the one being trained?"
         )
 
 

@@ -16,7 +16,7 @@ from services.rollout.engine import FinishReason, Generation
 
 
 def generation(output: Any, began: int, *, spans: bool) -> Generation:
-    """Return the generation for a finished CompletionOutput of vLLM.
+    """Return the generation for a finished vLLM CompletionOutput.
 
     `began` is the number of swaps when the block began. `spans` says whether more swaps followed, in which case the
     number must be read for each token.
@@ -48,7 +48,8 @@ def under_way(
     for state in processor.request_states.values():
         token_ids = state.detokenizer.output_token_ids
         starts = state.weight_version_starts
-        ends = [start for _, start in starts[1:]] + [len(token_ids)]  # one more than starts if nothing was sampled yet
+        # `ends` has one more entry than `starts` if nothing has been sampled yet.
+        ends = [start for _, start in starts[1:]] + [len(token_ids)]
         spans = [(int(version), end - start) for (version, start), end in zip(starts, ends, strict=False)]
         logprobs = state.logprobs_processor.logprobs
         made = _made(token_ids, logprobs, spans, began, FinishReason.UNFINISHED, proved)

@@ -30,7 +30,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     # On CUDA with Triton, vLLM selects its second model runner. Weight proofs and swaps are tested with the first.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # torch.distributed listens even for one worker, so restrict it to this machine's loopback.
+    # torch.distributed listens even if there is only one worker, so restrict it to this machine's loopback.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -88,7 +88,8 @@ def arguments_of(given: Mapping[str, Any], known: set[str], *, on_cpu: bool, in_
         raise RpcError(
             ErrorCode.BAD_REQUEST,
             "services.rollout.engine_args.async_scheduling: cannot be true with services.rollout.in_flight: "
-            f"{in_flight}, because tokens of the old weights would be counted as tokens of the new ones; leave it out",
+            f"{in_flight}, because tokens from the old weights would be counted as tokens from the new ones; leave it "
+            "out",
         )
     defaults: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
     if in_flight != "wait":

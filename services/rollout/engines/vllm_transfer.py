@@ -38,7 +38,7 @@ ABORT_S = 10.0
 
 @dataclass
 class GlooInit(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's sources are not read by mypy
-    """The place where `world_size` ranks meet: the trainer as rank 0, and this engine's ranks from `rank_offset` on."""
+    """The rendezvous for `world_size` ranks: the trainer as rank 0, and this engine's ranks from `rank_offset` on."""
 
     interface: str
     file: str

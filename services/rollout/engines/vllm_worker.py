@@ -77,8 +77,8 @@ class PolicyWeights:
     def leave_host_memory(self) -> int:
         """Release on a CPU what a level-2 sleep releases on a GPU: weights, keys and values.
 
-        vLLM 0.32 ignores `sleep` on a CPU. Tensors keep their identity. Buffers stay, because no checkpoint restores
-        them. Returns the number of bytes released, not counting those that oneDNN packed for itself.
+        vLLM 0.32 ignores `sleep` on a CPU. Tensors keep their identity. Buffers are kept, because no checkpoint
+        restores them. Returns the number of bytes released, not counting those that oneDNN packed for itself.
         """
         model = self.model_runner.get_model()
         for module in model.modules():
@@ -93,13 +93,14 @@ class PolicyWeights:
         for part in parts:
             for storage, nbytes in self._asleep.pop(part, []):
                 storage.resize_(nbytes)
-                # The memory is zeroed, because arbitrary contents may read as NaN, and a masked NaN is still NaN.
+                # The memory is zeroed, because arbitrary contents might read as NaN, and a masked NaN is still NaN.
                 storage.fill_(0)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def unname_shared_memory(self) -> list[str]:
         """Remove the names of the shared memory for CPU reductions, once all ranks have mapped it. Return the names.
 
-        vLLM 0.32 removes the names when a rank ends by itself. A rank that is killed would leave 8 MiB behind for good.
+        vLLM 0.32 removes the names when a rank ends on its own. A rank that is killed would leave 8 MiB behind for
+        good.
         """
         lines = Path("/proc/self/maps").read_text().splitlines()
         names = sorted({line.partition(_SHARED_MEMORY)[2] for line in lines if _SHARED_MEMORY in line})

@@ -32,7 +32,7 @@ _SAFETENSORS_DTYPES = {
 
 
 def expected_weights(path: Path, dtype: str) -> Expected:
-    """Return the type (`dtype`) and shape of every weight of a model directory, without allocating the weights."""
+    """Return the type (`dtype`) and shape of every weight in a model directory, without allocating the weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -58,14 +58,14 @@ def fitting(expected: Expected, weights: Mapping[str, Array]) -> dict[str, Tenso
     if missing or unexpected:
         raise WeightsMismatch(
             f"{len(weights)} parameters given for the engine's {len(expected)}: missing {shown(missing)}, "
-            f"unexpected {shown(unexpected)}; is policy.model the one that is trained?"
+            f"unexpected {shown(unexpected)}; is policy.model the one being trained?"
         )
     tensors = {name: to_torch(weights[name]) for name in expected}
     for name, (dtype, shape) in expected.items():
         if tensors[name].dtype != dtype or tensors[name].shape != shape:
             raise WeightsMismatch(
                 f"parameter {name}: {tensors[name].dtype} {list(tensors[name].shape)} given, but the engine's model "
-                f"has {dtype} {list(shape)}; is policy.model the one that is trained?"
+                f"has {dtype} {list(shape)}; is policy.model the one being trained?"
             )
     return tensors
 
@@ -95,7 +95,7 @@ def check_proofs(proofs: Sequence[Proof], expected: Expected, digests: Mapping[s
 
 @contextmanager
 def memory_file(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Write `tensors` to a safetensors file in memory, for processes of this user on this machine, and yield its path.
+    """Write `tensors` to a safetensors file in memory, for this user's processes on this machine, and yield its path.
 
     The file has no name in any folder. It disappears once this context or the process has ended, however that happens,
     and the last mapping is gone.

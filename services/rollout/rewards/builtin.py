@@ -64,13 +64,13 @@ def math_verify(sample: Sample) -> float:
 def reasoning_gym(sample: Sample) -> float:
     """Return the score, from 0.0 to 1.0, that the row's reasoning-gym data set gives to the stripped completion.
 
-    Raises KeyError for a row of another source, and ValueError if the data set generates a different question for it.
+    Raises KeyError for a row from another source, and ValueError if the data set generates a different question for it.
     """
     made = sample.row[GYM_KEY]
     entry = _entries(made["source"]).entry(made["index"])
     if entry["question"] != sample.row["prompt"]:
         raise ValueError(
-            f"{made['source']} generates a different question {made['index']} here; is another release installed?"
+            f"{made['source']} generates a different question {made['index']} here; is a different release installed?"
         )
     return float(_entries(made["source"]).score(sample.completion.strip(), entry))
 

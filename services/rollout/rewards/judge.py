@@ -104,7 +104,7 @@ def _retry_after(error: BaseException) -> float | None:
 
 
 class HeldCall(Protocol):
-    """A call that waits for its judge to answer."""
+    """A call that is waiting for its judge to answer."""
 
     tries: int
     """Number of times that the judge was asked and did not answer."""
@@ -119,7 +119,7 @@ C = TypeVar("C", bound=HeldCall)
 
 @dataclass
 class Outage:
-    """An outage of a judge. Times are in seconds of a monotonic clock; `error` is the last error, in one line."""
+    """An outage of a judge. Times are in seconds on a monotonic clock; `error` is the last error, in one line."""
 
     began: float
     delay_s: float

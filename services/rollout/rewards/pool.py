@@ -40,7 +40,7 @@ class RewardCall:
     """One call of reward function number `function` for the samples at `places` in the block (`user_code.host.Work`).
 
     An `alone` call has a process of its own. A `probe` runs with no other call at the same time, to find out whether
-    its judge answers again. `broken` counts the processes that ended during the call. For the other fields see
+    its judge answers again. `broken` counts the processes that ended during the call. For the other fields, see
     `judge.HeldCall`.
     """
 
@@ -83,7 +83,7 @@ class RewardPool:
         retry: RewardRetry,
         emit: Callable[[str, dict[str, float | str]], None],
     ) -> None:
-        """`retry` limits the wait for a judge that does not answer. `emit(topic, values)` sends telemetry."""
+        """`retry` limits the wait for a judge that is not answering. `emit(topic, values)` sends telemetry."""
         self._terms = list(terms)
         functions = [(term.function, term.params) for term in terms]
         self._pool = UserPool(Setup(Purpose.REWARD, functions, timeout_s, memory_bytes), processes)
@@ -204,7 +204,7 @@ class RewardPool:
 
     async def _work(self) -> None:
         while True:
-            # A process is reserved before there is work for it: the other workers take calls meanwhile.
+            # A process is reserved before there is work for it: the other workers take calls in the meantime.
             async with self._pool.reserved() as process:
                 calls = await self._take()
                 if process.leaving.is_set():
@@ -250,7 +250,7 @@ class RewardPool:
         if isinstance(ended, Rated):
             return ended.scores
         if isinstance(ended, Returned):
-            raise TypeError("a reward function returned the message of a workflow")
+            raise TypeError("a reward function returned a workflow's message")
         name = self._terms[call.function].function
         score = failed(name, ended.kind, ended.why, at=ended.at, trace=ended.trace, retry_after_s=ended.retry_after_s)
         return [score] * len(call.samples)

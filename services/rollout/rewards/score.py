@@ -60,7 +60,7 @@ def total(answer: Any) -> Score:
 
 
 def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Score]:
-    """Return the scores of the `samples` samples of one call of `function`. For a group, `answer` lists one reward per
+    """Return the scores of the `samples` samples in one call to `function`. For a group, `answer` lists one reward per
     sample."""
     if group and (not isinstance(answer, list | tuple) or len(answer) != samples):
         why = f"answered {answer!r:.60} for {samples} samples, not a list of as many rewards"

@@ -53,8 +53,8 @@ class UserProcess:
     async def start(cls, setup: Setup, marks: int) -> tuple[UserProcess, Ready]:
         """Start a process that inherits the descriptor `marks`, and wait until it has loaded its functions.
 
-        Raises a one-line RpcError(bad_request) if the functions cannot be loaded, or if the process ends or hangs
-        meanwhile.
+        Raises a one-line RpcError(bad_request) if the functions cannot be loaded, or if the process ends or hangs in
+        the meantime.
         """
         ours, theirs = socket.socketpair()
         stack = StackFile()
@@ -83,8 +83,8 @@ class UserProcess:
             status = await self.end()
             raise RpcError(
                 ErrorCode.BAD_REQUEST,
-                f"{setup.purpose} {', '.join(path for path, _ in setup.functions)}: their process {status} while it "
-                f"loaded them ({type(error).__name__}, limit {START_S:g} s)",
+                f"{setup.purpose} {', '.join(path for path, _ in setup.functions)}: their process {status} while "
+                f"loading them ({type(error).__name__}, limit {START_S:g} s)",
             ) from None
         except asyncio.CancelledError:
             await self.end()
@@ -107,7 +107,8 @@ class UserProcess:
         return await self._reader.readexactly(length)
 
     async def end(self, grace_s: float = 0.0) -> str:
-        """Kill the process and all that it started. Return how it ended: by itself within `grace_s`, or by the kill."""
+        """Kill the process and all that it started. Return how it ended: on its own within `grace_s`, or because it was
+        killed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._child.wait()

@@ -1,6 +1,6 @@
 """Restrictions that a process for users' code imposes on itself before it loads any of that code.
 
-The service never relies on this process to end by itself. The module does not import torch.
+The service never relies on this process to end on its own. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def limit_memory(memory_bytes: int) -> None:
     """Allow this process `memory_bytes` beyond what it holds now.
 
     The limit applies to private writable memory (RLIMIT_DATA), because RLIMIT_AS also counts libraries mapped from
-    files, which are shared. Shared mappings and files in /dev/shm are not counted. Each process that users' code starts
-    gets the same limit for itself.
+    files, which are shared. Shared mappings and files in /dev/shm are not counted. The same limit applies separately to
+    each process that users' code starts.
     """
     held = 0
     for line in Path("/proc/self/status").read_text().splitlines():

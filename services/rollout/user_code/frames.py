@@ -37,7 +37,7 @@ class Purpose(StrEnum):
 class Setup(msgspec.Struct, array_like=True):
     """Service -> process, once: import path and params of each function, and the time limit for one call in seconds.
 
-    `memory_bytes` limits the memory of all calls together, beyond the memory of the ready process.
+    `memory_bytes` limits the memory of all calls together, beyond what the process uses once it is ready.
     """
 
     purpose: Purpose

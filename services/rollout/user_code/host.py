@@ -47,7 +47,7 @@ class Work(Protocol):
         """Handle a request from the running call."""
 
     def end(self) -> None:
-        """Clean up: the call has ended or is abandoned."""
+        """Clean up: the call has ended or been abandoned."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Broken:
     trace: str = ""
 
     def failed(self) -> Failed:
-        """Return the failure of a call that is the cause."""
+        """Return the failure of the call that is the cause."""
         return Failed(0, self.why, self.kind, self.at, self.trace)
 
 
@@ -159,7 +159,7 @@ class UserHost:
                     self.leaving.set()
 
     async def waits(self) -> list[WaitRow]:
-        """Return a row that shows how long the process has worked on its oldest call, and where its code is."""
+        """Return a row that shows how long the process has been working on its oldest call, and where its code is."""
         if not self._live:
             return []
         slot = self._marks.current()
@@ -273,10 +273,10 @@ class UserHost:
     # ---- hangs and deaths
 
     def _watch(self) -> bool:
-        """Return whether the process hangs and must end."""
+        """Return whether the process is hanging and must be ended."""
         if not self._silent_rounds:
             self.send(frames.CheckLoop())
-        # Silence is counted in rounds: if this process itself was suspended, the answer may be in the socket.
+        # Silence is counted in rounds: if this process itself was suspended, the answer might be in the socket.
         silent_s = self._silent_rounds * WATCH_S
         self._silent_rounds += 1
         if silent_s > self._stall_s:

@@ -45,7 +45,7 @@ class Link:
             self._socket.sendall(data)
 
     def captured(self, slot: int) -> list[Sequence]:
-        """Return everything sampled for `slot`. Any thread may call this; other messages wait meanwhile."""
+        """Return everything sampled for `slot`. Any thread may call this; other messages wait in the meantime."""
         with self._reading:
             self.send(Ask(slot))
             while True:

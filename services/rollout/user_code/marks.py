@@ -33,25 +33,25 @@ class Marks:
         self._lock = threading.Lock()
 
     def enter(self, slot: int) -> None:
-        """Mark that the loop runs the slot's code."""
+        """Mark that the loop is running the slot's code."""
         _CURRENT.pack_into(self._map, 0, slot)
 
     def leave(self) -> None:
         _CURRENT.pack_into(self._map, 0, _NOBODY)
 
     def tool(self, slot: int, change: int) -> None:
-        """Count one more (1) or one fewer (-1) running tool of the slot. Any thread may call this."""
+        """Count one running tool more (1) or fewer (-1) for the slot. Any thread may call this."""
         with self._lock:
             at = _CURRENT.size + slot * _TOOLS.size
             _TOOLS.pack_into(self._map, at, max(0, min(0xFFFF, _TOOLS.unpack_from(self._map, at)[0] + change)))
 
     def current(self) -> int | None:
-        """Return the slot whose code the loop runs, or None."""
+        """Return the slot whose code the loop is running, or None."""
         slot: int = _CURRENT.unpack_from(self._map, 0)[0]
         return None if slot == _NOBODY else slot
 
     def tools(self, slot: int) -> int:
-        """Return the number of running tools of the slot."""
+        """Return how many of the slot's tools are running."""
         count: int = _TOOLS.unpack_from(self._map, _CURRENT.size + slot * _TOOLS.size)[0]
         return count
 

@@ -67,12 +67,12 @@ class UserPool:
         await asyncio.gather(*(process.end() for process in list(self._all)))
 
     async def waits(self) -> list[WaitRow]:
-        """Return a row for each process that works on calls."""
+        """Return a row for each process that is working on calls."""
         rows = await asyncio.gather(*(process.waits() for process in list(self._all)))
         return [row for found in rows for row in found]
 
     async def make(self, new_work: Callable[[], W]) -> tuple[Ended, W]:
-        """Make a call, and repeat it with new work if its process ended. Return how the call ended, and the last work.
+        """Make a call, and repeat it with new work if its process ends. Return how the call ended, and the last work.
 
         When its process breaks, the call fails only if it was alone in that process or is known to be the cause.
         """

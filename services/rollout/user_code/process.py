@@ -90,7 +90,7 @@ class _Marked(Coroutine[Any, Any, Any]):
         self._marks.enter(self._slot)
         try:
             return step(*args)
-        except (SystemExit, KeyboardInterrupt) as error:  # in a task, these would end the loop of all slots
+        except (SystemExit, KeyboardInterrupt) as error:  # in a task, these would end the loop that all slots share
             raise RuntimeError(repr(error)) from None
         finally:
             self._marks.leave()
@@ -103,7 +103,7 @@ class _Marked(Coroutine[Any, Any, Any]):
 
 
 class _Slots:
-    """The calls in progress. One loop serves all calls, because clients and locks of user modules belong to a loop."""
+    """The calls in progress. One loop serves all calls, because clients and locks in user modules belong to a loop."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ def _returned(slot: int, trajectory: Any, state: dict[str, Any]) -> Returned:
         ]
         metrics = {str(name): float(value) for name, value in trajectory.metrics.items()}
     except (TypeError, ValueError, OverflowError) as error:
-        raise WorkflowError(f"metrics and the lists of a sequence must contain numbers ({error})") from None
+        raise WorkflowError(f"metrics and a sequence's lists must contain numbers ({error})") from None
     return Returned(slot, sequences, score, metrics, state)
 
 

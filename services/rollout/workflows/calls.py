@@ -20,7 +20,7 @@ from shared.workflow import Message, Sequence, Turn, WorkflowError
 
 T = TypeVar("T")
 OnText = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Function that runs blocking work on the thread that handles the dataset rows and the tokenizer."""
+"""Function that runs blocking work on the thread that handles the rows and the tokenizer."""
 
 
 class SampleCalls:
@@ -83,7 +83,7 @@ class SampleCalls:
         return taken
 
     async def _begin(self, begin: Callable[[], PreparedCall]) -> PreparedCall:
-        """Run `begin` on the text thread. If the caller is cancelled meanwhile, the opened call is given up."""
+        """Run `begin` on the text thread. If the caller is cancelled in the meantime, the opened call is given up."""
         beginning: asyncio.Future[PreparedCall] = asyncio.ensure_future(self._on_text(begin))
         try:
             return await asyncio.shield(beginning)
@@ -96,7 +96,7 @@ class SampleCalls:
             self._give_up(beginning.result())
 
     def _give_up(self, call: PreparedCall) -> asyncio.Task[None]:
-        """Release the tokens reserved for the call, even if the caller is cancelled meanwhile."""
+        """Release the tokens reserved for the call, even if the caller is cancelled in the meantime."""
 
         async def give_up() -> None:
             await self._on_text(lambda: self.conversation.give_up(call))

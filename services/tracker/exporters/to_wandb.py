@@ -137,7 +137,7 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def _await_core_of(pid: int) -> None:
-    """Wait until the wandb-core that process `pid` started has ended, because it may still write rows that must be
+    """Wait until the wandb-core that process `pid` started has ended, because it might still write rows that must be
     counted."""
     until = time.monotonic() + CORE_END_S
     while pid and pid != os.getpid():

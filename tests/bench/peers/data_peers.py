@@ -4,8 +4,8 @@ Prints one JSON line.
     .venv-data/bin/python tests/bench/peers/data_peers.py ray|transfer-queue [--settings '{"threads": 2}'] [--rounds N]
 
 Runs in its own environment (`make peers-data`; its lock file is beside this file). The work is `tasks` tasks of `keys`
-float32 tensors of `length`, which are put, fetched, and hashed as in `bench_data` (xxh3). The first round is the first
-use of a fresh store. `SETTINGS` holds the defaults; data_sweep.json records which settings are fastest.
+float32 tensors of length `length`, which are put, fetched, and hashed as in `bench_data` (xxh3). The first round is the
+first use of a fresh store. `SETTINGS` holds the defaults; data_sweep.json records which settings are fastest.
 """
 
 from __future__ import annotations

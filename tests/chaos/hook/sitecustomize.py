@@ -1,4 +1,4 @@
-"""Sends this process a signal at a named point: before or after the n-th call of a function of the product.
+"""Sends this process a signal at a named point: before or after the n-th call to a function of the product.
 
 With CHAOS_HISTORY it also records this process's messages about shards and steps (see `chaos_history`). Python imports
 this module at startup when PYTHONPATH names this folder; `tests.chaos.points` writes the variables.

@@ -149,7 +149,7 @@ async def half_put(store: StoreProcess, peer: Peer, writer: Producer, *, lent: b
 
 
 async def no_spares(peer: Peer) -> None:
-    """Evict all spares with a put that takes the whole room. The put is too large to become a spare itself."""
+    """Evict all spares with a put that takes up all the room. The put is too large to become a spare itself."""
     if (await stats(peer)).spare_bytes:
         whole = TaskShards("train/9/0", int(time.monotonic() * 1000), {"w": np.zeros(2 * ELEMENTS, np.int32)})
         await peer.data.put([whole], store=STORE, deadline_s=CALL_S)

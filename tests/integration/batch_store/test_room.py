@@ -91,7 +91,7 @@ async def play(folder: Path, store: str, limit: int, roll_out: Callable[[Actor],
             batch = await driver.train(step)
             assert len(batch.batch.tasks) == TASKS_PER_STEP
             assert batch.scalars["reward"].shape == (TASKS_PER_STEP * GROUP,)
-            ordered = batch.checkpoint_now  # Here, a checkpoint is ordered only for lack of room.
+            ordered = batch.checkpoint_now  # Here, a checkpoint is requested only for lack of room.
             now = await driver.stats()
             assert now.bytes <= limit
             assert now.busy == 0
@@ -166,7 +166,7 @@ def test_a_step_replayed_repeatedly_stores_its_proximal_log_probs_once(tmp_path:
             for life in range(1, 60):  # The trainer is killed at every attempt.
                 await driver.put_prox(batch, sizes, life)
             now = await driver.stats()
-            # Version 0 may be collected meanwhile.
+            # Version 0 might be collected in the meantime.
             assert (now.bytes <= once.bytes, now.shards <= once.shards, now.files <= once.files) == (True, True, True)
             assert now.busy == 0
             # 59 copies of the step's log-probs would exceed the whole store

@@ -1,4 +1,4 @@
-"""The folder into which a store spills may be shared with other runs and hosts, lose files, or be on a full disk."""
+"""The folder into which a store spills might be shared with other runs and hosts, lose files, or be on a full disk."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ def test_puts_are_refused_as_busy_on_a_full_disk_and_succeed_once_there_is_room_
             await waiting
             await check(peer, tasks)
             assert "memory" in await places(peer, tasks)
-            assert (await stats(peer)).bytes == 10 * MIB  # This is more than the memory, so one shard is on disk.
+            # This is more than the memory can hold, so one shard is on disk.
+            assert (await stats(peer)).bytes == 10 * MIB
             assert store.process is not None
             assert store.process.poll() is None
 

@@ -117,8 +117,8 @@ def test_a_batch_fetches_keys_of_several_puts_and_an_error_names_missing_ones(st
 
 
 def test_nested_shards_come_back_by_path_and_are_collected_with_their_task(store: StoreProcess) -> None:
-    """Each leaf of a structure has a path. Empty arrays and scalars are shards. Any other value is refused by an error
-    that names its path and type.
+    """Each leaf of a structure has a path. Empty arrays and scalars are shards. Any other value is refused with an
+    error that names its path and type.
     """
     turns = {
         "turn/0/ids": np.arange(3),

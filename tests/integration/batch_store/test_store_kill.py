@@ -81,7 +81,7 @@ def test_acknowledged_puts_and_clears_survive_kills_at_random_instants(store: St
             number += 12
             if number > first + 60:
                 gone = [old for old in list(acknowledged) if old < number - 60 and old not in cleared][:4]
-                cleared.update(gone)  # The shards of these tasks may be gone as soon as the request is sent.
+                cleared.update(gone)  # The shards of these tasks might be gone as soon as the request is sent.
                 for old in gone:
                     del acknowledged[old]
                 request = Clear(tasks=[PutTask(f"train/0/{old}", 1) for old in gone])

@@ -129,7 +129,7 @@ def test_clear_of_an_invalid_task_is_refused_and_breaks_no_restart(tmp_path: Pat
 
 @pytest.mark.parametrize("again", [True, False])
 def test_task_cleared_on_a_full_mount_stays_cleared_after_a_kill(mount: Path, tmp_path: Path, again: bool) -> None:
-    """With `again`, another task is cleared once there is room; otherwise the store catches up by itself."""
+    """With `again`, another task is cleared once there is room; otherwise the store catches up on its own."""
     tombstones = f"{STORE.replace('/', '-')}/tombstones"
     run = make_run(tmp_path, memory=6 * MIB, shm_root=mount)
 

@@ -1,5 +1,5 @@
 """The same shapes pass through a real store in every step: pages are reused, mapped data never changes, spares make way
-for other files at once, and a store killed meanwhile starts clean.
+for other files at once, and a store killed in the meantime starts clean.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def play(folder: Path, *, until: str = "") -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_tutorials_project_passes_every_check_of_a_start(tmp_path: Path) -> None:
+def test_the_tutorials_project_passes_every_startup_check(tmp_path: Path) -> None:
     *_, plan = play(tmp_path, until="--dry-run")
     assert "rollout/0" in plan
     assert not (tmp_path / "sums" / "runs").exists()

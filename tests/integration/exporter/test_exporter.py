@@ -59,7 +59,7 @@ def free_port() -> int:
 
 
 def scrape(port: int, token: str = "", path: str = "/metrics", method: str = "GET") -> tuple[int, str]:
-    """Return the status and the body of an answer, or (0, "") if nothing is listening."""
+    """Return the status and the body of a response, or (0, "") if nothing is listening."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_S)
     try:
         connection.request(method, path, headers={"authorization": f"Bearer {token}"} if token else {})
@@ -149,7 +149,7 @@ def test_spans_reach_the_file_and_a_collector_that_is_absent_at_first(tmp_path: 
 
         assert set(wait_for("spans in the file", written)) == {"generate", "idle"}
         log = run.log_file("exporter", 0)
-        told = "traces do not arrive; spans are dropped, but the run goes on"
+        told = "traces are not arriving; spans are being dropped, but the run goes on"
         wait_for("the warning", lambda: told in log.read_text())
         with collector(port) as (kept, _):
             kept.wait(1)

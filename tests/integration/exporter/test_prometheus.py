@@ -56,7 +56,7 @@ def prometheus(binary: str, target: int, folder: Path) -> Iterator[int]:
 
 
 def query(port: int, expression: str) -> list[Any]:
-    """Return the series of an instant query, or none while Prometheus is starting."""
+    """Return the series that an instant query yields, or none while Prometheus is starting."""
     text = urllib.parse.urlencode({"query": expression})
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{text}", timeout=30) as answer:

@@ -158,4 +158,4 @@ def volatile_folders(path: Path) -> list[Path]:
 def assert_nothing_left(path: Path, folders: list[Path]) -> None:
     """Check that, within a moment, no process of the run and none of `folders` is left."""
     wait_for("no process left", lambda: not processes_of(path), 40)
-    wait_for("no sockets and shared memory left", lambda: not any(folder.exists() for folder in folders), 20)
+    wait_for("no sockets or shared memory left", lambda: not any(folder.exists() for folder in folders), 20)

@@ -68,7 +68,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_host_receives_the_files_of_home_and_its_topology_names_them(
+def test_a_host_receives_the_files_from_home_and_its_topology_names_them(
     home: tuple[RunDir, Access], tmp_path: Path
 ) -> None:
     _, access = home

@@ -84,7 +84,7 @@ def test_a_killed_actor_or_agent_is_replaced_and_the_run_continues(tmp_path: Pat
         actor = agent.parent()
         assert actor is not None
         os.kill(actor.pid, signal.SIGKILL)
-        lost = told.wait_for("host b is lost: (the actor of )?its agent ended")
+        lost = told.wait_for("host b is lost: its agent('s actor)? ended")
         told.wait_for("host b has joined", lost)
         goes_on(told)
         os.kill(agent_of(path, "c").pid, signal.SIGKILL)

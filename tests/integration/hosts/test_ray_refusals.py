@@ -76,7 +76,8 @@ def test_a_port_in_use_on_the_home_host_is_named(cluster: RayCluster, tmp_path: 
 
 @contextlib.contextmanager
 def another_node(cluster: RayCluster, label: str, folder: Path) -> Iterator[None]:
-    """Start a node as a user would, on a host with another rlbus, another torch, no model, and a clock that is slow.
+    """Start a node as a user would, on a host with a different rlbus release, a different torch version, no model, and
+    a slow clock.
 
     The node has its own view of the file system, and Python's start-up hook sets its clock.
     """

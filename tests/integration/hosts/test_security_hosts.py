@@ -86,7 +86,7 @@ def cluster(hosts: Sequence[Host], tmp_path: Path) -> Iterator[tuple[RunDir, Run
     home.remove_volatile()
 
 
-def test_a_service_of_another_host_finds_and_uses_scheduler_store_and_monitor(
+def test_a_service_on_another_host_finds_and_uses_scheduler_store_and_monitor(
     hosts: Sequence[Host], cluster: tuple[RunDir, RunDir, Callable[..., None]]
 ) -> None:
     home, away, _ = cluster
@@ -120,7 +120,7 @@ def test_a_scheduler_on_tcp_refuses_strangers_observers_and_unencrypted_clients(
     assert '"reason": "role"' in log
 
 
-def test_an_observer_gets_snapshot_and_stream_of_the_monitor_and_nothing_else(
+def test_an_observer_gets_the_monitors_snapshot_and_stream_and_nothing_else(
     hosts: Sequence[Host], cluster: tuple[RunDir, RunDir, Callable[..., None]], tmp_path: Path
 ) -> None:
     home, away, _ = cluster

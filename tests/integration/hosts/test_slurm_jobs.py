@@ -30,7 +30,7 @@ class Job:
         self.number = slurm.submit(JOBS / script, self.output, str(QUICKSTART), *words, **given)
 
     def wait_until(self, what: str, pattern: str) -> None:
-        """Wait for a line in the output of the job."""
+        """Wait for a line in the job's output."""
 
         def found() -> bool:
             text = self.output.read_text() if self.output.exists() else ""

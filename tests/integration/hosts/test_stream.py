@@ -208,7 +208,7 @@ def test_memory_of_earlier_streams_is_reused_only_when_no_array_refers_to_it(sto
         found = await fetch(data, blocks[1])
         array = weakref.ref(found[0]["a"])
         del found
-        await until(lambda: array() is None, "the end of an array that nothing refers to")
+        await until(lambda: array() is None, "the release of an array that nothing refers to")
         data.close()
 
     store.start()

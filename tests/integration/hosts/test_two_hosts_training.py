@@ -62,7 +62,7 @@ async def bench_of(run: RunDir) -> AsyncIterator[trainer.Bench]:
 async def train(
     home: trainer.Bench, place: trainer.Bench, fence: int, enough: Callable[[int], bool]
 ) -> list[dict[str, float]]:
-    """Train the worker of `place` on batches in the store of `home` until `enough(steps)` is true. Return the sums of
+    """Train the worker of `place` on batches in the store of `home` until `enough(steps)` is true. Return the sums for
     each step.
 
     The tasks of these batches are unknown to the scheduler, which clears them at its next inventory. Each pass

@@ -1,4 +1,4 @@
-"""The launcher with real processes, without torch: start order, kills, restarts and every kind of end.
+"""The launcher with real processes, without torch: start order, kills, restarts and every way in which a run ends.
 
 Tiny services replace those that need torch and, in tests of the launcher alone, the scheduler and the batch store.
 """
@@ -139,7 +139,7 @@ def test_stopped_service_is_found_and_replaced(tmp_path: Path, monkeypatch: pyte
 
 
 def hang_line(path: Path, service: str) -> dict[str, str]:
-    """Return the line about the hang of `service` from its log."""
+    """Return the line in `service`'s log that reports that it hung."""
     lines = [json.loads(line) for line in (path / "logs" / f"{service}-0.jsonl").read_text().splitlines()]
     found: dict[str, str] = next(line for line in lines if line["event"] == "hangs, and is killed")
     return found

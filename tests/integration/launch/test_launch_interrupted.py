@@ -38,7 +38,8 @@ def shm(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """Yield a temporary directory for this test. Its path is short, because an ipc path has at most 107 bytes."""
+    """Yield a temporary directory for this test. Its path is short, because an ipc path can be at most 107 bytes
+    long."""
     folder = Path(f"/tmp/t{os.getpid()}-{time.monotonic_ns() % 10**6}")
     folder.mkdir()
     yield folder

@@ -206,7 +206,7 @@ def test_other_machines_get_the_same_history_from_the_supervisor(live: Cluster) 
 
     here = json.loads(ctl(live.path, "trace", task_id, "--json").stdout)["story"]
     assert here
-    assert asyncio.run(told())[: len(here)] == [each["what"] for each in here]  # It may be longer by now.
+    assert asyncio.run(told())[: len(here)] == [each["what"] for each in here]  # It might be longer by now.
 
 
 def test_trace_of_an_unknown_task_gives_one_line_and_exit_status_2(live: Cluster) -> None:

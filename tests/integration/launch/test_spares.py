@@ -204,7 +204,7 @@ class Alone:
     orders: socket.socket
 
     def order(self, module: str, environment: dict[str, str], output: int) -> socket.socket:
-        """Order a fork that runs `module`. Return the socket on which it answers."""
+        """Order the spare to fork a process that runs `module`. Return the socket on which it answers."""
         ours, theirs = socket.socketpair()
         with theirs:
             message = json.dumps([[module, "--instance", "0"], environment]).encode()

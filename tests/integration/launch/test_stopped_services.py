@@ -55,7 +55,7 @@ def _ready(run: Cluster, name: str) -> tuple[int, int] | None:
 
 
 def _stop(run: Cluster, name: str, seen: Seen) -> None:
-    """Stop the service during its work; wait until it is replaced and the run has made progress."""
+    """Stop the service while it is working; wait until it has been replaced and the run has made progress."""
     pid, restarts = run.wait_for(f"a ready {name}", lambda: _ready(run, name))
     os.kill(pid, signal.SIGSTOP)
     seen.stopped_at[name] = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
@@ -108,7 +108,8 @@ def test_every_task_is_trained_once(seen: Seen) -> None:
 
 def test_no_task_is_dropped_and_services_that_wait_for_the_store_keep_their_leases(seen: Seen) -> None:
     assert [row["rollout/tasks_dropped"] for row in seen.run.rows()] == [0] * STEPS
-    # Later, a lease may be lost: a completion that the scheduler accepted before its stop may be retried after it.
+    # Later, a lease can be lost: a completion that the scheduler accepted before it was stopped can be retried
+    # afterwards.
     since, until = seen.stopped_at["batch-store/0"], seen.stopped_at["scheduler/0"]
     for waiting in ("rollout", "reference"):
         lines = [line for line in seen.run.log(waiting) if since <= line["timestamp"] < until]

@@ -150,7 +150,7 @@ def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: 
         streams: list[Stream] = []
         task = asyncio.create_task(pump(run, queue, streams))
         await take(queue, -1)
-        # The snapshot may arrive before the subscription is active.
+        # The snapshot might arrive before the subscription is active.
         live = asyncio.create_task(take(queue, -2))
         while not live.done():
             sender.emit(-2)

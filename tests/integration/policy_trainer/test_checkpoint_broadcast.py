@@ -30,7 +30,7 @@ def receive(place: Place, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_rank_has_the_bytes_that_rank_0_has_read(tmp_path: Path) -> None:
+def test_every_rank_has_the_bytes_that_rank_0_read(tmp_path: Path) -> None:
     folder = tmp_path / "ranks"
     save_file(STATE.weights, tmp_path / "weights.safetensors")
     save_file(STATE.optimizer, tmp_path / "optimizer.safetensors")

@@ -157,7 +157,7 @@ def store(data_id: str) -> Register:
     )
 
 
-def test_a_kill_at_any_point_of_a_rewind_neither_loses_nor_duplicates_a_row(
+def test_a_kill_at_any_point_in_a_rewind_neither_loses_nor_duplicates_a_row(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rewind discards the rows of steps 3 to 5."""
@@ -242,7 +242,7 @@ async def _train(life: Life, steps: int) -> None:
 
 
 def _arm(patched: pytest.MonkeyPatch, kills: Kills) -> None:
-    """Make `kills` count every system call of the metrics file, the middle of every write, and the commit."""
+    """Make `kills` count every system call on the metrics file, the middle of every write, and the commit."""
 
     def wrapped(real: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -341,7 +341,7 @@ async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, 
                 done, _ = await asyncio.wait(world.tasks, timeout=0.002, return_when="FIRST_COMPLETED")
                 for task in done:
                     task.result()
-        await asyncio.sleep(chance.uniform(0, 0.05))  # The kill occurs at any point of the following steps.
+        await asyncio.sleep(chance.uniform(0, 0.05))  # The kill occurs at any point in the following steps.
         scheduler.kill()
     finally:
         await world.close()
@@ -368,7 +368,7 @@ def test_metrics_are_the_first_rows_of_the_journal_after_any_crash(run: RunDir, 
     assert all(row["loss/policy"] <= driving.commits for row in written[1:])
     lost = Counter((row["lineage"], row["step"]) for row in discarded(run))
     assert set(lost.values()) <= {1}
-    # If kills are few, all of them may occur right after a checkpoint and discard nothing.
+    # If there are only a few kills, all of them might occur right after a checkpoint and discard nothing.
     assert len(lost) > ends or ends < 20
     kept = {row["loss/policy"] for row in written[1:]}
     assert not kept & {row["loss/policy"] for row in discarded(run) if row["step"] > 0}

@@ -1,5 +1,5 @@
-"""SIGKILL at random times during a large save alongside training: the previous checkpoint stays whole and the next save
-works. Setting SAVE_SEED to the printed number repeats the kills of a failed run.
+"""SIGKILL at random times during a large save alongside training: the previous checkpoint stays intact and the next
+save succeeds. Setting SAVE_SEED to the printed number repeats the kills of a failed run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def save_beside_training(folder: Path, state: SavedState) -> int:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_kills_at_random_times_of_a_large_save_keep_the_previous_checkpoint(tmp_path: Path) -> None:
+def test_kills_at_random_times_during_a_large_save_keep_the_previous_checkpoint(tmp_path: Path) -> None:
     seed = int(os.environ.get("SAVE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"SAVE_SEED={seed}")
     chance = random.Random(seed)

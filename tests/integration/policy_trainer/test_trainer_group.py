@@ -71,7 +71,7 @@ def assert_same_training(one: dict[str, Array], two: dict[str, Array]) -> None:
 
     AdamW divides by the size of the gradient, so where the gradient is nearly zero, rounding alone moves a weight by a
     fraction of the learning rate (1e-3). On one processor, it moved 4 of 796,032 weights by more than 1e-5; on another,
-    none. All weights together moved by about 1 (Euclidean norm).
+    none. Taken together, the weights moved by about 1 (Euclidean norm).
     """
     difference = np.concatenate([np.abs(value - two[name]).ravel() for name, value in one.items()])
     assert np.linalg.norm(difference) <= 2e-4

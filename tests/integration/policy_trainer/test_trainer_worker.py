@@ -81,13 +81,13 @@ START = ("-m", "services.policy_trainer.worker")
 
 
 def hurried(fetch_s: float) -> tuple[str, str]:
-    """Return the program and arguments of a worker with a different time limit for one attempt to fetch."""
+    """Return the program and arguments of a worker with a different time limit for a single fetch attempt."""
     main = f"runpy.run_module({START[1]!r}, run_name='__main__', alter_sys=True)"
     return "-c", f"import runpy; from {START[1]} import batch_reader; batch_reader.FETCH_S = {fetch_s}; {main}"
 
 
 class WorkerProcess:
-    """Process of the run's worker (instance 0), which a test starts and kills."""
+    """The process of the run's worker (instance 0), which a test starts and kills."""
 
     def __init__(self, run: RunDir, start: Sequence[str], words: Sequence[str] = ()) -> None:
         self._command = [*start, "--run", str(run.path), *words]

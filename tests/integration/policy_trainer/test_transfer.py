@@ -59,7 +59,7 @@ class End:
         self.process.stdin.flush()
 
     def hears(self, key: str) -> dict[str, Any]:
-        """Return the next line from the process that contains `key`."""
+        """Return the next line containing `key` from the process."""
         while True:
             answer = self.said.get(timeout=ANSWER_S)
             if key in answer:
@@ -118,7 +118,7 @@ def test_versions_and_the_drill_arrive_completely_over_one_communicator_per_engi
     again = [engine.receives(2) for engine in ends.engines]
     assert [each["digest"] for each in again] == [second, second]
     assert [each["communicator"] for each in again] == communicators
-    assert ends.engines[1].receives(1)["digest"] == first  # The version is served as long as the store has it.
+    assert ends.engines[1].receives(1)["digest"] == first  # The version is served for as long as the store has it.
 
 
 def test_a_version_that_was_not_published_is_refused_without_further_effect(ends: Ends) -> None:

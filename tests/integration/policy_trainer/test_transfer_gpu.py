@@ -1,5 +1,5 @@
-"""Weight transfers with CUDA: NCCL's communicator meets its deadline, and another process on the same GPU reads memory
-that a trainer exports. Only the last test needs more than one GPU.
+"""Weight transfers with CUDA: NCCL's communicator respects its deadline, and another process on the same GPU reads
+memory that a trainer exports. Only the last test needs more than one GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Worker processes of one group, which are restarted as the supervisor restarts them, for tests of several ranks."""
+"""Worker processes of one group, restarted as the supervisor would restart them, for tests with several ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WorkerGroup:
                     self.statuses[rank].append(status)
                     self.restarts[rank] += 1
                     self.processes[rank] = self._start(rank)
-            await asyncio.sleep(POLL_S)  # This is the interval of a supervisor's polls; no test waits for it.
+            await asyncio.sleep(POLL_S)  # This is the interval at which a supervisor polls; no test waits for it.
 
     def kill(self, rank: int) -> None:
         self.processes[rank].kill()
@@ -62,7 +62,7 @@ class WorkerGroup:
 
 @contextmanager
 def group_of(run: RunDir, ranks: int, *overrides: str) -> Iterator[WorkerGroup]:
-    """Start a store and `ranks` workers; `overrides` are lines of services.policy-trainer."""
+    """Start a store and `ranks` workers; `overrides` are entries for services.policy-trainer."""
     text = run.topology.read_text()
     options = ", ".join([f"workers: {ranks}", *overrides])
     run.topology.write_text(text.replace("services: {", f"services: {{policy-trainer: {{{options}}}, "))

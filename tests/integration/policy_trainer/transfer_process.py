@@ -1,4 +1,4 @@
-"""One end of weight transfers as a process.
+"""One end of a series of weight transfers, run as a process.
 
 `python -m tests.integration.policy_trainer.transfer_process RUN trainer|ENGINE`
 
@@ -67,7 +67,7 @@ def made(step: int) -> dict[str, Array]:
 
 
 def hurt(how: str, after: int) -> None:
-    """Send this process a signal in the next transfer, once `after` tensors have passed."""
+    """Send this process a signal during the next transfer, once `after` tensors have passed."""
     broadcast = gloo.GlooGroup.broadcast
 
     def passing(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -196,7 +196,8 @@ class UnderWay:
         self._work = [asyncio.create_task(self._engine.sample()), asyncio.create_task(self._in_flight.run())]
 
     async def go_on(self, newest: int, within_s: float) -> dict[str, Any]:
-        """Wait until the block continues with `newest`; return its longest pause and the route of that version."""
+        """Wait until the block continues with `newest`; return its longest pause and the route by which that version
+        arrived."""
         self._engine.longest_s = 0.0
         async with asyncio.timeout(within_s):
             while self._sync.holds.step != newest or self._engine.is_held:

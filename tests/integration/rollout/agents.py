@@ -22,7 +22,7 @@ def client_of(ctx: Context) -> openai.AsyncOpenAI:
 
 
 async def agent(base_url: str, question: str) -> list[str]:
-    """Run a plain agent of two turns."""
+    """Run a plain two-turn agent."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key="any") as client:
         messages: list[Any] = [{"role": "user", "content": question}]
         answers = []
@@ -47,7 +47,7 @@ async def two_turns(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def blocking(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-    """Run an agent without asyncio, on a thread."""
+    """Run an agent that does not use asyncio, on a thread."""
 
     def ask() -> str:
         with openai.OpenAI(base_url=ctx.base_url, api_key="any") as client:

@@ -95,7 +95,7 @@ class Processes:
 
 
 class Driver:
-    """Calls of a driver and its worker, made by the test."""
+    """Calls that a driver and its worker would make, made by the test."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

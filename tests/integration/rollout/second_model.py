@@ -1,4 +1,4 @@
-"""A tiny, untrained Llama with untied embeddings: a second architecture beside the shipped model."""
+"""A tiny, untrained Llama with untied embeddings: a second architecture in addition to the shipped model's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHIPPED = Path(__file__).resolve().parents[3] / "launch" / "topologies" / "model
 
 
 def save_llama(folder: Path, *, context_tokens: int = 128) -> Path:
-    """Write the model and the shipped tokenizer of 64 tokens into `folder`."""
+    """Write the model and the shipped 64-token tokenizer into `folder`."""
     sizes = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = make_model("llama", tie_word_embeddings=False, **sizes, max_position_embeddings=context_tokens)
     model.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Weights that arrive while an engine samples (`services.rollout.in_flight`) in a whole run."""
+"""Weights that arrive while an engine is sampling (`services.rollout.in_flight`), in a whole run."""
 
 from __future__ import annotations
 

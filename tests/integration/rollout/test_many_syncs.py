@@ -1,4 +1,4 @@
-"""Correct syncs of 16-bit weights are never refused: many of a small model, some of a larger one."""
+"""Correct syncs of 16-bit weights are never refused: many with a small model, some with a larger one."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_streamed_answer_equals_the_whole_answer() -> None:
     assert made.sample.state["usage"] == made.rolled.sampled
 
 
-def test_each_choice_is_a_sequence_and_any_of_them_may_be_continued() -> None:
+def test_each_choice_is_a_sequence_and_any_of_them_can_be_continued() -> None:
     made = only(run(f"{AGENTS}:choices", tasks=1, samples=1)[0])
     texts, indices = made.sample.state["texts"], made.sample.state["indices"]
     assert indices == [0, 1, 2]

@@ -35,7 +35,7 @@ def noted(processes: Processes, temperature: float) -> dict[str, list[Completion
     return {task_id: answers for task_id, answers in found.items() if answers is not None}
 
 
-# A high temperature lets few samples stop early; vLLM accepts at most 2.
+# With a high temperature, few samples stop early; vLLM accepts at most 2.
 @pytest.mark.parametrize(
     ("engine", "hot"),
     [

@@ -115,7 +115,7 @@ def test_rewards_that_hang_crash_raise_or_use_too_much_memory_lose_only_their_sa
     topology = TOPOLOGY.replace(
         '{function: "builtin:exact_match"}', f"{{functions: {lines}, timeout_s: 4, memory: 64MiB}}"
     ).replace('"builtin:addition"', '"builtin:addition", shuffle: false')  # The first step has tasks of all four kinds.
-    topology += "lease: {lease_s: 3}\n"  # A reward may take longer than a lease.
+    topology += "lease: {lease_s: 3}\n"  # Computing a reward may take longer than a lease lasts.
 
     async def scenario() -> None:
         async with cluster(tmp_path, topology) as (processes, driver):
@@ -173,7 +173,7 @@ def test_a_workflow_of_two_turns_passes_through_the_whole_service(engine: str, t
             assert set(batch.scalars["reward"].reshape(8, 3)[:, 1:].ravel().tolist()) <= {0.0, 1.0}
             failed = log_of(processes, "samples failed")
             assert len(failed) >= 8
-            # The tool's wait ends with the sample's time limit; either timer may fire first.
+            # The tool's wait ends at the sample's time limit; either timer might fire first.
             assert all(
                 "no trajectory within 2 s" in line["first"] or "gave no answer within" in line["first"]
                 for line in failed

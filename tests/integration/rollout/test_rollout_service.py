@@ -42,7 +42,7 @@ def log_of(folder: Path, service: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "run" / "logs" / f"{service}-0.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.timeout(300)  # The test imports torch four times, possibly on few cores.
+@pytest.mark.timeout(300)  # The test imports torch four times, possibly on only a few cores.
 def test_tasks_are_sampled_and_scored_and_survive_kills(tmp_path: Path) -> None:
     """All reads are streamed without encryption, as the topology says."""
 
@@ -56,7 +56,7 @@ def test_tasks_are_sampled_and_scored_and_survive_kills(tmp_path: Path) -> None:
             info = await driver.begin()
             await driver.publish(info.lineage, 0)
             await check_batch(driver, 1)
-            # The tasks of two more steps are admitted; the restarted services repeat those under way.
+            # The tasks of two more steps are admitted; the restarted services repeat those that were under way.
             processes.end("rollout", signal.SIGKILL)
             processes.end("reference", signal.SIGKILL)
             processes.start("rollout", *far("rollout"))

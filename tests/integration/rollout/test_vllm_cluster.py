@@ -69,9 +69,10 @@ def _write_rows(file: Path) -> None:
 
 
 def _begun(run: Cluster) -> int:
-    """Return the number of unfinished samples with tokens, from their notes (notes of completed tasks are deleted).
+    """Return the number of unfinished samples that have tokens, from their notes (the notes of completed tasks are
+    deleted).
 
-    Return 0 if any sample has so many tokens that it may have ended since its note was written.
+    Return 0 if any sample has so many tokens that it might have ended since its note was written.
     """
     begun = []
     for file in (run.path / "partial").glob("train-*.msgpack"):
@@ -96,7 +97,7 @@ def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
         seen.begun_at_kill, seen.leased_at_kill, seen.step_at_kill = begun, leased, int(run.rows()[-1]["step"])
         return True
 
-    run.wait_for("an engine in the midst of samples", caught)
+    run.wait_for("an engine in the middle of sampling", caught)
     # Training waits for the missing tasks, so this version is the next engine's first. The version's bytes are wrong,
     # but its canary is right, and so are the checksums in its header, which were checked when it was sealed.
     weights = run.newest_weights()
@@ -108,7 +109,7 @@ def _kill_while_sampling(run: Cluster, seen: Seen) -> None:
         seen.causes = [each["cause"] for each in run.log("rollout") if each.get("state") == "FAILED"]
         return bool(seen.causes)
 
-    run.wait_for("an engine that fails with a cause", refused)
+    run.wait_for("an engine that fails and gives the cause", refused)
     overwrite(weights, offset, values)
 
 

@@ -137,7 +137,7 @@ def test_a_stop_text_ends_a_completion_and_its_tokens_are_kept(case: Case) -> No
     assert by_text > 0
 
 
-def test_a_block_is_cancelled_between_two_steps_and_in_a_pause(case: Case) -> None:
+def test_a_block_is_cancelled_between_two_steps_and_during_a_pause(case: Case) -> None:
     assert case.answer["cancelled"].startswith("GenerationCancelled")
     assert case.answer["cancelled_in_pause"].startswith("GenerationCancelled")
     assert case.answer["last_error"] <= TOLERANCE  # An update succeeds afterwards.
@@ -202,7 +202,7 @@ def test_samples_continue_under_newer_weights_with_their_keys_and_values(case: C
     assert errors["recomputed"] > 10 * TOLERANCE
 
 
-def test_a_block_after_an_update_midway_reads_no_prompt_of_the_old_version(case: Case) -> None:
+def test_a_block_after_a_midway_update_reads_no_prompt_of_the_old_version(case: Case) -> None:
     assert case.error("after_midway", 2, 1.0) < TOLERANCE
 
 

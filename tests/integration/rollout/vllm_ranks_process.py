@@ -1,4 +1,4 @@
-"""Runs, in a separate process, a vLLM engine of two tensor-parallel ranks through everything that its tests check.
+"""Runs, in a separate process, a vLLM engine with two tensor-parallel ranks through everything that its tests check.
 
 `python -m tests.integration.rollout.vllm_ranks_process MODEL CASE.json ANSWER.json`
 """
@@ -36,7 +36,7 @@ LEFT = 3
 
 
 def shared_memory(pid: int) -> list[str]:
-    """Return the kernel's paths of the ranks' reduction buffers, with ` (deleted)` where the name is unlinked."""
+    """Return the kernel's paths to the ranks' reduction buffers, with ` (deleted)` where the name has been unlinked."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [line[line.index("/dev/shm") :] for line in lines if "/dev/shm/vllm_dist" in line]
 
@@ -140,7 +140,7 @@ def understood() -> dict[str, Any]:
 
 
 class Sender:
-    """The trainer's end of transfers to an engine of two ranks."""
+    """The trainer's end of transfers to an engine with two ranks."""
 
     def __init__(self, meeting: Path) -> None:
         self._meeting = Meeting(LOOPBACK, file=meeting)

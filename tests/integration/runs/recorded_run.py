@@ -77,7 +77,7 @@ def _copy(source: Path, target: Path) -> None:
         if file.is_file():
             copied = target / file.relative_to(source)
             copied.parent.mkdir(parents=True, exist_ok=True)
-            # The journal does not name a file that was deleted meanwhile.
+            # The journal does not name a file that was deleted in the meantime.
             with contextlib.suppress(FileNotFoundError):
                 shutil.copy2(file, copied)
                 if not file.exists():  # The file's pages may have been reused during the copy.

@@ -99,7 +99,7 @@ def test_filter_reward_kl_masks_entropy_and_user_functions_take_effect_in_one_ru
     assert any(row["reward/kl"] != 0 for row in rows)
     # Tokens are sampled one version before they are trained on, so the ratio mask removes some.
     assert 0 < rows[-1]["policy/masked_fraction"] < 1
-    for row in rows:  # A token counts 3 times a truncated importance weight near 1; a masked token counts 0.
+    for row in rows:  # A token counts as 3 times a truncated importance weight near 1; a masked token counts as 0.
         assert row["loss/policy"] == pytest.approx(3.0 * (1 - row["policy/masked_fraction"]), rel=0.3)
     with np.load(tmp_path / "seen.npz") as seen:
         assert len(seen["rewards"]) == len(seen["loss_tokens"]) == 16 * 8

@@ -1,7 +1,7 @@
 """Policy, reference and engine on the same devices: a run in which each is killed during its turn, and one hangs,
 trains to exactly the same bits as the same run with separate devices.
 
-Residency over time is read from the scheduler's log, which has one line for every change of its ledger.
+Residency over time is read from the scheduler's log, which has one line for every change to its ledger.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ IN_STEP = [
 
 
 class Watched:
-    """A run and the changes of its ledger so far."""
+    """A run and the changes to its ledger so far."""
 
     def __init__(self, run: Cluster) -> None:
         self.run = run
@@ -80,7 +80,7 @@ class Watched:
                     os.kill(pid, signal.SIGSTOP)
                     if self._holds(f"{service}/0", part):
                         return psutil.Process(pid)
-                    os.kill(pid, signal.SIGCONT)  # The process released the part before the stop.
+                    os.kill(pid, signal.SIGCONT)  # The process released the part before it was stopped.
             return None
 
         return self.run.wait_for(f"{service} with {part}", attempt)
@@ -122,7 +122,7 @@ def beside_one_another(lines: list[dict[str, Any]]) -> Iterator[frozenset[str]]:
 
 
 def forbidden(together: frozenset[str]) -> list[tuple[str, str]]:
-    """Return the pairs of `together` that must not be on the devices at the same time."""
+    """Return the pairs from `together` that must not be on the devices at the same time."""
     return [pair for pair in FORBIDDEN if together.issuperset(pair)]
 
 

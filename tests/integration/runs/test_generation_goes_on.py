@@ -1,5 +1,5 @@
-"""Generation and training continue during evaluations and checkpoints: tests over the spans that one real run's
-processes reported."""
+"""Generation and training continue during evaluations and checkpoints: tests on the spans that one real run's processes
+reported."""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ def lose_end(run: Cluster, chance: random.Random) -> None:
     """Kill the scheduler and cut its journal, while the launcher is stopped and cannot restart the scheduler."""
 
     def ready() -> bool:
-        """Stop the scheduler while its log has an end that can be lost. SQLite copies and restarts the log at times."""
+        """Stop the scheduler at a moment when the end of its log can be lost. From time to time, SQLite copies the log
+        and restarts it."""
         os.kill(pid, signal.SIGSTOP)
         if can_be_cut(run.run.journal):
             return True
@@ -127,7 +128,7 @@ def lose_end(run: Cluster, chance: random.Random) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_losing_the_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """First the scheduler alone is killed, so stores and workers have data of steps that its journal no longer has.
+    """First the scheduler alone is killed, so stores and workers have data from steps that its journal no longer has.
     Then the whole run is killed and resumed."""
     chance = random.Random(1)
     with parity.start(tmp_path) as run:
@@ -176,7 +177,7 @@ def damage_unread(run: Cluster, key: str, *, restarts_store: bool = False) -> No
                 run.wait_for("the inventory of the store", lambda: parity.losses(run) > before)
         return bool(damaged)
 
-    run.wait_for(f"a finished task that no step has, with {key}", attempt)
+    run.wait_for(f"a finished task that is in no step, with {key}", attempt)
 
 
 # ------------------------------------------------------------------------------------------------------ longer runs
@@ -186,7 +187,7 @@ def damage_unread(run: Cluster, key: str, *, restarts_store: bool = False) -> No
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("key", ["token_ids", "versions", "ref_logprobs"])
 def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path: Path, key: str) -> None:
-    """A bit flips in each step, in a shard that some process may have read or be about to read."""
+    """A bit flips in each step, in a shard that some process might have read or be about to read."""
     with parity.start(tmp_path) as run:
         for step in range(1, parity.STEPS - 3):  # The last tasks are read before they can be damaged.
             run.wait_for(f"step {step}", lambda step=step: parity.committed(run, step))
@@ -199,8 +200,9 @@ def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_damage_of_log_probs_that_the_worker_has_put_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
-    """A bit flips in log-probs that the worker has put for the open step and not read back. The driver, which asks for
-    the gradient next, is stopped meanwhile. Not every stop comes at that time, so stops continue until the run ends."""
+    """A bit flips in log-probs that the worker has put for the open step but has not read back. The driver, which asks
+    for the gradient next, is stopped in the meantime. Not every stop comes at that time, so stops continue until the
+    run ends."""
     damaged = step = 0
     with parity.start(tmp_path) as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))
@@ -223,7 +225,7 @@ def damage_proximal(run: Cluster) -> bool:
     driver, worker = pids.get("policy-trainer"), pids.get("policy-trainer-worker")
     if not driver or not worker:
         return False
-    with contextlib.suppress(OSError):  # The run may end at any time.
+    with contextlib.suppress(OSError):  # The run can end at any time.
         os.kill(worker, signal.SIGSTOP)
         try:
             before = known()

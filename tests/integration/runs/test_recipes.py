@@ -86,7 +86,7 @@ def test_every_recipe_is_in_the_document() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda each: each.stem)
-def test_recipe_passes_the_checks_of_a_start(recipe: Path, tmp_path: Path) -> None:
+def test_recipe_passes_the_checks_made_at_startup(recipe: Path, tmp_path: Path) -> None:
     topology = load(recipe, overrides(recipe, tmp_path))
     assert preflight.check(topology, recipe.name).errors == []
 

@@ -1,4 +1,4 @@
-"""A run resumed under the other backend and another number of ranks continues with the same training state."""
+"""A run resumed with the other backend and a different number of ranks continues with the same training state."""
 
 from __future__ import annotations
 

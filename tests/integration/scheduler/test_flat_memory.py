@@ -1,4 +1,4 @@
-"""A thousand steps of scheduler and store without a model: neither process grows once the run is under way."""
+"""A thousand steps of a scheduler and a store without a model: neither process grows once the run is under way."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ async def until(world: World, driving: Driving, commits: int) -> None:
 def test_a_run_continues_from_its_checkpoint_when_the_end_of_its_journal_is_lost(
     run: RunDir, scheduler: Scheduler
 ) -> None:
-    """Setting CUT_SEED to the printed number repeats the moments and sizes of the cuts of a failed run."""
+    """Setting CUT_SEED to the printed number repeats the cuts of a failed run, at the same moments and of the same
+    sizes."""
     seed = int(os.environ.get("CUT_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"CUT_SEED={seed}")
     chance, driving = random.Random(seed), Driving()
@@ -95,7 +96,7 @@ def test_a_run_continues_from_its_checkpoint_when_the_end_of_its_journal_is_lost
             world.tasks.append(asyncio.create_task(drive(driving, world)))
             while cuts < CUTS:
                 await until(world, driving, driving.commits + STEPS)
-                await asyncio.sleep(chance.uniform(0, 0.05))  # The kill may occur at any point of the following steps.
+                await asyncio.sleep(chance.uniform(0, 0.05))  # The kill can occur at any point in the following steps.
                 scheduler.kill()
                 cuts += cut(run.journal, chance) and not reaches_its_mark(run.journal)
                 scheduler.start()

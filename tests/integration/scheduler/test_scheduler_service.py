@@ -1,8 +1,8 @@
 """The scheduler as a real process with real sockets: a whole run, and whole runs in which SIGKILL hits it at random
 moments.
 
-This file plays the other actors without torch: workers that lease and complete, a store that counts the clears that it
-is sent, and a driver that commits. These actors follow the protocol and retry as the real services do.
+This file plays the other actors without torch: workers that lease and complete, a store that counts the clears sent to
+it, and a driver that commits. These actors follow the protocol and retry as the real services do.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ POLL_S = 0.05
 
 
 def wait_for(what: str, condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-    """Return the first true answer of `condition`."""
+    """Return the first true value that `condition` returns."""
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         answer = condition()
@@ -131,8 +131,8 @@ def processes_of(path: Path) -> list[int]:
 
 
 def status_of(path: Path) -> dict[str, Any]:
-    """Return the output of `ctl status --json`, or {} while the run does not answer. Tests poll this function. The
-    imports of a new process for each call would take longer than most answers.
+    """Return the output of `ctl status --json`, or {} while the run does not answer. Tests poll this function. With a
+    new process for each call, the imports would take longer than most answers do.
     """
     try:
         run = RunDir.open(path)

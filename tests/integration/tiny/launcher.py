@@ -21,7 +21,7 @@ def _module_of(service: str) -> str:
 
 
 def _kinds(topology: Topology, services: Collection[str]) -> list[SpareKind]:
-    """Return the kinds of spare with the imports of tiny services: TINY_IMPORTS, or small default ones."""
+    """Return the kinds of spare, each with the imports of tiny services: TINY_IMPORTS, or small default ones."""
     imports = os.environ.get("TINY_IMPORTS", "numpy,tests.integration.tiny.service").split(",")
     return [SpareKind(kind.services, (*imports,)) for kind in _spare_kinds(topology, services)]
 

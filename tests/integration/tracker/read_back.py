@@ -1,4 +1,4 @@
-"""Reads the data that a tracker has about a run, with the tracker's own library if that library can read."""
+"""Reads the data that a tracker has about a run, with the tracker's own library if that library supports reading."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ def commit(here: Launched, steps: int) -> None:
 
 
 def wait_line(here: Launched, text: str) -> str:
-    """Return the next line of the console that contains `text`."""
+    """Return the next console line that contains `text`."""
     assert here.process.stdout is not None
     for line in here.process.stdout:
         if text in line:
             return line
-    raise AssertionError(f"the launcher ended without a line with {text!r}")
+    raise AssertionError(f"the launcher ended without printing a line that contains {text!r}")
 
 
 def test_a_run_reports_an_unreachable_tracker_and_the_steps_that_the_tracker_lacks(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Shown:
         return int(rows[name]["pid"]) if name in rows and rows[name]["state"] == "READY" else 0
 
     def ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> tuple[int, str]:
-        """Return the status and the text of the answer. `headers` replace the headers that a browser would send."""
+        """Return the status and the text of the response. `headers` replace the headers that a browser would send."""
         with contextlib.closing(http.client.HTTPConnection(self.address, timeout=30)) as connection:
             connection.putrequest(method, path, skip_host=True)
             for name, value in {"Host": self.address, "Content-Length": str(len(body)), **headers}.items():

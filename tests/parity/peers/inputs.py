@@ -1,4 +1,4 @@
-"""Random batch on which every peer is recorded. The module needs only numpy, so that it runs in any environment."""
+"""The random batch on which every peer is recorded. The module needs only numpy, so that it runs in any environment."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ROWS = {"a": np.arange(CHUNK_BYTES // 2, dtype=np.int32), "b": np.arange(CHUNK_B
 
 @pytest.fixture
 def stream(tmp_path: Path) -> bytes:
-    """Return the bytes of a version of four chunks, the last of which is short."""
+    """Return the bytes of a version made up of four chunks, the last of which is short."""
     file = os.open(tmp_path / "whole", os.O_CREAT | os.O_RDWR)
     write_block(file, BlockLayout([("weights/0/1", 1, ROWS)]))
     os.close(file)

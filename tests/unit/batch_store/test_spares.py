@@ -325,7 +325,7 @@ def kept() -> Iterator[ReadMappingPool]:
 
 
 def read(path: str, kept: ReadMappingPool) -> np.ndarray:  # type: ignore[type-arg]
-    """Return the shard of a file, read as a service reads weights."""
+    """Return the shard in a file, read as a service reads weights."""
     return BlockMapping(path, TableCache(), kept).arrays([0], None)[0]["w"]
 
 

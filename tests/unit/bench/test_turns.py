@@ -29,7 +29,7 @@ def test_every_second_turn_runs_in_reverse_order() -> None:
     assert results == {"a": ["a1", "a6", "a7"], "b": ["b2", "b5", "b8"], "c": ["c3", "c4", "c9"]}
 
 
-def test_a_figure_shows_the_median_and_the_range_and_ratios_compare_values_of_the_same_turn() -> None:
+def test_a_figure_shows_the_median_and_the_range_and_ratios_compare_values_from_the_same_turn() -> None:
     assert spread([30, 10, 20]).text(".0f") == "20 [10, 30]"
     assert spread([1.5]).text(".1f") == "1.5"
     assert ratios([10, 20, 40], [10, 10, 10]).values == (1, 2, 4)
@@ -38,7 +38,7 @@ def test_a_figure_shows_the_median_and_the_range_and_ratios_compare_values_of_th
 
 
 def rate_of(settings: Settings) -> float:
-    """Return a rate that is higher with two micro-batches per step, and higher again with two steps per generation."""
+    """Return a rate that is higher with two micro-batches per step, and higher still with two steps per generation."""
     return 100.0 + 50 * (settings.micro_batch == 256) + 30 * (settings.generation_batch == 1024)
 
 

@@ -93,7 +93,7 @@ def test_the_large_example_is_planned_on_two_hosts_with_eight_gpus_each(folder: 
     seen = visible_gpus(made)
     assert [seen["policy-trainer-worker", rank] for rank in range(8)] == list("01234567")
     assert [seen["reference", i] for i in range(8)] == list("01234567")
-    assert [seen["rollout", i] for i in range(4)] == ["0,1", "2,3", "4,5", "6,7"]  # These are GPUs of the second host.
+    assert [seen["rollout", i] for i in range(4)] == ["0,1", "2,3", "4,5", "6,7"]  # These are the second host's GPUs.
     assert wanted(made) == 8
 
 
@@ -123,7 +123,7 @@ def test_only_processes_that_take_turns_share_a_gpu(
 
 
 def _placed(folder: Path, trainer: int, reference: int, rollout: tuple[int, int], colocate: set[str]) -> Topology:
-    """Return the topology with these GPU counts, bypassing the checks of engine capabilities."""
+    """Return the topology with these GPU counts, bypassing the checks on engine capabilities."""
     made = load(folder / "t.yaml", check_supported=False)
     services = made.services
     assert services.reference is not None
@@ -196,7 +196,7 @@ def qwen7b(folder: Path) -> Path:
     return folder
 
 
-def test_the_7b_example_for_one_machine_fails_only_checks_of_the_machine(tmp_path: Path) -> None:
+def test_the_7b_example_for_one_machine_fails_only_the_machine_checks(tmp_path: Path) -> None:
     model = qwen7b(tmp_path / "model")
     made = load(TOPOLOGIES / "qwen7b.yaml", [f"policy.model={model}"])
     seen = visible_gpus(made)

@@ -114,7 +114,7 @@ def test_a_returning_host_runs_processes_that_found_no_other_place(folder: Path)
     made = book(folder)
     joined(made, "b", "c", "spare")
     made.lose("b", "gone", 1.0)
-    with pytest.raises(RpcError, match="counts as lost") as caught:
+    with pytest.raises(RpcError, match="considered lost") as caught:
         made.report(report("b"), 1)
     assert caught.value.code == ErrorCode.LOST
     orders, effects = made.report(report("b", life=2), 2)
@@ -134,7 +134,7 @@ def test_a_host_is_lost_when_its_agent_ends_before_the_run(folder: Path) -> None
     joined(made, "b", "c", "spare")
     _, effects = made.report(report("b", ended=True), 1.0)
     assert effects[0] == HostLost("b", [101], "its agent ended")
-    assert made.lose("b", "the actor of its agent ended", 2.0) == []
+    assert made.lose("b", "its agent's actor ended", 2.0) == []
     assert runs(made.report(report("b", life=2), 3.0)[0]) == {("batch-store", 4): [], ("rollout", 2): [2, 3]}
 
 
@@ -172,7 +172,7 @@ def test_an_agent_with_fewer_gpus_than_the_topology_gives_it_is_refused(folder: 
 
 
 @pytest.mark.parametrize(("host", "code"), [("nobody", ErrorCode.BAD_REQUEST), ("b", ErrorCode.CONFLICT)])
-def test_an_agent_of_an_unknown_host_or_of_a_host_that_has_an_agent_is_refused(
+def test_an_agent_for_an_unknown_host_or_for_a_host_that_has_an_agent_is_refused(
     folder: Path, host: str, code: str
 ) -> None:
     made = book(folder)
@@ -210,4 +210,4 @@ def test_the_work_for_a_report_and_for_a_lost_host_does_not_depend_on_the_number
         counts.append((reported, lost / hosts))
     (report_few, lose_few), (report_many, lose_many) = counts
     assert report_many < 1.2 * report_few
-    assert lose_many < 1.2 * lose_few  # the book looks at each host, but at no process of other hosts
+    assert lose_many < 1.2 * lose_few  # the book looks at each host, but at no process on other hosts

@@ -56,7 +56,7 @@ def call(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def ports() -> list[str]:
-    """Return options of `launch.cluster` with ports that no other run uses."""
+    """Return options for `launch.cluster` with ports that no other run uses."""
     return [f"--set={key}={port}" for key, port in free_ports().items()]
 
 
@@ -93,7 +93,7 @@ def test_the_ray_cluster_has_the_locked_version() -> None:
     assert cluster().spec.ray_version == locked[1]
 
 
-def test_every_worker_of_the_cluster_opens_the_port_of_its_probes() -> None:
+def test_every_worker_of_the_cluster_opens_the_port_for_its_probes() -> None:
     for group in cluster().spec.worker_group_specs:
         [container] = group.template.spec.containers
         probe = container.liveness_probe.tcp_socket

@@ -150,7 +150,7 @@ def test_last_lines_show_the_output_of_a_failed_import(tmp_path: Path) -> None:
 
 
 def test_sweep_removes_only_files_that_killed_runs_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = tempfile.mkdtemp()  # ipc paths have at most 107 bytes.
+    short = tempfile.mkdtemp()  # ipc paths can be at most 107 bytes long.
     monkeypatch.setattr(tempfile, "tempdir", short)
     shm = tmp_path / "shm"
     dead, young, living = (RunDir.create(tmp_path / name, shm_root=shm) for name in ("dead", "young", "living"))

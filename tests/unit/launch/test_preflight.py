@@ -270,7 +270,7 @@ def test_snapshots_that_do_not_fit_are_turned_off_and_one_line_reports_it() -> N
     assert preflight.check(off, "t.yaml").warnings == []
 
 
-def test_snapshots_are_turned_off_if_shared_memory_cannot_hold_them_beside_the_store() -> None:
+def test_snapshots_are_turned_off_if_shared_memory_cannot_hold_them_alongside_the_store() -> None:
     free = shutil.disk_usage("/dev/shm").free
     tight = load(QUICKSTART, [f"services.batch-store.memory={free - (1 << 20)}"])
     (line,) = [each for each in preflight.check(tight, "t.yaml").warnings if "snapshots" in each]
@@ -285,7 +285,7 @@ def test_more_remote_processes_than_the_scheduler_can_accept_connections_from_ar
     with_store = f"services.rollout.instances={most}"
     [line] = [each for each in errors(*places, with_store) if each.startswith("placement")]
     assert line.startswith(
-        f"placement: {most + 1} processes of other hosts connect to the scheduler, which accepts {most}"
+        f"placement: {most + 1} processes on other hosts connect to the scheduler, which accepts {most}"
     )
     assert not [each for each in errors(*places, f"services.rollout.instances={most - 1}") if "connect" in each]
 

@@ -106,7 +106,7 @@ def test_tokens_are_coloured_by_log_prob_or_by_mismatch() -> None:
     assert [str(span.style) for span in completion(tool, Color.LOGPROB, 100).spans] == ["dim italic", STYLES[4]]
 
 
-def test_all_facts_of_a_sample_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_facts_about_a_sample_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     text = drawn(monkeypatch, [record(4, 1, 0, 1.0, 3)], Color.NONE, terminal=False)
     for fact in ("train/0/1 sample 0 · step 4 · trained", "reward 1", "exact 1", "advantage +0.5", "3 tokens", "stop"):
         assert fact in text

@@ -30,7 +30,7 @@ class Recording:
         self._at = 1000.0
 
     def write(self) -> None:
-        """Write the effects since the last call."""
+        """Write the effects that have accumulated since the last call."""
         for effect in self.bench.effects[self._written :]:
             if isinstance(effect, Persist):
                 self._at += 1
@@ -165,7 +165,7 @@ def test_reading_does_not_change_a_live_journal_and_reports_an_invalid_journal(
     with reading(recording.path) as recorded:
         before = len(list(recorded.events()))
         recording.bench.complete(recording.bench.granted())
-        recording.write()  # The reader does not block the writer, and sees one state.
+        recording.write()  # The reader does not block the writer, and it sees a single state.
         assert len(list(recorded.events())) == before
     (tmp_path / "other").write_text("not a database" * 100)
     with pytest.raises(RpcError, match="other: cannot be read"), reading(tmp_path / "other"):

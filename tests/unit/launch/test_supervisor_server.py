@@ -59,7 +59,7 @@ def supervised(
 def test_a_service_whose_log_file_cannot_be_opened_fails_the_run_with_its_cause(run: RunDir) -> None:
     async def scene(made: Supervisor) -> None:
         await asyncio.sleep(0.2)
-        shutil.rmtree(run.logs)  # This simulates a disk that became read-only or ran out of inodes.
+        shutil.rmtree(run.logs)  # This simulates a disk that has become read-only or run out of inodes.
 
     ended = supervised(run, [SCHEDULER], "sleep 0.5; kill -9 $$", scene, 60)
     assert ended.outcome == RunOutcome.FAILED
@@ -107,7 +107,7 @@ def test_supervisor_confirms_the_death_of_only_its_own_processes(run: RunDir) ->
                     answers.append(await client.call(ordered, Ack, deadline_s=10))
                 except RpcError as error:
                     answers.append(error.code)
-            # The request is repeated for a life that has ended.
+            # The request is repeated for an incarnation that has ended.
             answers.append(await client.call(ordered, Ack, deadline_s=10))
         finally:
             client.close()

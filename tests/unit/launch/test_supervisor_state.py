@@ -1,4 +1,4 @@
-"""The supervisor's decisions, without a process or sleeps: start order, restarts, draining, failing."""
+"""The supervisor's decisions, tested without processes or sleeps: start order, restarts, draining, failing."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_first_start_that_is_refused_fails_the_run_at_once_with_its_cause() ->
     assert world.spawned == [SCHEDULER, STORE, MONITOR]
 
 
-def test_a_refused_start_of_a_process_that_was_ready_before_is_tried_again() -> None:
+def test_a_refused_start_of_a_process_that_was_ready_before_is_retried() -> None:
     world = World().run()
     world.exit(ROLLOUT, SIGKILL)
     world.report(ROLLOUT, ProcessState.FAILED, "model: cannot be loaded: stale file handle")
@@ -296,7 +296,7 @@ def test_second_interrupt_kills_all_remaining_processes() -> None:
     assert world.ended[0].outcome == RunOutcome.STOPPED
 
 
-def test_stop_during_start_starts_no_further_process() -> None:
+def test_stop_during_start_starts_no_further_processes() -> None:
     world = World()
     world.feed(e.TimePassed())
     world.feed(e.StopAsked("interrupted"))
@@ -392,7 +392,7 @@ def test_process_killed_by_order_of_the_scheduler_counts_as_failed() -> None:
     assert world.killed == [ROLLOUT]
 
 
-def test_the_next_deadline_is_that_of_the_backoff() -> None:
+def test_the_next_deadline_is_the_end_of_the_backoff() -> None:
     world = World().run()
     assert world.state.next_deadline() is None
     world.exit(ROLLOUT, 1)

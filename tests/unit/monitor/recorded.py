@@ -1,4 +1,4 @@
-"""Recordings of real runs for the warning detectors: facts, rows of metrics.jsonl, and telemetry, in order.
+"""Recordings of real runs for the warning detectors: facts, rows from metrics.jsonl, and telemetry, in order.
 
 A recording is made from a finished run and from the topics that the monitor sent during the run:
 
@@ -40,7 +40,7 @@ _KEPT = {
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded run. Each event is a row of metrics.jsonl or a topic."""
+    """A recorded run. Each event is a row from metrics.jsonl or a topic."""
 
     name: str
     facts: Facts
@@ -60,7 +60,7 @@ def read(path: Path) -> Recording:
 
 
 def recordings(kind: str) -> list[Recording]:
-    """Return the recordings in a folder of tests/data/warnings."""
+    """Return the recordings in a folder under tests/data/warnings."""
     return [read(path) for path in sorted((FOLDER / kind).glob("*.jsonl.xz"))]
 
 
@@ -81,7 +81,7 @@ def replay(recording: Recording, watch: Watch | None = None) -> list[WarningReco
 
 
 def _events(rows: list[dict[str, Any]], topics: Path) -> Iterator[dict[str, Any]]:
-    """Yield rows and topics. Each row comes once the scheduler has reported its step or a later one."""
+    """Yield rows and topics. Each row is yielded as soon as the scheduler has reported its step or a later one."""
     waiting = list(rows)
     for line in topics.read_text().splitlines() if topics.exists() else ():
         told = json.loads(line)
@@ -97,7 +97,7 @@ def _events(rows: list[dict[str, Any]], topics: Path) -> Iterator[dict[str, Any]
 
 
 def _short(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with six significant digits, which makes the file a third as large."""
+    """Return the values rounded to six significant digits, which makes the file a third as large."""
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in values.items()}
 
 

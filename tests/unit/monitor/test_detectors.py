@@ -1,4 +1,4 @@
-"""Each kind of warning is given only for its own change of a metric and names the observed values; healthy runs cause
+"""Each kind of warning is given only for its own change in a metric and names the observed values; healthy runs cause
 no warning."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FACTS = Facts(kl_coef=0.001, local=frozenset({"rollout/0"}))
 
 
 def told(change: Callable[[int], Values], facts: Facts = FACTS, steps: int = 120) -> list[WarningRecord]:
-    """Return the warnings of a healthy run whose row of each step s also has the values of `change(s)`."""
+    """Return the warnings for a healthy run whose row for each step s also has the values from `change(s)`."""
     watch = Watch(facts)
     return [each for step in range(1, steps + 1) for each in watch.take_row(row(step, **change(step)), 0.0)]
 
@@ -29,7 +29,7 @@ def after(step: int, begin: int, before: float, then: float) -> float:
 
 
 def evaluated(step: int) -> Values:
-    """Return the results of the evaluation of `step`, if there is one. Those of step 20 are the best."""
+    """Return the results of the evaluation at `step`, if there is one. The results at step 20 are the best."""
     if step % 20:
         return {}
     return {"eval/held/accuracy": after(step, 20, 0.8, 0.5), "eval/held/rows_scored": 256.0, "eval/easy/accuracy": 0.9}
@@ -64,7 +64,7 @@ CASES: list[tuple[str, Callable[[int], Values], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "change", "text"), CASES)
-def test_each_change_of_a_metric_is_reported_by_exactly_one_kind_of_warning(
+def test_each_change_in_a_metric_is_reported_by_exactly_one_kind_of_warning(
     kind: str, change: Callable[[int], Values], text: str
 ) -> None:
     [only] = told(change)
@@ -157,7 +157,7 @@ def test_supervised_runs_that_take_turns_cause_no_warnings_about_waiting_and_sam
 def live(
     kind: str, rows: Callable[[Watch, int], None], facts: Facts = FACTS, seconds: int = 300
 ) -> list[WarningRecord]:
-    """Return the warnings for `seconds` seconds of telemetry of a run whose trainer never waits."""
+    """Return the warnings for `seconds` seconds of telemetry from a run whose trainer never waits."""
     watch = Watch(facts)
     for step in range(1, 31):
         watch.take_row(row(step, **{"time/wait_batch": 0.01}), 0.0)

@@ -94,7 +94,7 @@ def test_a_restarted_monitor_does_not_repeat_its_warnings() -> None:
     assert taken(Watch(FACTS, told), rows + cut(41, 60)) == []
 
 
-def test_a_restarted_monitor_reports_what_happened_while_it_was_away() -> None:
+def test_a_restarted_monitor_reports_what_happened_while_it_was_down() -> None:
     assert taken(Watch(FACTS, []), cut(1, 40)) == [(10, "truncation")]
 
 

@@ -1,4 +1,4 @@
-"""Advantage estimators and reward shaping compared with their formulas, and the errors of the driver."""
+"""Advantage estimators and reward shaping compared with their formulas, and the driver's errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_grpo_without_scale_is_dr_grpo() -> None:
     np.testing.assert_allclose(found[3:], [-1.0, 1.0])
 
 
-def test_rloo_compares_with_the_mean_of_the_other_samples() -> None:
+def test_rloo_compares_each_sample_with_the_mean_of_the_other_samples() -> None:
     found = estimated("rloo")
     others = [np.delete(REWARDS[:3], i).mean() for i in range(3)] + [7.0, 5.0]
     np.testing.assert_allclose(found, REWARDS - others, rtol=1e-6)

@@ -1,7 +1,8 @@
-"""Every key of the section `algorithm`: under many settings, changing it is refused at loading or changes training.
+"""Every key in the section `algorithm`: under many settings, changing it is either refused at load time or changes
+training.
 
 Training runs the driver's own step and the workers' own loss over a policy that is a table of logits, so a key that has
-no effect anywhere on the way is found. A new key of the schema must be added here.
+no effect anywhere along the way is found. A new schema key must be added here.
 """
 
 from __future__ import annotations

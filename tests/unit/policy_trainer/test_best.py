@@ -1,5 +1,5 @@
-"""The checkpoint with the best evaluation is kept and exported: the real driver, publisher and checkpoints, over a
-client that answers for the scheduler and the worker.
+"""The checkpoint with the best evaluation is kept and exported: tested with the real driver, publisher and checkpoints,
+and a client that answers in place of the scheduler and the worker.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Killed(Exception):
 
 
 class World:
-    """The state that outlives a driver: its checkpoints on disk, the committed step and the results of evaluations."""
+    """The state that outlives a driver: its checkpoints on disk, the committed step and the evaluation results."""
 
     def __init__(self, folder: Path, results: dict[int, float], rows: dict[int, float] | None = None) -> None:
         path = edited(make(folder), "  kl:\n    coef: 0.001\n", "")
@@ -134,7 +134,7 @@ class World:
 
 
 def _end_of(step: int) -> int:
-    """Return the step at whose commit the evaluation of `step` is complete."""
+    """Return the step by whose commit the evaluation at `step` is complete."""
     return min(step + LATE, STEPS)
 
 
@@ -147,12 +147,14 @@ def new_world(tmp_path: Path, name: str, *results: object) -> World:
 RESULTS = {1: 0.25, 2: 0.5, 3: 0.5, 4: 0.375, 5: 0.125, 6: 0.25}
 
 
-def test_the_best_checkpoint_is_kept_beside_the_newest_and_the_first_of_equals_is_exported(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_beside_the_newest_and_the_earliest_among_equals_is_exported(
+    tmp_path: Path,
+) -> None:
     world = new_world(tmp_path, "w", RESULTS)
     assert world.life()
     assert checkpoint_steps(world.run.checkpoints) == [2, 6]
     assert world.exported() == (2.0, {"step": 2, "metric": METRIC, "value": 0.5})
-    # A checkpoint whose evaluation is under way is kept, too, although keep_last is 1.
+    # A checkpoint whose evaluation is under way is kept, too, even though keep_last is 1.
     assert world.kept[2] == [1, 2, 3]
     assert (world.run.export_best / "tokenizer.json").is_file()
 

@@ -18,10 +18,11 @@ DRIVER = 7
 
 
 class Rank:
-    """A worker's client that executes the calls that its real queue admits. `calls` holds every call that arrived."""
+    """A client of a worker that executes the calls that its real queue admits. `calls` holds every call that
+    arrived."""
 
     def __init__(self, held: Sequence[int] = ()) -> None:
-        """Hold snapshots of the steps `held`."""
+        """Hold snapshots of the steps in `held`."""
         self.lane = CallQueue()
         self.held = [HeldSnapshot(lineage=1, step=step) for step in held]
         self.calls: list[WorkerRequest] = []

@@ -1,4 +1,4 @@
-"""The order of the driver's actions: the real driver, publisher and dispatch over clients that record every call."""
+"""The order of the driver's actions: the real driver, publisher and dispatch, with clients that record every call."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Recorder:
         return _answer(request)
 
     def at(self, moment: str, kind: type[Request], step: int) -> int:
-        """Return the index of the only call of this kind and step, or of its answer."""
+        """Return the index of the only call of this kind for this step, or of its answer."""
         [found] = [
             index
             for index, (each, request) in enumerate(self.calls)

@@ -1,4 +1,5 @@
-"""The token loss compared with its formula, for both anchors, and its independence of micro-batches."""
+"""The token loss compared with its formula, for both anchors, and its independence of the division into
+micro-batches."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_a_batch_without_tokens_has_no_loss(name: str) -> None:
 
 
 def weight_of(tokens: TokenData, **options: Any) -> Tensor:
-    """Return the factor of each token's policy loss, read from the gradient of cross-entropy."""
+    """Return the factor by which each token's policy loss is multiplied, read from the gradient of cross-entropy."""
     loss = spec("cross_entropy", anchor="proximal", **options)
     cur = torch.zeros(M, dtype=torch.float64, requires_grad=True)
     total, _ = token_loss(loss, cur, tokens, torch.zeros(M))
@@ -328,7 +328,7 @@ def test_entropy_bonus_has_the_gradient_of_the_entropy() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-15)
 
 
-def test_sums_add_up_over_any_split() -> None:
+def test_sums_add_up_for_any_split() -> None:
     loss = spec("gspo", anchor="proximal", kl_estimator="k2", kl_coef=0.1, entropy_coef=0.1, tis_cap=1.5)
     cur, tokens = data()
     entropy = torch.rand(M, dtype=torch.float64)

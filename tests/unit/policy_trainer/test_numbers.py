@@ -147,7 +147,7 @@ def test_row_is_computed_from_sums_over_calls() -> None:
     assert row["policy/clip_fraction"] == 0.25
     assert row["policy/masked_fraction"] == 0.125
     assert row["rollout/logprob_mismatch"] == pytest.approx(0.1)
-    assert row["rollout/logprob_mismatch_max"] == 0.375  # The maximum is that of the first of the two calls.
+    assert row["rollout/logprob_mismatch_max"] == 0.375  # The maximum comes from the first of the two calls.
     assert row["rollout/logprob_mismatch_engine"] == pytest.approx(1e-6)
     assert row["rollout/logprob_mismatch_engine_max"] == 3e-6
     assert row["rollout/logprob_mismatch_lag"] == pytest.approx(0.05)

@@ -1,4 +1,5 @@
-"""Input that a worker refuses before it computes: shards that do not match, and log-probs that are not finite."""
+"""Input that a worker refuses before it computes anything: shards that do not match, and log-probs that are not
+finite."""
 
 from __future__ import annotations
 

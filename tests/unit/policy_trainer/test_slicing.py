@@ -1,4 +1,4 @@
-"""Division of a batch over data-parallel ranks."""
+"""Division of a batch among data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def outcome(found: Snapshots) -> str:
     return "whole" if whole else "wrong"
 
 
-def test_ranks_of_a_different_layout_do_not_see_a_snapshot(tmp_path: Path) -> None:
+def test_ranks_in_a_different_layout_do_not_see_a_snapshot(tmp_path: Path) -> None:
     Snapshots(tmp_path, Layout(2).place(1)).take(0, 1, state(1))
     others = [Layout(2).place(0), Layout(1).place(0), Layout(4, tp=2).place(1), Layout(2, tp=2).place(1)]
     assert [held(Snapshots(tmp_path, place)) for place in others] == [set()] * 4

@@ -1,4 +1,4 @@
-"""Checkpoints, export and the order of calls: the state of a worker that survives a kill."""
+"""Checkpoints, export and the order of calls: the worker state that survives a kill."""
 
 from __future__ import annotations
 
@@ -252,8 +252,8 @@ def test_an_export_produces_the_same_logits_and_replaces_an_earlier_export(folde
 
 
 class Workers:
-    """A worker group at `step`. It holds the snapshots `held` (lineage, step); states in `damaged` cannot be loaded. A
-    checkpoint is named by its step, a snapshot by its lineage and step."""
+    """A worker group at `step`. It holds the snapshots in `held` (lineage, step); states in `damaged` cannot be loaded.
+    A checkpoint is named by its step, a snapshot by its lineage and step."""
 
     def __init__(
         self, step: int, *, damaged: Sequence[int | tuple[int, int]] = (), held: Sequence[tuple[int, int]] = ()
@@ -291,7 +291,7 @@ class Workers:
 
 
 class AskBench:
-    """The client of a real scheduler state machine."""
+    """A client of a real scheduler state machine."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -357,7 +357,7 @@ def test_a_snapshot_of_the_committed_step_continues_its_lineage(collect_at_commi
         ([(0, 2), (0, 3)], [(0, 3)], ["load 0/2"]),  # An earlier step is loaded, and the later ones are replayed.
         ([(0, 4), (0, 2)], [], ["load 0/2"]),  # Step 4 was trained but never committed.
         ([(0, 2), (0, 3)], [(0, 2), (0, 3)], ["load 1"]),
-        ([(1, 3), (1, 2)], [], ["load 1"]),  # These snapshots are of another lineage.
+        ([(1, 3), (1, 2)], [], ["load 1"]),  # These snapshots belong to another lineage.
         ([], [], ["load 1"]),
     ],
 )

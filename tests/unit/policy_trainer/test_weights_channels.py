@@ -21,7 +21,7 @@ NOTHING = OutgoingWeights([], dict)
 
 
 class CountedMemory:
-    """torch's bookkeeping of exported memory: an export is kept until its count of readers is 0."""
+    """torch's bookkeeping for exported memory: an export is kept until its reader count is 0."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.readers: list[int] = []
@@ -91,7 +91,8 @@ def test_live_weights_are_sent_while_they_are_the_requested_version(monkeypatch:
     assert [len(chunk) for chunk in chunks] == [3, 1]  # 16 + 0 + 16 bytes, and a tensor above the limit
     for sent, own in zip((each for chunk in chunks for each in chunk), mine.values(), strict=True):
         assert torch.equal(sent, own)
-        assert not own.numel() or sent.data_ptr() != own.data_ptr()  # a step may change `own` while a chunk is sent
+        # A step can change `own` while a chunk is being sent.
+        assert not own.numel() or sent.data_ptr() != own.data_ptr()
 
 
 def test_the_rest_of_a_version_is_read_from_the_store_once_the_live_weights_change(

@@ -1,5 +1,5 @@
-"""The start-up drill, which a trainer makes once for all engines that wait for it, however long it takes and whichever
-versions are published meanwhile.
+"""The start-up drill, which a trainer runs once for all engines that wait for it, however long it takes and whichever
+versions are published in the meantime.
 
 tests/integration/policy_trainer/test_transfer.py and tests/property/test_transfer_state.py test the transfers over each
 communicator.
@@ -86,7 +86,7 @@ def test_a_drill_that_takes_longer_than_an_engine_waits_is_ready_when_the_engine
         try:
             await trainer.asked(0, within_s=0.1)
         except TimeoutError:
-            trainer.sender.published(LATER, {})  # The drill is still being made here.
+            trainer.sender.published(LATER, {})  # The drill is still running here.
         trainer.may_end.set()
         await asyncio.sleep(0.1)
         trainer.sender.published(LATER, {})  # No engine has taken the drill yet.
@@ -97,7 +97,7 @@ def test_a_drill_that_takes_longer_than_an_engine_waits_is_ready_when_the_engine
     asyncio.run(scenario())
 
 
-def test_a_drill_is_made_again_once_engines_have_taken_it(tmp_path: Path) -> None:
+def test_a_drill_is_run_again_once_engines_have_taken_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         trainer = Trainer(tmp_path)
         trainer.may_end.set()
@@ -127,7 +127,7 @@ def test_an_engine_on_another_host_joins_at_the_announced_address(tmp_path: Path
 
 
 @pytest.mark.parametrize(("route", "listen"), [("ipc", "tcp://127.0.0.1:7747"), ("gloo", ""), ("nccl", "")])
-def test_a_route_that_does_not_reach_another_host_is_refused_for_engines_of_that_host(
+def test_a_route_that_does_not_reach_another_host_is_refused_for_engines_on_that_host(
     route: WeightsRoute, listen: str, tmp_path: Path
 ) -> None:
     trainer = Trainer(tmp_path, route, listen)

@@ -15,7 +15,7 @@ from shared.topology.algorithm import Optimizer
 
 
 def one_rank(folder: Path, dtype: str, optimizer: Optimizer, *, max_tokens: int) -> TorchBackend:
-    """Return a backend on the CPU for the model of `folder`."""
+    """Return a backend on the CPU for the model in `folder`."""
     options = BackendOptions(max_tokens=max_tokens, threads=1, device="cpu", scratch=folder / "offloaded")
     return TorchBackend(folder, dtype, optimizer, options, Layout(1).place(0))
 

@@ -58,7 +58,7 @@ async def from_a_thread(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def bad(row: Row, llm: LLM, ctx: Context, *, kinds: list[str]) -> Any:
-    """Fail sample 1 of task n in the way kinds[n], while the other samples make their calls."""
+    """Fail sample 1 of task n in the way that kinds[n] names, while the other samples make their calls."""
     kind = kinds[int(ctx.task_id.rpartition("/")[2])]
     first = await llm.chat(prompt_of(row))
     if ctx.sample == 1:

@@ -1,4 +1,4 @@
-"""The embedded engine with the tiny model of the quickstart, for the rollout's tests."""
+"""The embedded engine with the tiny model from the quickstart, for the rollout's tests."""
 
 from __future__ import annotations
 

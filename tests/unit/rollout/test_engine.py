@@ -1,4 +1,4 @@
-"""The embedded engine: its samples, their log-probs, and reproducibility by seed."""
+"""The embedded engine: its samples, their log-probs, and their reproducibility with a given seed."""
 
 from __future__ import annotations
 

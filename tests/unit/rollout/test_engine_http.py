@@ -1,4 +1,5 @@
-"""The HTTP client for an inference server, given whole, fragmented, truncated and refused answers over real sockets."""
+"""The HTTP client for an inference server, given complete, fragmented, truncated and error responses over real
+sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from shared.rpc.errors import RpcError
 
 
 def ask(pieces: Sequence[bytes], path: str = "/x", *, stream: bool, silence_s: float = 20.0) -> tuple[Any, bytes]:
-    """Return the client's result for an answer sent in `pieces`, and the request that the client sent."""
+    """Return the client's result for a response sent in `pieces`, and the request that the client sent."""
     asked = b""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -52,7 +53,7 @@ def chunked(*parts: bytes) -> list[bytes]:
     return [head, *(f"{len(part):x}\r\n".encode() + part + b"\r\n" for part in parts)]
 
 
-def test_an_answer_is_decoded_and_the_path_is_below_the_base_url() -> None:
+def test_a_response_is_decoded_and_the_path_is_below_the_base_url() -> None:
     answer, asked = ask([whole(b'{"a": [1]}')], stream=False)
     assert answer == {"a": [1]}
     assert asked.startswith(b"POST /base/x HTTP/1.1\r\n")
@@ -67,14 +68,14 @@ def test_events_are_joined_wherever_they_were_split() -> None:
         assert ask(pieces, stream=True)[0] == [{"at": 0}, {"at": 1}]
 
 
-def test_a_stream_that_ends_early_is_not_a_complete_answer() -> None:
+def test_a_stream_that_ends_early_is_not_a_complete_response() -> None:
     with pytest.raises(RpcError, match="the stream ended early"):
         ask([*chunked(b'data: {"at": 0}\n\n'), b"0\r\n\r\n"], stream=True)
     with pytest.raises(RpcError, match=r"engine: POST http://127.0.0.1:\d+/base/x: "):
         ask(chunked(b'data: {"at": 0}\n\n'), stream=True)  # The connection breaks here.
 
 
-def test_a_refusal_gives_one_line_with_its_status() -> None:
+def test_a_refusal_produces_a_one_line_error_with_its_status() -> None:
     with pytest.raises(Refused, match=r"HTTP 404: no such route$") as caught:
         ask([whole(b"no such\n route", "404 Not Found")], stream=False)
     assert caught.value.status == 404
@@ -85,14 +86,14 @@ def test_a_silent_server_times_out() -> None:
         ask([b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{"], stream=False, silence_s=0.2)
 
 
-def test_a_line_of_an_event_ends_with_a_line_feed_only() -> None:
+def test_a_line_of_an_event_ends_only_at_a_line_feed() -> None:
     text = '{"text": "\u2028\x85"}'
     assert ask([*chunked(f"data: {text}\n\ndata: [DONE]\n\n".encode()), b"0\r\n\r\n"], stream=True)[0] == [
         {"text": "\u2028\x85"}
     ]
 
 
-def test_a_complete_answer_in_place_of_a_stream_is_reported() -> None:
+def test_a_complete_response_in_place_of_a_stream_is_reported() -> None:
     with pytest.raises(RpcError, match="Expected response with content type 'text/event-stream'"):
         ask([whole(b'{"a": 1}')], stream=True)
 
@@ -103,7 +104,7 @@ def test_proxies_in_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch)
     assert ask([whole(b"{}")], stream=False)[0] == {}
 
 
-def test_an_absent_server_is_reported_by_its_address() -> None:
+def test_an_absent_server_is_reported_with_its_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     client = HttpClient(f"http://127.0.0.1:{port}", {}, "engine", 20.0)
@@ -140,6 +141,6 @@ def test_a_request_that_is_cancelled_closes_its_connection() -> None:
     assert asyncio.run(scenario()) == b""
 
 
-def test_an_answer_that_is_not_json_is_reported() -> None:
+def test_a_response_that_is_not_json_is_reported() -> None:
     with pytest.raises(RpcError, match="engine: /x: the answer is not valid JSON"):
         ask([whole(b"<html>")], stream=False)

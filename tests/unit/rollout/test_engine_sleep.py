@@ -40,7 +40,7 @@ async def sampled(engine: TransformersEngine) -> list[Array]:
 
 
 async def weigh(folder: Path) -> None:
-    """Sleep and wake twice, and assert the effect on the memory of this process."""
+    """Sleep and wake twice, and assert the effect on this process's memory."""
     engine = engine_of(folder, hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
     await engine.start()
     weights = {name: value.copy() for name, value in (await engine.base_weights()).items()}
@@ -85,7 +85,7 @@ def test_nothing_is_generated_or_scored_between_a_sleep_and_new_weights(tmp_path
     asyncio.run(scene())
 
 
-def test_a_sync_that_a_sleep_interrupts_sets_the_weights_again_and_verifies_them(tmp_path: Path) -> None:
+def test_a_sync_interrupted_by_a_sleep_sets_the_weights_again_and_verifies_them(tmp_path: Path) -> None:
     async def scene() -> None:
         engine = engine_of(tmp_path)
         await engine.start()

@@ -94,7 +94,7 @@ def test_a_row_without_an_answer_is_a_bad_row(library: Path, monkeypatch: pytest
     monkeypatch.setattr(gym_process, "ANSWER_S", 0.5)
     maker = RowMaker("reasoning-gym:rows?size=9", where="where")
     with pytest.raises(DataError, match=r"row 4: its process gave no answer within 0.5 s") as caught:
-        maker.entry(4)  # The probe of the next row raises, which counts as an answer.
+        maker.entry(4)  # Probing the next row raises an error, which counts as an answer.
     assert not isinstance(caught.value, SourceLost)
     process = maker._process
     with pytest.raises(DataError, match="row 4: its process gave no answer"):

@@ -139,7 +139,7 @@ def test_samples_that_wait_too_long_for_a_slow_engine_fail() -> None:
         made.go_on.set()
         (group,) = await made.running
         assert [each.score is not None and each.score.value is None for each in group] == [True] * SAMPLES
-        assert made.engine.progress == 1  # Abandoned calls are not sampled to their end.
+        assert made.engine.progress == 1  # Abandoned calls are not sampled to completion.
 
     asyncio.run(scenario())
 

@@ -42,7 +42,7 @@ def model_of(step: int) -> Any:
 
 
 def expected_logprobs(prompt: list[int], ids: list[int], swap: int, temperature: float) -> Array:
-    """Return log-probs of `ids`: from `swap` on, version 1 samples over the keys and values of version 0."""
+    """Return log-probs for `ids`: from `swap` on, version 1 samples with the keys and values of version 0."""
     old, new = model_of(0), model_of(1)
     # Pass t reads token t - 1: version 0 has read the prompt and all tokens before swap - 1.
     read = prompt + ids[: swap - 1]
@@ -107,7 +107,7 @@ def test_every_token_carries_the_version_that_sampled_it() -> None:
     assert sample.versions == (7, 10)
 
 
-def test_a_block_counts_swaps_from_the_start_of_the_engine(prompts: list[Prompt]) -> None:
+def test_a_block_counts_swaps_since_the_engine_started(prompts: list[Prompt]) -> None:
     made = engine()
     asyncio.run(made.set_weights(weights_of(1)))
     groups = asyncio.run(made.generate(prompts, sampling(), threading.Event()))
@@ -116,7 +116,7 @@ def test_a_block_counts_swaps_from_the_start_of_the_engine(prompts: list[Prompt]
 
 
 @pytest.mark.parametrize("swaps", [1, 4], ids=["set before", "not proved"])
-def test_a_token_of_weights_without_a_version_is_refused(swaps: int) -> None:
+def test_a_token_from_weights_without_a_version_is_refused(swaps: int) -> None:
     versions = BlockVersions(7, 2)
     versions.replaced(8, 3)
     with pytest.raises(ValueError, match=f"after {swaps} to {swaps} swaps"):

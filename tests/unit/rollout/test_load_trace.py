@@ -1,4 +1,4 @@
-"""A trace of a model whose loaders slice and fuse weights: the trace finds the place of each weight and reports wrong
+"""A trace of a model whose loaders slice and fuse weights: the trace finds each weight's place and reports wrong
 weights."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check(proofs: list[Proof], weights: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_digests_of_sliced_fused_replicated_and_padded_weights_add_up_over_ranks(dtype: torch.dtype) -> None:
+def test_digests_of_sliced_fused_replicated_and_padded_weights_add_up_across_ranks(dtype: torch.dtype) -> None:
     weights = made(1, dtype)
     proofs = [loaded(Half(rank, dtype), weights) for rank in (0, 1)]
     check(proofs, weights)

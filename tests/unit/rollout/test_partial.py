@@ -1,4 +1,5 @@
-"""Interrupted samples are resumed: the same first tokens, true log-probs and versions, and no token that is too old."""
+"""Interrupted samples are resumed with the same first tokens, true log-probs and versions, and no token that is too
+old."""
 
 from __future__ import annotations
 
@@ -72,14 +73,14 @@ class Rollout:
         return dict(zip(PROMPTS, groups, strict=True))
 
     def noted(self) -> dict[str, list[Completion]]:
-        """Return the content of the journal once everything is written."""
+        """Return the contents of the journal once everything has been written."""
         self.journal.close()
         wanted = ResumableNotes(SAMPLES, NEW_TOKENS, HOT, 0, 0, 100)
         return {task_id: self.journal.read(task_id, wanted) or [] for task_id in PROMPTS}
 
 
 class _After(threading.Event):
-    """An event that reads as set after `steps` calls of `is_set`."""
+    """An event that reads as set after `steps` calls to `is_set`."""
 
     def __init__(self, steps: int) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ class _After(threading.Event):
 
 
 def cut_off(tiny: TransformersEngine, folder: Path, steps: int = 25) -> dict[str, list[Completion]]:
-    """Return the journal's notes of a lease that was lost after `steps` decode steps."""
+    """Return the journal's notes for a lease that was lost after `steps` decode steps."""
     first = Rollout(tiny, folder)
     with pytest.raises(LeaseLost):
         first.sample(stop_after=steps)

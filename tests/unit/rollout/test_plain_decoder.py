@@ -83,7 +83,7 @@ def test_logprobs_of_a_text_equal_those_of_the_models_own_modules(
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("max_logits", [logprobs.MAX_LOGITS, 400])
-def test_ragged_sequences_are_scored_as_by_the_models_own_modules(
+def test_ragged_sequences_are_scored_as_they_are_by_the_models_own_modules(
     kind: str, max_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "MAX_LOGITS", max_logits)

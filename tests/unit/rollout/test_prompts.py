@@ -61,7 +61,7 @@ def test_the_text_after_an_answer_is_cut_correctly_whatever_tools_and_messages_c
 def test_a_template_that_omits_an_answer_is_refused() -> None:
     made = PromptBuilder(MODEL, add_generation_prompt=True)
     made._tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}\n{% endfor %}"
-    with pytest.raises(ValueError, match="does not write an assistant's answer as it is"):
+    with pytest.raises(ValueError, match="does not write an assistant's answer unchanged"):
         made.continuation([{"role": "user", "content": DIGITS}], None, [])
 
 

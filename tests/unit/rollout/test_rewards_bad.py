@@ -82,7 +82,7 @@ def test_a_sample_that_cannot_be_sent_to_a_process_is_reported(folder: Path) -> 
 
 
 def test_output_that_cannot_be_printed_loses_no_sample(folder: Path) -> None:
-    """Standard error goes to a full disk, as a service's log file may."""
+    """Standard error goes to a full disk, as can happen to a service's log file."""
     kept, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
     try:
         os.dup2(full, 2)

@@ -62,7 +62,7 @@ def test_a_regex_that_never_ends_loses_its_sample() -> None:
     assert (hung.kind, good.value) == ("timeout", 1.0)
 
 
-def test_an_invalid_pattern_fails_the_start() -> None:
+def test_an_invalid_pattern_prevents_the_start() -> None:
     with pytest.raises(RpcError, match=r"cannot work \(\w*[Ee]rror: unterminated"):
         score([], Line("builtin:regex", params={"pattern": "[a"}))
 
@@ -90,7 +90,7 @@ def test_an_extra_that_is_not_installed_is_reported_at_the_start(
 
 
 @pytest.mark.parametrize("dataset", ["chain_sum", "ransom_note"])  # The second data set depends on the hash seed.
-def test_reasoning_gym_scores_with_the_data_set_of_the_row(dataset: str) -> None:
+def test_reasoning_gym_scores_with_the_rows_data_set(dataset: str) -> None:
     pytest.importorskip("reasoning_gym")
     source = open_source(f"reasoning-gym:{dataset}?size=8&seed=5", where="test")
     rows = [source.row(index) for index in range(8)]

@@ -162,7 +162,7 @@ def test_a_judge_that_returns_5xx_is_probed_by_one_call_at_a_time_until_it_answe
             server.answer = lambda what, count: (503, "") if count <= 12 else (200, "")
             async with pool(line(port, "judged_later"), retry=QUICK) as made:
                 assert values(await made.score(group("a", 8), lambda: None)) == [[1.0] * 8]
-        # At most eight calls were under way at first; the later refusals are those of single probes.
+        # At most eight calls were under way at first; the later refusals come from single probes.
         assert len(server.asked) == 12 + 8
         tries = [at for at, _ in server.asked[8:13]]
         assert all(later - before >= 0.05 for before, later in pairwise(tries))
@@ -370,7 +370,7 @@ OWN: list[BaseException] = [
 
 
 @pytest.mark.parametrize(("error", "after_s"), AWAY, ids=lambda each: type(each).__name__)
-def test_errors_of_the_connection_or_server_count_as_an_unreachable_judge(error: BaseException, after_s: float) -> None:
+def test_connection_and_server_errors_count_as_an_unreachable_judge(error: BaseException, after_s: float) -> None:
     assert unavailable(error) == after_s
     wrapped = RuntimeError("no verdict")
     wrapped.__cause__ = error
@@ -378,7 +378,7 @@ def test_errors_of_the_connection_or_server_count_as_an_unreachable_judge(error:
 
 
 @pytest.mark.parametrize("error", OWN, ids=lambda each: type(each).__name__)
-def test_errors_of_the_function_itself_do_not_count_as_an_unreachable_judge(error: BaseException) -> None:
+def test_errors_in_the_function_itself_do_not_count_as_an_unreachable_judge(error: BaseException) -> None:
     assert unavailable(error) is None
 
 

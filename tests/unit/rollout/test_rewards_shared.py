@@ -85,7 +85,7 @@ def test_a_stopped_process_that_reads_nothing_is_replaced(folder: Path) -> None:
                     each.status() == psutil.STATUS_STOPPED for each in psutil.Process().children(recursive=True)
                 ):
                     await asyncio.sleep(0.02)
-                # This is more than fits into the socket buffers without a reader.
+                # This is more than fits in the socket buffers without a reader.
                 assert values(await made.score([[sample("a" * (4 * MIB))]], lambda: None)) == [[1.0]]
 
     asyncio.run(scenario())

@@ -33,7 +33,8 @@ def task(task_id: str, **row: Any) -> ReadyTask:
 
 
 def made(prompts: PromptBuilder, *parts: tuple[str, bool], **fields: Any) -> Made:
-    """Return a sample of one sequence made of `parts`. Each part is a text with whether the policy sampled it."""
+    """Return a sample with one sequence made of `parts`. Each part is a text paired with whether the policy sampled
+    it."""
     ids = [(prompts._tokenizer(text, add_special_tokens=False).input_ids, sampled) for text, sampled in parts]
     tokens = np.array([each for text, _ in ids for each in text], np.int32)
     mask = np.array([sampled for text, sampled in ids for _ in text], np.uint8)

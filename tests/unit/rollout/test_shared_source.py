@@ -52,7 +52,7 @@ def test_a_prepared_lease_gets_the_weights_that_a_waiting_lease_has_fetched() ->
             worker = worker_of(made, source=shared(store))
             worker._on_text = at_once  # type: ignore[assignment]
             worker._tasks = SimpleNamespace(prepare=lambda _: tasks([FRESH]))  # type: ignore[assignment]
-            other = made.in_flight.begin(FIRST, exact=True)  # Both leases wait for the end of this lease.
+            other = made.in_flight.begin(FIRST, exact=True)  # Both leases wait for this lease to end.
             first, second = lease_of(FIRST + 1), lease_of(FIRST + 1)
             one = await worker._prepare(first)
             sampling = asyncio.create_task(worker._sample(first, one))

@@ -122,7 +122,7 @@ def test_finished_rows_are_reused_and_every_sample_equals_the_one_computed_alone
     chosen = sampling(samples=4, temperature=HOT, max_new_tokens=48)
     groups = asyncio.run(table.generate(PROMPTS, chosen))
     expected = alone(table, PROMPTS, chosen)
-    assert table.table._passes is None  # Without a call, no keys and values are kept.
+    assert table.table._passes is None  # When there are no calls, no keys or values are kept.
     assert ids(groups) == ids(expected)
     assert [[each.finish_reason for each in group] for group in groups] == [
         [each.finish_reason for each in group] for group in expected
@@ -189,7 +189,7 @@ def test_a_cancelled_call_shows_its_tokens_and_leaves_the_others_unchanged() -> 
 
 
 def test_every_token_has_the_number_of_weight_swaps_before_it() -> None:
-    made = Watched(slots=4)  # The swap count of a token is the number of its step.
+    made = Watched(slots=4)  # A token's swap count is its step number.
     groups = asyncio.run(made.generate(PROMPTS[:3], sampling(4, HOT, 48)))
     asyncio.run(made.compute.stop(lambda: None, 5))
     for group in groups:

@@ -1,4 +1,4 @@
-"""Prompts and sampling settings of a lease: templates, limits, and rows that cannot be sampled."""
+"""Prompts and sampling settings for a lease: templates, limits, and rows that cannot be sampled."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def grant(split: str, *indices: int, group_size: int = 4, epoch: int = 0) -> Lea
     )
 
 
-def test_train_tasks_are_sampled_with_the_settings_of_the_topology(sets: TaskSets) -> None:
+def test_train_tasks_are_sampled_with_the_settings_from_the_topology(sets: TaskSets) -> None:
     prepared = sets.prepare(grant("train", 0, 1))
     sampling = prepared.sampling
     assert (sampling.samples, sampling.temperature, sampling.max_new_tokens) == (4, 0.9, 8)

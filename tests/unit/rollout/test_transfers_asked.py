@@ -135,7 +135,7 @@ def test_a_load_waits_for_the_answer_to_an_earlier_request_and_takes_it() -> Non
         assert (await loading).route == "nccl"
         await asking
         assert len(trainer.asked) == 1
-        delivery.decline()  # The offer has been taken, so the trainer receives no decline.
+        delivery.decline()  # The offer has been taken, so the trainer is not sent a decline.
         await transfers.bring(ref_of(2), receiver, drill=False)
         assert receiver.received == [1, 2]
         assert [(each.number, each.failure) for each in trainer.ended] == [(1, ""), (2, "")]

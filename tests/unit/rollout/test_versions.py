@@ -48,7 +48,7 @@ def test_tokens_of_both_parts_of_a_lease_carry_their_version_when_weights_change
             journal = PartialJournal(tmp_path, 1e9)
 
             async def before_step(number: int) -> None:
-                # A step of the tasks without notes is followed by a step of those with notes.
+                # A step for the tasks without notes is followed by a step for those with notes.
                 if number in (3, NEW_TOKENS + 3):
                     await made.swapped(made.sync.holds.step + 1)
 
@@ -140,7 +140,7 @@ async def announce_always(made: Rig) -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_lease_of_one_exact_version_is_sampled_by_that_version_to_its_end(exact: bool) -> None:
+def test_a_lease_of_one_exact_version_is_sampled_by_that_version_to_the_end(exact: bool) -> None:
     """A lease that is not exact is sampled by several versions, which shows that the test can fail."""
 
     async def scenario() -> set[int]:
@@ -157,7 +157,7 @@ def test_a_lease_of_one_exact_version_is_sampled_by_that_version_to_its_end(exac
 
 def test_the_calls_of_a_workflow_are_sampled_by_one_version() -> None:
     class Calls:
-        """Two calls of the policy, one after the other."""
+        """Two calls to the policy, one after the other."""
 
         generate_s = 0.0
 

@@ -100,7 +100,7 @@ def test_an_update_by_an_undrilled_entry_leaves_a_running_lease_unchanged(tmp_pa
 
 
 class Silent(Lost):
-    """Weights of a sender that does not answer."""
+    """Weights from a sender that does not answer."""
 
     def __init__(self) -> None:
         super().__init__(Entry.SET)
@@ -230,7 +230,7 @@ def test_scoring_stops_when_its_lease_is_lost() -> None:
 
 
 def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service() -> None:
-    """Another lease that waits for weights meanwhile does not prevent this."""
+    """Another lease that is waiting for weights at the same time does not prevent this."""
 
     async def scenario() -> None:
         async with rig() as made:

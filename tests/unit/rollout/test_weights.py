@@ -83,8 +83,7 @@ def base() -> dict[str, Array]:
 
 
 def version(step: int, lineage: int = 1, *, announced: bool = False) -> tuple[WeightsRef, dict[str, Array]]:
-    """Return a policy version as a trainer publishes it. Training is simulated by a perturbation of the base
-    weights."""
+    """Return a policy version as a trainer publishes it. Training is simulated by perturbing the base weights."""
     start = base()
     weights = {name: perturb(name, values, 1000 + step) for name, values in start.items()}
     drill = {name: perturb(name, values, SEED) for name, values in start.items()}

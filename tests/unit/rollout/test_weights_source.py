@@ -1,4 +1,4 @@
-"""The route of weights into an engine, the drill of each route before it is used, and failed transfers.
+"""The route by which weights reach an engine, the drill of each route before it is used, and failed transfers.
 
 The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py and whole runs use a real trainer.
 """
@@ -73,7 +73,7 @@ class Trainer:
         if self.away:
             raise TransferFailed("the trainer is away")
         if drill and not self.drill_is_made:
-            raise TransferFailed("the drill was not made in time")
+            raise TransferFailed("the drill was not completed in time")
         parameters: list[TransferParameter] = described({key: to_torch(each) for key, each in SENT[number].items()})
         return await receiver.receive(
             TransferOffer(communicator=1, number=number, deadline_s=1.0, parameters=parameters), Meeting(LOOPBACK)
@@ -150,7 +150,7 @@ def test_a_trainer_that_is_absent_at_the_start_causes_drills_of_both_routes() ->
     asyncio.run(engine.stop())
 
 
-def test_every_failed_transfer_is_reported_although_the_trainer_answers_slowly(tmp_path: Path) -> None:
+def test_every_failed_transfer_is_reported_even_if_the_trainer_answers_slowly(tmp_path: Path) -> None:
     class Slow:
         def __init__(self) -> None:
             self.telling: weakref.WeakSet[asyncio.Event] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""Workflows over the real engine: captured tokens, batched calls, and isolation of bad samples."""
+"""Workflows on the real engine: captured tokens, batched calls, and isolation of bad samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prompts() -> PromptBuilder:
 
 
 class Bench:
-    """A test bench with one engine for all tests of this file."""
+    """A test bench with one engine for all tests in this file."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -93,7 +93,7 @@ def test_samples_of_a_group_differ_and_the_same_seed_reproduces_them(bench: Benc
     again = bench.run("two_turns", tasks=1, samples=6)
     texts = [each.sample.state["texts"] for each in once[0]]
     assert len({tuple(each) for each in texts}) > 1
-    # Block shapes may vary between runs and change the last bits, but not the draws.
+    # Block shapes can vary between runs and change the last bits, but not the draws.
     same = sum(left == right for left, right in zip(texts, (e.sample.state["texts"] for e in again[0]), strict=True))
     assert same >= 5
 
@@ -190,7 +190,7 @@ DEATHS = {
 
 
 def check_lost_alone(made: list[list[Made]], says: dict[str, str]) -> None:
-    """Assert that only sample 1 of every task is lost, for its expected reason."""
+    """Assert that only sample 1 of every task is lost, for the expected reason."""
     for group, (kind, why) in zip(made, says.items(), strict=True):
         good = [each for each in group if each.score is None]
         lost = [each.score.failure for each in group if each.score is not None]
@@ -233,7 +233,7 @@ def test_samples_that_shared_a_process_with_a_bad_one_are_repeated_until_they_su
     assert all(len(each.rolled.sequences) == 1 for each in made[0])
 
 
-def test_workflows_are_spread_over_processes_without_torch_that_end_with_the_pool(bench: Bench) -> None:
+def test_workflows_are_spread_across_processes_without_torch_that_end_with_the_pool(bench: Bench) -> None:
     made = bench.run("process_of", tasks=2, samples=4, processes=2)
     states = [each.sample.state for group in made for each in group]
     pids = {state["pid"] for state in states}
@@ -249,7 +249,7 @@ def test_an_agent_on_a_thread_with_its_own_loop_may_call_the_policy(bench: Bench
     assert [each.sample.state["text"] for each in made[0]] == [each.sample.completion for each in made[0]]
 
 
-def test_a_workflow_may_catch_the_timeout_of_a_tool(bench: Bench) -> None:
+def test_a_workflow_may_catch_a_tools_timeout(bench: Bench) -> None:
     made = bench.run("late_tool")
     assert not failures(made)
     for each in (each.sample.state for group in made for each in group):

@@ -1,4 +1,4 @@
-"""Workflows over the real embedded engine, without a scheduler or a store."""
+"""Workflows on the real embedded engine, without a scheduler or a store."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ class Rig:
         memory_bytes: int = 1 << 30,
         processes: int = 1,
     ) -> list[list[Made]]:
-        """Run a workflow of `tests.unit.rollout.flows`, or of an import path, on `tasks` rows of builtin:addition."""
+        """Run a workflow from `tests.unit.rollout.flows`, or one given by an import path, on `tasks` rows of
+        builtin:addition."""
         source = open_source("builtin:addition", where="test")
         ready = [
             ReadyTask(TaskHandle(f"train/0/{at}", 1), source.row(at), self.prompts.token_ids(source.row(at)))

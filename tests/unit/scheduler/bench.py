@@ -142,7 +142,7 @@ class Bench:
         return self.ask(PublishWeights(driver=1, ref=ref))
 
     def publish_again(self, step: int) -> Any:
-        """Publish a step under the newest lineage of the scheduler."""
+        """Publish a step under the scheduler's newest lineage."""
         self.lineage = self.machine.run.lineage
         return self.publish(step)
 

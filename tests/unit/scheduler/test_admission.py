@@ -42,7 +42,7 @@ def test_a_lease_names_the_oldest_version_with_which_its_step_may_be_sampled() -
     bench.complete(second)
     assert isinstance(bench.ask(NextBatch(driver=1, step=1)), StepBatch)
     bench.ask(CommitStep(driver=1, step=1, metrics={}))
-    assert bench.lease() is None  # Step 3 must be sampled with version 1 or later, which is not published.
+    assert bench.lease() is None  # Step 3 must be sampled with version 1 or later, which has not been published.
     held = bench.calls
     bench.publish(1)
     third = bench.answer(bench.effects, held)
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_ordered_when_trained_bytes_fill_the_store() -> None:
 
 def test_every_epoch_has_its_own_order_of_all_usable_rows() -> None:
     order = EpochOrder(plan(rows=[0, 2, 3, 5], shuffle=True))
-    epochs = [order.some(start, 9) for start in (0, 4, 8)]  # A block never has rows of two epochs.
+    epochs = [order.some(start, 9) for start in (0, 4, 8)]  # A block never has rows from two epochs.
     assert all(sorted(rows) == [0, 2, 3, 5] for _, rows in epochs)
     assert [epoch for epoch, _ in epochs] == [0, 1, 2]
     assert len({tuple(rows) for _, rows in epochs}) > 1

@@ -1,4 +1,4 @@
-"""Collection: the time at which tasks and weights are cleared from the stores."""
+"""Collection: when tasks and weights are cleared from the stores."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_version_is_collected_when_no_lease_and_no_evaluation_names_it() -> No
 
 
 def test_slow_leases_keep_no_more_versions_alive_than_the_staleness_allows() -> None:
-    """Steps 1 to 4 are trained. One task of each of steps 5 to 9 never ends, and each of these tasks is leased under a
+    """Steps 1 to 4 are trained. One task in each of steps 5 to 9 never ends, and each of these tasks is leased under a
     different version."""
     bench = Bench(plan(staleness=4, tasks_per_step=2), Configure(20, 3, 2, False)).start()
     slow: list[LeaseGrant] = []

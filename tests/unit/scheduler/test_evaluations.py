@@ -1,4 +1,4 @@
-"""Evaluations and the rows of metrics that wait for them."""
+"""Evaluations and the metrics rows that wait for them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_several_samples_per_row_give_their_mean_and_the_best_of_them() -> None:
     assert [row[f"eval/held/{name}"] for name in ("rows_scored", "rows_dropped", "samples_failed")] == [3, 0, 0]
 
 
-def test_failed_samples_of_an_evaluation_are_counted_as_wrong_answers() -> None:
+def test_failed_samples_in_an_evaluation_are_counted_as_wrong_answers() -> None:
     """Rows of four samples: one solved and three failed, all failed, and a row that could not be evaluated at all."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()
     grant = bench.granted(most=8)

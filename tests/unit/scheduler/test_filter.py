@@ -1,4 +1,4 @@
-"""The zero-variance filter with bounded refill, and per-sample values of a later stage, on the state machine."""
+"""The zero-variance filter with bounded refill, and per-sample values from a later stage, on the state machine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_number_of_refills_is_bounded_per_step() -> None:
 
 
 def test_tasks_put_together_are_dropped_together_or_not_at_all() -> None:
-    """The tasks share one file, and a store frees nothing of the file while any of the tasks is live."""
+    """The tasks share one file, and a store frees no part of the file while any of the tasks is live."""
     bench = Bench(plan(filter_limit=3)).start()
     first = roll_out(bench, (1, 1), (1, 0), (0, 0))
     second = roll_out(bench, (1, 1), (0, 0), (0, 1))
@@ -118,7 +118,7 @@ def with_reference() -> Bench:
     return Bench(plan(stages=train_graph(with_reference=True))).start()
 
 
-def test_values_of_the_reference_are_added_to_those_of_the_rollout() -> None:
+def test_values_from_the_reference_are_added_to_those_from_the_rollout() -> None:
     bench = with_reference()
     roll_out(bench, (1, 0), (0, 1), (0, 0), (1, 1))
     given = 0

@@ -93,7 +93,7 @@ def test_the_run_returns_to_the_loaded_checkpoint_rather_than_the_newest_announc
     assert (info.committed_step, info.checkpoint_step) == (0, -1)
 
 
-def test_waiting_tasks_with_tokens_of_an_undone_version_are_sampled_again() -> None:
+def test_waiting_tasks_with_tokens_from_an_undone_version_are_sampled_again() -> None:
     bench = Bench(plan(staleness=2), AT_COMMIT).start()
     trained(bench, 1)
     bench.ask(CheckpointSaved(driver=1, step=1, kept=[1]))
@@ -115,7 +115,7 @@ def test_waiting_tasks_with_tokens_of_an_undone_version_are_sampled_again() -> N
         assert all(task.fence > 1 for task in again.batch.tasks)
 
 
-def test_a_block_that_may_have_tokens_newer_than_the_version_of_its_lease_is_lost_in_a_rewind() -> None:
+def test_a_block_that_might_have_tokens_newer_than_its_leases_version_is_lost_in_a_rewind() -> None:
     """Engines swap weights during a block."""
     bench = Bench(plan(staleness=2), AT_COMMIT).start()
     trained(bench, 1)
@@ -133,7 +133,7 @@ def test_an_engine_that_holds_an_undone_version_gets_the_exact_version_of_its_le
     held: list[LeaseGrant] = []
     for step in (1, 2):
         while (grant := bench.granted()).split != "train":
-            held.append(grant)  # The lease is never completed, which keeps versions 0 and 1.
+            held.append(grant)  # The lease is never completed, which keeps versions 0 and 1 alive.
         bench.complete(grant)
         assert isinstance(bench.ask(NextBatch(driver=1, step=step)), StepBatch)
         bench.ask(CommitStep(driver=1, step=step, metrics={}))

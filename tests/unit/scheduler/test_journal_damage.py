@@ -37,7 +37,7 @@ PLAN = plan(evals=(EvalPlan("held", range(4), 1, 1),))
 
 @dataclass
 class History:
-    """A folder with the files of a killed process, and the state and tables after each commit of that process."""
+    """A folder with the files of a killed process, and the state and tables after each commit by that process."""
 
     folder: Path
     states: dict[int, list[bytes]]
@@ -121,7 +121,7 @@ def take_snapshot(journal: Journal, run: Any) -> None:
 
 
 def copy_log(path: Path, mode: str) -> None:
-    """Copy the log into the file, as the thread of `WalCheckpoints` does."""
+    """Copy the log into the file, as the `WalCheckpoints` thread does."""
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA wal_checkpoint({mode})")
 
@@ -192,7 +192,7 @@ def test_undamaged_files_give_the_same_history(history: History, tmp_path: Path)
 
 
 def outcomes(history: History, folder: Path, name: str, damages: Iterable[Callable[[bytes], bytes]]) -> Counter[str]:
-    """Damage the file `name` in each of the ways `damages` and count the outcomes."""
+    """Damage the file `name` in each of the ways in `damages` and count the outcomes."""
     counts: Counter[str] = Counter()
     for damage in damages:
         copy_files(history.folder, folder)

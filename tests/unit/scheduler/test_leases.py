@@ -1,4 +1,4 @@
-"""Leases, fences and results on the state machine alone."""
+"""Leases, fences and results, tested on the state machine alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_result_counts_only_under_the_lease_that_holds_its_task() -> None:
     assert bench.complete(other) == []
 
 
-def test_a_result_of_an_earlier_incarnation_of_the_holder_is_refused() -> None:
+def test_a_result_from_an_earlier_incarnation_of_the_holder_is_refused() -> None:
     bench = Bench().start()
     grant = bench.granted(life=8)
     assert {refusal.code for refusal in bench.complete(grant, life=7)} == {ErrorCode.LOST}

@@ -1,4 +1,4 @@
-"""A run whose journal lost its end: nothing from the lost part is mistaken for current state."""
+"""A run whose journal has lost its end: nothing from the lost part is mistaken for current state."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def shortened(bench: Bench, events: int, agreed: int = LAST) -> Bench:
 
 
 def resume(bench: Bench, saved: tuple[int, ...] = SAVED) -> RunInfo:
-    """Resume as a driver that finds the checkpoints `saved`."""
+    """Resume as a driver that finds the checkpoints in `saved`."""
     bench.register("batch-store", 0, 1, limit_bytes=1 << 30)
     bench.register("rollout", 0, 7)
     info: RunInfo = bench.ask(GetRunInfo(driver=1))
@@ -135,7 +135,7 @@ def test_steps_whose_rows_are_from_another_history_are_also_taken_back() -> None
 
 
 def test_every_task_is_trained_if_only_the_initial_model_is_left() -> None:
-    """All checkpoints that the journal knows were deleted when later ones were saved."""
+    """All checkpoints that the journal knows about were deleted when later ones were saved."""
     bench, steps = whole(PLANS["in order"])
     short = shortened(bench, len(bench.journal) - 1)
     assert resume(short, saved=()).committed_step == 0

@@ -28,7 +28,7 @@ def test_a_task_changes_state_only_as_the_table_of_transitions_allows(before: Ta
         assert task.state == before
 
 
-def test_story_includes_every_change_of_a_task_with_its_cause() -> None:
+def test_story_includes_every_change_to_a_task_with_its_cause() -> None:
     bench = Bench().start()
     first = bench.granted(most=2)
     bench.complete(first, outcome=Outcome.RETRY)

@@ -42,7 +42,7 @@ def ordered(effects: Sequence[Effect]) -> list[CheckShards]:
 
 
 def intact(order: CheckShards, *lost: str) -> dict[tuple[str, int], list[int]]:
-    """Return the answer of a store that has all claimed shards except those of the tasks `lost`."""
+    """Return the answer of a store that has all claimed shards except those of the tasks in `lost`."""
     claims = [claim for claim in order.claims if claim.task.task_id not in lost]
     return {(claim.task.task_id, claim.task.fence): list(claim.hashes) for claim in claims}
 
@@ -105,14 +105,14 @@ def test_a_report_is_answered_once_the_store_has_checked_and_fails_if_the_store_
 
 
 @pytest.mark.parametrize("entry", [PutTask("train/9/9", 1), PutTask("train/0/0", 9), PutTask("weights/7/7", 1)])
-def test_a_report_of_outdated_shards_is_answered_at_once(entry: PutTask) -> None:
+def test_a_report_about_outdated_shards_is_answered_at_once(entry: PutTask) -> None:
     bench = Bench().start()
     bench.complete(bench.granted())
     assert isinstance(bench.ask(ReportShards(store=STORE, tasks=[entry])), Ack)
     assert ordered(bench.effects) == []
 
 
-def test_a_version_is_not_lost_by_a_report_about_a_store_that_does_not_hold_it() -> None:
+def test_a_version_is_not_lost_because_of_a_report_about_a_store_that_does_not_hold_it() -> None:
     bench = Bench().start()
     bench.register("batch-store", 1, 1, limit_bytes=1 << 30)
     assert isinstance(bench.ask(ReportShards(store="batch-store/1", tasks=[PutTask("weights/0/0", 1)])), Ack)
@@ -195,7 +195,7 @@ def test_one_report_reveals_all_damage_to_its_step() -> None:
     assert ids(bench.granted()) == ids(first)[:3]
 
 
-def test_a_reopened_step_takes_the_next_task_in_place_of_one_that_was_dropped_meanwhile() -> None:
+def test_a_reopened_step_takes_the_next_task_in_place_of_one_that_was_dropped_in_the_meantime() -> None:
     bench = Bench(plan(staleness=1)).start()
     bench.complete(bench.granted())
     bench.complete(bench.granted())

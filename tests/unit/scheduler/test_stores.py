@@ -90,12 +90,13 @@ def test_a_full_store_orders_a_checkpoint_even_if_the_other_is_empty() -> None:
     """A step puts 200 bytes; 400 bytes are reserved for live tasks, and 300 for weights or their copies."""
     made = plan(task_bytes=50, weight_bytes=100)
     away = steps(TwoHosts(made, NINE).begin(1 << 20, 300 + 400 + 1000), AWAY)
-    assert away == [False] * 4 + [True] * 5  # After five steps, 1000 of 1000 bytes are in use, a share of over 0.8.
+    # After five steps, 1000 of 1000 bytes are in use, which is more than a share of 0.8.
+    assert away == [False] * 4 + [True] * 5
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), AWAY) == [False] * 9
     assert steps(TwoHosts(made, NINE).begin(300 + 400 + 500, 1 << 20), STORE) == [False] * 2 + [True] * 7
 
 
-def test_log_probs_of_the_trainer_count_in_its_own_store() -> None:
+def test_log_probs_from_the_trainer_count_in_its_own_store() -> None:
     """20 tokens per task are 80 bytes per step; the rollouts are in the other store."""
     made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1)
     bench = TwoHosts(made, NINE).begin(300 + 400 + 200, 1 << 20)
@@ -103,14 +104,14 @@ def test_log_probs_of_the_trainer_count_in_its_own_store() -> None:
     assert bench.machine.run.uncovered == {AWAY: 9 * 200, STORE: 9 * 80}
 
 
-def test_log_probs_of_ranks_on_two_hosts_count_in_the_stores_of_both(tmp_path: Path) -> None:
+def test_log_probs_from_ranks_on_two_hosts_count_in_the_stores_of_both(tmp_path: Path) -> None:
     made = plan(task_bytes=50, weight_bytes=100, unleased_token_bytes=1, replay_bytes=10)
     bench = TwoHosts(made, NINE).begin()
     bench.register("policy-trainer-worker", 0, 21, host_id="home")
     bench.step(1, AWAY)
     run = bench.machine.run
     assert run.uncovered == {AWAY: 200, STORE: 80}
-    bench.register("policy-trainer-worker", 1, 22, host_id="away")  # From now on, this instance may put there.
+    bench.register("policy-trainer-worker", 1, 22, host_id="away")  # From now on, this instance can put shards there.
     assert run.uncovered == {AWAY: 280, STORE: 80}
     bench.step(2, STORE)
     assert run.uncovered == {AWAY: 280 + 80, STORE: 80 + 280}
@@ -161,7 +162,7 @@ def test_a_clear_is_sent_to_the_stores_that_hold_the_task_and_waits_only_for_the
     assert {store: set(tasks) for store, tasks in bench.sent().items()} == {STORE: home, AWAY: copies}
     bench.acknowledges(STORE)
     assert bench.counts()["COLLECTED"] == 4
-    bench.step(2, AWAY)  # The trainer's log-probs may be in the home store.
+    bench.step(2, AWAY)  # The trainer's log-probs might be in the home store.
     bench.acknowledges(AWAY)
     assert bench.counts()["COLLECTED"] == 4
     bench.acknowledges(STORE)
@@ -230,13 +231,13 @@ def test_a_joined_store_that_is_silent_for_a_long_time_loses_its_queue_of_clears
     assert bench.machine.run.limit_bytes == 1 << 30
     assert bench.machine.run.clears.stores == [STORE]
     assert [effect.store for effect in bench.effects if isinstance(effect, StopClear)] == [AWAY]
-    assert bench.event(ClearDone(AWAY, 4)) == []  # This acknowledges the message that was on its way.
+    assert bench.event(ClearDone(AWAY, 4)) == []  # This acknowledges the message that was in transit.
     assert [row.service for row in bench.ask(GetStatus()).services].count("batch-store") == 1
     bench.step(2, STORE)
     assert replays_alike(bench)
 
 
-def test_the_store_of_the_trainer_is_waited_for_indefinitely() -> None:
+def test_the_trainers_store_is_waited_for_indefinitely() -> None:
     bench = TwoHosts().begin()
     quiet(bench, alive=(("batch-store", 1, 5),))
     assert bench.machine.run.clears.stores == [STORE, AWAY]
@@ -446,7 +447,7 @@ def test_a_store_that_returns_after_its_host_was_lost_is_not_registered_again() 
     assert replays_alike(bench)
 
 
-def test_the_leases_of_a_lost_process_are_given_up_although_a_store_of_its_host_is_alive() -> None:
+def test_the_leases_of_a_lost_process_are_given_up_although_a_store_on_its_host_is_alive() -> None:
     bench = TwoHosts().begin()
     there = bench.granted(most=2, instance=1, life=8)
     assert isinstance(bench.ask(HostGone(host="b", incarnations=[8], cause="test")), Ack)
@@ -487,7 +488,7 @@ def upstream_of(bench: TwoHosts, instance: int, life: int) -> list[str]:
     return found
 
 
-def test_stores_copy_weights_from_earlier_stores_on_other_hosts_unless_these_are_silent() -> None:
+def test_stores_copy_weights_from_earlier_stores_on_other_hosts_unless_those_stores_are_silent() -> None:
     bench = TwoHosts().begin()
     for number in (2, 3, 4):
         bench.register("batch-store", number, 10 + number, limit_bytes=1 << 30, host_id=f"host {number}")

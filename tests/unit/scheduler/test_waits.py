@@ -1,4 +1,4 @@
-"""The waits of a run that the scheduler reports."""
+"""The waits in a run that the scheduler reports."""
 
 from __future__ import annotations
 

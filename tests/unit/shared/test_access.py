@@ -65,7 +65,7 @@ def test_a_file_that_others_could_read_is_replaced_by_a_private_one(home: RunDir
         (lambda file: file.write_text(file.read_text().replace('role": "operator"', 'role": "service"')), "of service"),
     ],
 )  # fmt: skip
-def test_the_error_of_a_bad_access_file_is_one_line_that_names_it_and_no_secret(
+def test_the_error_for_a_bad_access_file_is_one_line_that_names_it_and_no_secret(
     home: RunDir, tmp_path: Path, damage: Callable[[Path], object], says: str
 ) -> None:
     file = tmp_path / "file"
@@ -147,7 +147,7 @@ def test_only_an_access_file_with_the_service_role_allows_joining(home: RunDir, 
     assert not (tmp_path / "away").exists()
 
 
-def test_the_secret_of_another_run_is_refused_in_an_access_file(home: RunDir, tmp_path: Path) -> None:
+def test_another_runs_secret_is_refused_in_an_access_file(home: RunDir, tmp_path: Path) -> None:
     create(tmp_path / "other")
     file = tmp_path / "file"
     launch_access.export(home, Role.OPERATOR, file)

@@ -34,12 +34,12 @@ def test_status_tells_whether_the_data_is_local_or_remote() -> None:
     assert Batch(meta([])).status is BatchStatus.EMPTY
 
 
-def test_access_to_an_item_of_a_remote_batch_is_refused_until_the_batch_is_fetched() -> None:
+def test_access_to_an_item_in_a_remote_batch_is_refused_until_the_batch_is_fetched() -> None:
     with pytest.raises(RuntimeError, match=r"REMOTE.*await batch.fetch"):
         Batch(meta([1]))["a"]
 
 
-def test_item_of_a_local_batch_has_one_array_per_task() -> None:
+def test_item_in_a_local_batch_has_one_array_per_task() -> None:
     assert [array.tolist() for array in local([1, 2])["b"]] == [[98], [98, 98]]
     with pytest.raises(KeyError, match="holds a, b"):
         local([1])["c"]

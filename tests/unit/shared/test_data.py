@@ -77,7 +77,7 @@ def test_default_split_of_addition_is_train() -> None:
     assert default.row(17) == train.row(17)
 
 
-def test_ids_of_addition_rows_are_unique_over_both_splits() -> None:
+def test_ids_of_addition_rows_are_unique_across_both_splits() -> None:
     sources = [open_source(f"builtin:addition?split={split}", where=WHERE) for split in ("train", "test")]
     ids = [source.row(index)["id"] for source in sources for index in range(len(source))]
     assert len(set(ids)) == len(ids)
@@ -183,7 +183,7 @@ def test_row_longer_than_a_read_buffer_is_read_completely(write_jsonl: WriteJson
         ("[" * 100_000, "invalid JSON"),
     ],
 )
-def test_error_of_a_bad_row_names_its_line_its_problem_and_its_text(
+def test_error_for_a_bad_row_names_its_line_its_problem_and_its_text(
     write_jsonl: WriteJsonl, line: str | bytes, problem: str
 ) -> None:
     path = write_jsonl('{"prompt": "good"}', line)
@@ -232,7 +232,7 @@ def test_file_changed_while_open_is_refused(write_jsonl: WriteJsonl, change: str
         ("jsonl:/", "cannot be read: Is a directory"),
     ],
 )
-def test_error_of_a_source_that_cannot_be_opened_names_its_place_in_the_topology(source: str, problem: str) -> None:
+def test_error_for_a_source_that_cannot_be_opened_names_its_place_in_the_topology(source: str, problem: str) -> None:
     with pytest.raises(DataError) as caught:
         open_source(source, where=WHERE)
     message = str(caught.value)
@@ -242,7 +242,7 @@ def test_error_of_a_source_that_cannot_be_opened_names_its_place_in_the_topology
 
 
 @pytest.mark.parametrize("text", [b"", b"\n \n\t\n", b"\xef\xbb\xbf"])
-def test_file_without_rows_is_refused_at_opening(tmp_path: Path, text: bytes) -> None:
+def test_file_without_rows_is_refused_when_it_is_opened(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_bytes(text)
     with pytest.raises(DataError, match=rf"has no rows \({len(text)} bytes\)"):

@@ -25,7 +25,7 @@ def parquet(path: Path, rows: list[dict[str, object]], rows_a_group: int = 2) ->
     return f"parquet:{path}"
 
 
-def test_parquet_rows_are_read_in_any_order_over_all_row_groups(tmp_path: Path) -> None:
+def test_parquet_rows_are_read_in_any_order_across_all_row_groups(tmp_path: Path) -> None:
     rows = [{"prompt": f"{at}+1=", "answer": at + 1, "tags": ["a", str(at)]} for at in range(7)]
     source = open_source(parquet(tmp_path / "rows.parquet", list(rows)), where=WHERE)
     assert len(source) == 7
@@ -47,7 +47,7 @@ def test_fields_that_are_null_are_left_out_of_a_row(tmp_path: Path) -> None:
     assert source.row(1) == rows[1]
 
 
-def test_error_of_a_bad_row_names_its_place(tmp_path: Path) -> None:
+def test_error_for_a_bad_row_names_its_place(tmp_path: Path) -> None:
     source = open_source(
         parquet(tmp_path / "rows.parquet", [{"prompt": "1"}, {"prompt": ""}, {"prompt": None}]), where=WHERE
     )

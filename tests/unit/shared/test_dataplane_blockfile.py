@@ -146,7 +146,7 @@ def test_shards_that_no_reader_accepts_are_not_put() -> None:
         (0, b"X"),  # magic
     ],
 )
-def test_field_out_of_bounds_is_refused_even_with_right_checksums(at: int, patch: bytes, tmp_path: Path) -> None:
+def test_field_out_of_bounds_is_refused_even_with_correct_checksums(at: int, patch: bytes, tmp_path: Path) -> None:
     data = resealed(small(tmp_path), at, patch)
     assert data != small(tmp_path)
     with pytest.raises(WireError):
@@ -172,7 +172,9 @@ def test_flipped_bits_are_refused_and_never_crash(data: st.DataObject) -> None:
 
 
 @given(st.integers(64, 400), st.binary(min_size=1, max_size=24), st.data())
-def test_hostile_tables_with_right_checksums_raise_only_wire_errors(at: int, patch: bytes, data: st.DataObject) -> None:
+def test_hostile_tables_with_correct_checksums_raise_only_wire_errors(
+    at: int, patch: bytes, data: st.DataObject
+) -> None:
     layout = BlockLayout([("t/0/1", 3, {"a": np.arange(5), "b": np.ones((2, 2))}), ("t/0/2", 4, {"a": np.arange(0)})])
     good = layout.head([1, 2, 3]) + bytes(layout.file_bytes)
     at = data.draw(st.sampled_from([8, 12, 16, 20, 24, 28, 32])) if at > 300 else at

@@ -1,4 +1,4 @@
-"""numpy and torch over the same memory: equal bits and no copy, for every dtype of the wire."""
+"""numpy and torch sharing the same memory: equal bits and no copy, for every dtype on the wire."""
 
 from __future__ import annotations
 

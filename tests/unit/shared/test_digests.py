@@ -1,4 +1,4 @@
-"""Digests of weights add up over slices and change with every byte."""
+"""Digests of weights add up across slices and change with every byte."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_digests_agree_with_the_specification() -> None:
     values = weight(19, 7)
     weights = {"float32": values, "bfloat16": values.to(torch.bfloat16), "bias": values[0], "float16": values.half()}
     assert digests_of(weights) == {name: by_definition(each) for name, each in weights.items()}
-    # The digest is pinned, since trainer and engine may run different releases.
+    # The digest is pinned, since the trainer and the engine can run different releases.
     assert whole(torch.arange(6, dtype=torch.float32)) == PINNED
 
 

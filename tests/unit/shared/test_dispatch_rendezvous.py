@@ -95,7 +95,7 @@ def test_a_second_incarnation_of_a_rank_ends_the_group_and_is_not_admitted() -> 
     assert len(ranks.answers[1, JOIN]) == 1  # The only answer is to the first incarnation.
 
 
-def test_a_rank_of_an_earlier_group_learns_that_its_group_has_ended() -> None:
+def test_a_rank_from_an_earlier_group_learns_that_its_group_has_ended() -> None:
     ranks = Ranks(2).formed()
     ranks.come(1, END, generation=GENERATION - 1)
     assert "has ended" in str(ranks.answers[1, END][0])

@@ -1,4 +1,4 @@
-"""The loopback server bounds every wait: for silent clients, for its shutdown, and for small answers."""
+"""The loopback server bounds every wait: for silent clients, for its shutdown, and for small responses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def at_once(_: Receive) -> None:
 
 @asynccontextmanager
 async def serving(app: ASGIApp, **options: Any) -> AsyncIterator[Callable[[bytes], Awaitable[Streams]]]:
-    """Yield a function that connects to a server of `app` and sends the first bytes."""
+    """Yield a function that connects to a server that runs `app` and sends the first bytes."""
     server = GuestServer(app, **options)
     await server.start()
     writers: list[asyncio.StreamWriter] = []
@@ -65,7 +65,7 @@ async def answer_of(reader: asyncio.StreamReader) -> bytes:
     return await reader.readuntil(b"\r\n\r\nok")
 
 
-def test_a_silent_client_is_disconnected_wherever_it_stopped_unless_it_waits_for_an_answer() -> None:
+def test_a_silent_client_is_disconnected_wherever_it_stopped_unless_it_waits_for_a_response() -> None:
     async def scenario() -> None:
         gone = asyncio.Event()
 
@@ -80,7 +80,7 @@ def test_a_silent_client_is_disconnected_wherever_it_stopped_unless_it_waits_for
                     assert await reader.read() == b""
             gone.set()
             assert (await answer_of(waiting)).startswith(b"HTTP/1.1 200")
-            assert await waiting.read() == b""  # The client was silent after its answer.
+            assert await waiting.read() == b""  # The client was silent after receiving its response.
 
     asyncio.run(scenario())
 
@@ -147,7 +147,7 @@ def test_signal_handlers_of_the_process_are_not_changed() -> None:
             signal.signal(each, to)
 
 
-def test_an_answer_in_two_pieces_does_not_wait_for_an_acknowledgement() -> None:
+def test_a_response_in_two_pieces_does_not_wait_for_an_acknowledgement() -> None:
     async def scenario() -> list[float]:
         took = []
         async with serving(application(at_once)) as connect:

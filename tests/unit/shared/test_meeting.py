@@ -1,4 +1,4 @@
-"""The meeting point of ranks: the interface and the address that they use."""
+"""The rendezvous of ranks: the interface and the address that they use."""
 
 from __future__ import annotations
 

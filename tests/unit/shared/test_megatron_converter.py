@@ -74,7 +74,7 @@ def test_vocabulary_padding_is_zero_and_stripped_on_the_way_back() -> None:
     assert torch.equal(converter.join(converter.weights[0], shards)[0], table)
 
 
-def test_a_tied_table_is_exported_once_and_loaded_on_both_ends_of_the_pipeline() -> None:
+def test_a_tied_table_is_exported_once_and_loaded_at_both_ends_of_the_pipeline() -> None:
     converter = Converter(architecture.read(config("qwen3")), 1, 2)
     assert "lm_head.weight" not in converter.shapes
     [copy] = converter.copies

@@ -1,4 +1,4 @@
-"""Leases in a pipeline around a compute thread: the number computed at a time, and the number held ahead."""
+"""Leases in a pipeline around a compute thread: how many are computed at a time, and how many are held ahead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.rollout.told_engine import ref_of
 
 
 class Rig:
-    """A pipeline over leases that compute until the test ends them."""
+    """A pipeline whose leases compute until the test ends them."""
 
     def __init__(self, side_by_side: int) -> None:
         self.leased = 0
@@ -182,7 +182,7 @@ def test_leases_that_are_lost_while_they_wait_are_neither_computed_nor_finished(
     async def scenario() -> None:
         made = Rig(1)
         running = await full(made)
-        made.book.lost([3, 4])  # One lease is computed, the other is prepared.
+        made.book.lost([3, 4])  # One lease has been computed, the other has been prepared.
         made.may_finish.set()
         await settle()
         assert sorted(made.finishing) == made.finished == [1, 2]
@@ -285,7 +285,7 @@ def test_draining_hands_a_lease_back_as_untouched_if_its_tasks_are_not_to_blame(
     asyncio.run(scenario())
 
 
-def test_a_retired_pipeline_finishes_the_leases_it_holds_and_ends_by_itself() -> None:
+def test_a_retired_pipeline_finishes_the_leases_it_holds_and_ends_on_its_own() -> None:
     async def scenario() -> None:
         made = Rig(1)
         made.may_finish.clear()

@@ -1,11 +1,11 @@
-"""Trackers receive the configuration of a run without its secrets."""
+"""Trackers receive a run's configuration without its secrets."""
 
 from __future__ import annotations
 
 from shared.redaction import HIDDEN, flat, without_secrets
 
 
-def test_text_below_keys_with_names_of_secrets_is_hidden() -> None:
+def test_text_below_keys_named_like_secrets_is_hidden() -> None:
     found = without_secrets(
         {
             "reward": {"params": {"api_key": "sk-1", "judge-token": "t", "nested": {"PASSWORD": "p"}, "model": "m"}},

@@ -152,7 +152,7 @@ def test_sweep_finds_shared_memory_elsewhere_through_the_sockets(
 def test_sweep_keeps_the_sockets_of_a_live_run_whose_shared_memory_it_cannot_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Containers may share the temporary directory but not /dev/shm."""
+    """Containers can share the temporary directory but not /dev/shm."""
     short = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setattr("tempfile.tempdir", str(short))
     made = RunDir.create(tmp_path / "run", shm_root=tmp_path / "elsewhere")

@@ -1,4 +1,4 @@
-"""Reading `samples/` of a run directory."""
+"""Reading `samples/` in a run directory."""
 
 from __future__ import annotations
 

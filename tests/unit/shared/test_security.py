@@ -131,7 +131,7 @@ def test_a_new_run_directory_has_keys_and_keeps_them(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_error_of_a_bad_key_file_is_one_line_that_names_it_and_no_secret(
+def test_the_error_for_a_bad_key_file_is_one_line_that_names_it_and_no_secret(
     tmp_path: Path, damage: Any, says: str
 ) -> None:
     folder = tmp_path / "keys"
@@ -283,7 +283,7 @@ def test_a_locked_endpoint_admits_no_peer_while_no_gate_answers() -> None:
 
 
 def test_a_peer_cannot_name_its_own_role() -> None:
-    """Metadata in a client's handshake, including a User-Id, does not replace the metadata of the gate."""
+    """Metadata in a client's handshake, including a User-Id, does not replace the metadata from the gate."""
     roles: list[Role] = []
 
     async def main() -> None:
@@ -340,7 +340,8 @@ def test_a_mailbox_answers_on_ipc_and_tcp_and_a_client_can_move_between_them() -
 
 
 def test_the_largest_body_can_be_sent_encrypted() -> None:
-    """libzmq counts the bytes that encryption adds to a frame; over its limit the peers would reconnect forever."""
+    """libzmq counts the bytes that encryption adds to a frame; if they exceeded its limit, the peers would reconnect
+    forever."""
 
     async def main() -> None:
         room = CONTROL.body_bytes - len(codec.encode_body(LogLines(lines=[""], position=0))) - 4

@@ -129,7 +129,7 @@ def test_stream_whose_line_breaks_or_uses_up_its_key_continues_over_others(sourc
         assert lines.counts.received_bytes == source.total_bytes
 
 
-def test_groups_of_streams_take_turns_but_streams_of_one_group_do_not(
+def test_groups_of_streams_take_turns_but_streams_in_one_group_do_not(
     server: StreamServer, source: StreamSource, lines: Lines
 ) -> None:
     lines.window = RequestWindow(2 << 20, lines.counts)

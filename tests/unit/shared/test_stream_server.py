@@ -121,7 +121,7 @@ def test_stalled_reader_holds_no_more_than_its_share_and_delays_no_other(
             reader.ask(mine, asked * CHUNK)
             asked += 1
     assert 0 < max(each.asked_bytes for each in server._readers.values()) <= READER_BYTES
-    # The inbox holds received requests that were not yet processed.
+    # The inbox holds received requests that have not yet been processed.
     assert max(len(each.inbox) for each in server._readers.values()) <= stream_server._RECEIVE_BYTES + 64
     # The queue holds at most one message for each reader.
     assert 0 < peak <= bulk.MAX_RANGE_BYTES + CHUNK + 2 * (bulk.HEAD_BYTES + bulk.TAG_BYTES), peak
@@ -138,7 +138,7 @@ def test_at_most_one_range_is_copied_for_each_stalled_reader(source: StreamSourc
         buffer = bulk.MAX_RANGE_BYTES + bulk.TAG_BYTES
         until(lambda: server.stats().sent_bytes > 4 << 20)
         sent = -1
-        while sent != server.stats().sent_bytes:  # The server sends until the kernel buffers no more.
+        while sent != server.stats().sent_bytes:  # The server sends until the kernel's buffers are full.
             sent = server.stats().sent_bytes
             assert server.stats().buffer_bytes <= len(readers) * buffer
             time.sleep(0.05)

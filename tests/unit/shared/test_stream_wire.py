@@ -51,7 +51,7 @@ def assembled(tables: list[Table], files: list[bytes], picks: Picks, keys: list[
 
 
 def picked(wanted: Iterable[tuple[str, int, list[tuple[int, int]]]]) -> Picks:
-    """Return the picks for entries of the form (task, fence, [(file, number of the task in it), ...])."""
+    """Return the picks for entries of the form (task, fence, [(file, the task's number in it), ...])."""
     tasks = list(wanted)
     places = [(file, number, at) for at, (_, _, each) in enumerate(tasks) for file, number in each]
     files, numbers, owners = ([place[column] for place in places] for column in range(3))
@@ -75,7 +75,7 @@ def tasks_of(count: int, seed: int = 0) -> Tasks:
     return made
 
 
-def test_excerpt_equals_the_block_file_of_a_put_of_its_shards() -> None:
+def test_excerpt_equals_the_block_file_that_a_put_of_its_shards_writes() -> None:
     first, second = tasks_of(7, 1), [(f"train/1/{i}", 3, shards) for i, (_, _, shards) in enumerate(tasks_of(6, 2))]
     (one, one_bytes), (two, two_bytes) = block_file(first), block_file(second)
     everything = [(0, i, task) for i, task in enumerate(first)] + [(1, i, task) for i, task in enumerate(second)]

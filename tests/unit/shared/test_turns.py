@@ -73,7 +73,7 @@ def test_a_wait_for_a_turn_continues_when_other_calls_end() -> None:
     asyncio.run(scene())
 
 
-def test_a_request_of_a_driver_during_loading_does_not_end_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_from_a_driver_during_loading_does_not_end_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     class Turns:
         ended = 0
         acquired: Parts = frozenset()

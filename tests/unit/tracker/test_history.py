@@ -1,4 +1,4 @@
-"""The history of a run consists of all committed rows, in the order of the commits, whichever steps were taken back."""
+"""The history of a run consists of all committed rows, in commit order, whichever steps were taken back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def told(rows: list[Row]) -> list[tuple[int, int, float]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_arrive_once_in_the_order_of_the_commits(tmp_path: Path, seed: int) -> None:
+def test_rows_arrive_once_in_commit_order(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     run, follower, seen, step = Run(tmp_path), History(tmp_path), list[Row](), -1
     for _ in range(chance.randrange(20, 200)):

@@ -18,7 +18,7 @@ OPEN = Guard(PlainTextResponse("reached"), None)
 
 
 def status_of(guard: Guard, path: str, **headers: str) -> tuple[int, dict[str, str]]:
-    """Return the status of an answer and its headers."""
+    """Return the status of a response and its headers."""
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_names_of_other_hosts_are_refused(host: str) -> None:
     ("origin", "status"),
     [("http://127.0.0.1:8080", 200), ("http://127.0.0.1:8081", 403), ("https://evil.example", 403), ("null", 403)],
 )
-def test_requests_of_other_origins_are_refused(origin: str, status: int) -> None:
+def test_requests_from_other_origins_are_refused(origin: str, status: int) -> None:
     assert status_of(OPEN, "/api/operate", origin=origin)[0] == status
 
 

@@ -1,4 +1,4 @@
-"""The samples of the page: bounded sizes, and no path outside the samples of the run."""
+"""The samples on the page: bounded sizes, and no path outside the run's samples."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Devices:
         return moved
 
     async def offload(self, parts: frozenset[Part]) -> int:
-        """Move `parts` off the device and return the bytes freed."""
+        """Move `parts` off the device and return the number of bytes freed."""
         moving = self._residency.offload(parts)
         backend, freed = self._backend, 0
         if moving and backend is not None:
@@ -72,7 +72,7 @@ class Devices:
         return freed
 
     async def drop_gradients(self) -> None:
-        """Drop the accumulated gradients, because a driver takes over and no step is under way."""
+        """Drop the accumulated gradients, because a driver is taking over and no step is under way."""
         if self._backend is None:
             return  # the model is being loaded, in a turn that its loader ends
         if "gradients" in self._residency.on_host:
@@ -102,7 +102,7 @@ class Devices:
 
 
 def device_parts(parts: frozenset[Part]) -> Parts:
-    """Return the names of `parts` in `shared.colocation.devices`."""
+    """Return the names that `shared.colocation.devices` uses for `parts`."""
     return frozenset(f"policy.{part}" for part in parts)
 
 

@@ -12,7 +12,7 @@ from shared.colocation.shelf import Shelf
 
 
 class PartShelves:
-    """One shelf for each part of the state of this rank. They belong to the compute thread."""
+    """One shelf for each part of this rank's state. They belong to the compute thread."""
 
     def __init__(self, folder: Path, tensors: Callable[[Part], list[Tensor]]) -> None:
         """`tensors` returns the current tensors of a part. Those on a CPU are written to files in `folder`."""
@@ -20,10 +20,11 @@ class PartShelves:
         self._shelves = {part: Shelf(folder / f"{part}.bin") for part in PARTS}
 
     def offload(self, parts: frozenset[Part]) -> int:
-        """Free the device memory of `parts`, keep their bits, and return the bytes freed. Repeated calls do nothing."""
+        """Free the device memory of `parts`, keep their bits, and return the number of bytes freed. Repeated calls do
+        nothing."""
         there = [part for part in sorted(parts) if not self._shelves[part].holds]
         return sum(self._shelves[part].put(self._tensors(part)) for part in there)
 
     def backload(self, parts: frozenset[Part] = PARTS) -> int:
-        """Move `parts` back to the device and return the bytes moved. Repeated calls do nothing."""
+        """Move `parts` back to the device and return the number of bytes moved. Repeated calls do nothing."""
         return sum(self._shelves[part].take() for part in sorted(parts))

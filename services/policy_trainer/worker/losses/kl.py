@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def k1(cur: Tensor, ref: Tensor) -> Tensor:
-    """Return cur - ref, which is unbiased and may be negative.
+    """Return cur - ref, which is unbiased and can be negative.
 
     Source: Schulman, "Approximating KL divergence", 2020, estimator k1.
     """

@@ -1,1 +1,1 @@
-"""The megatron backend, which trains a model of `shared.megatron`."""
+"""The megatron backend, which trains a model from `shared.megatron`."""

@@ -67,7 +67,7 @@ class MegatronBackend:
 
     @property
     def model(self) -> nn.Module:
-        """Megatron's wrapper of this rank's pieces."""
+        """Megatron's wrapper around this rank's pieces."""
         wrapped: nn.Module = self._trained.model
         return wrapped
 
@@ -77,7 +77,7 @@ class MegatronBackend:
 
     @in_megatron
     def restart(self) -> None:
-        """Reload the weights of the model directory and reset the optimizer state."""
+        """Reload the weights from the model directory and reset the optimizer state."""
         self.shelves.backload()
         self._trained.set_weights(self._pieces.files)
         self._trained.drop_gradients()
@@ -139,8 +139,8 @@ class MegatronBackend:
 
     @in_megatron
     def step(self, step: int) -> OptimizerUpdate:
-        """Sum over ranks, clip, step, and zero the gradients. The training step `step`, counted from 1, determines
-        the warm-up.
+        """Sum the gradients over ranks, clip, step, and zero the gradients. The training step `step`, counted from 1,
+        determines the warm-up.
 
         Raises RpcError(bad_data) if the gradient is not finite; weights and optimizer state then stay unchanged.
         """
@@ -174,7 +174,7 @@ class MegatronBackend:
 
     @in_megatron
     def load_state(self, state: TrainingState) -> None:
-        """Load the state of a checkpoint. Raises RpcError(conflict) if it belongs to another model."""
+        """Load a checkpoint's state. Raises RpcError(conflict) if it belongs to another model."""
         check_same_model(self._pieces.converter.shapes, state.weights, self._source)
         self.shelves.backload()
         self._trained.set_weights(state.weights.__getitem__)
@@ -188,14 +188,14 @@ class MegatronBackend:
 
     @in_megatron
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the tensors back into weights, masters and a new AdamW."""
+        """Copy the tensors back into the weights, the masters and a new AdamW."""
         self.shelves.backload()
         self._trained.set_own_state(state)
         self._trained.drop_gradients()
 
     @in_megatron
     def export(self, folder: Path) -> None:
-        """Write configuration and weights on rank 0. Every rank must call this."""
+        """Write the configuration and the weights on rank 0. Every rank must call this."""
         weights = self._trained.weights()
         if self.place.rank == 0:
             files.write(folder, self._pieces.config, weights, self._pieces.dtype)

@@ -45,7 +45,7 @@ class Trained:
             DistributedDataParallelConfig(
                 use_distributed_optimizer=True,
                 grad_reduce_in_fp32=self._low,
-                overlap_grad_reduce=False,  # gradients of several calls add up; `reduce` sums over ranks once
+                overlap_grad_reduce=False,  # gradients from several calls add up; `reduce` sums over ranks once
             ),
             model,
         )
@@ -204,7 +204,8 @@ class Trained:
 
     @torch.no_grad()
     def set_weights(self, weights: Callable[[str], Tensor]) -> None:
-        """Load the full tensors that `weights` returns by Hugging Face name, update masters and drop moments."""
+        """Load the full tensors that `weights` returns by Hugging Face name, update the masters and drop the
+        moments."""
         self._pieces.copy_in(weights)
         self.reset()
 

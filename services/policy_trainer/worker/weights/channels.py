@@ -43,10 +43,10 @@ class Channel(Protocol):
 
 
 def open_channel(route: WeightsRoute, meeting: Meeting, ranks: int, *, device: str, deadline_s: float) -> Channel:
-    """Return a channel that is not joined yet.
+    """Return a channel that has not been joined yet.
 
-    The ranks of a gloo channel meet at `meeting`. `ranks` is the number of the engine's ranks plus this one. `device`
-    belongs to this rank. Raises ValueError for route shards, which needs no channel.
+    The ranks of a gloo channel meet at `meeting`. `ranks` is the number of the engine's ranks plus one for this rank.
+    `device` belongs to this rank. Raises ValueError for route shards, which needs no channel.
     """
     match route:
         case "gloo":

@@ -1,8 +1,8 @@
 """Read-only copies of the last few policy versions, kept alongside the version in training (`run.deterministic`).
 
 Step s is sampled with version s - 1 - staleness. A run that goes back to the checkpoint of step c after losing samples
-needs the versions from c - staleness on, which later training does not reproduce. They are therefore kept here, saved
-in the checkpoint, and published again.
+needs the versions from c - staleness onwards, which later training does not reproduce. They are therefore kept here,
+saved in the checkpoint, and published again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EarlierVersions:
     def record(self, step: int, weights: dict[str, Tensor], canary: Canary) -> None:
         """Store a copy of `weights` as version `step`.
 
-        Drop versions from `step` on and those before `step - depth`.
+        Drop versions from `step` onwards and those before `step - depth`.
         """
         if weights and self._depth:
             copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.items()}

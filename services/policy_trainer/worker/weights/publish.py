@@ -1,5 +1,5 @@
 """Puts a policy version into a store, with the log-probs and digests that verify its loading. The weights must not
-change meanwhile."""
+change in the meantime."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Canaries:
     """The fixed token sequence of a run, and the run's start-up drill. This object belongs to the compute thread."""
 
     def __init__(self, backend: Backend, model_dir: Path, dtype: str, seed: int, *, with_digests: bool) -> None:
-        """`seed` is the run's seed. Rank 0 makes the drill from the weights of the model directory. If `with_digests`
+        """`seed` is the run's seed. Rank 0 makes the drill from the weights in the model directory. If `with_digests`
         is true, every version is published with the digests of its weights."""
         self._backend = backend
         self._text = _sequence(backend.vocab_size, seed, canary_length(backend.parameters, dtype))
@@ -56,7 +56,8 @@ class Canaries:
         self.drill: Canary | None = None
         self.drill_seed, self.drill_factors = seed + 1, list[float]()
         if backend.place.rank == 0:
-            # The drill runs once and uses all tokens for any size of model, because it must detect each parameter.
+            # The drill runs once and uses all tokens whatever the size of the model, because it must detect each
+            # parameter.
             text = _sequence(backend.vocab_size, seed, canary_length(0, dtype))
             narrowest = self._floor or TOLERANCE
             drill = make_drill(model_dir, dtype, text, seed + 1, tolerance=narrowest, with_digests=with_digests)
@@ -77,7 +78,7 @@ class Canaries:
         return self.of(logprobs[1:].astype(np.float32))
 
     def of(self, logprobs: Array) -> Canary:
-        """Return the canary of a version with known log-probs (from the second token on)."""
+        """Return the canary of a version with known log-probs (from the second token onwards)."""
         return self._canary(self._text, logprobs, [])
 
     def digests(self, weights: dict[str, Tensor]) -> list[int]:

@@ -171,7 +171,7 @@ class WeightsSender:
             self._drop(communicator)
 
     def _meeting(self, communicator: int, *, here: bool) -> Meeting:
-        """Return the meeting of this rank and the engine, which is on this host if `here` is true."""
+        """Return the meeting for this rank and the engine, which is on this host if `here` is true."""
         if here:
             return Meeting(LOOPBACK, file=self._run.sockets / f"meet-{communicator:x}")
         listen = self._listen()
@@ -191,7 +191,7 @@ class WeightsSender:
             if self._drill is None or (self._drill.done() and self._drill.exception() is not None):
                 self._drill = asyncio.create_task(asyncio.to_thread(self._perturbed, ref))
                 self._drill_taken = False
-            drill = await asyncio.shield(self._drill)  # the caller may give up meanwhile
+            drill = await asyncio.shield(self._drill)  # the caller may give up in the meantime
             self._drill_taken = True
             return OutgoingWeights(described(drill), lambda: drill)
         version = (ref.lineage, ref.step)
@@ -256,7 +256,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def perturbed_weights(model_dir: Path, dtype: str, ref: WeightsRef) -> dict[str, Tensor]:
-    """Return the weights of a model directory, perturbed as in the start-up drill of `ref`, by parameter name."""
+    """Return the weights from a model directory, perturbed as in the start-up drill of `ref`, by parameter name."""
     from shared.model.load import load_model, named_weights
     from shared.tensors_torch import to_numpy, to_torch
     from shared.weights.drill import noise_factors, perturb

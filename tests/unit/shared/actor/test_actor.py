@@ -154,7 +154,7 @@ class Beating(Service):
         self.lost = lease_ids
 
 
-def test_service_registers_sends_heartbeats_and_registers_again_at_a_restarted_scheduler(run: RunDir) -> None:
+def test_service_registers_sends_heartbeats_and_registers_again_with_a_restarted_scheduler(run: RunDir) -> None:
     async def main() -> None:
         registered: list[Register] = []
         beats: list[Heartbeat] = []

@@ -1,4 +1,4 @@
-"""A service of a joined host, which needs the store of that host as long as it puts shards."""
+"""A service on a joined host, which needs that host's store as long as it puts shards."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_the_cpu_share_covers_the_time_since_the_previous_reading() -> None:
     assert float(meter.read()["cpu_share"]) < float(busy["cpu_share"]) / 2
 
 
-def test_memory_of_the_process_is_reported_and_memory_of_a_gpu_only_if_it_is_used() -> None:
+def test_memory_of_the_process_is_reported_and_gpu_memory_only_if_the_gpu_is_used() -> None:
     values = ResourceMeter().read()
     assert abs(float(values["rss_bytes"]) - psutil.Process().memory_info().rss) < 64 << 20
     assert "gpu_bytes" not in values

@@ -1,7 +1,7 @@
 """Peers for the rpc and actor tests: a small mailbox and a small service, as objects or as processes.
 
 Run as a script: `rpc_actors.py mailbox ENDPOINT` or `rpc_actors.py service --run DIR [--instance N] [...]`.
-The peers do not replace real services of the product.
+The peers do not replace the product's real services.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def short_directory() -> Iterator[Path]:
 
 @functools.cache
 def key_folder() -> Path:
-    """Return the folder of keys for the tcp endpoints of this test process; it is removed when the process exits."""
+    """Return the folder with the keys for this test process's tcp endpoints; it is removed when the process exits."""
     folder = tempfile.mkdtemp(prefix="rlb-keys-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     run_keys.create(Path(folder))
@@ -128,7 +128,7 @@ def request(number: int, **header: Any) -> list[Any]:
 
 
 async def receive(socket: zmq.Socket[bytes], within_s: float = DEADLINE_S) -> list[bytes]:
-    """Return the next message of a raw socket without blocking the loop that serves it."""
+    """Return the next message from a raw socket without blocking the loop that serves it."""
     ready = await asyncio.get_running_loop().run_in_executor(None, socket.poll, int(within_s * 1000))
     assert ready, f"no message in {within_s} s"
     return socket.recv_multipart()

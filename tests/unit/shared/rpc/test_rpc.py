@@ -130,7 +130,7 @@ def test_duplicate_of_an_answered_request_gets_the_same_bytes_again(ipc: str) ->
     asyncio.run(main())
 
 
-def test_two_clients_of_one_process_never_get_each_others_replies(ipc: str) -> None:
+def test_two_clients_in_one_process_never_get_each_others_replies(ipc: str) -> None:
     async def main() -> None:
         async with serving(ipc, (GetInventory, double)) as (_, bound), asking(bound) as a, asking(bound) as b:
             for i in range(20):
@@ -211,7 +211,7 @@ def test_deadline_names_the_request_and_the_peer(ipc: str, deadline_s: float) ->
     asyncio.run(main())
 
 
-def test_a_call_without_time_or_on_a_closed_client_fails_at_once(ipc: str) -> None:
+def test_a_call_with_no_time_left_or_on_a_closed_client_fails_at_once(ipc: str) -> None:
     async def main() -> None:
         async with asking(ipc) as client:
             with pytest.raises(DeadlineExceeded, match="echo/0"):
@@ -244,7 +244,7 @@ def test_cancelled_call_leaves_nothing_behind(ipc: str) -> None:
     asyncio.run(main())
 
 
-def test_rpc_error_of_a_handler_arrives_unchanged(ipc: str) -> None:
+def test_rpc_error_from_a_handler_arrives_unchanged(ipc: str) -> None:
     async def main() -> None:
         def busy(_: Ping, __: Call) -> Pong:
             raise RpcError(ErrorCode.BUSY, "no room", retry_after_s=1.5, names=["a", "b"])
@@ -283,7 +283,7 @@ def test_defect_in_a_handler_is_an_internal_error_and_the_mailbox_continues(ipc:
 
 
 @pytest.mark.parametrize("answer", [None, 3, [Ack()]])
-def test_invalid_answer_of_a_handler_is_an_internal_error(ipc: str, answer: Any) -> None:
+def test_invalid_answer_from_a_handler_is_an_internal_error(ipc: str, answer: Any) -> None:
     async def main() -> None:
         async with serving(ipc, (StopRun, lambda _, __: answer)) as (mailbox, bound), asking(bound) as client:
             with pytest.raises(RpcError, match="StopRun failed") as failure:

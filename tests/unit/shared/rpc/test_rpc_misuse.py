@@ -99,7 +99,7 @@ def test_peers_that_send_garbage_or_nothing_do_not_disturb_others() -> None:
                     socket.send_multipart([random.bytes(int(random.integers(0, 200))) for _ in range(i % 5 + 1)])
                 for i in range(40):
                     assert (await client.call(GetInventory(cursor=i), Inventory, deadline_s=2.0)).cursor == 2 * i
-                # Messages of a quarantined peer are dropped unread.
+                # Messages from a quarantined peer are dropped unread.
                 await eventually(lambda: mailbox.offenders.malformed + mailbox.offenders.unread == sent)
                 assert mailbox.offenders.malformed == STRIKES
                 assert not socket.poll(0)  # No message could be identified as a request, so there is no answer.
@@ -110,7 +110,7 @@ def test_peers_that_send_garbage_or_nothing_do_not_disturb_others() -> None:
     asyncio.run(main())
 
 
-def test_two_hundred_thousand_empty_frames_cause_one_refusal_and_take_little_memory(ipc: str) -> None:
+def test_two_hundred_thousand_empty_frames_cause_one_refusal_and_use_little_memory(ipc: str) -> None:
     async def main() -> None:
         async with serving(ipc, (GetInventory, double)) as (mailbox, bound), asking(bound) as client:
             await client.call(GetInventory(cursor=0), Inventory, deadline_s=DEADLINE_S)

@@ -1,4 +1,4 @@
-"""A small topology for the topology's tests, and the errors of `load` for edited copies."""
+"""A small topology for the topology's tests, and the errors that `load` reports for edited copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.topology import TopologyError, load
 
 WEIGHTS = 1000
 
-# Line numbers in the tests below are lines of this text, counted from 1.
+# Line numbers in the tests below refer to lines in this text, counted from 1.
 BASE = """\
 run: {name: small, steps: 3}
 policy:
@@ -46,7 +46,7 @@ services:
 
 
 def make(folder: Path) -> Path:
-    """Create, in `folder`, the files that BASE names: a model of WEIGHTS parameters and a data set of one row."""
+    """Create, in `folder`, the files that BASE names: a model with WEIGHTS parameters and a data set with one row."""
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))

@@ -1,4 +1,4 @@
-"""Defaults of the section `algorithm`, and options that are refused because they would have no effect."""
+"""Defaults in the section `algorithm`, and options that are refused because they would have no effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path, *overrides: str) -> Topology:
-    """Load the topology, and check that its resolved copy loads equal to it."""
+    """Load the topology, and check that loading its resolved copy gives an equal topology."""
     topology = load(write(folder), list(overrides))
     resolved = folder / "resolved.yaml"
     topology.dump_resolved(resolved)

@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def snapshot(cache: Path, repository: str, *files: str) -> Path:
-    """Put empty files into the cache, as `main` of a repository."""
+    """Put empty files into the cache, as the `main` revision of a repository."""
     folder = cache / repository / "snapshots" / COMMIT
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def test_data_set_that_is_not_in_the_cache_is_a_one_line_error(cache: Path, fold
     )
 
 
-def test_files_of_a_pattern_are_distributed_under_their_own_names(tmp_path: Path) -> None:
+def test_files_that_match_a_pattern_are_distributed_under_their_own_names(tmp_path: Path) -> None:
     for name in ("part-0.jsonl", "part-1.jsonl", "other.jsonl"):
         (tmp_path / name).write_text("{}\n")
     (tmp_path / "model").mkdir()

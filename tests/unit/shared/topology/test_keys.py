@@ -1,6 +1,6 @@
-"""Every key of the topology has an effect or is refused. Changing one key changes the launcher's processes, the
+"""Every key in the topology has an effect or is refused. Changing one key changes the launcher's processes, the
 scheduler's plan or the sampling of a task; or a named test shows the key's effect, and the product reads the key at the
-place named here. A new key of the schema must be entered here.
+place named here. A new schema key must be added here.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "policy.distribute": (
         "launch/host.py",
         "topology.policy.distribute",
-        "integration/hosts/test_distribution.py::test_a_host_receives_the_files_of_home_and_its_topology_names_them",
+        "integration/hosts/test_distribution.py::test_a_host_receives_the_files_from_home_and_its_topology_names_them",
     ),
     "policy.chat_template.add_generation_prompt": (
         ROLLOUT,
@@ -270,7 +270,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "workflow.processes": (
         ROLLOUT,
         "chosen.processes",
-        "unit/rollout/test_workflow.py::test_workflows_are_spread_over_processes_without_torch_that_end_with_the_pool",
+        "unit/rollout/test_workflow.py::test_workflows_are_spread_across_processes_without_torch_that_end_with_the_pool",
     ),
     "services.policy-trainer.backend": (
         f"{TRAINER}/worker/start.py",
@@ -408,7 +408,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "checkpoint.keep_best": (
         f"{TRAINER}/service.py",
         "topology.checkpoint.keep_best",
-        "unit/policy_trainer/test_best.py::test_the_best_checkpoint_is_kept_beside_the_newest_and_the_first_of_equals_is_exported",
+        "unit/policy_trainer/test_best.py::test_the_best_checkpoint_is_kept_beside_the_newest_and_the_earliest_among_equals_is_exported",
     ),
     "checkpoint.memory_every": (
         f"{TRAINER}/driver.py",
@@ -519,7 +519,7 @@ def test_a_key_without_effect_is_refused_by_name(key: str, folder: Path) -> None
         load(folder / "t.yaml", [REFUSED[key]])
 
 
-def test_the_refused_keys_of_this_build_are_those_tested_here() -> None:
+def test_the_refused_keys_in_this_build_are_those_tested_here() -> None:
     patterns = [f"{option.path}*" for option in UNSUPPORTED]
     assert all(any(fnmatch(key, pattern) for key in REFUSED) for pattern in patterns)
     assert all(any(fnmatch(key, pattern) for pattern in patterns) for key in REFUSED)
@@ -561,7 +561,7 @@ def trained(folder: Path, **given: Any) -> dict[str, torch.Tensor]:
     return backend.state().weights
 
 
-def test_updates_follow_every_key_of_the_optimizer(tmp_path: Path) -> None:
+def test_updates_follow_every_optimizer_key(tmp_path: Path) -> None:
     before = trained(tmp_path)
     for name, value in OPTIMIZER.items():
         after = trained(tmp_path, **{name: value})

@@ -1,4 +1,4 @@
-"""The section `monitor.web`: a page that other hosts can reach needs a token, and tokens are in private files."""
+"""The section `monitor.web`: a page that other hosts can reach needs a token, and tokens are kept in private files."""
 
 from __future__ import annotations
 

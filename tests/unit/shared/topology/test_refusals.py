@@ -1,4 +1,4 @@
-"""Errors of the topology: each is one line that names its file and line."""
+"""Errors in the topology: each is reported on one line that names its file and line."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def folder(tmp_path: Path) -> Path:
         (
             "  group_size: 4\n",
             "",
-            "t.yaml:13: algorithm.group_size: required, but missing (samples of each task, 1 or more; 2 "
+            "t.yaml:13: algorithm.group_size: required, but missing (samples per task, 1 or more; 2 "
             "or more where samples are compared)",
         ),
         (
             "  group_size: 4",
             "  group_size: '4'",
-            "t.yaml:15: algorithm.group_size: '4' is not an integer (samples of each task, 1 or "
+            "t.yaml:15: algorithm.group_size: '4' is not an integer (samples per task, 1 or "
             "more; 2 or more where samples are compared)",
         ),
         (
@@ -134,8 +134,8 @@ def folder(tmp_path: Path) -> Path:
         (
             'function: "builtin:exact_match"}',
             'functions: [{function: "a:b"}], params: {x: 1}}',
-            "t.yaml:9: reward: params belong to function and do nothing with functions; write them inside the items "
-            "of functions",
+            "t.yaml:9: reward: params belong to function and have no effect with functions; write them inside the "
+            "items of functions",
         ),
         (
             'function: "builtin:exact_match"}',
@@ -176,7 +176,7 @@ def test_wrong_key_or_type_gives_a_one_line_error_with_its_place(folder: Path, o
         ("instances: 2", "instances: 0", "t.yaml:25: services.rollout.instances: 0 is out of range"),
     ],
 )
-def test_error_of_a_value_out_of_range_names_the_value_and_the_limit(
+def test_error_for_a_value_out_of_range_names_the_value_and_the_limit(
     folder: Path, old: str, new: str, line: str
 ) -> None:
     [found] = problems(edited(folder, old, new))
@@ -467,7 +467,7 @@ def test_worst_case_counts_live_tasks_and_weight_versions(folder: Path) -> None:
     again = 6 * 4 * 40 * 4
     rest = worst_case_bytes(topology, 32, 2 * WEIGHTS) - held * task_bytes(topology, 32) - 4 * 2 * WEIGHTS
     assert again + 6 * 4096 < rest < again + 6 * 4700
-    # A step of one update takes its log-probs from the pass it trains on, and puts none.
+    # A step with one update takes its log-probs from the pass it trains on, and puts none.
     once = load(write(folder), ["monitor.samples=null"])
     per_token -= 4
     data = 4 * (40 * per_token + 5 * 8)
@@ -521,7 +521,7 @@ def test_room_is_required_for_the_versions_that_slow_leases_and_engines_keep_ali
     assert f"set at least {needed} (" in line
 
 
-def test_error_of_too_little_memory_names_a_sufficient_size(folder: Path) -> None:
+def test_error_for_too_little_memory_names_a_sufficient_size(folder: Path) -> None:
     weights = weight_bytes(str(folder / "model"), "bfloat16")
     assert 2 * WEIGHTS < weights < 2 * WEIGHTS + 5000
     needed = worst_case_bytes(load(write(folder)), 32, weights)

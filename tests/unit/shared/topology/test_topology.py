@@ -173,7 +173,7 @@ def test_missing_topology_file_is_reported(tmp_path: Path) -> None:
     assert problems(tmp_path / "t.yaml") == ["t.yaml: cannot be read (No such file or directory)"]
 
 
-def test_error_of_invalid_yaml_names_its_line(folder: Path) -> None:
+def test_error_for_invalid_yaml_names_its_line(folder: Path) -> None:
     [line] = problems(edited(folder, "  lr: 1e-3", "  lr: [1e-3"))
     assert line.startswith("t.yaml:21: not YAML: ")
 
@@ -281,7 +281,7 @@ def test_overrides_apply_in_order_and_reach_into_lists(folder: Path) -> None:
         ),
     ],
 )
-def test_error_of_an_override_names_the_override(folder: Path, override: str, line: str) -> None:
+def test_error_for_an_override_names_the_override(folder: Path, override: str, line: str) -> None:
     assert problems(write(folder), override) == [line]
 
 
@@ -347,12 +347,12 @@ def test_an_unknown_kind_of_warning_is_refused_and_the_nearest_suggested(folder:
     assert load(folder / "t.yaml", ["monitor.warnings.off=truncation"]).services.monitor.warnings.off == ("truncation",)
 
 
-def test_monitor_is_a_short_name_of_services_monitor(folder: Path) -> None:
+def test_monitor_is_a_short_name_for_services_monitor(folder: Path) -> None:
     [line] = problems(write(folder), "monitor.wandb.project=")
     assert line.startswith("--set monitor.wandb.project=: services.monitor.wandb.project: ")
 
 
-def test_key_of_the_monitor_given_under_both_names_is_refused(folder: Path) -> None:
+def test_monitor_key_given_under_both_names_is_refused(folder: Path) -> None:
     [line] = problems(write(folder), "services.monitor.web={}", "monitor.web={}", check_supported=False)
     assert line == "--set monitor.web={}: monitor.web: given twice, also as services.monitor.web; remove one"
 
@@ -384,7 +384,7 @@ def test_plan_of_the_qwen7b_example_has_the_derived_ranks(folder: Path) -> None:
     assert topology.algorithm.updates_per_step == 2
     plan = topology.services_plan()
     assert [spec.host for spec in plan if spec.service == "batch-store"] == ["a", "b"]
-    # A put goes into one store, so each store must be able to hold everything that may be live.
+    # A put goes into one store, so each store must be able to hold everything that can be live.
     weights = weight_bytes(topology.policy.model, topology.policy.dtype)
     needed = worst_case_bytes(topology, topology.data.train.max_prompt_tokens or 0, weights)
     small = [*files, f"services.batch-store.memory={needed // 2 + 1}", "services.batch-store.spill_limit=1"]
@@ -399,7 +399,7 @@ def test_plan_of_the_qwen7b_example_has_the_derived_ranks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("trainer", "rollout"), [("b", "a"), ("a", "b")])
-def test_the_host_of_the_trainer_has_the_store_that_the_trainer_uses(folder: Path, trainer: str, rollout: str) -> None:
+def test_the_trainers_host_has_the_store_that_the_trainer_uses(folder: Path, trainer: str, rollout: str) -> None:
     places = ["placement.hosts={a: {}, b: {}}", f"services.policy-trainer.host={trainer}"]
     places += [f"services.rollout.host={rollout}", "transport.listen=10.0.0.1"]
     topology = load(write(folder), places)

@@ -70,7 +70,7 @@ def test_a_workflow_is_refused_in_deterministic_mode(tmp_path: Path) -> None:
         load(tmp_path / "t.yaml", ["workflow={function: 'a:b'}", "run.deterministic=true"], check_supported=False)
 
 
-def test_paths_of_sources_are_relative_to_the_topologys_folder(tmp_path: Path) -> None:
+def test_source_paths_are_relative_to_the_topologys_folder(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"")
     (tmp_path / "saved" / "train").mkdir(parents=True)
     parquet = loaded(tmp_path, "data.train.source=parquet:rows.parquet")

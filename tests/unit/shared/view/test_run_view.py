@@ -1,4 +1,4 @@
-"""The model of a live run: it receives rows of the stream and provides the values to draw."""
+"""The model of a live run: it receives rows from the stream and provides the values to draw."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_panels_select_the_names_that_exist() -> None:
     assert reward.matching(known) == ["reward/mean", "eval/held/accuracy"]
 
 
-def test_metrics_of_the_stream_are_used_only_if_the_view_asks_for_them() -> None:
+def test_metrics_from_the_stream_are_used_only_if_the_view_asks_for_them() -> None:
     file_reader, far_away = RunView(), RunView(metrics_from_stream=True)
     for view in (file_reader, far_away):
         view.load_metrics([metrics(1)])
