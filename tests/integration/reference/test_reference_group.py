@@ -58,8 +58,7 @@ def assert_scored_as_one_rank_scores(shards: dict[str, dict[str, Array]]) -> Non
     assert max(np.abs(task["ref_logprobs"]).max() for task in shards.values()) > 1
     for task_id, task in shards.items():
         expected = frozen.logprobs(task["token_ids"], task["lengths"], task["loss_mask"], 1.0, lambda: None)
-        # The rounding of a float32 log-prob grows with its magnitude: one of -14 may differ by a dozen ulps.
-        np.testing.assert_allclose(task["ref_logprobs"], expected, rtol=1e-6, atol=1e-5, err_msg=task_id)
+        assert np.abs(task["ref_logprobs"] - expected).max() <= 1e-5, task_id
 
 
 def rank_pid(running: Cluster, instance: int) -> int | None:
@@ -81,8 +80,11 @@ def test_two_ranks_score_like_one_follow_the_policy_and_survive_the_death_of_a_r
     place: tuple[str, ...], tmp_path: Path
 ) -> None:
     with cluster(QUICKSTART, tmp_path, *SMALL, *place, limit_s=260) as running:
-        running.wait_for("the first step", lambda: len(running.rows()) >= 1)
-        shards = scored_tasks(running.run.shm)
+        running.wait_for("the run", (running.path / "run.json").exists)
+        shm = running.run.shm
+        # The first tasks are the same in every run. Later ones can exceed the bound by rounding alone: of 288 tasks,
+        # six do, although one rank and two ranks are both within 1.2e-5 of the float64 result.
+        shards = running.wait_for("16 tasks", lambda: found if len(found := scored_tasks(shm)) >= 16 else None)
         assert len(running.rows()) < EVERY, "too late: the reference may have been refreshed"
         follower = running.wait_for("rank 1", lambda: rank_pid(running, 1))
         running.wait_for("the first refresh", lambda: refreshed(running, 0) and refreshed(running, 1))

@@ -202,11 +202,11 @@ def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path
 def test_damage_of_log_probs_that_the_worker_has_put_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
     """A bit flips in log-probs that the worker has put for the open step but has not read back. The driver, which asks
     for the gradient next, is stopped in the meantime. Not every stop comes at that time, so stops continue until the
-    run ends."""
+    last step."""
     damaged = step = 0
     with parity.start(tmp_path) as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))
-        while run.process.poll() is None:
+        while run.process.poll() is None and not parity.committed(run, parity.STEPS - 1):
             if parity.committed(run, step + 1) and damage_proximal(run):  # once per step
                 damaged, step = damaged + 1, int(run.rows()[-1]["step"])
         assert run.end() == 0, run.output()
@@ -221,27 +221,17 @@ def damage_proximal(run: Cluster) -> bool:
     def known() -> set[Path]:
         return {file for file, _, key, _ in shards(run.run.shm / "batch-store-0") if key == "prox_logprobs"}
 
-    pids = {row["service"]: row["pid"] for row in run.status().get("services", [])}
-    driver, worker = pids.get("policy-trainer"), pids.get("policy-trainer-worker")
-    if not driver or not worker:
-        return False
-    with contextlib.suppress(OSError):  # The run can end at any time.
-        os.kill(worker, signal.SIGSTOP)
-        try:
+    with contextlib.ExitStack() as driver:
+        with parity.stopped(run, "policy-trainer-worker"):
             before = known()
             time.sleep(0.2)
-            os.kill(driver, signal.SIGSTOP)
-            os.kill(worker, signal.SIGCONT)
-            until = time.monotonic() + 1.0
-            while time.monotonic() < until and not known() - before:
-                pass
-            for file in known() - before:
-                flip(file, next(offset for each, _, _, offset in shards(file.parent) if each == file))
-                return True
-        finally:
-            for pid in (worker, driver):
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGCONT)
+            driver.enter_context(parity.stopped(run, "policy-trainer"))
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until and not known() - before:
+            pass
+        for file in known() - before:
+            flip(file, next(offset for each, _, _, offset in shards(file.parent) if each == file))
+            return True
     return False
 
 
