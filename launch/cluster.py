@@ -10,8 +10,7 @@ import functools
 import os
 import shutil
 import sys
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -20,43 +19,28 @@ import typer
 
 from launch import detached, evaluation, hub, place, preflight, scaling
 from launch.access import access_of, export
-from launch.gpus import visible_gpus, wanted
+from launch.console import Console, show_plan
+from launch.gpus import visible_gpus
 from launch.heavy import spare_kinds
 from launch.interrupts import Interrupts
-from launch.logs import last_lines, shorten
 from launch.placement.book import HostBook
 from launch.placement.desk import HostDesk
 from launch.placement.ray_engine import RayEngine
-from launch.progress import Metrics, Screen, Troubles, accuracy_lines, duration, rewind_text, starting_text
-from launch.report import write_in_time
-from launch.supervisor.events import Died, GivenUp, Reported, RunEnded, RunOutcome
-from launch.supervisor.plan import SUPERVISOR, Key, listen_endpoint, module_of
+from launch.progress import Screen
+from launch.supervisor.events import RunEnded, RunOutcome
+from launch.supervisor.plan import SUPERVISOR, listen_endpoint, processes_at_home
 from launch.supervisor.server import EVENTS, Supervisor
-from launch.supervisor.spare_processes import SpareNotice
-from proto.messages import Status
-from services.scheduler.journal import rewinds
-from services.tracker.ledger import unsent
-from shared import warnings
 from shared.actor import logging
-from shared.actor.service import ProcessState
-from shared.followed_file import FollowedFile
 from shared.rpc.errors import RpcError
-from shared.rundir import RunDir, checkpoint_steps, newest_run, service_name, sweep_abandoned
+from shared.rundir import RunDir, newest_run, sweep_abandoned
 from shared.security.roles import Role
-from shared.topology import Topology, TopologyError, hub_names, load, model_memory, snapshot_bytes, stop_limit_s
-from shared.topology.fields import format_size
-from shared.topology.model_files import parameter_count
+from shared.topology import Topology, TopologyError, hub_names, load, stop_limit_s
 
-STATUS_DEADLINE_S = 2.0
 POLL_S = 1.0
-LOG_LINES = 10
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 MODEL_FOLDER = "model"
 """Folder in the run directory with the model of an evaluated checkpoint."""
-
-_HERE = "this machine"
-_OVER = frozenset({ProcessState.STOPPED, ProcessState.FAILED, ProcessState.DRAINED})
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -196,7 +180,7 @@ def _main(
         for each in fetches:
             if each.files:
                 print(f"would fetch    {each}")
-        _show_plan(topology, path, engine.machines if engine is not None else {})
+        show_plan(topology, path, engine.machines if engine is not None else {})
         if findings.errors:
             _refuse(findings.errors)
         raise typer.Exit(EXIT_DONE)
@@ -240,45 +224,6 @@ def _refuse(lines: Iterable[str]) -> NoReturn:
     for line in lines:
         print(line, file=sys.stderr)
     raise typer.Exit(EXIT_USAGE)
-
-
-def _plan(topology: Topology) -> list[Key]:
-    """Return the processes that the topology places on this machine."""
-    return [(spec.service, spec.instance) for spec in topology.services_plan() if spec.host == topology.home]
-
-
-def _show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> None:
-    """Print the processes that would run. `machines` names the machine found for each of the other hosts."""
-    print(f"run directory  {path.absolute()}")
-    print(f"steps          {topology.run.last_step}")
-    print(f"store memory   {topology.services.batch_store.memory >> 20} MiB under {preflight.shm_root(topology)}")
-    if topology.services.monitor.web is not None:
-        print(f"page           http://{topology.services.monitor.web.listen}/")
-    at_home = {service for service, _ in _plan(topology)}
-    print(f"spares         {'; '.join(kind.name for kind in spare_kinds(topology, at_home)) or 'none'}")
-    if machines:
-        print(f"hosts          {', '.join(f'{host}: {machine}' for host, machine in sorted(machines.items()))}")
-    print(
-        f"snapshots      {snapshot_bytes(topology) >> 20} MiB of the trainer's state, in the same folder as the store"
-    )
-    names = preflight.gpu_names(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    gpus = visible_gpus(topology, names if wanted(topology) <= len(names) else None)
-    plan = topology.services_plan()
-    width = max(len("gpus"), *map(len, gpus.values()))
-    hosts = {spec: f"{spec.host or _HERE}  " for spec in plan} if len(topology.store_hosts()) > 1 else {}
-    far = max(map(len, hosts.values()), default=0)
-    try:
-        elements = parameter_count(topology.policy.model)
-        model = {key: format_size(nbytes) for key, nbytes in model_memory.per_process(topology, elements).items()}
-        total = model_memory.per_place(topology, elements, gpus).get(model_memory.Place(topology.home, ""), 0)
-        print(f"model memory   {format_size(total)} of host memory, without activations and libraries")
-    except (OSError, ValueError):
-        model = {}  # the model is not here yet
-    print(f"{'service':<26}{'threads':>8}  {'gpus':<{width}}  {'model':>9}  {'host' if hosts else '':<{far}}module")
-    for spec in plan:
-        threads, seen = preflight.threads_of(topology, spec.service), gpus[spec.service, spec.instance] or "-"
-        where, holds = hosts.get(spec, ""), model.get((spec.service, spec.instance), "-")
-        print(f"{spec.name:<26}{threads:>8}  {seen:<{width}}  {holds:>9}  {where:<{far}}{module_of(spec.service)}")
 
 
 def _launch(
@@ -330,28 +275,18 @@ def _launch(
                 stack.pop_all()  # The child process removes these files.
                 return side.wait()
             stays = side
-        begun = time.monotonic()
-        metrics = Metrics(run.metrics, steps=topology.run.last_step)
-        before = len(rewinds(run.journal))
         with Screen() as screen:
-            work = "an evaluation" if topology.run.evaluate else f"{topology.run.steps} steps"
-            screen.notice(f"run {run.path}: {work}, {len(topology.services_plan())} services")
-            if topology.services.monitor.web is not None:
-                screen.notice(f"page http://{topology.services.monitor.web.listen}/")
+            console = Console(run, topology, screen)
+            console.begin()
             try:
-                ended = asyncio.run(_supervise(run, topology, lock, screen, metrics, before, interrupts, stays, engine))
+                ended = asyncio.run(_supervise(run, topology, lock, console, interrupts, stays, engine))
             except RpcError as error:
                 _refuse([str(error)])
     if not place.is_there(run, lock):
         print(place.deleted_text(run), file=sys.stderr)
         return EXIT_FAILED
-    metrics.poll(time.monotonic())
     try:
-        _summarise(run, topology, ended, metrics, time.monotonic() - begun)
-        for name in topology.services.monitor.trackers:
-            if rest := unsent(run.path, name):
-                print(f"{rest}; python -m launch.ctl --run {run.path} track {name} sends the rest", file=sys.stderr)
-        sys.stdout.flush()
+        console.summarise(ended)
     except OSError:  # stdout is closed; the exit status still reports the outcome, even if Python flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return EXIT_DONE if ended.outcome == RunOutcome.DONE else EXIT_FAILED
@@ -361,9 +296,7 @@ async def _supervise(
     run: RunDir,
     topology: Topology,
     lock: int,
-    screen: Screen,
-    metrics: Metrics,
-    rewinds_before: int,
+    console: Console,
     interrupts: Interrupts,
     stays: detached.Detached | None,
     engine: RayEngine | None,
@@ -373,26 +306,15 @@ async def _supervise(
     `stays` lets a detached launcher return once all processes are READY.
     """
 
-    def on_event(event: EVENTS) -> None:
+    def ready() -> None:
         if stays is not None and supervisor.all_ready:
             stays.ready()
-        if isinstance(event, Died):
-            when = f"in {event.delay_s:g} s" if event.delay_s else "now"
-            screen.notice(
-                f"{service_name(*event.key)}: {shorten(event.cause)}; starts again {when} (restart {event.restarts}), "
-                f"log: {run.log_file(*event.key)}"
-            )
-        elif isinstance(event, GivenUp):
-            screen.notice(
-                f"{service_name(*event.key)}: {shorten(event.cause)}; the run goes on without it "
-                f"(ctl restart {service_name(*event.key)} starts it again), log: {run.log_file(*event.key)}"
-            )
-        elif isinstance(event, SpareNotice):
-            screen.notice(event.text)
-        elif isinstance(event, Reported) and event.state == ProcessState.DRAINING and event.cause:
-            screen.notice(f"stopping: {event.cause} (again: kill now)")
 
-    plan = _plan(topology)
+    def on_event(event: EVENTS) -> None:
+        ready()
+        console.tell(event)
+
+    plan = processes_at_home(topology)
     threads = {key: preflight.threads_of(topology, key[0]) for key in plan}
     doors = {key: listen_endpoint(topology.transport, key[0]) for key in [*plan, (SUPERVISOR, 0)]}
     listen = {key: endpoint for key, endpoint in doors.items() if endpoint}
@@ -401,7 +323,7 @@ async def _supervise(
     if len(topology.store_hosts()) > 1:
         every = {spec.service for spec in topology.services_plan()}
         away = {service: preflight.threads_of(topology, service) for service in every}
-        hosts = HostDesk(HostBook(topology, away), on_notice=screen.notice)
+        hosts = HostDesk(HostBook(topology, away), on_notice=console.notice)
     supervisor = Supervisor(
         run,
         plan,
@@ -422,18 +344,16 @@ async def _supervise(
         nonlocal taken
         taken += 1
         if taken == 1:
-            screen.notice("stopping: the open step will be finished and saved (again: kill now)")
+            console.notice("stopping: the open step will be finished and saved (again: kill now)")
             supervisor.stop("interrupted")
         else:
-            screen.notice("killing all services")
+            console.notice("killing all services")
             supervisor.kill()
 
     loop = asyncio.get_running_loop()
     interrupts.tell(functools.partial(loop.call_soon_threadsafe, interrupt))
-    told = _Rewinds(run, topology, rewinds_before)
-    warned = _Warnings(run)
     beside = [
-        loop.create_task(_show(supervisor, screen, metrics, told, warned, stays)),
+        loop.create_task(console.follow(supervisor, on_poll=ready)),
         loop.create_task(_keep(run, lock, supervisor)),
     ]
     if engine is not None and hosts is not None:
@@ -447,8 +367,7 @@ async def _supervise(
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
-        told.show(screen)
-        warned.show(screen)
+        console.catch_up()
 
 
 async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
@@ -457,97 +376,6 @@ async def _keep(run: RunDir, lock: int, supervisor: Supervisor) -> None:
         await asyncio.sleep(POLL_S)
         if not place.is_there(run, lock):
             supervisor.kill(place.deleted_text(run))
-
-
-class _Rewinds:
-    """Shows each of the run's returns to an earlier step once."""
-
-    def __init__(self, run: RunDir, topology: Topology, told: int) -> None:
-        """Skip the first `told` returns, which happened before this launch."""
-        self._journal = run.journal
-        self._deterministic = topology.run.deterministic
-        self._told = told
-
-    def show(self, screen: Screen) -> None:
-        found = rewinds(self._journal)
-        for step, committed, cause in found[self._told :]:
-            screen.notice(rewind_text(step, committed, deterministic=self._deterministic, cause=cause))
-        self._told = max(self._told, len(found))
-
-
-class _Warnings:
-    """Shows the warnings that are added to the run's warnings file from now on."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._lines = FollowedFile(run.warnings)
-        for _ in self._lines.new_lines():
-            continue  # An earlier launch has shown this warning.
-
-    def show(self, screen: Screen) -> None:
-        for line in self._lines.new_lines():
-            record = warnings.parse(line)
-            if record is not None:
-                screen.notice(warnings.line_of(record))
-
-
-async def _show(
-    supervisor: Supervisor,
-    screen: Screen,
-    metrics: Metrics,
-    told: _Rewinds,
-    warned: _Warnings,
-    stays: detached.Detached | None,
-) -> None:
-    status: Status | None = None
-    troubles = Troubles()
-    while True:
-        await asyncio.sleep(POLL_S)
-        told.show(screen)
-        warned.show(screen)
-        states: dict[str, str] = {service_name(*key): each.state for key, each in supervisor.state.processes.items()}
-        states |= {service_name(row.service, row.instance): row.state for row in supervisor.rows_of_hosts()}
-        if stays is not None and supervisor.all_ready:
-            stays.ready()
-        if supervisor.draining:
-            left = [name for name, process in states.items() if process not in _OVER]
-            screen.progress(f"ending: {', '.join(left)}")
-            continue
-        if states.get("scheduler/0") == ProcessState.READY:
-            status = await supervisor.scheduler_status(STATUS_DEADLINE_S)
-            for notice in troubles.take(status) if status is not None else ():
-                screen.notice(notice)
-        metrics.poll(time.monotonic())
-        text = metrics.text() if metrics.last else starting_text(states, status)
-        trouble = troubles.text()
-        screen.progress(f"{trouble}  {text}" if trouble else text)
-
-
-def _summarise(run: RunDir, topology: Topology, ended: RunEnded, metrics: Metrics, wall_s: float) -> None:
-    if ended.outcome == RunOutcome.FAILED:
-        print(f"the run failed: {ended.cause}", file=sys.stderr)
-        for line in last_lines(run, ended.key, LOG_LINES) if ended.key else []:
-            print(f"    {line}", file=sys.stderr)
-    elif ended.outcome == RunOutcome.STOPPED:
-        print(f"the run was stopped at step {metrics.step} of {metrics.steps}: {ended.cause}", file=sys.stderr)
-    saved = max(checkpoint_steps(run.checkpoints), default=0)
-    if ended.outcome != RunOutcome.DONE and saved < metrics.step:
-        lost = f"steps {saved + 1}-{metrics.step}" if metrics.step > saved + 1 else f"step {metrics.step}"
-        print(f"{lost} not saved: --resume goes back to step {saved}", file=sys.stderr)
-    evaluates = topology.run.evaluate
-    for line in evaluation.table(topology, metrics.last) if evaluates else accuracy_lines(metrics):
-        print(line)
-    print(f"wall time  {duration(wall_s)}")
-    print(f"run        {run.path}")
-    print(f"report     {write_in_time(run)}")
-    if ended.outcome == RunOutcome.DONE and evaluates:
-        print(f"evaluated  {topology.policy.model}")
-    elif ended.outcome == RunOutcome.DONE:
-        print(f"model      {run.export}")
-        print(f'load it    transformers.AutoModelForCausalLM.from_pretrained("{run.export}")')
-        for line in evaluation.best_lines(run):
-            print(line)
-    else:
-        print(f"continue   python -m launch.cluster {run.topology} --run-dir {run.path} --resume")
 
 
 if __name__ == "__main__":

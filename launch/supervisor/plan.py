@@ -12,6 +12,7 @@ from shared.rpc.errors import RpcError
 from shared.rundir import parse_service_name, service_name
 
 if TYPE_CHECKING:
+    from shared.topology import Topology
     from shared.topology.services import Transport
 
 Key = tuple[str, int]
@@ -67,6 +68,11 @@ class Resized:
     """CUDA_VISIBLE_DEVICES of each instance."""
     listen: str = ""
     """Endpoint at which each instance answers other hosts, or an empty string."""
+
+
+def processes_at_home(topology: Topology) -> list[Key]:
+    """Return the processes that the topology places on this machine."""
+    return [(spec.service, spec.instance) for spec in topology.services_plan() if spec.host == topology.home]
 
 
 def module_of(service: str) -> str:

@@ -282,7 +282,7 @@ def test_a_full_disk_at_resume_gives_one_line_and_the_run_resumes_when_there_is_
 # ------------------------------------------------------------------------------------------------------- the end
 
 
-@pytest.mark.parametrize("point", ["asyncio.runners:Runner.close after", "launch.cluster:_summarise before"])
+@pytest.mark.parametrize("point", ["asyncio.runners:Runner.close after", "launch.console:Console.summarise before"])
 def test_a_signal_after_the_loop_has_closed_does_not_change_the_outcome(
     tmp_path: Path, temporary: Path, shm: Path, point: str
 ) -> None:
