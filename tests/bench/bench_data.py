@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import mmap
 import os
 import socket
@@ -47,37 +46,43 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
-import xxhash
 import zmq
 from rich.console import Console
 from rich.table import Table
 
-from proto.messages import Ack, BatchMeta, BatchPart, Clear, Ping, Pong, PutTask, TaskHandle
+from proto.messages import Ping, Pong
 from proto.tensors import Array
 from shared.dataplane.client import DataClient, TaskShards
 from shared.dataplane.reach import Reach
-from shared.rundir import RunDir
-from tests.bench import scheduler_load
-from tests.bench.cluster_run import BenchError, last_line
-from tests.bench.turns import TURNS, by_turns, heading, machine, order, order_line, ratios, spread, versions
-from tests.integration.store_process import REPOSITORY, STORE, Peer, StoreProcess, make_run, peer_of
+from tests.bench import against_data_peers, scheduler_load
+from tests.bench.cluster_run import BenchError
+from tests.bench.data_work import (
+    BLOCK_TASKS,
+    Rows,
+    Work,
+    clear,
+    digest,
+    fresh_store,
+    meta_of,
+    nbytes_of,
+    put_blocks,
+    ragged,
+    regular,
+    timed_fetch,
+)
+from tests.bench.turns import TURNS, heading, order, ratios, spread
+from tests.integration.store_process import STORE, Peer, make_run, peer_of
 from tests.integration.stream_line import in_clear
 
-BLOCK_TASKS = 64
 CHUNK = 1 << 20
 RING_BYTES = 512 << 20
-PEERS_S = 300
-PEER_ROUNDS = 5
 MAX_PIECES = 1024
 PUT_THREADS = (
     'put writes and hashes on two threads ("dataplane", a block each); a third ("dataplane-helper") takes half of each '
@@ -86,52 +91,6 @@ PUT_THREADS = (
 ROUND_TRIPS = 2000
 WIDTH = 170
 TASKS = 100_000
-PEERS = REPOSITORY / ".venv-data" / "bin" / "python"
-PEER_SCRIPT = Path(__file__).parent / "peers" / "data_peers.py"
-RECORD = Path(__file__).parent / "peers" / "data_sweep.json"
-OURS = "rlbus"
-SWEPT: dict[str, dict[str, list[Any]]] = {
-    "ray": {"threads": [1, 2]},
-    "transfer-queue": {"threads": [1, 8], "io_threads": [1, 8], "units": [2, 4], "blocks": [False, True]},
-}
-"""The peers' settings, which `peers/data_peers.py` describes."""
-_digest = xxhash.xxh3_64_intdigest
-Work = tuple[list[TaskShards], list[str]]
-Rows = list[dict[str, float]]
-
-
-def regular(size: int) -> Work:
-    keys = [f"key_{index}" for index in range(9)]
-    rows = np.random.default_rng(0).standard_normal((1024, len(keys), 8192), dtype=np.float32)
-    shards = [dict(zip(keys, row, strict=True)) for row in rows]
-    return [TaskShards(f"train/0/{i}", 1, shards[i % len(shards)]) for i in range(len(shards) * size)], keys
-
-
-def ragged(size: int) -> Work:
-    """Return ragged tasks shaped like RL data: int32, float32 and uint8 per token."""
-    lengths = np.random.default_rng(1).integers(500, 4000, 8192)
-    dtypes = (np.int32, np.float32, np.uint8)
-    keys = [f"key_{index}" for index in range(6)]
-    shards = [
-        {key: np.full(int(n), i % 200, dtypes[j % 3]) for j, key in enumerate(keys)} for i, n in enumerate(lengths)
-    ]
-    return [TaskShards(f"train/1/{i}", 1, shards[i % len(shards)]) for i in range(len(shards) * size)], keys
-
-
-def nbytes_of(tasks: list[TaskShards]) -> int:
-    return sum(array.nbytes for task in tasks for array in task.shards.values())
-
-
-def meta_of(tasks: list[TaskShards], keys: list[str]) -> BatchMeta:
-    handles = [TaskHandle(task.task_id, task.fence, stores=[0]) for task in tasks]
-    return BatchMeta(tasks=handles, parts=[BatchPart("bench", keys)], stores=[STORE])
-
-
-def read(tasks: list[dict[str, Array]]) -> None:
-    """Read every byte, slice by slice."""
-    for task in tasks:
-        for array in task.values():
-            _digest(array)
 
 
 def touch_memory(nbytes: int) -> None:
@@ -204,25 +163,14 @@ def mmap_read(tasks: list[TaskShards], folder: Path) -> tuple[float, float]:
             for task in tasks[first : first + BLOCK_TASKS]:
                 for array in task.shards.values():
                     slices.append(np.frombuffer(mapped, array.dtype, array.size, offset))
-                    _digest(slices[-1])
+                    digest(slices[-1])
                     offset += array.nbytes
 
     def warm() -> None:
         for each in slices:
-            _digest(each)
+            digest(each)
 
     return seconds(cold), seconds(warm)
-
-
-async def put_blocks(peer: Peer, tasks: list[TaskShards]) -> None:
-    """Put lease blocks, two at a time, as a rollout service does."""
-    room = asyncio.Semaphore(2)
-
-    async def put(first: int) -> None:
-        async with room:
-            await peer.data.put(tasks[first : first + BLOCK_TASKS], store=STORE, deadline_s=60)
-
-    await asyncio.gather(*(put(first) for first in range(0, len(tasks), BLOCK_TASKS)))
 
 
 async def time_puts(peer: Peer, tasks: list[TaskShards], folder: Path, turn: int) -> dict[str, float]:
@@ -252,35 +200,6 @@ async def time_gets(peer: Peer, work: Work, folder: Path, turn: int) -> dict[str
             row["cold"], row["warm"] = mmap_read(tasks, folder)
     remove_limits(folder)
     return row
-
-
-async def timed_fetch(peer: Peer, work: Work) -> float:
-    tasks, keys = work
-    meta = meta_of(tasks, keys)
-    began = time.perf_counter()
-    read(await peer.data.fetch(meta, keys, deadline_s=60))
-    return time.perf_counter() - began
-
-
-async def clear(peer: Peer, tasks: list[TaskShards]) -> None:
-    for first in range(0, len(tasks), 1000):
-        gone = [PutTask(task.task_id, task.fence) for task in tasks[first : first + 1000]]
-        await peer.store.call(Clear(tasks=gone), Ack, deadline_s=60)
-
-
-@asynccontextmanager
-async def fresh_store(folder: Path, nbytes: int) -> AsyncIterator[tuple[RunDir, Peer]]:
-    """Start a store with room for three times `nbytes`; yield its run and a client."""
-    folder.mkdir()
-    run = make_run(folder, memory=3 * nbytes)
-    store = StoreProcess(run)
-    store.start()
-    try:
-        async with peer_of(run) as peer:
-            yield run, peer
-    finally:
-        store.stop()
-        run.remove_volatile()
 
 
 async def same_host(folder: Path, work: Work, firsts: int, rounds: int) -> tuple[Rows, Rows]:
@@ -463,89 +382,6 @@ async def measure_requests() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- the peers
-
-
-def peer_rounds(system: str, settings: Mapping[str, Any], rounds: int) -> Rows:
-    """Return how long a newly started peer takes in its own environment, in seconds. Raises BenchError."""
-    command = [str(PEERS), str(PEER_SCRIPT), system, "--rounds", str(rounds), "--settings", json.dumps(settings)]
-    found: Rows = last_line(command, system, PEERS_S)["rounds"]
-    return found
-
-
-def our_rounds(rounds: int) -> Rows:
-    """Return how long a newly started store takes for the same work, in seconds."""
-
-    async def run() -> Rows:
-        tasks, keys = regular(1)
-        rows: Rows = []
-        with tempfile.TemporaryDirectory() as name:
-            async with fresh_store(Path(name) / "store", nbytes_of(tasks)) as (_, peer):
-                for turn in range(rounds):
-                    fenced = [TaskShards(task.task_id, turn + 1, task.shards) for task in tasks]
-                    began = time.perf_counter()
-                    await put_blocks(peer, fenced)
-                    put_s = time.perf_counter() - began
-                    rows.append({"put_s": put_s, "get_read_s": await timed_fetch(peer, (fenced, keys))})
-                    await clear(peer, fenced)
-        return rows
-
-    return asyncio.run(run())
-
-
-def steady_s(rows: Rows) -> float:
-    """Return the median duration of put, get and read, in seconds, over every round but the first."""
-    return statistics.median(row["put_s"] + row["get_read_s"] for row in rows[1:])
-
-
-def sweep_peers(rounds: int) -> None:
-    """Run all settings of SWEPT and record their times, in seconds, in RECORD."""
-    recorded: dict[str, Any] = {"machine": machine(), "software": peer_software()}
-    for system, choices in SWEPT.items():
-        recorded[system] = []
-        for values in product(*choices.values()):
-            settings = dict(zip(choices, values, strict=True))
-            rows = peer_rounds(system, settings, rounds)
-            recorded[system].append({"settings": settings, "rounds": rows})
-            print(f"{system} {settings}: {steady_s(rows):.3f} s steady, first put {rows[0]['put_s']:.3f} s", flush=True)
-    RECORD.write_text(json.dumps(recorded, indent=1) + "\n")
-    print(f"recorded in {RECORD.relative_to(REPOSITORY)}")
-
-
-def peer_software() -> str:
-    return versions(("ray", "TransferQueue", "torch"), PEERS.parents[1])
-
-
-def measure_peers(turns: int, rounds: int) -> None:
-    """Print the first and the steady figures of our store and both peers. Raises BenchError."""
-    if not RECORD.exists():
-        raise BenchError(f"{RECORD.relative_to(REPOSITORY)} is missing: run this command with --sweep")
-    record = json.loads(RECORD.read_text())
-    sides: dict[str, Callable[[], Rows]] = {OURS: partial(our_rounds, rounds)}
-    for system in SWEPT:
-        settings = min(record[system], key=lambda each: steady_s(each["rounds"]))["settings"]
-        sides[system] = partial(peer_rounds, system, settings, rounds)
-        print(f"{system}: {settings}, fastest of {len(record[system])} in {RECORD.relative_to(REPOSITORY)}")
-    print(f"recorded on {record['machine']}; {peer_software()}")
-    print(order_line(sides, turns), flush=True)
-    results = by_turns(sides, turns)
-    nbytes = nbytes_of(regular(1)[0])
-    table = Table(title=f"{turns} fresh starts of each, {rounds} rounds in each; steady: all but the first round")
-    for column in ("GB/s", *sides, *(f"ours over {system}" for system in SWEPT)):
-        table.add_column(column, justify="left" if column == "GB/s" else "right")
-    figures: dict[str, Callable[[Rows], float]] = {
-        "first put": lambda rows: rows[0]["put_s"],
-        "steady put": lambda rows: statistics.median(row["put_s"] for row in rows[1:]),
-        "steady get + read": lambda rows: statistics.median(row["get_read_s"] for row in rows[1:]),
-        "steady put + get + read": steady_s,
-    }
-    for what, figure in figures.items():
-        speeds = {side: spread(nbytes / figure(rows) / 1e9 for rows in runs) for side, runs in results.items()}
-        over = [ratios(speeds[OURS].values, speeds[system].values).text() for system in SWEPT]
-        table.add_row(what, *(each.text() for each in speeds.values()), *over)
-    Console(width=WIDTH).print(table)
-
-
 def measure_scheduler() -> None:
     """Measure the scheduler as a real process and its state machine alone."""
     for what, title in (("socket", "scheduler, over its socket"), ("state", "scheduler, its state machine alone")):
@@ -568,17 +404,17 @@ def main() -> None:
     parser.add_argument("--scheduler", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--sweep", action="store_true", help="find the peers' fastest settings and record them")
     options = parser.parse_args()
-    if (options.peers or options.sweep) and not PEERS.exists():
+    if (options.peers or options.sweep) and not against_data_peers.PYTHON.exists():
         sys.exit("bench_data: .venv-data is missing; run `make peers-data` first, or use --no-peers")
     print(heading())
     touch_memory(4 * max(options.sizes) * nbytes_of(ragged(1)[0]))
     try:
         if options.sweep:
-            sweep_peers(PEER_ROUNDS)
+            against_data_peers.sweep(against_data_peers.ROUNDS)
             return
         asyncio.run(measure_requests())
         if options.peers:
-            measure_peers(options.peer_turns, PEER_ROUNDS)
+            against_data_peers.measure(options.peer_turns, against_data_peers.ROUNDS)
     except BenchError as error:
         sys.exit(f"bench_data: {error}")
     report = Report()
