@@ -273,9 +273,15 @@ class RunDir:
         """Mark the volatile directories as in use until this process dies or calls `release`. Return the locks.
 
         Each directory has a lock of its own: containers may share the temporary directory but not /dev/shm, or the
-        other way round.
+        other way round. If the shared memory was deleted during the run, it is created again, empty: its data can be
+        made again. Deleted sockets cannot be replaced, and OSError is raised.
         """
-        return _locked(self.sockets / _OWNER_LOCK), _locked(self.shm / _OWNER_LOCK)
+        sockets = _locked(self.sockets / _OWNER_LOCK)
+        with contextlib.suppress(FileExistsError):
+            self.shm.mkdir(mode=0o700)
+        if self.shm.lstat().st_uid != os.geteuid():  # anyone can create a folder in /dev/shm
+            raise PermissionError(f"{self.shm}: belongs to another user; begin a new run")
+        return sockets, _locked(self.shm / _OWNER_LOCK)
 
     @property
     def spill_link(self) -> Path:

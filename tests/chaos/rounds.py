@@ -136,7 +136,7 @@ def disturbed(
                 resume=path.exists(),
                 environment=environment,
             ) as run:
-                each = Round(run, chance, clock, services)
+                each = Round(run, chance, clock, steps, services)
                 commits = _disturb(each, disturbances, before, pause_s, 0.0 if calm else calm_at, result, say)
                 status = run.process.poll()
             each.kills += _kills_at_points(chosen, marks, result, say)

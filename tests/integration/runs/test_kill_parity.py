@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -194,6 +195,18 @@ def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path
             damage_unread(run, key, restarts_store=step % 4 == 0)
         assert run.end() == 0, run.output()
     assert parity.losses(run) > 1
+    assert parity.differences(undisturbed, run.path) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", ["batch-store", "policy-trainer-worker", ""])
+def test_deleted_shared_memory_changes_no_bit(undisturbed: Path, tmp_path: Path, killed: str) -> None:
+    with parity.start(tmp_path) as run:
+        run.wait_for("step 4", lambda: parity.committed(run, 4))
+        shutil.rmtree(run.run.shm, ignore_errors=True)
+        if killed:
+            parity.kill(run, killed)
+        assert run.end() == 0, run.output()
     assert parity.differences(undisturbed, run.path) == []
 
 

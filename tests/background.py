@@ -1,0 +1,45 @@
+"""A pytest plugin: the last worker of pytest-xdist runs at low priority, and only the tests that wait for nothing.
+
+Tests of real processes leave a fifth of the processors idle. The last worker uses that time for computations without
+time limits, in `BACKGROUND`; it gets the same share of a busy processor as a tenth of another worker. It ends when none
+of them are left, so that no other test has to share the processors with two others.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+BACKGROUND = ("tests/golden/", "tests/property/", "tests/sim/", "tests/unit/")
+NICENESS = 10
+
+
+class _Scheduling(LoadFileScheduling):
+    """Hands out whole files, in the order of collection. The last worker gets files in `BACKGROUND` only."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if node.gateway.id == _last_worker(self.numnodes):
+            file = next((file for file in self.workqueue if file.startswith(BACKGROUND)), None)
+            if file is None:
+                node.shutdown()
+                return
+            self.workqueue.move_to_end(file, last=False)
+        super()._assign_work_unit(node)
+
+
+def _last_worker(count: int) -> str:
+    return f"gw{count - 1}"
+
+
+def pytest_configure() -> None:
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    if worker == _last_worker(int(count)):
+        os.nice(NICENESS)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Scheduling:
+    return _Scheduling(config, log)
