@@ -124,6 +124,14 @@ class StoreFiles:
                     f"has room for {room}; lower the limit, {remedy}",
                 )
 
+    def check_exists(self) -> None:
+        """Raise RpcError(internal) if the directory in memory has been deleted."""
+        if os.fstat(self._lock).st_nlink == 0:
+            raise RpcError(
+                ErrorCode.INTERNAL,
+                f"{self._name}: {self._directory} was deleted during the run; the store starts again without its data",
+            )
+
     def has_sealed(self) -> bool:
         """Return whether an earlier incarnation left sealed files."""
         return any(entry.name.endswith(".blk") for folder in self._folders for entry in os.scandir(folder))

@@ -158,11 +158,7 @@ class StoreService(Service):
         emitted = self.loop.time()
         while True:
             await asyncio.sleep(REAP_S)  # the kernel does not report when a mapping ends
-            if _is_deleted(files.path("")):
-                raise RpcError(
-                    ErrorCode.INTERNAL,
-                    f"{files.path('')}: was deleted during the run; the store starts again without its data",
-                )
+            files.check_exists()
             self._streams.check()
             if self.index.room.busy != self._refused[0]:
                 self._refused = (self.index.room.busy, self.loop.time())
