@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from proto.messages import ErrorCode
+from shared.model.linear import accelerate
 from shared.rpc.errors import RpcError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -58,6 +59,7 @@ def load_model(path: str | Path, dtype: str) -> nn.Module:
     # With a padding index, the embedding row at that index would get no gradient, even where its token was sampled or
     # is part of the prompt.
     model.get_input_embeddings().padding_idx = None
+    accelerate(model)
     return cast(nn.Module, model.eval())
 
 
@@ -76,6 +78,7 @@ def allocated(model: Any) -> nn.Module:
         model.to_empty(device="cpu")
     model.tie_weights()
     model.get_input_embeddings().padding_idx = None
+    accelerate(model)
     return cast(nn.Module, model.eval())
 
 

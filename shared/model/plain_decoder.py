@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shared.model.linear import linear, suits
+
 _CLASSES = frozenset(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 _FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])
 """Kinds of rotary embedding whose angles do not depend on the length of the sequence."""
@@ -43,8 +45,6 @@ def is_plain(model: nn.Module) -> bool:
 
 
 PackedAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""A replacement for `functional.linear`. It maps rows [N, in], weight [out, in] and bias [out] or None to [N, out]."""
 
 
 @dataclass
@@ -58,11 +58,9 @@ class Past:
 class PlainDecoder:
     """The forward pass of one model. Use it under `torch.inference_mode` or `no_grad`."""
 
-    def __init__(self, model: nn.Module, product: Product | None = None) -> None:
-        """`model` must be plain (`is_plain`). If given, `product` computes its linear layers; the last bits then
-        differ."""
+    def __init__(self, model: nn.Module) -> None:
+        """`model` must be plain (`is_plain`)."""
         known: Any = model
-        self._product = product
         self._model = known
         config, attention = known.config, known.model.layers[0].self_attn
         self._dim = int(attention.head_dim)
@@ -138,9 +136,7 @@ class PlainDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., vocabulary] for hidden states [..., hidden] before the last norm."""
         head = self._model.lm_head
-        product = self._product or nn.functional.linear
-        out: Tensor = product(self.normed(hidden), head.weight, head.bias)
-        return out
+        return linear(self.normed(hidden), head.weight, head.bias)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Apply the last norm to hidden states. The result is the input of the output layer."""
@@ -168,9 +164,9 @@ class PlainDecoder:
             normed = _rms_norm(x, layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon)
             qkv = x.new_empty(len(x), (turned + self._key_heads) * self._dim)
             begin = 0
-            for linear in (own.q_proj, own.k_proj, own.v_proj):
-                end = begin + linear.out_features
-                self._linear(normed, linear, qkv[:, begin:end])
+            for part in (own.q_proj, own.k_proj, own.v_proj):
+                end = begin + part.out_features
+                _write_linear(normed, part, qkv[:, begin:end])
                 begin = end
             qkv = qkv.view(len(x), -1, self._dim)
             qk = qkv[:, :turned]
@@ -180,28 +176,32 @@ class PlainDecoder:
                 )
                 qk = _rms_norm(qk, weight_XD, own.q_norm.variance_epsilon)
             torch.addcmul(qk * cos_N1D, qk.roll(self._dim // 2, -1), sin_N1D, out=qkv[:, :turned])
-            x = self._add_linear(x, attend(number, qkv), own.o_proj)
+            x = _add_linear(x, attend(number, qkv), own.o_proj)
             normed = _rms_norm(
                 x, layer.post_attention_layernorm.weight, layer.post_attention_layernorm.variance_epsilon
             )
-            gate = nn.functional.silu(self._linear(normed, mlp.gate_proj), inplace=True)
-            x = self._add_linear(x, gate.mul_(self._linear(normed, mlp.up_proj)), mlp.down_proj)
+            gate = nn.functional.silu(linear(normed, mlp.gate_proj.weight, mlp.gate_proj.bias), inplace=True)
+            up = linear(normed, mlp.up_proj.weight, mlp.up_proj.bias)
+            x = _add_linear(x, gate.mul_(up), mlp.down_proj)
         return x
 
-    def _linear(self, x: Tensor, linear: Any, out: Tensor | None = None) -> Tensor:
-        if self._product is not None:
-            found = self._product(x, linear.weight, linear.bias)
-            return found if out is None else out.copy_(found)
-        if linear.bias is None:
-            return torch.mm(x, linear.weight.t(), out=out)
-        return torch.addmm(linear.bias, x, linear.weight.t(), out=out)
 
-    def _add_linear(self, x: Tensor, y: Tensor, linear: Any) -> Tensor:
-        """Return x + linear(y)."""
-        if self._product is not None:
-            return self._product(y, linear.weight, linear.bias).add_(x)
-        sum_ = torch.addmm(x, y, linear.weight.t())
-        return sum_ if linear.bias is None else sum_.add_(linear.bias)
+def _write_linear(x: Tensor, layer: Any, out: Tensor) -> None:
+    """Write layer(x) into `out`."""
+    if suits(x, layer.weight):
+        out.copy_(linear(x, layer.weight, layer.bias))
+    elif layer.bias is None:
+        torch.mm(x, layer.weight.t(), out=out)
+    else:
+        torch.addmm(layer.bias, x, layer.weight.t(), out=out)
+
+
+def _add_linear(x: Tensor, y: Tensor, layer: Any) -> Tensor:
+    """Return x + layer(y)."""
+    if suits(y, layer.weight):
+        return linear(y, layer.weight, layer.bias).add_(x)
+    sum_ = torch.addmm(x, y, layer.weight.t())
+    return sum_ if layer.bias is None else sum_.add_(layer.bias)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

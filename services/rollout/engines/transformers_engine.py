@@ -26,8 +26,7 @@ from services.rollout.engines.slots import SlotTable, Stopped
 from services.rollout.engines.weights import fitting, shown
 from shared.colocation.devices import WEIGHTS, Parts
 from shared.colocation.shelf import Released, give_back, own_storages, release, restore
-from shared.model import cpu, few_rows
-from shared.model.few_rows import FewRows
+from shared.model import cpu
 from shared.model.load import load_model, named_weights, require_deterministic_algorithms, weight_holders
 from shared.model.logprobs import token_logprobs
 from shared.model.plain_decoder import PlainDecoder, is_plain
@@ -239,12 +238,11 @@ class TransformersEngine:
         if is_plain(self._model):
             self._compute.progress += 1
             ids = torch.from_numpy(np.asarray(token_ids, np.int64))
-            return to_numpy(PlainDecoder(self._model, few_rows.linear).logprobs(ids))
+            return to_numpy(PlainDecoder(self._model).logprobs(ids))
         mask = np.ones(len(token_ids), np.uint8)
         mask[0] = 0  # nothing predicts the first token
         lengths = np.array([len(token_ids)], np.int32)
-        with FewRows():
-            logprobs, _ = token_logprobs(self._model, token_ids, lengths, mask, 1.0, len(token_ids))
+        logprobs, _ = token_logprobs(self._model, token_ids, lengths, mask, 1.0, len(token_ids))
         self._compute.progress += 1
         scores: Array = to_numpy(logprobs)[1:].copy()
         return scores

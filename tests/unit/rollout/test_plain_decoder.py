@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout.engines.passes import ModelPasses, PlainPasses
-from shared.model import few_rows, logprobs
-from shared.model.few_rows import MAX_ROWS
-from shared.model.plain_decoder import PlainDecoder, Product, is_plain
+from shared.model import linear, logprobs
+from shared.model.linear import MIN_PRODUCTS
+from shared.model.plain_decoder import PlainDecoder, is_plain
 from tests.unit.tiny_models import ragged
 
 SIZES = {
@@ -70,15 +70,16 @@ def test_every_pass_gives_the_logits_of_the_models_own_modules(kind: str, length
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(("product", "tokens"), [(None, 30), (few_rows.linear, MAX_ROWS + 1)])
+@pytest.mark.parametrize("min_products", [MIN_PRODUCTS, 0])
 @torch.inference_mode()
 def test_logprobs_of_a_text_equal_those_of_the_models_own_modules(
-    kind: str, product: Product | None, tokens: int
+    kind: str, min_products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(linear, "MIN_PRODUCTS", min_products)
     model = model_of(kind, **MODELS[kind])
-    ids = torch.randint(0, 60, (tokens,))
-    wanted = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)[torch.arange(tokens - 1), ids[1:]]
-    torch.testing.assert_close(PlainDecoder(model, product).logprobs(ids), wanted, atol=2e-5, rtol=0)
+    ids = torch.randint(0, 60, (30,))
+    wanted = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)[torch.arange(29), ids[1:]]
+    torch.testing.assert_close(PlainDecoder(model).logprobs(ids), wanted, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", MODELS)

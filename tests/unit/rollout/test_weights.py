@@ -24,7 +24,6 @@ from services.rollout.engines import transformers_engine
 from services.rollout.engines.transformers_engine import TransformersEngine
 from services.rollout.weights_source import Entry
 from services.rollout.weights_sync import CALIBRATION, HeldVersion, WeightsSync
-from shared.model.few_rows import FewRows
 from shared.model.load import load_model, named_weights
 from shared.model.logprobs import token_logprobs
 from shared.ranks.layout import Layout
@@ -72,7 +71,7 @@ def canary(weights: Mapping[str, Array], length: int = CANARY_TOKENS, *, announc
     tokens = canary_tokens(64, SEED, length)
     mask = np.ones(len(tokens), np.uint8)
     mask[0] = 0
-    with torch.inference_mode(), FewRows():
+    with torch.inference_mode():
         logprobs, _ = token_logprobs(model, tokens, np.array([len(tokens)], np.int32), mask, 1.0, 4096)
     digests = [as_int(digest_whole(to_torch(weights[name]))) for name in sorted(weights)] if announced else []
     return Canary(token_ids=tokens, logprobs=to_numpy(logprobs)[1:].copy(), tolerance=TOLERANCE, digests=digests)
@@ -145,8 +144,7 @@ def test_weights_of_a_version_other_than_the_announced_one_fail_the_canary() -> 
 
 
 def test_a_short_canary_refuses_one_wrong_parameter_and_passes_the_right_ones() -> None:
-    """A model with at least `SHORT_CANARY_BYTES` of float32 weights has a short canary, scored by oneDNN's linear
-    layers."""
+    """A model with at least `SHORT_CANARY_BYTES` of float32 weights has a short canary."""
     engine = started(deterministic=False)
     sync = WeightsSync(engine, "rollout/0", lambda topic, values: None)
     ref, weights = version(1)

@@ -19,8 +19,6 @@ from services.policy_trainer.worker.backend import Backend, Sequences
 from services.policy_trainer.worker.weights.drill import make_drill
 from services.policy_trainer.worker.weights.staging import Staging
 from shared.dataplane.client import DataClient, Receipt, TaskShards
-from shared.model import few_rows
-from shared.model.few_rows import FewRows
 from shared.model.plain_decoder import PlainDecoder, is_plain
 from shared.rpc.errors import RpcError
 from shared.stages import WEIGHTS
@@ -72,9 +70,8 @@ class Canaries:
         if is_plain(model):  # this rank then holds the whole model
             with torch.inference_mode():
                 ids = torch.from_numpy(self._text.token_ids.astype(np.int64))
-                return self.of(to_numpy(PlainDecoder(model, few_rows.linear).logprobs(ids)))
-        with FewRows():
-            logprobs = self._backend.forward(self._text, 1.0)
+                return self.of(to_numpy(PlainDecoder(model).logprobs(ids)))
+        logprobs = self._backend.forward(self._text, 1.0)
         return self.of(logprobs[1:].astype(np.float32))
 
     def of(self, logprobs: Array) -> Canary:
