@@ -1,5 +1,5 @@
-"""Linear layers for a few rows: results are equal up to rounding, and the plain implementation is used where bits or
-gradients matter."""
+"""Linear layers for few rows agree with the plain implementation up to rounding, and the plain implementation is used
+where bits or gradients matter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.model.few_rows import MAX_ROWS, FewRows
 
 
 def passed(layer: nn.Linear, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs of `layer` outside and inside the mode."""
+    """Return the outputs of `layer` outside and inside the mode."""
     with torch.no_grad():
         plain = layer(rows)
         with FewRows():
