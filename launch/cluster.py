@@ -70,7 +70,7 @@ def main(
         ),
     ] = False,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="train nothing: score the evaluation sets, show a table and end")
+        bool, typer.Option("--evaluate", help="do not train; score the evaluation sets, show a table and exit")
     ] = False,
     checkpoint: Annotated[
         Path | None,

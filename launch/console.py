@@ -1,4 +1,4 @@
-"""What a launcher prints about a run: the plan of `--dry-run`, notices and progress, and the summary at the end."""
+"""Prints the output of a launcher: the plan of `--dry-run`, notices and progress, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def show_plan(topology: Topology, path: Path, machines: Mapping[str, str]) -> No
 class Console:
     """Shows a run from its start to its end: notices and the progress on `screen`, then a summary.
 
-    Create it before the processes of this launch start: what an earlier launch has shown is not shown again.
+    Create it before the processes of this launch start. What the files already contain was shown by an earlier launch,
+    and is not shown again.
     """
 
     def __init__(self, run: RunDir, topology: Topology, screen: Screen) -> None:
@@ -171,7 +172,7 @@ class Console:
         saved = max(checkpoint_steps(run.checkpoints), default=0)
         if ended.outcome != RunOutcome.DONE and saved < metrics.step:
             lost = f"steps {saved + 1}-{metrics.step}" if metrics.step > saved + 1 else f"step {metrics.step}"
-            print(f"{lost} not saved: --resume goes back to step {saved}", file=sys.stderr)
+            print(f"{lost} not saved, so --resume goes back to step {saved}", file=sys.stderr)
         evaluates = topology.run.evaluate
         for line in evaluation.table(topology, metrics.last) if evaluates else accuracy_lines(metrics):
             print(line)

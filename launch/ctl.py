@@ -229,7 +229,7 @@ def plot(
 
     with _one_line_errors():
         if out.suffix != ".svg":
-            text = f"--out {out}: only .svg is written; convert it to other formats with a browser or rsvg-convert"
+            text = f"--out {out}: must end in .svg; a browser or rsvg-convert can convert it to other formats"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         histories = read_histories(runs or [_given_run(context)])
         metrics = chosen(histories, metric or [])

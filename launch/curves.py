@@ -34,7 +34,7 @@ DEFAULTS = (
 READ_BYTES = 64 << 20
 """Maximum number of bytes read from each file. If a file is longer, only its newest rows are read."""
 LARGEST = 1e300
-"""Maximum absolute value that is drawn: differences between larger values overflow."""
+"""Maximum absolute value that is drawn, because differences between larger values overflow."""
 Point = tuple[int, float]
 Row = dict[str, Any]
 

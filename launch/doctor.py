@@ -1,6 +1,7 @@
 """`ctl doctor`: asks every process of a run what it is waiting for, and finds the causes in the graph of these waits.
 
-A process that does not answer is itself a finding, because a mailbox always answers. `diagnose` is a pure function.
+A process that does not answer is itself a finding, because a mailbox answers even while its process computes.
+`diagnose` is a pure function.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ STALL_S = 5.0
 cause.
 """
 IDLE_S = 8.0
-"""Seconds without progress after which a computation counts as wrong. Clears that a store has not acknowledged count as
-wrong after the same time."""
+"""Seconds without progress after which a computation counts as a fault. Clears that a store has not acknowledged count
+as faults after the same time."""
 REFUSED_S = 1.0
 SLOW_START_S = 30.0
 LEFT_S = 60.0
@@ -271,7 +272,7 @@ def _processes(graph: _Graph) -> Iterator[Finding]:
         starts = graph.examined.states.get(name) == ProcessState.STARTING
         if answer is None and name not in explained and not starts:
             row = WaitRow(WaitKind.STOPPED, "", graph.examined.silent_s.get(name, 0.0))
-            yield graph.finding(name, f"{name} does not answer its mailbox within {ANSWER_S:g} s", row)
+            yield graph.finding(name, f"{name} did not answer within {ANSWER_S:g} s", row)
 
 
 def _stores(graph: _Graph) -> Iterator[Finding]:
@@ -329,7 +330,7 @@ def _unexplained(graph: _Graph, wrong: list[Finding]) -> Iterator[Finding]:
             continue
         workers = [name for name in graph.examined.answers if name.partition("/")[0] == service]
         if not workers:
-            yield Finding(True, row.of, f"{row.what}, and no {service} runs", row.since_s)
+            yield Finding(True, row.of, f"{row.what}, and no {service} is running", row.since_s)
         elif not is_instance and row.since_s >= 2 * STALL_S and not named:
             yield Finding(True, row.of, f"{row.what}, although {', '.join(workers)} answered", row.since_s)
 
@@ -383,7 +384,7 @@ def as_document(examined: Examined, findings: list[Finding]) -> dict[str, Any]:
 
 
 def as_lines(examined: Examined, findings: list[Finding]) -> Iterator[str]:
-    """Yield the findings as lines for people, causes first."""
+    """Yield the findings as human-readable lines, causes first."""
     wrong = [each for each in findings if each.wrong]
     at = f"step {examined.step} of {examined.steps}" if examined.step is not None else "the scheduler does not answer"
     count = f"{len(wrong)} cause{'s' if len(wrong) > 1 else ''} found" if wrong else "nothing is wrong"

@@ -1,4 +1,4 @@
-"""`--evaluate`: a run that evaluates the policy or a checkpoint without training, and the table of its results."""
+"""Prepares a run that evaluates the policy or a checkpoint without training (`--evaluate`), and formats its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_NAMES = 3
 
 
 def without_training(topology: Topology) -> Topology:
-    """Return `topology` for a run that only evaluates: nothing that only training needs is started or reserved.
+    """Return `topology` for a run that only evaluates and does not start or reserve what only training needs.
 
     The trainer stays, because it publishes the weights and proves that the engines have loaded them.
     """

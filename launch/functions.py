@@ -37,7 +37,7 @@ _REMEDY = {
 
 
 def problems(topology: Topology) -> Iterator[str]:
-    """Yield one line for each function that cannot be used in any run, with its key, path, reason and remedy."""
+    """Yield a line for each function that cannot be used. The line gives its key, its path, the reason and a remedy."""
     others: list[Wanted] = []
     for wanted in _named_functions(topology):
         missing = _missing_module(wanted)

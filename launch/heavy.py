@@ -1,7 +1,7 @@
 """Names the modules that services need to compute with the model, so that they are imported once for all services.
 
-An entry is `module`, or `module:function` for a function that imports. If a module is missing here, each service
-imports it when it starts, which only makes the start slower.
+An entry is `module`, or `module:function` for a function that does the imports. If a module is missing here, each
+service imports it when it starts, which only makes the start slower.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TRANSFORMERS = (
 
 
 def spare_kinds(topology: Topology, services: Collection[str]) -> list[SpareKind]:
-    """Return the kinds of spare process that a host keeps if it runs `services`, or an empty list with `run.spares:
-    false`.
+    """Return the kinds of spare process that a host keeps if it runs `services`, or an empty list if
+    `run.spares` is false.
 
     Rollouts with vLLM have a spare of their own, because importing vLLM takes longer than all other imports together.
     """

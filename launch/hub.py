@@ -142,7 +142,7 @@ def _missing(name: HubName) -> Missing | None:
 
 
 def _offline(name: HubName, reason: str) -> None:
-    """Return only if the cache has all of `name`. Otherwise, raise HubError with the command that fetches it."""
+    """Raise HubError, with the command that fetches `name`, unless the cache contains every file of `name`."""
     if not _is_whole(name):
         command = f"fetch it where there is a network, with: {name.command}"
         raise HubError(f"{name}: not complete in the local Hugging Face cache {hub.cache()}, and {reason}; {command}")

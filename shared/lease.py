@@ -36,9 +36,9 @@ class Lease:
     """A held lease. `cancel` is set when its work must stop, and may be read from any thread; code on the loop may wait
     for `given_up`.
 
-    Until `computed` is called, the lease counts as progressing whenever the compute thread does, even if that
-    thread is busy with an earlier lease.
-    Afterwards only `advance` counts, so a lease that is stuck after its computation is lost even if others compute.
+    Until `computed` is called, the lease counts as progressing whenever the compute thread does, even if that thread is
+    busy with an earlier lease. Afterwards only `advance` counts, so a lease that is stuck after its computation is lost
+    even while other leases are being computed.
     """
 
     def __init__(self, grant: LeaseGrant, computing: Callable[[], int]) -> None:
@@ -47,7 +47,7 @@ class Lease:
         self.cancel = threading.Event()
         self.given_up = asyncio.Event()
         self.untouched = False
-        """Whether the work has not begun. If the lease ends in this state, its tasks are not to blame."""
+        """True as long as the work has not begun. If the lease ends in this state, its tasks are not to blame."""
         self._computing = computing
         self._computed: int | None = None
         self._advanced = 0
@@ -119,7 +119,7 @@ class Lease:
 
 
 class Retired(Exception):
-    """No further lease is acquired: the service ends once the leases that it holds are finished."""
+    """No further lease is acquired, because the service ends once the leases that it holds are finished."""
 
 
 class LeaseBook:
@@ -217,8 +217,9 @@ class LeaseBook:
     ) -> T:
         """Repeat `attempt` while its peer is unavailable and the lease is held, and return its result.
 
-        An attempt renews the lease for `limit_s` seconds, within which it should end; each call to its `OnProgress`
-        restarts that time. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry cannot fix.
+        An attempt renews the lease for `limit_s` seconds, within which it should complete; each call to its
+        `OnProgress` restarts that time. Raises LeaseLost as soon as the lease is lost, and any RpcError that a retry
+        cannot fix.
         """
         with self.part(lease, what):
             return await lease.while_held(lease.within(limit_s, self._repeat(lease, what, attempt, limit_s)))
@@ -277,9 +278,9 @@ class LeaseBook:
             self._service.log.warning("result refused", task_id=refusal.task_id, code=refusal.code, why=refusal.message)
 
     async def hand_back(self, lease: Lease, why: str, *, untouched: bool = False) -> None:
-        """End the lease without results. There is one attempt with a deadline; if it fails, the lease expires.
+        """End the lease without results. The request is sent once, with a deadline; if it fails, the lease expires.
 
-        With `untouched`, the lease was not worked on, and its tasks are not to blame.
+        `untouched` means that the lease was not worked on, so its tasks are not to blame.
         """
         lease.give_up()
         if self._held.pop(lease.grant.lease_id, None) is None:

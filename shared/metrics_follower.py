@@ -11,7 +11,7 @@ import msgspec
 from shared.followed_file import FollowedFile
 
 PAGE_BYTES = 256 << 10
-"""Maximum bytes that are read at once, so that a reader with an event loop can answer between two pages."""
+"""Maximum number of bytes that are read at once, so that a reader with an event loop can answer between two pages."""
 Row = dict[str, float | None]
 _decoder = msgspec.json.Decoder(Row)
 

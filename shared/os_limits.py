@@ -11,9 +11,9 @@ import errno
 import resource
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a full mount and of an exhausted quota. Producers and stores answer them with BUSY and keep running."""
+"""Errors raised on a full mount or an exhausted quota. Producers and stores answer them with BUSY and keep running."""
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-"""Errors of a process or a machine that has no descriptor left. A later attempt may succeed."""
+"""Errors raised when the process or the machine has no descriptor left. A later attempt may succeed."""
 
 
 def raise_descriptor_limit() -> int:

@@ -37,7 +37,7 @@ _TOPOLOGY = "topology.yaml"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SPILL_LINK = "spill"
 ABANDONED_S = 60.0
-"""Minimum age in seconds of volatile directories to sweep: a killed service may be about to restart."""
+"""Minimum age in seconds of volatile directories to sweep, because a killed service may be about to restart."""
 
 
 def service_name(service: str, instance: int) -> str:
@@ -273,8 +273,8 @@ class RunDir:
         """Mark the volatile directories as in use until this process dies or calls `release`. Return the locks.
 
         Each directory has a lock of its own: containers may share the temporary directory but not /dev/shm, or the
-        other way round. If the shared memory was deleted during the run, it is created again, empty: its data can be
-        made again. Deleted sockets cannot be replaced, and OSError is raised.
+        other way round. If the shared memory was deleted during the run, it is created again, empty, because
+        its data can be produced again. Deleted sockets cannot be replaced, so OSError is raised.
         """
         sockets = _locked(self.sockets / _OWNER_LOCK)
         with contextlib.suppress(FileExistsError):

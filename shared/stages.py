@@ -1,7 +1,7 @@
-"""The graph of a train task's stages: which shards each stage needs, and which it makes.
+"""The graph of a train task's stages: which shards each stage needs, and which it produces.
 
-A task is ready for a stage when all keys that the stage needs have been accepted. A new stage (a critic, a judge) is
-one declaration.
+A task is ready for a stage when all keys that the stage needs have been accepted. A new stage (a critic, a judge)
+takes one declaration.
 
 Shards of one task (S sequences, T tokens in total, prompt included; ragged, never padded):
 
@@ -65,9 +65,9 @@ REFERENCE = Stage(
     makes=("ref_logprobs",),
     scalars=frozenset(["kl", REFERENCE_SCALAR]),
 )
-"""Scalar `kl` exists only with the KL in the reward. It is the sum over the sample's tokens, from `rollout_logprobs`.
-Scalar `reference_step` exists only with a refreshed reference. It is the step of the version that scored the sample, or
-0 for the initial model."""
+"""Scalar `kl` exists only if the KL term is part of the reward. It is summed over the sample's tokens and computed from
+`rollout_logprobs`. Scalar `reference_step` exists only if the reference is refreshed. It is the step of the version
+that scored the sample, or 0 for the initial model."""
 PROXIMAL = Stage("proximal", "policy-trainer", needs=("token_ids", "lengths", "loss_mask"), makes=("prox_logprobs",))
 """Stage that the trainer runs itself once a task is BATCHED. It is not leased; its key is `prox_logprobs:<call>`."""
 

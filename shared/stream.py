@@ -119,7 +119,8 @@ class Stream:
         return await self._client.call(GetHistory(), History, deadline_s=HISTORY_DEADLINE_S)
 
     def _count_lost(self, incarnation: int, number: int, *, arrived: int) -> None:
-        """Count the updates up to `number` that have not arrived. If `arrived` is 1, the last of them has arrived."""
+        """Count as lost the updates up to `number` that have not arrived. `arrived` is 1 if update `number` has
+        arrived."""
         if self._arrived[0] == incarnation:
             self.lost += max(number - self._arrived[1] - arrived, 0)
         self._arrived = (incarnation, number)

@@ -1,7 +1,7 @@
-"""numpy arrays and torch tensors over the same memory, for every dtype in the wire format. Conversions preserve every
-bit.
+"""Converts between numpy arrays and torch tensors, for every dtype in the wire format. Conversions preserve every bit
+and share memory where possible.
 
-Lightweight services import nothing that imports this module, because it imports torch.
+Lightweight services do not import this module, even indirectly, because it imports torch.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def parse(line: bytes | str) -> WarningRecord | None:
 
 
 def of_topic(values: Mapping[str, float | str]) -> WarningRecord | None:
-    """Return the record in the values of a topic `warning/<kind>`, or None if they are not a record."""
+    """Return the record that the values of the topic `warning/<kind>` hold, or None if they are not a record."""
     try:
         return msgspec.convert(values, WarningRecord, strict=False)
     except msgspec.ValidationError:

@@ -1,4 +1,4 @@
-"""Names that docs/metrics.md lists, for tests that compare them with rows of metrics.jsonl."""
+"""Provides the names that docs/metrics.md lists, for tests that compare them with rows of metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topics and values that docs/telemetry.md lists, for tests that compare them with what services send."""
+"""Provides the topics and values that docs/telemetry.md lists, for tests that compare them with what services send."""
 
 from __future__ import annotations
 

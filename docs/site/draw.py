@@ -4,7 +4,8 @@ network.
     npm pack @mermaid-js/tiny@11.17.2 && tar xzf mermaid-js-tiny-11.17.2.tgz
     python docs/site/draw.py package/dist/mermaid.tiny.js
 
-It needs Chromium. A drawing is named after the digest of its text, and drawings that no document uses are deleted.
+The script needs Chromium. A drawing is named after the digest of its text, and drawings that no document uses are
+deleted.
 """
 
 from __future__ import annotations

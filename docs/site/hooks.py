@@ -1,6 +1,6 @@
 """Turns the documents, which are written to be read in the repository, into pages of the site (mkdocs.yml).
 
-- The menu is the list of links in docs/index.md, by its headings.
+- The menu is the list of links in docs/index.md, grouped by its headings.
 - Documents outside of docs/ (README, CONTRIBUTING, ...) become pages, and so does every file and folder of the code
   that a document links to. A link without a target is a warning, which `--strict` turns into an error.
 - Mermaid diagrams are replaced by their drawings (draw.py).
@@ -49,7 +49,7 @@ def drawing(text: str) -> Path:
 
 
 def _links(document: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the file and the anchor of every relative link."""
+    """Yield the file and the anchor of every relative link in a document."""
     for target in _LINK.findall(document.read_text()):
         if "://" not in target:
             file, _, anchor = target.partition("#")

@@ -64,7 +64,7 @@ class HostLost:
 
 @dataclass(frozen=True)
 class Told:
-    """One line for people."""
+    """One human-readable line about the run."""
 
     text: str
 
@@ -150,7 +150,7 @@ class HostBook:
         return [found.get(key) or ProcessRow(*key, "WAITING", 0, 0, 0) for key in self.keys()]
 
     def waits(self, now: float) -> list[WaitRow]:
-        """Return a row for each host that currently takes no part in the run."""
+        """Return a row for each host that is currently not part of the run."""
         return [
             WaitRow(WaitKind.PROCESS, f"host {host.name} is {host.state}: no agent reports from it", now - host.since)
             for host in self.hosts.values()
@@ -256,7 +256,7 @@ class HostBook:
         joined = [host for host in self.hosts.values() if host.state == HostState.JOINED] if homeless else []
         loads = [(self._load(host), at) for at, host in enumerate(joined)]
         heapq.heapify(loads)
-        too_large: float = math.inf  # a number of adjacent GPUs that no host has free
+        too_large: float = math.inf  # no host has this many adjacent free GPUs
         for place in homeless:
             if place.unit.gpus >= too_large:
                 continue

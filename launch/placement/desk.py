@@ -37,7 +37,7 @@ class HostDesk:
     """Serves the agents of a run's other hosts, on the event loop of the run's supervisor."""
 
     def __init__(self, book: HostBook, *, on_notice: Callable[[str], None]) -> None:
-        """`on_notice` is called with each line for people."""
+        """`on_notice` is called with each human-readable line."""
         self.book = book
         self.on_unable: Callable[[str], None] = lambda cause: None
         """Called once if the processes of a host cannot continue."""
@@ -80,7 +80,7 @@ class HostDesk:
         self._carry_out(self.book.lose(host, cause, asyncio.get_running_loop().time()))
 
     def tell(self, text: str) -> None:
-        """Show a line to people."""
+        """Show a line to the user."""
         self._on_notice(text)
 
     def end(self) -> None:

@@ -45,8 +45,8 @@ class HostFacts(msgspec.Struct, frozen=True):
 
 
 def facts(topology: Topology) -> HostFacts:
-    """Return the facts about this host, with those requirements of the topology's computing processes that it does not
-    meet."""
+    """Return the facts about this host, including the requirements of the topology's computing processes that it does
+    not meet."""
     return lacking(preflight.check_host(topology))
 
 

@@ -261,7 +261,7 @@ class Keeper:
             self._ray.get(placed.answer or placed.actor.whose.remote(), timeout=limit_s)
         except self._ray.exceptions.GetTimeoutError:
             gpus = self._order.hosts[placed.name]
-            text = f"its node did not start an actor with {gpus} GPUs within {START_S:g} s; end what uses them"
+            text = f"its node did not start an actor with {gpus} GPUs within {START_S:g} s; free GPUs on that node"
         except self._ray.exceptions.RayError as error:
             text = f"its actor cannot start: {_line(error)}"
         else:

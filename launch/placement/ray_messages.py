@@ -1,4 +1,4 @@
-"""Messages between the launcher and the keeper of the hosts on Ray: lines of JSON through two pipes."""
+"""Defines the messages between the launcher and the keeper of the hosts on Ray: lines of JSON through two pipes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The supervisor's socket for other hosts: it admits operators and services and reports other attempts to the monitor.
 
-It answers nothing itself: the mailbox handles what arrives.
+It does not answer messages itself; the mailbox handles them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SupervisorDoor:
         self._reports: asyncio.Task[None] | None = None
 
     def open(self, endpoint: str) -> None:
-        """Answer operators at `endpoint` (`tcp://ADDRESS:PORT`; empty: nowhere) and begin to report refusals.
+        """Answer operators at `endpoint` (`tcp://ADDRESS:PORT`; nowhere if empty) and begin to report refusals.
 
         Raises RpcError(bad_request) if this host lacks the address, the port is taken, or there are no keys.
         """

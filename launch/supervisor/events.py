@@ -1,4 +1,4 @@
-"""The events that the supervisor's state machine handles, and the effects that it returns.
+"""Defines the events that the supervisor's state machine handles, and the effects that it returns.
 
 `Event` and `Effect` are unions of all of them.
 """
@@ -52,7 +52,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Silent:
-    """A process that was READY has not answered its mailbox for `seconds`."""
+    """A process that was READY has not answered any message for `seconds`."""
 
     key: Key
     pid: int
@@ -196,7 +196,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Died:
-    """For people: a process died and will restart in `delay_s` seconds."""
+    """Notice for the user: a process died and will restart in `delay_s` seconds."""
 
     key: Key
     cause: str
@@ -206,7 +206,7 @@ class Died:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """For people: a process failed too often, and the run goes on without it."""
+    """Notice for the user: a process failed too often, and the run goes on without it."""
 
     key: Key
     cause: str

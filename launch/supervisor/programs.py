@@ -33,7 +33,7 @@ glibc derives the limit from the size of the last-level cache, which some virtua
 ORPHANS_END_S = 1.0
 """Seconds between the end of a service and the reaping of the killed processes that it left behind."""
 ORPHANS_EVERY_S = 60.0
-"""Seconds between two looks for other processes that services left behind and that have ended."""
+"""Seconds between two searches for other processes that services left behind and that have ended."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -115,7 +115,7 @@ class Programs:
         self._guard: subprocess.Popen[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alive: set[int] = set()
-        """Ids of the processes whose exit someone here waits for."""
+        """Ids of the processes that have been started or adopted here and not yet reaped."""
         self._log = structlog.get_logger(SUPERVISOR)
 
     def place(self, key: Key, threads: int, gpus: str) -> None:

@@ -440,7 +440,7 @@ class Supervisor:
         self._feed(Silent(key, pid, seconds))
 
     def _on_unreachable(self) -> None:
-        self._fail(f"{self._run.sockets}, the folder of the run's sockets, was deleted: continue the run with --resume")
+        self._fail(f"{self._run.sockets}, the folder of the run's sockets, was deleted; continue the run with --resume")
 
     # ---- the operator and the services
 
@@ -473,7 +473,7 @@ class Supervisor:
         ranks = self._ranks.get(request.service, 1)
         if len(here + away) % ranks:
             name = service_name(request.service, request.instance)
-            text = f"{name} holds one of {ranks} pieces of its model: drain {request.service} as a whole, or scale it"
+            text = f"{name} holds one of {ranks} pieces of its model; drain {request.service} as a whole, or scale it"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         self._feed(DrainAsked(here))
         return self._pass_on(request, away)
@@ -537,7 +537,7 @@ class Supervisor:
 
     def _refuse_at_end(self) -> None:
         if self.draining:
-            raise RpcError(ErrorCode.DRAINING, "the run is ending: nothing is started, restarted or drained")
+            raise RpcError(ErrorCode.DRAINING, "the run is ending, so nothing is started, restarted or drained")
 
     def _on_kill(self, request: KillInstance, call: Call) -> Answer | Awaitable[Answer]:
         key = (request.service, request.instance)

@@ -26,7 +26,7 @@ from shared.rundir import RunDir, service_name
 
 MIB = 1 << 20
 SPARE: Key = ("spare", 0)
-"""Stands for a spare where a process is named."""
+"""Stands for a spare wherever the key of a process is needed."""
 COMMAND_BYTES = 1024
 """Length of a spare's command line, which each fork overwrites with the command line of its service."""
 FORK_LIMIT_S = 5.0
@@ -35,7 +35,7 @@ FORK_LIMIT_S = 5.0
 
 @dataclass(frozen=True)
 class SpareNotice:
-    """A message for people: how much memory the spares use, or the reason why a kind has none."""
+    """A notice for the user: how much memory the spares use, or the reason why a kind has none."""
 
     text: str
 

@@ -1,7 +1,8 @@
-"""Decides when spare processes are started, which processes are forks of them, and when a kind of spare is given up.
+"""Decides when spare processes are started, which processes are forks of them, and when a kind of spare is abandoned.
 
 It uses no process, socket or clock. There is at most one spare of a kind. One transition is missing on purpose: a kind
-of spare that was given up is not tried again, because its imports would fail again; its services start without a spare.
+of spare that was abandoned is not tried again, because its imports would fail again; its services start without a
+spare.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from launch.supervisor.state import OUTSIDE_KILLS, WINDOW_S, describe_exit
 
 KILL_LIMIT = 3
-"""Number of kills within `WINDOW_S` at which a kind of spare is given up, because memory may be short."""
+"""Number of kills within `WINDOW_S` at which a kind of spare is abandoned, because memory may be short."""
 
 
 class SpareKind(NamedTuple):
@@ -46,12 +47,12 @@ class SpareRules:
 
     @property
     def missing(self) -> list[SpareKind]:
-        """The kinds that have no spare and have not been given up."""
+        """The kinds that have no spare and have not been abandoned."""
         return [kind for kind in self._kills if kind not in self.spares]
 
     @property
     def complete(self) -> bool:
-        """Whether there is a warm spare of every kind that has not been given up."""
+        """Whether there is a warm spare of every kind that has not been abandoned."""
         return not self.missing and all(spare.warm for spare in self.spares.values())
 
     def started(self, kind: SpareKind, pid: int) -> None:
@@ -70,7 +71,7 @@ class SpareRules:
         return kind in self.spares and self.spares[kind].warm
 
     def exited(self, kind: SpareKind, status: int, now: float) -> str:
-        """Note that the spare of `kind` has exited. Return the cause if the kind is given up, or an empty string."""
+        """Note that the spare of `kind` has exited. Return the cause if the kind is abandoned, or an empty string."""
         self.spares.pop(kind, None)
         if kind not in self._kills:
             return ""

@@ -96,7 +96,7 @@ class Process:
     given_up: bool = False
     """Whether the run goes on without this process because it failed too often. Only the operator starts it again."""
     drain_by: float | None = None
-    """Time at which a process that is being drained is told to end, whatever it is doing, or None for all others."""
+    """Time at which a process that is being drained is told to end, whatever it is doing; None for other processes."""
     failures: deque[float] = field(default_factory=deque)
     kills: deque[float] = field(default_factory=deque)
 
@@ -116,9 +116,9 @@ class RunLifecycle:
         hosts: bool = False,
         held: Collection[str] = (),
     ) -> None:
-        """`save_limit_s` limits the time in which the trainer saves a checkpoint at the end of the run. With `hosts`,
-        the run has processes on other hosts, which end before the services that they talk to. The services in `held`
-        are not started before their spare is settled."""
+        """`save_limit_s` limits the time in which the trainer saves a checkpoint at the end of the run. `hosts`
+        means that the run has processes on other hosts, which end before the services that they talk to. The services
+        in `held` are not started before their spare is settled."""
         self._hosts = hosts
         self.held = set(held)
         """The services that wait for their spare before their first start."""

@@ -1,4 +1,5 @@
-"""Describes for people what the processes of a run are waiting for, as seen by the supervisor. It decides nothing."""
+"""Describes, for human readers, what the processes of a run are waiting for, as seen by the supervisor. It makes no
+decisions."""
 
 from __future__ import annotations
 

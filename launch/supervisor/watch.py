@@ -1,4 +1,4 @@
-"""Finds processes that are alive but no longer answer their mailbox. It only reports them; the state machine decides.
+"""Finds processes that are alive but no longer answer messages. It only reports them; the state machine decides.
 
 The mailbox thread of a service never computes, so silence means a stopped or stuck process. A stuck *working* thread
 is not detected here: it loses its lease in the scheduler. Only READY processes are asked; starts and ends have

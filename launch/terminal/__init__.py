@@ -1,1 +1,1 @@
-"""A live run in a terminal: the picture of `shared.view`, drawn with textual or as plain lines."""
+"""Shows a live run in a terminal: the picture of `shared.view`, drawn with textual or as plain lines."""

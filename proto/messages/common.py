@@ -17,10 +17,10 @@ else:  # msgspec passes fields of exactly this class to the guarded msgpack-nump
 
 @message(1)
 class Error(Message, frozen=True, kw_only=True):
-    """An error, with which any request may be answered."""
+    """An error. It may be the answer to any request."""
 
     code: str  # one of `ErrorCode`
-    message: str  # one line for a person
+    message: str  # one human-readable line
     retry_after_s: float = 0.0  # seconds after which to ask again; 0: the caller decides
     names: list[str] = []  # the first names that the error concerns; `message` ends with the number of others
 
@@ -37,7 +37,7 @@ class ErrorCode(StrEnum):
     CONFLICT = "conflict"  # same fence, different bytes; or a step, version or incarnation out of order
     LOST = "lost"  # the lease is no longer held, or the caller is not registered
     DEADLINE = "deadline"  # the handler did not finish in time
-    DRAINING = "draining"  # the service is ending
+    DRAINING = "draining"  # the service is about to exit
     INTERNAL = "internal"  # a defect; the service's log has details
 
 

@@ -1,4 +1,4 @@
-"""Messages between the supervisor of a run and the agents on its other hosts (`python -m launch.host`)."""
+"""Messages between the supervisor of a run and the agents on the run's other hosts (`python -m launch.host`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class HostOrders(Message, frozen=True, kw_only=True):
     """The processes that the host must run. The agent starts missing processes and drains all others."""
 
     processes: list[HostProcess]  # the processes, with their shares of the host
-    ends: bool = False  # the run is ending: drain everything and end
+    ends: bool = False  # the run is ending: drain everything and exit
 
 
 @message(36, reply=HostOrders)
@@ -31,7 +31,7 @@ class HostReport(Request, frozen=True, kw_only=True):
     Errors:
         bad_request: the run has no host of this name, or the host lacks GPUs.
         conflict: another agent of this host is alive.
-        lost: this incarnation no longer counts, because the host was considered lost. End everything, then join again.
+        lost: this incarnation no longer counts, because the host was considered lost. Stop everything, then join again.
     """
 
     host: str  # name of the host in `placement.hosts`

@@ -1,4 +1,4 @@
-"""Messages about the life cycle of processes, between services, operators and the supervisor."""
+"""Messages about the life cycle of processes, exchanged by services, operators and the supervisor."""
 
 from __future__ import annotations
 
@@ -101,13 +101,13 @@ class WaitKind(StrEnum):
     """The subject of a `WaitRow`."""
 
     CALL = "call"  # a request to another process has not been answered yet
-    REFUSED = "refused"  # another process keeps answering that it has no room or is about to end
+    REFUSED = "refused"  # another process keeps answering that it has no room or is about to exit
     STEP = "step"  # the driver waits for tasks of its next step, or for an evaluation
     LEASE = "lease"  # a lease makes no progress
     CLEAR = "clear"  # a store has not acknowledged clears
     ROOM = "room"  # memory is (nearly) full
     CODE = "code"  # a user-code process is working on calls
-    OUTAGE = "outage"  # a judge does not answer: rewards wait, and nothing is leased
+    OUTAGE = "outage"  # a judge does not answer, so rewards wait and nothing is leased
     COMPUTE = "compute"  # a computation is running
     CHECKPOINT = "checkpoint"  # a checkpoint is being saved
     PROCESS = "process"  # a process is starting, ending, or waiting for its restart
@@ -118,7 +118,7 @@ class WaitRow(Record, frozen=True, array_like=True):
     """An event for which a process is waiting."""
 
     kind: str  # a `WaitKind`
-    what: str  # one line for a person
+    what: str  # one human-readable line
     since_s: float  # seconds that the wait has lasted
     limit_s: float = 0.0  # seconds after which the wait ends or is acted on; 0: nothing limits the wait here
     of: str = ""  # the process (`rollout/0`) or service (`rollout`) that causes the wait; empty: none in the run
@@ -144,12 +144,12 @@ class GetWaits(Request, frozen=True, kw_only=True):
 
 @message(28, reply=Ack)
 class DrainService(Request, frozen=True, kw_only=True):
-    """Drain instances that lease tasks. They take no new leases, and end once they have finished their current leases.
+    """Drain instances that lease tasks. They take no new leases, and exit once they have finished their current leases.
 
     The supervisor passes the request on to the service and does not start the instance again: its state is DRAINED.
 
     Errors:
-        bad_request: the run has no such service, or it leases no tasks.
+        bad_request: the run has no such service, or the service does not lease tasks.
         draining: the run is ending.
     """
 
@@ -222,4 +222,4 @@ class GetLog(Request, frozen=True, kw_only=True):
     service: str
     instance: int
     lines: int = 50  # number of lines from the end of the log
-    position: int = -1  # 0 or more: get the lines from this position (see `LogLines`) instead
+    position: int = -1  # 0 or more: get the lines from this position (see `LogLines`) and ignore `lines`

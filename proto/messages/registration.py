@@ -22,7 +22,7 @@ class Register(Request, frozen=True, kw_only=True):
 
     Errors:
         bad_request: a number is out of range, or a text is too long.
-        lost: this incarnation was lost with its host (`HostGone`). The host's agent ends it.
+        lost: this incarnation was lost with its host (`HostGone`). The host's agent stops the process.
     """
 
     service: str
@@ -56,9 +56,9 @@ class TroubleKind(StrEnum):
 
     REWARDS = "rewards"  # reward functions fail; lasts until all samples of a lease have been scored without a failure
     WORKFLOWS = "workflows"  # workflows fail; lasts as for `rewards`
-    JUDGE = "judge"  # a judge does not answer: rewards wait, and nothing is leased
+    JUDGE = "judge"  # a judge does not answer, so rewards wait and nothing is leased
     OVERRIDDEN = "overridden"  # an agent asked for sampling settings that differ from the topology's
-    TRACKER = "tracker"  # an experiment tracker does not accept the steps of the run: they wait in metrics.jsonl
+    TRACKER = "tracker"  # an experiment tracker does not accept the steps of the run, so they wait in metrics.jsonl
 
 
 class Trouble(Record, frozen=True, array_like=True):
@@ -66,7 +66,7 @@ class Trouble(Record, frozen=True, array_like=True):
 
     kind: str  # a `TroubleKind`
     text: str  # one line
-    ends_run: bool = False  # the run does not wait until the trouble is over: the driver gets no further batch
+    ends_run: bool = False  # the run does not wait until the trouble is over, so the driver gets no further batch
 
 
 @message(22)
@@ -100,8 +100,8 @@ class Heartbeat(Request, frozen=True, kw_only=True):
     """Policy version that an engine has loaded, or -1 if there is none or the service is not an engine."""
     holds_lineage: int = 0  # lineage of that version
     leases: list[LeaseProgress] = []  # the leases on which it works
-    store_bytes: int = 0  # bytes that a batch store holds; 0 for other services
-    store_shards: int = 0  # shards that a batch store holds; 0 for other services
+    store_bytes: int = 0  # number of bytes that a batch store holds; 0 for other services
+    store_shards: int = 0  # number of shards that a batch store holds; 0 for other services
     progress: int = 0  # counter of the working thread; an advance renews the hold on shared devices
     troubles: list[Trouble] = []  # all current troubles
 

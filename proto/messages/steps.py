@@ -1,4 +1,4 @@
-"""Messages from the driver to the scheduler: batches, commits, versions, checkpoints, evaluations."""
+"""Messages from the driver to the scheduler: batches, commits, versions, checkpoints and evaluations."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class GetRunInfo(Request, frozen=True, kw_only=True):
     reload: bool = False
     """The trainer group was (re)loaded from a checkpoint: begin a new lineage."""
     loaded_step: int = -1
-    """With `reload`, the step of the loaded checkpoint, or 0 for the initial model (-1: the newest announced one). If
-    the journaled steps after it cannot be replayed, the run returns to it: see the answer's `committed_step`."""
+    """With `reload`, the step of the loaded checkpoint, or 0 for the initial model (-1: the newest announced
+    checkpoint). If the journaled steps after it cannot be replayed, the run returns to it: see the answer's
+    `committed_step`."""
 
 
 @message(42)
@@ -49,11 +50,11 @@ class StepBatch(Message, frozen=True, kw_only=True):
     batch: BatchMeta  # the tasks, and where their shards are
     scalars: dict[str, Array]  # as in `Complete`, in batch order
     reward_mean_unfiltered: float = 0.0  # mean reward, including the samples of filtered tasks
-    samples_failed: int = 0  # samples that are left out of the batch's groups
-    dropped: int = 0  # tasks dropped since the last batch
+    samples_failed: int = 0  # number of samples that are left out of the groups of the batch
+    dropped: int = 0  # number of tasks dropped since the last batch
     checkpoint_now: bool = False
     """Trained tasks fill the stores: save a checkpoint right after this step, or admission will stop."""
-    drops: dict[str, int] = {}  # the tasks in `dropped`, counted by `DropReason`
+    drops: dict[str, int] = {}  # the tasks counted in `dropped`, by `DropReason`
     lost: dict[str, int] = {}
     """Samples lost by tasks of this batch and by tasks dropped since the last batch, counted by `LossReason`."""
 
@@ -77,7 +78,7 @@ class NextBatch(Request, frozen=True, kw_only=True):
 
 @message(44, reply=Ack)
 class CommitStep(Request, frozen=True, kw_only=True):
-    """The optimizer has taken this step: its tasks are trained. Committing again changes nothing.
+    """The optimizer has taken this step, so the tasks of the step are trained. Committing again changes nothing.
 
     Errors:
         conflict: a newer driver has taken over, or the step is not the open one.
@@ -143,7 +144,7 @@ class WaitEvals(Request, frozen=True, kw_only=True):
 
 @message(49, reply=Ack)
 class FinishRun(Request, frozen=True, kw_only=True):
-    """The driver has exported the model: the run is complete.
+    """The driver has exported the model, so the run is complete.
 
     Errors:
         conflict: a newer driver has taken over.

@@ -1,4 +1,4 @@
-"""Tasks, batches of task handles, weight versions, and the leasing and completion of tasks."""
+"""Messages for leasing and completing tasks, and descriptions of tasks, batches and weight versions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class TaskHandle(Record, frozen=True, array_like=True):
     task_id: str
     fence: int
     samples: int = 0  # number of samples
-    tokens: int = 0  # tokens of all sequences
-    nbytes: int = 0  # bytes of all shards
+    tokens: int = 0  # number of tokens in all sequences
+    nbytes: int = 0  # size of all shards in bytes
     stores: list[int] = []  # for each part of the batch, the index into `BatchMeta.stores` of the store that has it
 
 
 class BatchPart(Record, frozen=True, array_like=True):
-    """A group of keys whose shards were made by the same stage."""
+    """A group of keys whose shards were produced by the same stage."""
 
     stage: str  # name of the stage
     keys: list[str]  # keys of the shards
@@ -33,14 +33,14 @@ class BatchMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The metadata of a distributed batch. Empty fields are omitted."""
 
     tasks: list[TaskHandle]  # the tasks, in order
-    parts: list[BatchPart] = []  # the shards that exist, by the stage that made them
+    parts: list[BatchPart] = []  # the shards that exist, grouped by the stage that produced them
     stores: list[str] = []  # names of the stores that have the shards, such as `batch-store/0`
     scalars: dict[str, Array] = {}
     """The caller's values for each sample, such as `advantages` and `weights`: [samples] in the order of `tasks`."""
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True):
-    """Proof that weights were loaded: a fixed sequence and the trainer's log-probs of its tokens."""
+    """The means to prove that weights were loaded: a fixed sequence and the trainer's log-probs of its tokens."""
 
     token_ids: Array  # int32 [T]
     logprobs: Array  # float32 [T - 1], for tokens 1 to T - 1 at temperature 1
@@ -61,9 +61,9 @@ class WeightsRef(msgspec.Struct, frozen=True, kw_only=True):
     task_id: str  # `weights/<lineage>/<step>`
     fence: int
     store: str  # name of the store that holds the version
-    nbytes: int  # bytes of all weights
-    canary: Canary  # proof for this version
-    drill: Canary  # proof for the start-up drill, which loads a perturbed copy of the model directory's weights
+    nbytes: int  # size of all weights in bytes
+    canary: Canary  # canary for this version
+    drill: Canary  # canary for the start-up drill, which loads a perturbed copy of the model directory's weights
     drill_seed: int  # seed of that perturbation
     drill_factors: list[float] = []
     """Noise factor of each weight, in the order of the sorted names; empty: 1 for all."""
@@ -138,7 +138,7 @@ class LossReason(StrEnum):
     CRASHED = "crashed"  # the reward function's process ended
     MEMORY = "memory"  # the call needs more memory than reward.memory allows
     JUDGE = "judge"  # the judge repeatedly refused this sample but answered for other samples
-    WORKFLOW = "workflow"  # the workflow made no sample
+    WORKFLOW = "workflow"  # the workflow produced no sample
     OTHER = "other"
 
 
@@ -151,8 +151,8 @@ class TaskResult(Record, frozen=True, array_like=True):
     store: str = ""  # name of the store that has the shards, such as `batch-store/0`
     content_hash: int = 0  # content hash of the shards (section 8)
     samples: int = 0  # number of samples
-    tokens: int = 0  # tokens of all sequences
-    nbytes: int = 0  # bytes of all shards
+    tokens: int = 0  # number of tokens in all sequences
+    nbytes: int = 0  # size of all shards in bytes
     reason: str = ""  # the reason for an outcome other than done, in one human-readable line
     samples_failed: int = 0  # samples that are left out
     why: str = ""  # with outcome drop, a `DropReason`
@@ -165,7 +165,7 @@ class Refusal(Record, frozen=True, array_like=True):
     task_id: str
     fence: int
     code: str  # `collected`, `conflict` or `lost`, as in `Error`
-    message: str  # one line for a person
+    message: str  # one human-readable line
 
 
 @message(32)

@@ -40,9 +40,9 @@ class Status(Message, frozen=True, kw_only=True):
     version: int  # newest published policy version
     services: list[ServiceRow]  # the registered services
     tasks: dict[str, int]  # number of tasks in each state
-    store_bytes: int  # bytes that all stores hold
-    store_limit_bytes: int  # sum of their limits
-    store_shards: int  # shards that all stores hold
+    store_bytes: int  # number of bytes in all stores together
+    store_limit_bytes: int  # sum of the limits of all stores
+    store_shards: int  # number of shards in all stores together
     last_row: dict[str, float]  # the newest metrics row that was written
     troubles: list[TroubleRow] = []  # the troubles in the latest heartbeats of the services
     dropped: dict[str, int] = {}  # training tasks dropped so far, by `DropReason`

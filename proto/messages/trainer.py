@@ -12,12 +12,12 @@ from proto.registry import Message, Request, message
 class LossSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The loss as named functions and numbers, which workers apply to every token. An option set to 0 or "" is off."""
 
-    name: str  # a builtin loss, or the import path in the topology from which workers load it
+    name: str  # name of a builtin loss, or the import path in the topology from which workers load it
     clip_low: float  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float  # as for `clip_low`
     anchor: str
-    """"rollout", "proximal" or "present". The last is like proximal, but the call's gradients make the step's only
-    update."""
+    """"rollout", "proximal" or "present". The last replaces "proximal" in steps with a single update: the log-probs of
+    the call itself are the anchor."""
     temperature: float  # sampling temperature used in training; logits are divided by it
     tis_cap: float = 0.0  # cap of the truncated importance weight exp(prox - rollout)
     kl_estimator: str = ""  # "k1", "k2" or "k3"
@@ -44,7 +44,7 @@ class WorkerRequest(Request, frozen=True, kw_only=True):
     """
 
     driver: int
-    order: int  # number of the call; calls run in this order, each once
+    order: int  # number of the call; calls run in the order of their numbers, each once
 
 
 @message(80)
@@ -64,7 +64,7 @@ class InitModel(WorkerRequest, frozen=True, kw_only=True):
 class ForwardDone(Message, frozen=True, kw_only=True):
     """The results are in the stores, under the fences of the tasks."""
 
-    meta: BatchMeta  # the tasks with one new part
+    meta: BatchMeta  # the tasks, with one new entry in `parts`
     seconds: float
 
 
@@ -76,7 +76,7 @@ class Forward(WorkerRequest, frozen=True, kw_only=True):
     """
 
     batch: BatchMeta  # the tasks
-    keys: list[str]  # the results; the only one so far is `prox_logprobs`, log-probs per token
+    keys: list[str]  # names of the results; the only one so far is `prox_logprobs`, log-probs per token
 
 
 @message(84)
@@ -92,7 +92,7 @@ class ForwardBackwardDone(Message, frozen=True, kw_only=True):
 class ForwardBackward(WorkerRequest, frozen=True, kw_only=True):
     """Add the gradient of sum(W * loss) over a batch to the accumulated gradient.
 
-    A token's W is its sample's weight times the token's mask.
+    The W of a token is the weight of its sample times the mask of the token.
     """
 
     batch: BatchMeta  # the tasks; `scalars` holds `advantages` and `weights`, float32 [samples]
@@ -116,7 +116,7 @@ class OptimStep(WorkerRequest, frozen=True, kw_only=True):
     step: int  # the training step of this update
     last: bool  # this is the last update of the step
     snapshot_lineage: int = -1
-    """With `last`: keep a snapshot of the state in shared memory under this lineage. -1: keep none."""
+    """If `last` is true: keep a snapshot of the state in shared memory under this lineage. -1: keep none."""
 
 
 @message(88)
@@ -195,7 +195,7 @@ class WorkerState(Message, frozen=True, kw_only=True):
     driver: int  # incarnation of the driver that it serves
     order: int  # number of the last call that it has started
     dirty: bool
-    """Gradients are accumulated or a step is incomplete. Only a reload makes this state trustworthy."""
+    """Gradients are accumulated or a step is incomplete. Only a reload gives the worker a trustworthy state again."""
     snapshots: list[HeldSnapshot] = []  # the snapshots that can be loaded
 
 

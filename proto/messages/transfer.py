@@ -22,7 +22,7 @@ class TransferParameter(Record, frozen=True, array_like=True):
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """GPU memory that another process can open on the same GPU, described by CUDA IPC values with torch's names."""
 
-    gpu: str  # the GPU's own id (UUID)
+    gpu: str  # UUID of the GPU
     nbytes: int  # size of the memory, in bytes
     handle: bytes  # handle of the storage
     storage_bytes: int  # bytes of the storage
@@ -54,7 +54,8 @@ class AskTransfer(Request, frozen=True, kw_only=True):
 
     Errors:
         conflict: this incarnation of the engine was replaced by a later one.
-        missing: the trainer cannot send that version, or not to this engine. The version's shards remain available.
+        missing: the trainer cannot send that version, or cannot send it to this engine. The version's shards remain
+            available.
     """
 
     instance: int
@@ -64,7 +65,7 @@ class AskTransfer(Request, frozen=True, kw_only=True):
     host_id: str  # as in `Register`
     lineage: int
     step: int  # the policy version
-    drill: bool = False  # send the weights of the start-up drill instead
+    drill: bool = False  # send the weights of the start-up drill instead of a version
 
 
 @message(116, reply=Ack)

@@ -283,7 +283,8 @@ class StoreFiles:
         self._closed[name] = path
 
     def reopen(self, name: str) -> None:
-        """Reopen a closed zombie, or a spare, which becomes a zombie. Raises OSError (no descriptor, or no file)."""
+        """Reopen a closed zombie, or a spare, which becomes a zombie. Raises OSError if no descriptor is left or
+        the file no longer exists."""
         try:
             descriptor = os.open(self._closed[name], os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A file that is being filled with a stream from another store. Its verified bytes are served at the same time.
+"""Fills a file with a stream from another store, and serves the verified bytes of the file at the same time.
 
 Before a chunk counts as available, it is compared with its digest, which the trainer's store computed. A chunk that
 does not match is received again from the source of the next attempt.

@@ -35,14 +35,14 @@ TRIES = 2
 """Number of attempts after which a store is skipped. An attempt that brings a verified chunk resets the count to 1.
 A store that was itself waiting for its predecessor may thus bring no chunk in one attempt and continue in the next."""
 STALL_S = 60.0
-"""Seconds without a verified chunk from any store after which a version is given up."""
+"""Seconds without a verified chunk from any store after which the fetch of a version is abandoned."""
 PAUSE_S = 0.2
 WHOLE_S = 1.0
 """Maximum seconds for which an answer waits for the whole version."""
 KEPT_VERSIONS = 16
 """Number of versions whose digests are kept."""
 GIVE_UP = (ErrorCode.COLLECTED, ErrorCode.MISSING, ErrorCode.BAD_REQUEST)
-"""Errors of the trainer's store after which a version is given up at once."""
+"""Errors of the trainer's store after which the fetch of a version is abandoned at once."""
 
 
 @dataclass(eq=False)
@@ -79,8 +79,8 @@ class Relay:
         continues: bool = False,
     ) -> None:
         """`begin(put_id, nbytes, task)` grants a file and returns its path, `seal` seals it, and `abandon` discards an
-        unsealed file. `on_progress` may be called on any thread. With `continues`, files may begin with chunks that an
-        earlier attempt received."""
+        unsealed file. `on_progress` may be called on any thread. `continues` means that files may begin with
+        chunks that an earlier attempt received."""
         self._name = name
         self._client_of = client_of
         self._streams = streams
@@ -109,7 +109,7 @@ class Relay:
         if filling.work.done() and not filling.work.cancelled():
             filling.work.result()
         if filling.file is None or filling.work.cancelled():
-            raise RpcError(ErrorCode.NOT_READY, f"{self._name}: {task.task_id} was given up")
+            raise RpcError(ErrorCode.NOT_READY, f"{self._name}: the fetch of {task.task_id} was abandoned")
         return Held(total_bytes=filling.file.total_bytes, held_bytes=filling.file.verified_bytes)
 
     def waits(self, now: float) -> list[WaitRow]:

@@ -392,7 +392,7 @@ class StoreService(Service):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: clear: {error}") from None
         bad = next((task for task in request.tasks if not 0 <= task.fence < 1 << 63), None)
         if bad is not None:
-            text = f"{self.name}: clear of {bad.task_id} under fence {bad.fence}: must be in 0..2**63-1"
+            text = f"{self.name}: clear of {bad.task_id} under fence {bad.fence}: a fence must be in 0..2**63-1"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         try:
             files.tombstones.append(self.index.entomb(request.tasks))
@@ -444,9 +444,9 @@ class StoreService(Service):
         return self._streams.open_line()
 
     async def _open_stream(self, request: OpenStream, call: Call) -> StreamOpened:
-        tasks = request.tasks[:MAX_STREAM_TASKS]  # the reader learns of this from the reply's `covered`
+        tasks = request.tasks[:MAX_STREAM_TASKS]  # the reply's `covered` tells the reader how many
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream needs at least one task, and no task twice")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream must name at least one task, each only once")
         if len(set(request.keys)) != len(request.keys):
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self.name}: a stream can have each key only once")
         if len(tasks) == 1 and not request.keys and self._relay.is_coming(tasks[0]):

@@ -357,7 +357,7 @@ class StoreState:
         return self.room.retire(f"{put_id}.blk", nbytes, Tier.MEMORY)
 
     def give_up_move(self, put_id: str, *, retry: bool) -> None:
-        """Release the room of a move that failed. With `retry` the file may be moved later."""
+        """Release the room of a move that failed. If `retry` is true, the file may be moved later."""
         self.room.remove(self._moving.pop(put_id), Tier.DISK)
         if retry and put_id in self._sealed:
             order = self._spill_queue(self._sealed[put_id].table)
@@ -402,7 +402,7 @@ class StoreState:
             raise RpcError(ErrorCode.BAD_REQUEST, f"{self._name}: put id {put_id[:40]!r}: not 32 hexadecimal digits")
         if not tasks or len({task.task_id for task in tasks}) != len(tasks):
             raise RpcError(
-                ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: needs at least one task, and no task twice"
+                ErrorCode.BAD_REQUEST, f"{self._name}: put {put_id}: must name at least one task, each only once"
             )
         try:
             for task in tasks:

@@ -2,7 +2,8 @@
 
 A reader has one connection, its line, and opens streams on it. It receives the ranges that it requested, in that order,
 and nothing else. Readers take turns, one range per turn: a stalled reader holds one range and its requests, at most
-`READER_BYTES`, and delays no others. A stream lasts until its last byte is sent, its reader closes it or its line ends.
+`READER_BYTES`, and does not delay others. A stream lasts until its last byte is sent, its reader closes it or its line
+ends.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Source(Protocol):
 
     @property
     def total_bytes(self) -> int:
-        """Size of the stream."""
+        """Size of the stream in bytes."""
 
     @property
     def available_bytes(self) -> int:
@@ -152,7 +153,7 @@ class StreamServer:
     """Serves streams. Its methods are called on one thread; it sends on another, which it starts."""
 
     def __init__(self, name: str, *, plain: bool = False, key_limit_bytes: int = KEY_LIMIT_BYTES) -> None:
-        """With `plain`, lines carry everything unencrypted and serve any peer that knows their id.
+        """`plain` means that lines carry everything unencrypted and serve any peer that knows their id.
 
         `key_limit_bytes` is the maximum number of bytes that a line seals before it ends. Readers then open another.
         """

@@ -1,4 +1,4 @@
-"""The content of one stream: pinned files, and the position of each range in them.
+"""Provides the content of one stream: pinned files, and the position of each range in them.
 
 The files are mapped under a shared lock, as any reader maps them. While a stream is open, or a frame of it waits to be
 sent, the bytes that it reads stay in place and stay counted, even when its tasks are collected.

@@ -1,4 +1,4 @@
-"""The list of a store's tombstones: a file with one line per tombstone, appended before the clear takes effect."""
+"""Keeps a store's list of tombstones: a file with one line per tombstone, appended before the clear takes effect."""
 
 from __future__ import annotations
 

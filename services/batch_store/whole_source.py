@@ -1,4 +1,4 @@
-"""Bytes that a store serves unchanged: files from home that other hosts fetch, and the list of these files."""
+"""Provides bytes that a store serves unchanged: files from home that other hosts fetch, and the list of these files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sends spans to an OpenTelemetry collector: OTLP over HTTP with protobuf bodies, from a bounded queue.
 
-A collector that is slow or unreachable, or that refuses spans, delays nothing else. Spans that the collector does not
-accept are dropped and counted.
+A collector that is slow or unreachable, or that refuses spans, does not delay anything else. Spans that the collector
+does not accept are dropped and counted.
 """
 
 from __future__ import annotations

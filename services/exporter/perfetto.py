@@ -1,8 +1,9 @@
-"""Writes spans to a file in Chrome's Trace Event Format, for Perfetto and chrome://tracing. It is always valid JSON.
+"""Writes spans to a file in Chrome's Trace Event Format, for Perfetto and chrome://tracing.
 
-The file has a track for each kind of work in each process, and tracks for each traced task. Work that overlaps other
-work of the same kind gets another track, because the events of a track must nest. Once `trace.json` reaches half of the
-size limit, the file is renamed to `trace.1.json`, so that the two files together stay within the limit.
+The file is valid JSON at all times. It has a track for each kind of work in each process, and tracks for each traced
+task. Work that overlaps other work of the same kind gets another track, because the events of a track must nest. Once
+`trace.json` reaches half of the size limit, the file is renamed to `trace.1.json`, so that the two files together stay
+within the limit.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class ExporterService(Service):
         self._traces: Traces | None = monitor.traces
         self._server: GuestServer | None = None
         self._snapshot: tuple[float, list[TopicRow]] = (-1.0, [])
-        """Loop time of the monitor's last answer, and its rows."""
+        """Loop time of the monitor's last answer, and the rows of that answer."""
         self._asking = asyncio.Lock()
         self._up = False
         self._pump: Pump | None = None

@@ -1,4 +1,4 @@
-"""The history that a new observer has missed: the run's metric curves, and the newest spans of its timeline."""
+"""Keeps the history that a new observer has missed: the run's metric curves, and the newest spans of its timeline."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ def reinforce_pp(rewards: Array, loss_tokens: Array) -> Array:
     Each sample counts once per token, and the variance is unbiased. Applied to rewards minus their group's mean, this
     is the variant with a baseline.
     Source: REINFORCE++ (arXiv 2501.03262), global advantage normalisation; token-weighted statistics as in verl and
-    OpenRLHF. There the reward is the return-to-go minus a per-token KL; here a KL in the reward is summed per sample.
+    OpenRLHF. In both, the reward is the return-to-go minus a per-token KL; here a KL in the reward is summed per
+    sample.
     """
     lengths = loss_tokens.astype(np.float64)
     tokens = lengths.sum()

@@ -13,7 +13,8 @@ from proto.messages import ErrorCode
 from shared.rpc.errors import RpcError
 
 MAX_IN_A_ROW = 10
-"""Number of consecutive steps without an update after which the run stops: weights or rewards are broken for good."""
+"""Number of consecutive steps without an update after which the run stops, because weights or rewards are permanently
+broken."""
 _SHOWN_TASKS = 64
 
 

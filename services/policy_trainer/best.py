@@ -2,7 +2,8 @@
 
 Each version that is evaluated gets a checkpoint, because the weights are gone by the time the result is known. The
 candidates are the checkpoints on disk, and their results come from the journal, so a resumed driver makes the same
-choice. If some rows were dropped, the mean ranks below means over more rows, because the two are not comparable.
+choice. A mean over fewer rows, after some were dropped, ranks below a mean over more rows, because the two are not
+comparable.
 """
 
 from __future__ import annotations

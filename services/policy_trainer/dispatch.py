@@ -97,7 +97,7 @@ class WorkerDispatch:
         """Make the workers accept calls again after they have refused one without changing anything. They must be
         at `step`.
 
-        Raises WorkersLost if one of them is at another step, because it has restarted.
+        Raises WorkersLost if one of them is at another step, which means that it has restarted.
         """
         if not self._refused:
             return
@@ -162,7 +162,7 @@ class WorkerDispatch:
         return self._submit(request, messages.OptimStepDone)
 
     async def skip_update(self) -> None:
-        """Replace an optimizer step whose data is bad: drop its gradient and leave the weights unchanged."""
+        """Skip an optimizer step whose data is bad: drop its gradient and leave the weights unchanged."""
         step, last = self._next_update()
         await self._submit(
             messages.SkipUpdate(driver=_NOT_YET, order=_NOT_YET, step=step, last=last), messages.WorkerReady
@@ -211,7 +211,8 @@ class WorkerDispatch:
         return self._submit(messages.SaveModel(driver=_NOT_YET, order=_NOT_YET, path=str(path)), messages.Saved)
 
     def offload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:
-        """Free the device memory of `parts` ("parameters", "gradients", "optimizer"). Bytes are summed over ranks."""
+        """Free the device memory of `parts` ("parameters", "gradients", "optimizer"). The answer gives the number of
+        bytes freed, summed over the ranks."""
         return self._move(parts, "host")
 
     def backload(self, parts: Sequence[str]) -> Awaitable[messages.Moved]:

@@ -38,7 +38,8 @@ class StepMetrics:
     """The measurements of one training step. Times are in seconds.
 
     `publish_s` and `checkpoint_s` are the durations of the last publication and the last checkpoint before this row.
-    Both run during the step after their own and appear in that step's row (0 if none ended since the previous row).
+    Publications and checkpoints run during the step after their own, so their durations appear in that step's row (0 if
+    none ended since the previous row).
     """
 
     step: int

@@ -49,9 +49,9 @@ async def resume(
 ) -> ResumePoint:
     """Bring the workers into agreement with the journal.
 
-    `checkpoints` are the steps of all checkpoints on disk, announced or not. Weights are put into `store`. With
-    `whole_rows`, a step whose sums are gone is replayed instead of committed (deterministic mode, which reproduces
-    the rows as well). Raises RpcError if another driver has taken over or nothing can be loaded.
+    `checkpoints` are the steps of all checkpoints on disk, announced or not. Weights are put into `store`.
+    `whole_rows` means that a step whose sums are gone is replayed instead of committed (in deterministic mode, which
+    reproduces the rows as well). Raises RpcError if another driver has taken over or nothing can be loaded.
     """
     log = structlog.get_logger("driver")
     info = await scheduler.run_info()
@@ -67,7 +67,7 @@ async def resume(
     if loaded is None:
         usable = [step for step in checkpoints if step <= info.committed_step]
         loaded, source = await _load(workers, usable), "checkpoint"
-    # Version 0 comes from the model directory and has the same bits in every life.
+    # Version 0 comes from the model directory and is bit-identical in every life.
     same_bits = loaded == info.committed_step and (source == "snapshot" or loaded == INITIAL_STEP)
     if not same_bits:
         info = await scheduler.reloaded(loaded)

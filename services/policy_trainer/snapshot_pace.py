@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 SHARE = 0.01
-"""Maximum share of the time that snapshots take in the long run."""
+"""Maximum share of the run's time that snapshots may take in the long run."""
 BURST_S = 0.1
 """Maximum seconds of unused time kept for later snapshots, so that a single slow one does not delay the next."""
 
 
 class SnapshotPace:
-    """Allows a snapshot every few steps, or less often to keep snapshots within `SHARE` of the time."""
+    """Allows a snapshot every few steps, or less often if snapshots would otherwise take more than `SHARE` of the
+    time."""
 
     def __init__(self, every: int | None) -> None:
         """`every` is the minimum number of steps between snapshots, or None for no snapshots."""

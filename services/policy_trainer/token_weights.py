@@ -13,7 +13,7 @@ from proto.tensors import Array
 
 
 def trained_tokens(overlong: str, scalars: dict[str, Array]) -> Array:
-    """Return int [N]: the number of tokens of each sample that count in the loss.
+    """Return int [N]: for each sample, the number of its tokens that count in the loss.
 
     It is 0 for truncated samples if `overlong` is "mask". Such samples are masked before sum(n) and B of
     `sample_weights` are computed, so that they do not dilute the other samples. Source: overlong filtering in DAPO

@@ -1,1 +1,1 @@
-"""The reference actor: scores tokens with a frozen model."""
+"""The reference actor scores tokens with a frozen model."""

@@ -46,9 +46,9 @@ class FrozenScorer:
         """`make` creates the model on the compute thread. `source` is the model's directory, named in error messages.
 
         `temperature` is the sampling temperature of training. With `deterministic`, the same tasks in the same order
-        give the same bits. Weights that leave a GPU move to host memory, and weights that leave a CPU move to the file
-        `scratch`. If `scratch` is None, the weights never leave the device. `ranks` is the number of ranks that share
-        the model.
+        give bit-identical results. Weights that leave a GPU move to host memory, and weights that leave a CPU move to
+        the file `scratch`. If `scratch` is None, the weights never leave the device. `ranks` is the number of ranks
+        that share the model.
         """
         self._make = make
         self._source = source
@@ -96,7 +96,7 @@ class FrozenScorer:
         return await self._on_compute(lambda: self._score(tasks, cancel))
 
     async def leave(self) -> None:
-        """Free the memory that the weights occupy. `come_back` restores the same bits."""
+        """Free the memory that the weights occupy. `come_back` restores the weights bit for bit."""
         await self._on_compute(self._leave)
 
     async def come_back(self) -> None:
@@ -173,12 +173,12 @@ class FrozenScorer:
         def on_part() -> None:
             self._count()
             if self._alone and cancel.is_set():  # if there are other ranks, no rank may leave a collective
-                raise LeaseLost("the block was given up between two micro-batches")
+                raise LeaseLost("the block was abandoned between two micro-batches")
 
         logprobs = self._model.logprobs(
             joined["token_ids"], joined["lengths"], joined["loss_mask"], self._temperature, on_part
         )
         if cancel.is_set():
-            raise LeaseLost("the block was given up while it was being scored")
+            raise LeaseLost("the block was abandoned while it was being scored")
         ends = np.cumsum([len(task["token_ids"]) for task in tasks])[:-1]
         return np.split(logprobs, ends)

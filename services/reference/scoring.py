@@ -134,7 +134,7 @@ class Scoring:
 
         shards, weights = await self._ready(request, prepare())
         await self._acquire_devices()
-        nobody_asks = threading.Event()  # never set: rank 0 holds the lease
+        nobody_asks = threading.Event()  # never set, because rank 0 holds the lease
         await self._group.together(_name(request), self._compute(ref, weights, shards, nobody_asks))
 
     # ---- every rank

@@ -1,4 +1,4 @@
-"""The reference actor: leases rolled-out tasks, scores their tokens with the frozen model, and puts `ref_logprobs`.
+"""The reference actor leases rolled-out tasks, scores their tokens with the frozen model, and puts `ref_logprobs`.
 
 It scores at the temperature at which the tokens were sampled, with the version that the lease names.
 """
@@ -122,7 +122,7 @@ class ReferenceService(Service):
             self._worker.leases.retired.set()
         elif self._group.rank == 0:
             self.request_stop()  # this process has not yet leased anything
-        return messages.Ack()  # the other ranks end with rank 0
+        return messages.Ack()  # the other ranks exit with rank 0
 
     def _ask(self, request: messages.ScoreTogether, call: Call) -> Deferred:
         self._asked.put_nowait((request, call))  # rank 0 might be ready before this rank has loaded its pieces
@@ -149,7 +149,7 @@ class ReferenceService(Service):
         beat = super().heartbeat()
         if self._worker is None:
             return beat
-        self._worker.rest()  # nothing else ends the turn of a lease that was lost before it was computed
+        self._worker.rest()  # nothing else ends the turn if the lease that it was kept for is lost before it is scored
         return msgspec.structs.replace(beat, leases=self._worker.leases.progress())
 
     def on_leases_lost(self, lease_ids: list[int]) -> None:

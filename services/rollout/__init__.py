@@ -1,1 +1,1 @@
-"""The rollout service: samples tasks with an inference engine."""
+"""The rollout service samples tasks with an inference engine."""

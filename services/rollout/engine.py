@@ -28,7 +28,7 @@ class Prompt:
 
     `name` (the task id) and the run's seed determine the random numbers. `token_ids` is never empty. `resumed_ids`
     holds tokens of the completion that were sampled before: generation continues after them and does not return them.
-    They count towards the block's `max_new_tokens`, and there are fewer of them than that.
+    They count towards the block's `max_new_tokens`, and their number is always below that limit.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Prompt:
 class SamplingParams:
     """Sampling settings for a block. Training samples from softmax(logits / temperature) without truncation.
 
-    `samples` is the number per prompt; `temperature` 0 is greedy; `max_new_tokens` includes the sampled EOS; `stop`
-    lists texts that end a completion; `block_rows` is the minimum number of rows to run, some of which may be padding
-    (0: one row per sample).
+    `samples` is the number of samples per prompt; `temperature` 0 is greedy; `max_new_tokens` includes the sampled
+    EOS; `stop` lists texts that end a completion; `block_rows` is the minimum number of rows to run, some of which may
+    be padding (0: one row per sample).
     """
 
     samples: int

@@ -7,7 +7,7 @@ version (evaluations) are not changed.
 
 Generation pauses only for the swap and its proof, not while the weights are fetched or the trainer is asked to send
 them. A transfer directly into an engine (vLLM) is part of the swap. If such a transfer fails, the shards are used for
-`SHARDS_S`, provided that loading from shards has been drilled.
+`SHARDS_S` seconds, provided that loading from shards has been drilled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class InFlight:
         self._under_way: dict[BlockVersions, bool] = {}
         """The leases that are being sampled, and whether each needs one exact version."""
         self._transfer_from = 0.0
-        """Time on the loop's clock from which the trainer is asked to send again."""
+        """Time on the loop's clock from which the trainer is asked to send weights again."""
 
     @asynccontextmanager
     async def settled(self, may_begin: Callable[[], bool] = lambda: True) -> AsyncIterator[None]:

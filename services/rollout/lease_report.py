@@ -18,7 +18,7 @@ from shared.stages import TRAIN
 
 @dataclass(frozen=True)
 class Sampled:
-    """A lease's samples (grouped by task), the policy version at their start, and the seconds that they took."""
+    """A lease's samples (grouped by task), the policy version at their start, and how long sampling took in seconds."""
 
     made: list[list[Made]]
     version: int

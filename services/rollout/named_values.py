@@ -1,4 +1,5 @@
-"""Named sample values other than the reward (parts of dict rewards, workflow metrics), as columns of completions."""
+"""Turns named sample values other than the reward (parts of dict rewards, workflow metrics) into columns of
+completions."""
 
 from __future__ import annotations
 

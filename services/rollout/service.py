@@ -1,4 +1,4 @@
-"""The rollout actor: starts an engine and everything around it, then works through leases (`worker`).
+"""The rollout actor starts an engine and everything around it, then works through leases (`worker`).
 
 Neither user code nor the model runs on its event loop.
 """
@@ -184,7 +184,7 @@ class RolloutService(Service):
     async def serve(self) -> None:
         if self._worker is None or self._rewards is None:
             return
-        # If a process of users' code cannot be replaced, the service ends with an error.
+        # If a process that runs users' code cannot be replaced, the service exits with an error.
         work = {asyncio.create_task(self._worker.run()), asyncio.create_task(self._rewards.watch())}
         if self._workflows is not None:
             work.add(asyncio.create_task(self._workflows.watch()))
@@ -224,7 +224,7 @@ class RolloutService(Service):
         beat = super().heartbeat()
         if self._worker is None:
             return beat
-        self._worker.rest()  # nothing else reports a lease that was lost before its turn
+        self._worker.rest()  # nothing else ends the turn if the lease that it was kept for is lost before it is sampled
         holds = self._worker.holds
         return msgspec.structs.replace(
             beat,

@@ -64,11 +64,11 @@ class VersionLoader:
         """Load the lease's version if needed, and register the lease as being sampled. Return its versions and their
         lineage.
 
-        With `exact`, the version stays until `release` is called. Raises WeightsGone, and LeaseLost.
+        If `exact`, the version stays until `release` is called. Raises WeightsGone, and LeaseLost.
         """
         async with self._settled(lease):
-            # Memory for the weights is acquired first: the trainer's parameters may stay in memory while the engine
-            # takes them over.
+            # Memory for the weights is acquired first, because the trainer's parameters may stay in memory while the
+            # engine takes them over.
             await self._acquire_memory(_WEIGHTS)
             placed = await self._load_version(lease, fetched)
             await self._acquire_memory(ENGINE)

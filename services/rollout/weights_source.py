@@ -146,8 +146,8 @@ async def own_drill(engine: Engine, ref: WeightsRef) -> Delivery:
     except ValueError as error:
         raise RpcError(ErrorCode.CONFLICT, f"weights {ref.task_id}: {error}") from None
     for name, values in base.items():
-        # Perturb one parameter at a time: perturbing a large model as a whole takes longer than a lease or a heartbeat
-        # may wait.
+        # Perturb one parameter at a time, because perturbing a large model as a whole takes longer than a lease or a
+        # heartbeat may wait.
         perturbed[name] = await engine.compute(partial(perturb, name, values, ref.drill_seed, factors[name]))
     return Arrays(perturbed)
 

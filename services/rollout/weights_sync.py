@@ -136,7 +136,7 @@ class WeightsSync:
         Raises RpcError(conflict) if the weights do not fit; the engine must not continue then. Raises TransferFailed if
         they do not arrive; the engine is then unchanged.
         """
-        self.holds = HeldVersion()  # until the proof, the engine holds neither the old version nor the new one
+        self.holds = HeldVersion()  # the engine holds neither the old version nor the new one until `prove` succeeds
         delivery = weights if isinstance(weights, Delivery) else Arrays(weights)
         self._coming = _Coming(ref, delivery, time.perf_counter())
         if delivery.entry in self._drilled:
@@ -176,7 +176,7 @@ class WeightsSync:
     async def _drilled_and_set(self, coming: _Coming) -> Loaded:
         """Return the weights that are now in the engine. The entry that they used has been drilled.
 
-        Raises TransferFailed if the drill had to use another entry: the weights would most likely need that entry, too.
+        Raises TransferFailed if the drill had to use another entry, because the weights would most likely need it, too.
         """
         entry = coming.delivery.entry
         if entry not in self._drilled:

@@ -39,8 +39,8 @@ from shared.stages import ROLLOUT, TEXT, TRAIN
 
 DATA_CALL_S = 30.0
 SIDE_BY_SIDE = 2
-"""Maximum number of leases sampled together: the next lease uses the rows that short samples of the first lease leave
-free."""
+"""Maximum number of leases that are sampled together. The second lease uses the rows that short samples of the first
+leave free."""
 
 
 @dataclass(frozen=True)

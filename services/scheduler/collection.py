@@ -62,7 +62,8 @@ class ClearQueues:
         return changed
 
     def push(self, entry: Entry, stores: Iterable[str]) -> None:
-        """Queue a clear for each of these stores. Unknown stores are skipped: reconciliation clears what they hold."""
+        """Queue a clear for each of these stores. Unknown stores are skipped, because reconciliation clears what they
+        hold."""
         for store in stores:
             if store in self._queues:
                 self._queues[store].append(entry)
@@ -146,8 +147,9 @@ def collect(run: RunState, task: Task) -> None:
 
 
 def take_samples(run: RunState, tasks: Iterable[PutTask], *, lost: bool) -> bool:
-    """Stop waiting for the recorder to take these tasks, because it has taken them or, with `lost`, is too slow or
-    silent.
+    """Stop waiting for the recorder to take these tasks.
+
+    The recorder has taken them or, if `lost` is true, is too slow or silent.
 
     Return False, and change nothing, if none of the tasks is due.
     """

@@ -29,7 +29,8 @@ class Consumption:
     """One function for each decision that depends on the order of consumption."""
 
     fixed: bool
-    """Whether a task always keeps its step and its version, so that a step trained again yields the same bits."""
+    """Whether a task always keeps its step and its version, so that training a step again yields bit-identical
+    results."""
     step_of: Callable[[RunState, int], int]
     """Return the step that will consume the task with this admission number."""
     room: Callable[[RunState], int]
@@ -39,9 +40,9 @@ class Consumption:
     take: Callable[[RunState], list[Task]]
     """Remove the tasks of the next step from the window and return them. There must be enough takeable tasks."""
     choose: Callable[[RunState, int, int], list[Task]]
-    """Return the waiting tasks of the next lease of a stage, given the maximum number."""
+    """Return the waiting tasks to lease next for a stage, given the maximum number of tasks."""
     choose_rows: Callable[[RunState, Evaluation, int], list[str]]
-    """Return the waiting tasks of the next lease of an evaluation, given the maximum number."""
+    """Return the waiting tasks to lease next for an evaluation, given the maximum number of rows."""
     version: Callable[[RunState, int, Version | None], Version | None]
     """Return the version for a training lease, or None if it is not published yet.
 

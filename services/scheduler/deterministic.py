@@ -95,7 +95,7 @@ def _reopen(run: RunState, step: int, tasks: list[Task]) -> None:
     result.
 
     The tasks get fences that no store has seen, because clears of earlier fences may still be in flight. The scores of
-    versions after `step` are kept, because the new versions have the same bits.
+    versions after `step` are kept, because the new versions are bit-identical.
     """
     for task in list(run.window.tasks.values()):
         if task.made:

@@ -114,7 +114,7 @@ class DeviceTurns:
         holder = (request.service, request.instance)
         name = service_name(*holder)
         if holder not in self._limits_s:
-            raise RpcError(ErrorCode.BAD_REQUEST, f"{name} shares no devices (placement.colocate)")
+            raise RpcError(ErrorCode.BAD_REQUEST, f"{name} does not share any devices (placement.colocate)")
         member = self._members.get(holder)
         if member is None or member.incarnation != request.incarnation:
             raise RpcError(ErrorCode.LOST, f"{name}: this life is not registered; register first")
@@ -133,7 +133,7 @@ class DeviceTurns:
             raise RpcError(ErrorCode.CONFLICT, str(error)) from None
         self._tell(holder)
         if member.call is not None and request.number > member.number:
-            self._out.append(Fail(member.call, ErrorCode.NOT_READY, f"report {request.number} came meanwhile"))
+            self._out.append(Fail(member.call, ErrorCode.NOT_READY, f"report {request.number} came in the meantime"))
         if not member.known or request.number > member.number:
             member.progressed_at = now
         member.known, member.number, member.using, member.wants = True, request.number, using, wants

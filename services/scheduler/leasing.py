@@ -107,7 +107,7 @@ def measures(lease: TaskLease) -> bool:
 
 def _lease_evaluation(run: RunState, one: Evaluation, request: LeaseRequest, call: CallId) -> LeaseGrant:
     rows = run.plan.block_rows or request.max_tasks * run.plan.group_size
-    most = max(rows // one.samples, 1)  # as many rows as a training block has
+    most = max(rows // one.samples, 1)  # as many samples as a training block has
     chosen = dict.fromkeys(run.order.choose_rows(run, one, most))
     one.waiting = [each for each in one.waiting if each not in chosen]
     run.eval_lease_debt = min(run.eval_lease_debt + 1, _leases_a_step(run, request))
@@ -210,7 +210,7 @@ def describe(run: RunState, lease: TaskLease, lease_s: float = 0.0) -> LeaseGran
 def handles(run: RunState, tasks: Iterable[Task], *, needs: tuple[str, ...] | None = None) -> BatchMeta:
     """Return handles of tasks.
 
-    Their parts are the stages that make a key in `needs`, or all stages if `needs` is None.
+    Their parts are the stages that produce a key in `needs`, or all stages if `needs` is None.
     """
     stages = run.plan.stages
     used = [i for i, stage in enumerate(stages) if needs is None or any(key in needs for key in stage.makes)]

@@ -109,7 +109,7 @@ class MetricsFile:
                 try:
                     step = int(json.loads(complete[previous + 1 :])["step"])
                 except (ValueError, KeyError, TypeError, OverflowError):
-                    break  # begin an empty file: the journal has every row
+                    break  # begin an empty file, because the journal has every row
                 os.ftruncate(self._fd, start + len(complete))
                 return step
         os.ftruncate(self._fd, 0)

@@ -29,7 +29,8 @@ class EvalPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The constant part of a run. `rows` are the usable row indices of the training set. Bytes are worst cases."""
+    """The constant part of a run. `rows` are the usable row indices of the training set. Byte counts are
+    worst cases."""
 
     run: str
     seed: int

@@ -79,7 +79,7 @@ class RunState:
         self.epochs = EpochOrder(plan)
         makers = {key: i for i, stage in enumerate(plan.stages) for key in stage.makes}
         self.needs = [tuple(sorted({makers[key] for key in stage.needs})) for stage in plan.stages]
-        """For each stage, the stages that make the keys it needs."""
+        """For each stage, the stages that produce the keys it needs."""
         self.out: list[Effect] = []
         """Effects of the applied events. The caller removes them."""
         self.config = Configure(steps=0, attempts=3, keep_last=2, collect_at_commit=False)
@@ -118,7 +118,7 @@ class RunState:
         self.checkpoint_step = -1
         self.finished = False
         self.broken = ""
-        """In deterministic mode, the reason why the run cannot continue with the same bits, or an empty string."""
+        """In deterministic mode, the reason why the run cannot continue bit-identically, or an empty string."""
         self.uncovered: dict[str, int] = {}
         """Bytes of trained tasks that wait for a checkpoint, by store."""
         self.trainer_stores: tuple[str, ...] = (TRAINER_STORE,)
@@ -128,7 +128,7 @@ class RunState:
         self.lost_version = ""
         """Task id of a version that its store has lost, or an empty string. It is reset when the driver resumes."""
         self.eval_lease_debt = 0
-        """Number of leases by which evaluations are ahead of training, at most the number of leases in a step."""
+        """Number of leases by which evaluations are ahead of training. It is at most the number of leases in a step."""
         self.waiting_rows: dict[int, dict[str, float]] = {}
         """Metrics rows by step that wait for an evaluation."""
         self.next_row = 0 if plan.evals else 1

@@ -138,7 +138,7 @@ class SchedulerService(Service):
             heartbeat_s=heartbeat_s(topology),
         )
         self._journal = Journal(self.run.journal, plan.fingerprint())
-        gc.disable()  # objects made from the journal stay alive: garbage collections would traverse them in vain
+        gc.disable()  # objects made from the journal stay alive, so collections would traverse them in vain
         try:
             events = rebuild(self._journal, self._state)
         finally:

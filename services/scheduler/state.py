@@ -102,12 +102,13 @@ HEARTBEAT_S = 1.0
 RECONCILE_S = 30.0
 GONE_S = 120.0
 """Seconds of silence after which a process counts as gone if its end cannot be confirmed, because its host may be gone,
-too. The scheduler does not give up the trainer's store: the run needs it, and the run's own supervisor restarts it."""
+too. The scheduler does not give up on the trainer's store, because the run needs that store and the run's own
+supervisor restarts it."""
 ABSENT_S = 3.0
 """Seconds without a heartbeat after which a store is no longer named to other stores as a source of weights."""
 MARGIN_S = 0.5
-"""A deferred call is answered this many seconds before its deadline, or a quarter of its remaining time before it if
-that is less."""
+"""A deferred call is answered at the latest this many seconds before its deadline. If a quarter of the time that
+remains when the call is deferred is shorter, that quarter is used instead."""
 TELL_S = 1.0
 HOLD_S = 5.0
 """Maximum seconds for which the collection of an ended task waits for the recorder. If the recorder has been silent for
@@ -303,7 +304,10 @@ class Scheduler:
         return out
 
     def _settle(self) -> None:
-        """After any event: answer the deferred calls that can be answered, and send pending clears to stores."""
+        """Answer the deferred calls that can be answered, and send pending clears to stores.
+
+        This runs after every event.
+        """
         for queue in self._leasing:
             for _ in range(min(len(queue), ANSWERED_AT_ONCE)):
                 if not self._retry(queue[0]):
@@ -391,7 +395,8 @@ class Scheduler:
             self._out.append(StopClear(store))
 
     def _lose_host(self, lives: frozenset[int]) -> None:
-        """End the leases, deferred requests and device turns of a lost host's processes, and give up its stores."""
+        """End the leases, deferred requests and device turns of a lost host's processes, and give up on its
+        stores."""
         self._lost_lives |= lives
         lost = [holder for holder, row in self.run.registry.items() if row.incarnation in lives]
         for holder in lost:

@@ -89,7 +89,7 @@ def reopen(run: RunState) -> None:
 
 
 def rewind(run: RunState, step: int, *, reached: int = 0, cause: str = "") -> None:
-    """Return the run to `step`: the weights of later steps are lost and their tasks cannot be replayed.
+    """Return the run to `step`, because the weights of later steps are lost and their tasks cannot be replayed.
 
     The tasks of these steps are sampled again before all others. The steps' metrics rows are discarded, except in
     deterministic mode, where the steps produce the same bits again. The caller begins a new lineage. If the journal no

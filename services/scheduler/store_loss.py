@@ -139,7 +139,7 @@ def remove_departed_store(run: RunState, store: str) -> bool:
         give_up(run, lease, 0)
     _sample_without(run, store, "is gone")
     again = sum(not task.made for task in members)
-    cause = f"{store} is gone: {again} tasks wait for a rollout now; steps since the checkpoint are saved next"
+    cause = f"{store} is gone: {again} tasks now wait for a rollout; steps since the checkpoint are saved next"
     run.out.append(Tell("scheduler/store_lost", {"store": store, "cause": cause}))
     return True
 

@@ -1,4 +1,4 @@
-"""Every row that a run has committed, in commit order, from `metrics.jsonl` and `metrics.discarded.jsonl`.
+"""Reads every row that a run has committed, in commit order, from `metrics.jsonl` and `metrics.discarded.jsonl`.
 
 `metrics.jsonl` contains only the rows that still count, because a return to an earlier step moves rows to the other
 file. Together, the two files contain the whole history, which only grows: the rows before the first return, then the

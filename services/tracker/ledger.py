@@ -1,4 +1,4 @@
-"""A record of the run data that a tracker has received: `trackers/<name>.json` in the run directory.
+"""Records which data of a run a tracker has received, in `trackers/<name>.json` in the run directory.
 
 The file is replaced atomically.
 """

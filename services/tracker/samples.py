@@ -1,4 +1,4 @@
-"""A few samples from an evaluated step, as a table for trackers that show tables."""
+"""Presents a few samples from an evaluated step as a table, for trackers that show tables."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LOOK_S = 0.5
 SLOW_S = 30.0
 """Seconds without an answer after which a tracker counts as hanging."""
 HANG_S = 300.0
-"""Seconds without an answer after which this process ends, so that another process can try."""
+"""Seconds without an answer after which this process exits, so that another process can try."""
 END_S = 5.0
 """Maximum seconds that the end of the run waits for the tracker."""
 

@@ -1,4 +1,4 @@
-"""`python -m launch.monitor --web`: the page for any run on this machine, live or ended, until Ctrl-C.
+"""Serves the page for any run on this machine, live or ended, until Ctrl-C: `python -m launch.monitor --web`.
 
 The page answers requests from this machine only, and changes nothing. The printed address contains a new token, without
 which other users of this machine see no data.

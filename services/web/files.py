@@ -1,4 +1,4 @@
-"""The page's files, which are read and compressed once. No other file on the disk can be requested."""
+"""Serves the page's files, which are read and compressed once. No other file on the disk can be requested."""
 
 from __future__ import annotations
 

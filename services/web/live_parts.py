@@ -1,4 +1,4 @@
-"""The live parts of the page, sent to any number of browsers as server-sent events.
+"""Sends the live parts of the page to any number of browsers as server-sent events.
 
 Only the newest version of each part is kept. A slow browser therefore misses versions, but does not delay other
 browsers or use extra memory.

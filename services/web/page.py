@@ -60,7 +60,7 @@ class Page:
         return [name for _, name in sorted(found, reverse=True)[:MAX_RUNS]]
 
     async def files(self, name: str) -> RunFiles | None:
-        """Return the up-to-date files of this run or of a run beside it, or None if there is no such run."""
+        """Return the up-to-date files of this run or of another run in its folder, or None if there is no such run."""
         if name in ("", self.own.path.name):
             await self.own.poll()
             return self.own

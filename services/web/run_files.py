@@ -1,4 +1,4 @@
-"""The contents of the run files: metrics, warnings and logs, in the same model that the terminal view uses."""
+"""Holds the contents of the run files: metrics, warnings and logs, in the same model that the terminal view uses."""
 
 from __future__ import annotations
 

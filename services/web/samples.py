@@ -1,4 +1,4 @@
-"""Samples for the page: a list with one row per sample of a step, and single samples with their tokens.
+"""Prepares samples for the page: a list with one row per sample of a step, and single samples with their tokens.
 
 All sizes are bounded.
 """

@@ -1,5 +1,5 @@
-"""Finds the batch store on a service's own host: a put is written into shared memory, so the store must be local. A
-service stops once its store is gone for good: otherwise it would lease tasks whose results it could not store.
+"""Finds the batch store on a service's own host. A put is written into shared memory, so the store must be local. A
+service stops once its store is gone for good, because it would otherwise lease tasks whose results it could not store.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ResourceMeter:
 
 
 def _gpu_bytes() -> int:
-    """Return the GPU memory that PyTorch has reserved in this process. It does not import torch."""
+    """Return the number of bytes of GPU memory that PyTorch has reserved in this process. Does not import torch."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     initialized = getattr(cuda, "is_initialized", None)
     if cuda is None or initialized is None or not initialized():

@@ -2,21 +2,21 @@
 
     python -m shared.actor.spare DESCRIPTOR ...
 
-DESCRIPTOR is one end of a socket pair that keeps message boundaries; any further arguments are only for human readers.
-Messages are JSON. The spare receives the list of its imports, each `module` or `module:function` (called without
-arguments), and answers with an empty list when they are done. Then it takes orders. An order is a pair: the module of
-the service with its arguments, and the environment variables that differ from the spare's own. Two descriptors
-accompany each order: the output of the service, and one end of another socket pair. Over that pair, the service sends
-its process id and waits for an answer. If there is none, the service exits, because the supervisor might then start it
-in another way. The module runs as it would under `python -m`. A spare knows neither the keys nor the data of a run. It
-exits when its supervisor does, because the other end of its socket pair then closes.
+DESCRIPTOR is one end of a socket pair that preserves message boundaries; any further arguments are only for human
+readers. Messages are JSON. The spare receives the list of its imports, each `module` or `module:function` (called
+without arguments), and answers with an empty list when they are done. Then it takes orders. An order is a pair: the
+module of the service with its arguments, and the environment variables that differ from the spare's own. Two
+descriptors accompany each order: the output of the service, and one end of another socket pair. Over that pair, the
+service sends its process id and waits for an answer. If there is none, the service exits, because the supervisor might
+then start it in another way. The module runs as it would under `python -m`. A spare knows neither the keys nor the data
+of a run. It exits when its supervisor does, because the other end of its socket pair then closes.
 
 A service is a grandchild of the spare; the process between them has exited. The supervisor is a subreaper (prctl(2)),
 so it becomes the service's parent, just as it is the parent of a service that it starts without a spare.
 
 Only a process with one thread can be forked safely: a child inherits the locks that other threads held, but not those
 threads. Nor may a GPU driver have been initialized. A spare therefore fails if its imports leave a thread behind or
-initialize a driver. What the imports register with `atexit` runs at the end of every fork.
+initialize a driver. Functions that the imports register with `atexit` run at the end of every fork.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DRIVER_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
 """The files that a process opens when it initializes the driver of CUDA or of ROCm, but not when it only counts GPUs
 through NVML."""
 THREADS_END_S = 1.0
-"""Seconds within which threads that the imports started and joined are gone from /proc."""
+"""Maximum seconds until threads that the imports started and joined have disappeared from /proc."""
 _POLL_S = 0.001
 _ARG_START, _ARG_END = 45, 46
 """Indices of the /proc/self/stat fields after the name that hold the address range of the command line (proc(5))."""

@@ -20,10 +20,11 @@ from shared.tracing import traced
 
 SPAN, PART, SECURITY = "span", "span/part", "security"
 FLUSH_EVERY_S = 0.2
-"""Seconds between the moments at which messages are sent. They are multiples of this on the host's monotonic clock, so
-that the monitor is woken once for all services: a wake-up takes more CPU time than a message."""
+"""Seconds between the moments at which messages are sent. The moments are multiples of this value on the host's
+monotonic clock, so that the monitor is woken once for all services, because a wake-up takes more CPU time than a
+message."""
 PENDING = 512
-"""Number of messages after which they are sent without waiting for that moment."""
+"""Number of waiting messages at which all of them are sent without waiting for the next such moment."""
 _NOTHING: Mapping[str, float | str] = MappingProxyType({})
 
 

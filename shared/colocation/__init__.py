@@ -1,2 +1,2 @@
-"""Shares devices among processes: the parts allowed there together, turns, and moving memory off the devices and
-back."""
+"""Shares devices among processes: defines which parts may be there together, manages turns, and moves memory off the
+devices and back."""

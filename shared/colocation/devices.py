@@ -1,6 +1,6 @@
 """The parts that processes keep on shared devices, and the pairs that must not be there at the same time.
 
-The module is pure: it moves no memory, calls no service and reads no clock.
+The module is pure: it does not move memory, call services or read the clock.
 
 The order of a step is not stated explicitly; it follows from `FORBIDDEN`. The optimizer and the gradients leave before
 the engine's weights arrive, the parameters and the reference leave before the engine's key/value cache arrives, and the
@@ -139,8 +139,8 @@ class DeviceLedger:
 class Holding:
     """A process's own view: the parts it holds, uses and waits for. Each change requires a report with a new `number`.
 
-    It moves no memory: the caller loads granted parts, moves the parts that `obey` returns off the device, and then
-    calls `left`.
+    It does not move memory itself: the caller loads granted parts, moves the parts that `obey` returns off the device,
+    and then calls `left`.
     """
 
     def __init__(self) -> None:
@@ -150,8 +150,8 @@ class Holding:
         self.wants = NOTHING
 
     def want(self, parts: Parts) -> bool:
-        """Ask for all `parts` together. Return whether this process is already using them; until it does, it uses no
-        parts."""
+        """Ask for all `parts` together. Return whether this process is already using them; until then, it does not use
+        any parts."""
         if parts <= self.using:
             return True
         if parts != self.wants:

@@ -1,4 +1,4 @@
-"""Dataset sources: open a source by its name and read its rows one at a time. The package does not import torch.
+"""Opens dataset sources by name and reads their rows one at a time. The package does not import torch.
 
 A row that the rollout could not use as a prompt is an error. Files are read in parts, Parquet files by row group.
 """

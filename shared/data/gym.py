@@ -1,5 +1,5 @@
-"""Entries from the reasoning-gym library by index, for rows and rewards. The library is imported when the first source
-of this kind is opened. Processes that must produce the same rows run with PYTHONHASHSEED set to
+"""Provides entries from the reasoning-gym library by index, for rows and rewards. The library is imported when the
+first source of this kind is opened. Processes that must produce the same rows run with PYTHONHASHSEED set to
 `gym_process.HASH_SEED`.
 """
 
@@ -52,7 +52,7 @@ class GymEntries:
         return len(self._dataset)
 
     def entry(self, index: int) -> dict[str, Any]:
-        """Return `{"question", "answer", "metadata"}`. The dict is shared: do not change it."""
+        """Return `{"question", "answer", "metadata"}`. The dict is shared, so do not change it."""
         return self._cached(index)
 
     def score(self, answer: str, entry: dict[str, Any]) -> float:

@@ -35,5 +35,5 @@ class GymSource:
         return f"{self.name} row {index}"
 
     def validate(self) -> list[RowError]:
-        """Return no errors: making all rows to check them would take too long."""
+        """Return no errors, because making all rows to check them would take too long."""
         return []

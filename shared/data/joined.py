@@ -1,4 +1,4 @@
-"""Several sources as one: the rows of the second follow those of the first, and so on."""
+"""Presents several sources as one: the rows of the second follow those of the first, and so on."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def require(module: str, extra: str, what: str) -> None:
-    """Raise DataError, which names the optional `extra`, if its `module` is not installed."""
+    """Raise DataError, which names the optional `extra` to install, if `module` is not installed."""
     if importlib.util.find_spec(module) is None:
         raise DataError(f"{what} needs the package {module}; install it with: pip install 'rlbus[{extra}]'")
 

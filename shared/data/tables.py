@@ -1,4 +1,4 @@
-"""Rows of Arrow tables: `parquet:/path/file.parquet` and `datasets:/path/folder`, read with pyarrow alone.
+"""Reads rows of Arrow tables (`parquet:/path/file.parquet`, `datasets:/path/folder`) with pyarrow alone.
 
 Parquet files are read by row group, and the Arrow files of a data set are mapped.
 """
@@ -105,7 +105,7 @@ def open_parquet(path: str, prompt: str, *, name: str, where: str) -> TableSourc
 def open_saved_dataset(path: str, split: str, prompt: str, *, name: str, where: str) -> TableSource:
     """Map the Arrow files of a data set saved by the `datasets` library (`Dataset.save_to_disk`).
 
-    The format is read here (state.json names the stream files), so the library need not be installed. For a saved
+    The folder is parsed here (state.json names the stream files), so the library need not be installed. For a saved
     DatasetDict, give the folder of one split or `?split=<name>`.
     """
     require("pyarrow", _EXTRA, f"{where}: source {name!r}")

@@ -23,8 +23,8 @@ SECRET_BYTES = 32
 KEY_BYTES = 16
 SALT_BYTES = 4
 KEY_LIMIT_BYTES = 1 << 36
-"""Maximum bytes sealed with one GCM key and counted nonces: 2^32 blocks (NIST SP 800-38D allows 2^32 - 2 blocks per
-message)."""
+"""Maximum number of bytes sealed with one GCM key and counted nonces: 2^32 blocks (NIST SP 800-38D allows 2^32 - 2
+blocks per message)."""
 TO_READER, TO_STORE = b"reader", b"store"
 _COUNTER = struct.Struct("<Q")
 

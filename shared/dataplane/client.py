@@ -1,4 +1,4 @@
-"""Puts shards into the host's stores and fetches them again. The stores themselves handle only metadata.
+"""Puts shards into stores on this host, and fetches shards from any store. The stores themselves handle only metadata.
 
 Every wait has a deadline, and no computation runs on the event loop's thread. A put survives a restart of its store: it
 continues under the same id, or begins again if the unsealed file was lost.
@@ -118,10 +118,10 @@ class DataClient:
     ) -> None:
         """`client_of` returns the bus client of (service, instance), as `Service.client` does.
 
-        With `reports`, missing and damaged shards are reported to the scheduler, so that they are made again. The other
-        arguments concern stores on other hosts. With `plain`, unencrypted streams are accepted, too. `inflight_bytes`
-        limits the bytes that are requested but not yet received. `cached_rows` limits the file tables that are kept in
-        case the process fetches from a file again; None: `mapping.CACHED_ROWS`.
+        With `reports`, missing and damaged shards are reported to the scheduler, so that they are produced again. The
+        other arguments concern stores on other hosts. With `plain`, unencrypted streams are accepted, too.
+        `inflight_bytes` limits the bytes that are requested but not yet received. `cached_rows` limits the file tables
+        that are kept in case the process fetches from a file again; None: `mapping.CACHED_ROWS`.
         """
         raise_descriptor_limit()
         self._client_of = client_of
@@ -333,8 +333,8 @@ class DataClient:
         return found
 
     async def _report(self, wants: _ReadRequest, why: str) -> None:
-        """Report to the scheduler that these shards cannot be read. Once the scheduler answers, the shards will be made
-        again.
+        """Report to the scheduler that these shards cannot be read. Once the scheduler answers, the shards will be
+        produced again.
         """
         log = structlog.get_logger("dataplane")
         log.error("shards not readable", store=wants.store, tasks=len(wants.tasks), why=why[:400])
@@ -410,7 +410,8 @@ async def _wait_for_mount(path: str, nbytes: int, deadline: float) -> None:
 
 
 def _by_file(located: Located) -> dict[int, list[int]]:
-    """Return, by file, the positions of the tasks whose shards it holds. Files are ordered by their first task."""
+    """Return, for each file, the positions of the tasks whose shards it holds. Files are ordered by their first
+    task."""
     by_file: dict[int, list[int]] = {}
     for at, places in enumerate(located.places):
         for place in places:
@@ -419,7 +420,7 @@ def _by_file(located: Located) -> dict[int, list[int]]:
 
 
 def _check_whole(found: list[dict[str, Array]], wants: _ReadRequest) -> None:
-    """Raise RpcError(missing), which names the shards, if any shards were not found in any file."""
+    """Raise RpcError(missing), which names the shards, if some shards were not found in any file."""
     keys = wants.keys or ()
     lacking = [at for at, arrays in enumerate(found) if len(arrays) < len(keys)]
     if lacking:

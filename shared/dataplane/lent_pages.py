@@ -31,8 +31,8 @@ MIN_BYTES = 256 << 10
 MOST_BYTES = 16 << 30
 MOST_FILES = 2048
 DESCRIPTOR_SHARE = 8
-"""The number of files is also limited to the descriptor limit divided by this value: a process keeps two descriptors
-per file and direction."""
+"""The number of files is also limited to the descriptor limit divided by this value, because a process keeps two
+descriptors per file and direction."""
 _SWEEP = 64
 POPULATE_BYTES = 8 << 20
 """Bytes to populate per call. A call takes 3 to 6 ms, during which no other thread of this process runs, not even that
@@ -232,8 +232,8 @@ class ReadMappingPool:
             self._kept.close()
 
     def _take_back(self) -> None:
-        """Take back mappings without arrays. Mappings that have been written to are dropped, with their private
-        pages."""
+        """Take back the mappings whose arrays are gone. Mappings that have been written to are dropped, with their
+        private pages."""
         while self._released:
             inode, kept = self._released.popleft()
             kept.in_use = False

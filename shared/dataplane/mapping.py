@@ -1,4 +1,5 @@
-"""Maps sealed block files copy-on-write and makes arrays of their shards. Collected files are not mapped.
+"""Maps sealed block files copy-on-write and returns their shards as arrays. Files that have been collected cannot be
+mapped.
 
 Each fetch makes its own mapping, so a reader that writes to its arrays changes no others, even in its own process. The
 lock taken here belongs to the open file description, which the mapping keeps open. The kernel releases it when the last
@@ -31,7 +32,8 @@ from shared.os_limits import raise_descriptor_limit
 
 CACHED_ROWS = 1 << 18
 TABLE_ROWS = 24
-"""Fixed size of a table, in rows of 60 bytes. Without this part, files of one row would be underestimated 20-fold."""
+"""Fixed cost of a table, in rows of 60 bytes. Without it, the size of a table of one row would be underestimated
+20-fold."""
 CACHED_FILES = 4096
 """Maximum number of cached mappings. A batch of 130,000 tasks, 64 to a file, takes up 2048 files. The kernel's page
 tables take 1/512 of the mapped bytes."""

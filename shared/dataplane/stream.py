@@ -1,6 +1,6 @@
 """Fetches shards from stores on other hosts: opens streams, reads them over lines, and reopens lost streams.
 
-A fetch returns complete, checked shards in their own memory, or raises. It keeps nothing for the next fetch.
+A fetch returns complete, checked shards in their own memory, or raises. It does not keep anything for the next fetch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from shared.rpc.client import Client
 from shared.rpc.errors import DeadlineExceeded, RpcError
 
 STREAM_BYTES = 64 << 20
-"""Maximum bytes of a stream of several tasks. A fetch is split into such streams, `STREAMS` of which run per store."""
+"""Maximum size in bytes of a stream of several tasks. A fetch is split into such streams, `STREAMS` of which run per
+store."""
 STREAMS = 4
 FIRST_TASKS, OPEN_TASKS = 128, 4096
 """Number of tasks requested for the first stream of a fetch, and the maximum number for any stream."""

@@ -106,7 +106,7 @@ class Arrival:
         self._row = upto
 
     def _check_large(self, begin: int, end: int, checksum: int, upto: int) -> bool:
-        """If the next row is large, check the part of it that has arrived. Return whether this has completed the
+        """If the next row is large, check the part of it that has arrived. Return whether this completes the
         row."""
         if end - begin <= _HASH_BYTES:
             return False

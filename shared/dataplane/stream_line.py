@@ -35,10 +35,11 @@ SILENT_S = 10.0
 IDLE_S = 10.0
 """Seconds after which a line that no stream needs is closed."""
 CHECK_BYTES = 2 << 20
-"""Minimum bytes per check, except at the end of a stream. Checking each range separately wakes threads too often."""
+"""Minimum number of bytes per check, except at the end of a stream. Checking each range separately wakes threads too
+often."""
 _LOW_BYTES = 256 << 10
-"""Bytes for which the thread waits, unless fewer are due. Waking up for each packet costs the sender a quarter of its
-time."""
+"""Number of bytes for which the thread waits, unless fewer are due. Waking up for each packet costs the sender a
+quarter of its time."""
 _TICK_S = 0.2
 _JOIN_S = 1.0
 

@@ -1,4 +1,4 @@
-"""Everything that megatron-core 0.16.1 needs to run on gloo without CUDA. It does nothing if CUDA is available.
+"""Provides what megatron-core 0.16.1 needs to run on gloo without CUDA. It does nothing if CUDA is available.
 
 megatron-core names the device in three ways: `torch.cuda.current_device()`, the literal `device="cuda"`, and
 comparisons of `.type()` with `"torch.cuda.FloatTensor"`. Inside `megatron_device`, the first returns `"cpu"`, the

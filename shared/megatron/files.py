@@ -1,4 +1,6 @@
-"""Reads single tensors from Hugging Face model folders, and writes such folders. It neither unpickles nor downloads."""
+"""Reads single tensors from Hugging Face model folders, and writes such folders. It neither unpickles nor downloads
+anything.
+"""
 
 from __future__ import annotations
 

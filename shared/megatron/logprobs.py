@@ -1,7 +1,7 @@
-"""Log-probs and entropies of logits whose vocabulary is split across tensor-parallel ranks.
+"""Computes log-probs and entropies from logits whose vocabulary is split across tensor-parallel ranks.
 
-No padding row of the vocabulary enters a softmax. Every rank of the group gets the same values, and the gradient that
-flows back must be the same on each of them.
+Padding rows of the vocabulary do not enter the softmax. Every rank of the group gets the same values, and the gradient
+that flows back must be the same on each of them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Pieces:
         """`max_tokens` is the limit for one micro-batch. The process group of all ranks must be open.
 
         Raises RpcError(bad_request) if the model cannot be loaded, and ValueError for degrees that do not divide the
-        model.
+        dimensions that they split.
         """
         if dtype not in DTYPES:
             raise RpcError(ErrorCode.BAD_REQUEST, f"dtype {dtype!r}: backend megatron supports float32 and bfloat16")
@@ -120,7 +120,8 @@ class Pieces:
         one = torch.ones((), dtype=torch.int, device=self._device)
 
         def calculate(scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            return on_scores(scores), one, {}  # three values, with per-token loss, keep the schedule from dividing
+            # With per-token loss, the schedule does not divide the loss if three values are returned.
+            return on_scores(scores), one, {}
 
         def step(packed: Iterator[Packed], model: Any) -> tuple[Any, Callable[[Scores], Any]]:
             return model(next(packed)), calculate
@@ -130,7 +131,7 @@ class Pieces:
             data_iterator=(self._pack(batch, temperature, entropy) for batch in batches),
             model=[self.model if model is None else model],
             num_microbatches=len(batches),
-            seq_length=1,  # used only for fixed shapes: here shapes are sent with the tensors
+            seq_length=1,  # used only for fixed shapes; here, shapes are sent with the tensors
             micro_batch_size=1,
             forward_only=forward_only,
         )

@@ -35,7 +35,8 @@ class ContextRank:
 
 @dataclass(frozen=True)
 class CutBatch:
-    """One rank's nodes of a micro-batch. Its blocks hold this rank's slots; `longest[b]` counts those of all ranks."""
+    """The nodes of a micro-batch that belong to one rank. The blocks hold only this rank's slots; `longest[b]` counts
+    the slots of all ranks."""
 
     batch: MicroBatch
     longest: list[int]

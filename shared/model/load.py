@@ -28,8 +28,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def load_model(path: str | Path, dtype: str) -> nn.Module:
     """Load the model in `path` with weights of `dtype` (`float32`, `bfloat16`, ...), in eval mode, on the CPU.
 
-    The same folder always yields the same bits. Parameters require gradients. Raises RpcError(bad_request) with a
-    one-line message if the folder, its configuration or its weights cannot be used, or weights are missing.
+    The same folder always yields bit-identical weights. Parameters require gradients. Raises RpcError(bad_request) with
+    a one-line message if the folder, its configuration or its weights cannot be used, or weights are missing.
     """
     folder = Path(path)
     if dtype not in _DTYPES:
@@ -96,7 +96,7 @@ def unfilled() -> Iterator[None]:
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights by Hugging Face name, detached, not copied. A tied weight appears once, under its first name.
 
-    Persistent buffers count as weights: without them the result is a different model.
+    Persistent buffers count as weights, because without them the model would be a different one.
     """
     weights: dict[str, Tensor] = {}
     seen: set[tuple[int, tuple[int, ...]]] = set()

@@ -1,4 +1,4 @@
-"""Per-token log-probs of ragged sequences, the hot path of the trainer and the reference.
+"""Computes per-token log-probs of ragged sequences. This is the hot path of the trainer and the reference.
 
 Common prefixes are computed once (`tree`), and the head runs only where a scored token follows. Up to rounding, the
 result equals that of scoring every sequence alone.
@@ -171,7 +171,7 @@ class LogprobScorer(nn.Module):
         logprob_parts: list[Tensor] = []
         entropy_parts: list[Tensor] = []
         for start in range(0, len(predictors), step):
-            # Found on the host: on a GPU, `nonzero` would wait for all earlier work.
+            # Computed on the host, because `nonzero` on a GPU would wait for all earlier work.
             mine = (batch.child_predictor >= start) & (batch.child_predictor < start + step)
             which = torch.from_numpy(np.flatnonzero(mine)).to(device)
             target, token = child_predictor[which] - start, child_token[which]

@@ -76,8 +76,8 @@ def announced_interface(listen: str) -> str:
 def reach_hosts_by_nccl(listen: str) -> None:
     """Make NCCL use the interface on which this process answers other hosts. Call it before NCCL is first used.
 
-    If the environment names another interface, that one is kept. Raises RpcError(bad_request) as `announced_address`
-    does.
+    If NCCL_SOCKET_IFNAME already names an interface other than the loopback interface, it is not changed. Raises
+    RpcError(bad_request) as `announced_address` does.
     """
     if os.environ.get(NCCL_INTERFACE, LOOPBACK) == LOOPBACK:
         os.environ[NCCL_INTERFACE] = exactly(announced_interface(listen))

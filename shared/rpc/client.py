@@ -260,7 +260,7 @@ class Client:
             return
         pending = self._pending.get(decoded.envelope.request_id)
         if pending is None or pending.future.done():
-            return  # the answer to a retry of a request that has been answered or given up
+            return  # the answer to a retry of a request that has been answered or abandoned
         body = decoded.body
         if isinstance(body, Error) or self._refusals:
             self._note_refusal(pending.kind, body if isinstance(body, Error) else None)

@@ -57,7 +57,7 @@ class Replies:
         self._kept[key] = (request, frames)
         self.nbytes += sum(map(len, frames))
         heapq.heappush(self._ends, (deadline + GRACE_S, key))
-        if len(self._ends) > 2 * CACHED_REPLIES:  # deadlines of answers that were dropped for lack of room
+        if len(self._ends) > 2 * CACHED_REPLIES:  # drop the deadlines of answers that are gone
             self._ends = [end for end in self._ends if end[1] in self._kept]
             heapq.heapify(self._ends)
         while len(self._kept) > CACHED_REPLIES or self.nbytes > CACHED_REPLY_BYTES:

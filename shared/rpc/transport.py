@@ -26,7 +26,7 @@ DRAIN_MESSAGES = 256
 MAX_FRAMES = CONTROL.frames + 6
 """Maximum number of frames of a message: the raw frames, and user, address, routing id, envelope, body and table."""
 MAX_BYTES = CONTROL.total_bytes + CONTROL.body_bytes
-"""Maximum bytes of a message that are received before its envelope is examined."""
+"""Maximum number of bytes of a message that are received before its envelope is examined."""
 SKIP_FRAMES = 20_000
 """Number of frames of an overlong message that are discarded before other callbacks of the loop run."""
 CURVE_BYTES = 33
@@ -123,12 +123,12 @@ class Pump:
     ) -> None:
         """`on_message` is called with the frames of each message, `on_drained` after each burst (group commit).
 
-        `on_lost` is called when messages are no longer accepted: a socket with one peer has lost its connection.
-        `on_writable` is called when messages are accepted again after such a loss or a refused send. A message that
-        exceeds the limits is cut after the first frame over the limit, so the frames do not match what its envelope
-        announces. `on_source` is called with the descriptor through which each message arrived; in that case the
-        authenticated name of the sender (ZAP User-Id, empty if there is none) and the address of its host are passed to
-        `on_message` as two additional leading frames.
+        `on_lost` is called when messages are no longer accepted, which means that a socket with one peer has lost its
+        connection. `on_writable` is called when messages are accepted again after such a loss or a refused send. A
+        message that exceeds the limits is cut after the first frame over the limit, so the frames do not match what its
+        envelope announces. `on_source` is called with the descriptor through which each message arrived; in that case
+        the authenticated name of the sender (ZAP User-Id, empty if there is none) and the address of its host are
+        passed to `on_message` as two additional leading frames.
         """
         self._socket = socket
         self._on_message = on_message
@@ -181,7 +181,7 @@ class Pump:
         return last.tracker if self.send([*frames[:-1], last]) else None
 
     def wait_writable(self) -> None:
-        """Call `on_writable` as soon as a message would be accepted, as after a refused send."""
+        """Call `on_writable` as soon as a message would be accepted, as happens after a refused send."""
         self._refused = True
         if not self._draining:
             self._check()

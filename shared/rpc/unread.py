@@ -14,17 +14,19 @@ import zmq
 from shared.rpc.sender import Account, Sender
 
 SERVICE_BYTES = 64 << 20
-"""Maximum bytes that one service may leave unread. An answer to a peer that has read everything is always kept."""
+"""Maximum number of bytes that one service may leave unread. An answer to a peer that has read everything is always
+kept."""
 GUEST_BYTES = 16 << 20
-"""Maximum bytes that one connection of an observer or operator may leave unread."""
+"""Maximum number of bytes that one connection of an observer or operator may leave unread."""
 GUESTS_BYTES = 64 << 20
-"""Maximum bytes that all observers and operators together may leave unread.
+"""Maximum number of bytes that all observers and operators (the guests) together may leave unread.
 
-The sum of the bytes of a connection, of its account and of all guests, including the next answer, stays within this
-bound. An account thus gets about half of the room that the others leave, however many connections it opens, and there
+Before an answer is sent, three numbers are added: the unread bytes of its connection, including the answer itself,
+those of the connection's account, and those of all guests. The answer is sent only if the sum is within this bound.
+However many connections an account opens, it therefore gets only about half of the room that the others leave, so there
 is room for a new guest."""
 SMALL_BYTES = 16 << 10
-"""Answers to services up to this size are not counted, because counting one costs 45 microseconds. The bound on
+"""Answers of up to this size to services are not counted, because counting one costs 45 microseconds. The bound on
 the number of messages covers them."""
 MESSAGE_BYTES = 512
 """Bytes that a message takes in addition to its frames."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Choice(msgspec.Struct, frozen=True):
     """Chooses all evaluation tasks, and a share of the training tasks that depends only on the task id.
 
-    A step thus has about `per_step` chosen tasks of `tasks_per_step`.
+    Of the `tasks_per_step` tasks of a step, about `per_step` are thus chosen.
     """
 
     every: int

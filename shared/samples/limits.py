@@ -4,10 +4,10 @@ from __future__ import annotations
 
 TOKEN_BYTES = 16
 SAMPLE_BYTES = 1024
-"""A recorded task has room for `TOKEN_BYTES` bytes per token and `SAMPLE_BYTES` bytes per sample."""
+"""The text of a recorded task may take up `TOKEN_BYTES` bytes per token plus `SAMPLE_BYTES` bytes per sample."""
 
 
 def text_limit_bytes(tokens: int, samples: int) -> int:
-    """Return the maximum size, in bytes, of a task's shard, given the task's number of tokens (including prompts) and
-    of samples."""
+    """Return the maximum size, in bytes, of the shard of a task that has `tokens` tokens (including prompts) and
+    `samples` samples."""
     return TOKEN_BYTES * tokens + SAMPLE_BYTES * samples

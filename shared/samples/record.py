@@ -59,8 +59,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     reward: float = 0.0
     rewards: dict[str, float] = {}  # by name of the reward function or part
     group_mean: float | None = None  # mean of the rewards of the task's samples
-    group_best: float | None = None  # highest of them
-    metrics: dict[str, float] = {}  # numbers of the workflow
+    group_best: float | None = None  # highest of these rewards
+    metrics: dict[str, float] = {}  # numbers that the workflow reported
     advantage: float | None = None  # None unless trained
     length: int = 0  # number of sampled tokens
     finish_reason: str = ""  # "stop" or "length"

@@ -1,4 +1,5 @@
-"""Access files. Such a file gives another machine access to a run in one role, with its keys and endpoints.
+"""Reads and writes access files. An access file gives another machine access to a run in one role, and holds the keys
+and endpoints of that role.
 
 The file holds no other role's secrets. Possession of the file grants the role, so it is written with mode 0600, and a
 file that others can read is refused.

@@ -1,9 +1,9 @@
 """Watches the TCP connections of one listening socket and closes those that send endless messages.
 
-libzmq delivers a message when its last frame has arrived, and bounds neither the number of frames nor their sum: a peer
-that never sends the last frame could fill memory unnoticed. The kernel's count of received bytes is therefore compared
-with the messages that have been delivered. libzmq's descriptors are duplicated while they are valid, never used
-directly.
+libzmq delivers a message when its last frame has arrived, and bounds neither the number of frames nor their total size,
+so a peer that never sends the last frame could fill memory unnoticed. The kernel's count of received bytes is therefore
+compared with the messages that have been delivered. libzmq's descriptors are duplicated while they are valid, never
+used directly.
 """
 
 from __future__ import annotations

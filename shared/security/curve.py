@@ -1,4 +1,5 @@
-"""Turns CURVE on and off for the next bind or connect of a socket. ipc never uses it: its directory is private."""
+"""Turns CURVE on and off for the next bind or connect of a socket. ipc never uses it, because its directory is
+private."""
 
 from __future__ import annotations
 

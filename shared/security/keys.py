@@ -44,7 +44,7 @@ class _PublicFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Keyring:
-    """The keys of a process: the pair of its own role and the public keys of all roles (Z85)."""
+    """The keys that a process holds: the key pair of its own role and the public keys of all roles, in Z85."""
 
     role: Role
     public: bytes

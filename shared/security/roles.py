@@ -67,7 +67,7 @@ LEAST_ROLE: Mapping[type[Message], Role] = MappingProxyType(
         StopRun: Role.OPERATOR,
     }
 )
-"""The least role that may send a message. Messages that are not listed are for services only."""
+"""The lowest role that may send each type of message. Messages that are not listed are for services only."""
 
 
 def least_role(kind: type[Message]) -> Role:

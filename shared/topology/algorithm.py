@@ -53,7 +53,9 @@ class Advantage(Section):
         default=None, description="grpo: divide by the group's standard deviation (std, the default), or not (none)"
     )
     std_epsilon: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="grpo with scale std: added to the deviation, above 0; default 1e-6 (TRL uses 1e-4)"
+        default=None,
+        description="grpo with scale std: constant added to the deviation; must be above 0; default 1e-6 (TRL uses "
+        "1e-4)",
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for a function of your own")
 
@@ -64,8 +66,10 @@ class RatioMask(Section):
         description="value that must lie within [low, high]: exp(prox - rollout) of the token, its product over the "
         "sequence, or its geometric mean over the sequence",
     )
-    low: float = Field(default=0.5, ge=0, lt=1, description="smallest ratio that is trained on, from 0 to below 1")
-    high: float = Field(default=5.0, gt=1, description="largest ratio that is trained on, above 1")
+    low: float = Field(
+        default=0.5, ge=0, lt=1, description="smallest ratio that is trained on; must be at least 0 and below 1"
+    )
+    high: float = Field(default=5.0, gt=1, description="largest ratio that is trained on; must be above 1")
 
 
 class Loss(Section):
@@ -75,11 +79,12 @@ class Loss(Section):
     clip: Pair | None = Field(
         default=None,
         description="[low, high]: the ratio is clipped to [1 - low, 1 + high]; default [0.2, 0.2] for ppo_clip, "
-        "[3e-4, 4e-4] for gspo, [1.0, 4.0] for cispo; none for other losses, nor with anchor proximal and one update "
-        "per step",
+        "[3e-4, 4e-4] for gspo, [1.0, 4.0] for cispo; none for other losses, or if anchor is proximal and a step "
+        "has one update",
     )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(
-        default=None, description="ppo_clip: bound on the ratio where the advantage is negative, above 1, such as 3.0"
+        default=None,
+        description="ppo_clip: bound on the ratio where the advantage is negative; must be above 1, such as 3.0",
     )
     clamp: Literal["upper", "both"] | None = Field(
         default=None, description="cispo: clamp the ratio from above only (upper, the default) or on both sides"
@@ -96,8 +101,9 @@ class Loss(Section):
     )
     tis_cap: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
-        description="cap C of the truncated importance weight exp(prox - rollout), above 0; default 2.0 with anchor "
-        "proximal and no ratio_mask, otherwise the weight is not truncated; anchor rollout has no such weight",
+        description="cap C of the truncated importance weight exp(prox - rollout); must be above 0; default 2.0 if "
+        "anchor is proximal and there is no ratio_mask, otherwise the weight is not truncated; if anchor is rollout, "
+        "there is no such weight",
     )
     ratio_mask: RatioMask | None = Field(
         default=None, description="mask tokens on which engine and trainer disagree too much; default: no mask"
@@ -108,25 +114,31 @@ class Loss(Section):
 class KL(Section):
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy, reference) per token")
     place: Literal["loss", "reward"] = Field(default="loss", alias="in", description="where the KL term is added")
-    coef: float = Field(ge=0, description="factor for the KL term, 0 or more; 0 starts no reference")
+    coef: float = Field(ge=0, description="factor for the KL term, 0 or more; with 0, no reference is started")
     refresh_every: Count | None = Field(
         default=None,
-        description="steps between refreshes of the reference from the policy, a multiple of checkpoint.every; "
+        description="steps between refreshes of the reference from the policy; must be a multiple of checkpoint.every; "
         "default: the reference stays the model with which the run began",
     )
 
 
 class FilterZeroVariance(Section):
     max_refill: int = Field(
-        default=3, ge=1, description="maximum replaced tasks per step, as a multiple of tasks_per_step, 1 or more"
+        default=3,
+        ge=1,
+        description="maximum number of tasks that are replaced per step, as a multiple of tasks_per_step; must be 1 or "
+        "more",
     )
 
 
 class OverlongPenalty(Section):
     tokens: Count = Field(
-        description="number of tokens before max_new_tokens over which the penalty grows linearly from 0, 1 or more"
+        description="number of tokens before max_new_tokens over which the penalty grows linearly from 0; must be 1 or "
+        "more"
     )
-    factor: float = Field(default=1.0, gt=0, description="reward that a sample of maximum length loses, above 0")
+    factor: float = Field(
+        default=1.0, gt=0, description="reward that a sample of maximum length loses; must be above 0"
+    )
 
 
 class Algorithm(Section):
@@ -168,9 +180,9 @@ class Algorithm(Section):
 
 class Optimizer(Section):
     name: Literal["adamw"] = Field(default="adamw", description="optimizer")
-    lr: float = Field(gt=0, description="learning rate after warm-up, above 0")
-    betas: Pair = Field(default=(0.9, 0.999), description="[beta1, beta2], each from 0 to below 1")
-    eps: float = Field(default=1e-8, gt=0, description="added to the denominator, above 0")
+    lr: float = Field(gt=0, description="learning rate after warm-up; must be above 0")
+    betas: Pair = Field(default=(0.9, 0.999), description="[beta1, beta2]; each must be at least 0 and below 1")
+    eps: float = Field(default=1e-8, gt=0, description="constant added to the denominator; must be above 0")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay, 0 or more")
-    clip_norm: float = Field(default=1.0, gt=0, description="norm to which the gradient is clipped, above 0")
+    clip_norm: float = Field(default=1.0, gt=0, description="norm to which the gradient is clipped; must be above 0")
     warmup_steps: int = Field(default=0, ge=0, description="training steps of linear warm-up, 0 or more")

@@ -17,8 +17,8 @@ from shared.topology.problem import Found
 from shared.topology.schema import Topology
 
 _RATIO_IS_ONE = (
-    "with anchor proximal and one update per step the ratio is 1; remove it, set anchor rollout, or make several "
-    "updates (mini_batch_tasks, num_iterations)"
+    "the ratio is 1 if anchor is proximal and a step has one update; remove it, set anchor to rollout, or configure "
+    "several updates (mini_batch_tasks, num_iterations)"
 )
 
 
@@ -60,7 +60,7 @@ def _rewards(topology: Topology) -> Found:
         yield ("algorithm", "overlong_penalty", "tokens"), message
     if penalty is not None and topology.workflow is not None:
         message = "counts against sampling.max_new_tokens, which limits one answer, but a workflow's sample has several"
-        yield ("algorithm", "overlong_penalty"), f"{message}; remove it, and punish length in the reward function"
+        yield ("algorithm", "overlong_penalty"), f"{message}; remove it, and penalise length in the reward function"
     if algorithm.filter_zero_variance is not None and algorithm.group_size == 1:
         message = "would drop every task: the reward of a group of 1 has no variance; remove it, or raise group_size"
         yield ("algorithm", "filter_zero_variance"), message
@@ -91,7 +91,7 @@ def _clip(topology: Topology) -> Found:
         return
     if loss.clamp == "upper":
         if low != 1:
-            message = f"{low} has no effect with clamp upper; use 1.0 (no lower bound), or set clamp both"
+            message = f"{low} has no effect if clamp is upper; use 1.0 (no lower bound), or set clamp to both"
             yield (*path, 0), message
     elif not 0 < low < 1:
         yield (*path, 0), f"{low} is out of range: it must be above 0 and below 1, such as 0.2"
@@ -131,10 +131,10 @@ def _mismatch(topology: Topology) -> Found:
     path = ("algorithm", "loss")
     if loss.anchor == "rollout":
         if loss.tis_cap is not None:
-            message = f"{loss.tis_cap} has no effect with anchor rollout; remove it, or set anchor proximal"
+            message = f"{loss.tis_cap} has no effect if anchor is rollout; remove it, or set anchor to proximal"
             yield (*path, "tis_cap"), message
         if loss.ratio_mask is not None:
-            message = "has no effect with anchor rollout; remove it, or set anchor proximal"
+            message = "has no effect if anchor is rollout; remove it, or set anchor to proximal"
             yield (*path, "ratio_mask"), message
     elif loss.ratio_mask is not None and loss.tis_cap is not None:
         mask = loss.ratio_mask
@@ -155,9 +155,9 @@ def _refresh(topology: Topology) -> Found:
         message = f"{every} has no effect: the first refresh would come after the last step ({topology.run.steps})"
         yield path, f"{message}; use less, or leave it out"
     if kl.coef == 0:
-        yield path, f"{every} has no effect with coef 0, which starts no reference; remove it"
+        yield path, f"{every} has no effect with coef 0, because no reference is started; remove it"
     if topology.consume == "completion":
-        yield path, f"{every} needs consume admission: otherwise it is unknown which step will train a task"
+        yield path, f"{every} needs consume to be admission, because otherwise it is unknown which step trains a task"
     if every % checkpoint.every:
         message = f"{every} is not a multiple of checkpoint.every ({checkpoint.every}), but a refresh is a checkpoint"
         yield path, f"{message}; use a multiple"
@@ -181,7 +181,7 @@ def _cross_entropy(topology: Topology) -> Found:
     for name, value in algorithm.advantage:
         if value != getattr(none_given, name):
             shown = "" if name == "params" else f"{value} "
-            message = f"{shown}has no effect with loss cross_entropy, which uses no advantage; remove it"
+            message = f"{shown}has no effect with loss cross_entropy, which does not use advantages; remove it"
             yield ("algorithm", "advantage", name), message
     given = {
         "overlong": algorithm.overlong != "keep",
@@ -191,7 +191,7 @@ def _cross_entropy(topology: Topology) -> Found:
     }
     for key, is_given in given.items():
         if is_given:
-            why = "cuts no answer" if key == "overlong" else "looks at no reward"
+            why = "does not cut answers" if key == "overlong" else "does not use rewards"
             yield ("algorithm", key), f"has no effect with loss cross_entropy, which {why}; remove it"
     if algorithm.group_size > 1:
         message = f"{algorithm.group_size} would be copies of one answer with loss cross_entropy; use 1"
@@ -204,7 +204,7 @@ def _cross_entropy(topology: Topology) -> Found:
     if topology.workflow is not None:
         yield ("workflow",), "has no effect with loss cross_entropy, which learns from the rows' answers; remove it"
     if kl is not None and kl.place == "reward" and kl.coef > 0:
-        message = "reward has no effect with loss cross_entropy, which looks at no reward; use loss"
+        message = "reward has no effect with loss cross_entropy, which does not use rewards; use loss"
         yield ("algorithm", "kl", "in"), message
     if algorithm.loss.anchor == "proximal":
         message = "proximal has no effect with loss cross_entropy, which has no ratio; remove it"

@@ -13,7 +13,7 @@ from shared.samples.limits import text_limit_bytes
 from shared.topology.model_files import weight_shapes
 from shared.topology.schema import Topology
 
-# Bytes per token, by key. Proximal and reference log-probs are counted only if the topology makes them.
+# Bytes per token, by key. Proximal and reference log-probs are counted only if the topology produces them.
 _ROLLOUT_TOKEN_BYTES = {"token_ids": 4, "loss_mask": 1, "rollout_logprobs": 4, "versions": 4}
 _REF_TOKEN_BYTES = {"ref_logprobs": 4}
 _PROX = 4
@@ -44,13 +44,14 @@ _SAVED_BYTES_PER_S = 32 << 20
 _FLOAT = 4
 """Bytes of a float32."""
 _SNAPSHOT_BYTES = 64 << 10
-"""Maximum bytes of a rank's snapshot besides its tensors: header, states of random generators, canaries."""
+"""Maximum number of bytes of a rank's snapshot in addition to its tensors: header, states of random generators,
+canaries."""
 _MOMENTS = 2
 """Number of float32 values that the optimizer keeps per parameter, besides the parameter itself (AdamW)."""
 
 
 def token_bytes(topology: Topology) -> dict[str, int]:
-    """Return the bytes of one token under each key that a training task of this topology makes."""
+    """Return the number of bytes per token under each key that a training task of this topology produces."""
     keys = dict(_ROLLOUT_TOKEN_BYTES)
     if topology.needs_reference:
         keys |= _REF_TOKEN_BYTES
@@ -60,7 +61,8 @@ def token_bytes(topology: Topology) -> dict[str, int]:
 
 
 def task_bytes(topology: Topology, max_prompt_tokens: int) -> int:
-    """Return the bytes of all keys of one training task whose samples all have the maximum length."""
+    """Return the number of bytes that a training task takes up in the store if all its samples have the maximum
+    length."""
     keys = token_bytes(topology)
     tokens = _max_sample_tokens(topology, max_prompt_tokens)
     data = topology.algorithm.group_size * (tokens * sum(keys.values()) + len(keys) * _LENGTH_BYTES)
@@ -81,7 +83,10 @@ def overhead_bytes(topology: Topology) -> int:
 
 
 def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
-    """Return the extra bytes for a replayed step: a second copy of proximal log-probs, until the first is collected."""
+    """Return the number of extra bytes for a replayed step: a second copy of the proximal log-probs.
+
+    It is needed until the first copy is collected.
+    """
     if not topology.needs_proximal:
         return 0
     data = topology.algorithm.group_size * (_max_sample_tokens(topology, max_prompt_tokens) * _PROX + _LENGTH_BYTES)
@@ -89,7 +94,8 @@ def replay_bytes(topology: Topology, max_prompt_tokens: int) -> int:
 
 
 def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
-    """Return the extra bytes for recording samples: data put for the recorder, and data kept from collection for it.
+    """Return the number of extra bytes for recording samples: data that is put for the recorder, and data that is not
+    collected before the recorder has read it.
 
     Rollouts put the text of chosen tasks, and the trainer puts their advantages and log-probs. Each training task is
     chosen with the same probability, so the number of chosen tasks is taken as its mean plus six standard deviations.
@@ -114,7 +120,7 @@ def hold_tasks(topology: Topology) -> int:
 
 
 def unleased_token_bytes(topology: Topology) -> int:
-    """Return the bytes per token that the trainer puts itself, outside the leased stages."""
+    """Return the number of bytes per token that the trainer itself puts, outside the leased stages."""
     return _PROX if topology.needs_proximal else 0
 
 
@@ -158,8 +164,9 @@ def weight_versions(topology: Topology) -> int:
 
 
 def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: int) -> int:
-    """Return the bytes that each batch-store must be able to hold, so that the run never waits for room that cannot
-    become free: all tasks might be leased to the services on one host, which put all shards into that host's store.
+    """Return the number of bytes that each batch-store must be able to hold, so that the run never waits for room that
+    cannot become free. In the worst case, all tasks are leased to the services on one host, which put all shards into
+    that host's store.
 
     The sum is `held_tasks` times `task_bytes`, `weight_versions` times `weight_bytes`, `replay_bytes` and
     `record_bytes`. Further trained tasks that wait for a checkpoint are not counted, because lack of room orders an
@@ -172,13 +179,14 @@ def worst_case_bytes(topology: Topology, max_prompt_tokens: int, weight_bytes: i
 
 
 def limit_bytes(topology: Topology) -> int:
-    """Return the bytes that each batch-store of the run can hold, in memory and spilled."""
+    """Return the number of bytes that each batch-store of the run can hold, in memory and spilled."""
     store = topology.services.batch_store
     return store.memory + (store.spill_limit or 0)
 
 
 def weight_bytes(model: str, dtype: str) -> int:
-    """Return the bytes of one weight version in the store: all parameters in the model's safetensors files, in `dtype`.
+    """Return the number of bytes of one weight version in the store: all parameters in the model's safetensors files,
+    in `dtype`.
 
     Raises OSError, or ValueError naming the file that is missing, truncated or not a safetensors file.
     """
@@ -187,7 +195,8 @@ def weight_bytes(model: str, dtype: str) -> int:
 
 
 def _checkpoint_bytes(topology: Topology) -> int:
-    """Estimate the bytes of one checkpoint: float32 weights, optimizer moments and, if deterministic, earlier versions.
+    """Estimate the number of bytes of one checkpoint: float32 weights, optimizer moments and, if deterministic, earlier
+    versions.
 
     Returns 0 if the model cannot be measured, which the topology check reports.
     """

@@ -30,7 +30,8 @@ from shared.topology.schema import Topology
 from shared.topology.services import DEVICE_SERVICE
 
 MOST_SAMPLES = MAX_INLINE_BYTES // 4
-"""Maximum number of samples in a step: each of their scalars, with four bytes per sample, is one array in a message."""
+"""Maximum number of samples in a step, because each of their scalars, with four bytes per sample, is one array in a
+message."""
 
 
 def check(topology: Topology) -> Found:
@@ -249,9 +250,9 @@ def _partial(topology: Topology) -> Found:
     if topology.workflow is not None:
         yield path, f"{value} has no effect with a workflow, whose samples start over; remove it"
     if topology.algorithm.loss.name == "cross_entropy":
-        yield path, f"{value} has no effect with loss cross_entropy, which samples nothing; remove it"
+        yield path, f"{value} has no effect with loss cross_entropy, which does not sample; remove it"
     if topology.run.deterministic:
-        yield path, f"{value}: the moment of a kill would decide the bits; run.deterministic needs it left out"
+        yield path, f"{value}: the moment of a kill would affect the results; run.deterministic needs it left out"
 
 
 def _transport(topology: Topology) -> Found:
@@ -262,11 +263,11 @@ def _transport(topology: Topology) -> Found:
     ports = ("scheduler_port", "supervisor_port", "monitor_port")
     if transport.listen is None and topology.placement.engine == "local":
         if not transport.encrypt_bulk:
-            message = "false: without transport.listen nothing goes to another host; leave it out"
+            message = "false: without transport.listen, nothing is sent to other hosts; leave it out"
             yield ("transport", "encrypt_bulk"), message
         for name in ports:
             if getattr(transport, name) != type(transport).model_fields[name].default:
-                yield ("transport", name), "without transport.listen no process listens on tcp; leave it out"
+                yield ("transport", name), "without transport.listen, no process listens on tcp; leave it out"
         return
     if transport.listen == "0.0.0.0":  # noqa: S104  # refused, not bound
         yield ("transport", "listen"), "0.0.0.0: other hosts are told this address; give the one that they reach"
@@ -289,14 +290,14 @@ def _deterministic(topology: Topology) -> Found:
         yield ("services", "rollout", "in_flight"), message
     for key, scorer in topology.services.scorers.items():
         if scorer.backend != "torch":
-            message = f"{scorer.backend} is not proved to give the same bits again; run.deterministic needs torch"
+            message = f"{scorer.backend} is not proved to give bit-identical results; run.deterministic needs torch"
             yield ("services", key, "backend"), message
     for key, service in topology.services.placed.items():
         if service.gpus:
-            message = f"{service.gpus}: a GPU is not proved to give the same bits again; run.deterministic needs 0"
+            message = f"{service.gpus}: a GPU is not proved to give bit-identical results; run.deterministic needs 0"
             yield ("services", key, "gpus"), message
     if topology.workflow is not None:
-        yield ("workflow",), "calls of a workflow have no fixed order; run.deterministic needs it left out"
+        yield ("workflow",), "the calls of a workflow have no fixed order; run.deterministic needs it left out"
     if topology.consume != "order":
         yield ("consume",), f"{topology.consume} depends on timing; run.deterministic needs order"
     if topology.algorithm.filter_zero_variance is not None:

@@ -59,7 +59,7 @@ def _rollout(topology: Topology) -> Found:
         message = f"{topology.staleness}: a colocated rollout cannot run ahead of the trainer; set 0"
         yield ("staleness",), message
     if rollout.in_flight != "wait":
-        message = f"{rollout.in_flight}: a colocated engine sleeps while weights are made; use wait"
+        message = f"{rollout.in_flight}: a colocated engine sleeps while the trainer computes new weights; use wait"
         yield ("services", "rollout", "in_flight"), message
     if rollout.engine == "openai":
         message = "the engine's own server would keep its memory; colocate vllm or transformers"

@@ -82,7 +82,7 @@ def _takes_turns(data: dict[str, Any]) -> bool:
 
 
 def lease_block(tasks_per_step: int, group_size: int, instances: int, samples: int = _LEASE_SAMPLES) -> int:
-    """Return the task count for a lease: the largest divisor of `tasks_per_step` that is at most an engine's equal
+    """Return the number of tasks per lease: the largest divisor of `tasks_per_step` that is at most an engine's equal
     share of the step (rounded up) and that keeps a lease within `samples` samples. Return 1 if a single group has more.
 
     A divisor is needed because a lease that spans two steps would have two oldest versions to sample with.

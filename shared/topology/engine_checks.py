@@ -127,7 +127,7 @@ def _family(model: str) -> Found:
         message = f"vllm: the model is a mixture of {count} experts, whose weights vLLM cannot receive from the trainer"
         yield path, f"{message}; {remedy}"
     if kind in _NOT_VLLM:
-        message = f"vllm: the model is a {kind}, which a vLLM process cannot read back to prove its weights"
+        message = f"vllm: the model is a {kind}, whose weights a vLLM process cannot read back to verify them"
         yield path, f"{message}; {remedy}"
 
 

@@ -1,4 +1,5 @@
-"""Turns pydantic errors into one-line problems that name the nearest valid key. It validates nothing itself."""
+"""Turns pydantic errors into one-line problems that name the nearest valid key. It does not validate anything
+itself."""
 
 from __future__ import annotations
 

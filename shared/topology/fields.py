@@ -43,7 +43,7 @@ def parse_size(value: object) -> object:
 
 
 def format_size(size_bytes: int) -> str:
-    """Format bytes for people: `1.5 GiB`."""
+    """Format a number of bytes for human readers: `1.5 GiB`."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size_bytes >= _UNITS[unit]:
             return f"{size_bytes / _UNITS[unit]:.1f} {unit}"

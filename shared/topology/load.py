@@ -1,6 +1,6 @@
 """`load` turns a YAML file and `--set` overrides into a checked Topology, or reports all problems.
 
-It starts, creates and downloads nothing.
+It does not start, create or download anything.
 """
 
 from __future__ import annotations

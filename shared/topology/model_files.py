@@ -1,6 +1,6 @@
 """Reads the configuration, weight shapes and tokenizer facts from a model folder.
 
-It imports no model library and reads no weights.
+It does not import a model library or read weights.
 """
 
 from __future__ import annotations

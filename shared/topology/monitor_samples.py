@@ -8,7 +8,9 @@ from shared.topology.fields import Count, Section, Size
 
 
 class Samples(Section):
-    every: Count = Field(default=1, description="record the samples of steps that are multiples of this, 1 or more")
+    every: Count = Field(
+        default=1, description="record the samples of steps that are multiples of this number; must be 1 or more"
+    )
     per_step: Count = Field(
         default=4,
         description="average number of tasks per step whose samples are recorded; evaluations record all of their "

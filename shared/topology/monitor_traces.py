@@ -43,7 +43,8 @@ class Traces(Section):
     file_limit: Size = Field(
         default=64 * 1024**2,
         ge=64 * 1024,
-        description="maximum bytes of traces/, such as 64MiB, at least 64KiB; the oldest spans are removed first",
+        description="maximum bytes of traces/, such as 64MiB; must be at least 64KiB; the oldest spans are removed "
+        "first",
     )
     share: float = Field(
         default=0.05, ge=0, le=1, description="share of the tasks that are traced, 0 to 1; steps always are"

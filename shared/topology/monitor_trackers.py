@@ -11,7 +11,9 @@ from shared.topology.fields import LocalPath, Section
 SampleCount = Annotated[
     int,
     Field(
-        ge=0, description="samples from each evaluated step, and from each of its evaluations, sent as a table; 0: none"
+        ge=0,
+        description="number of samples from each evaluated step, and from each of its evaluations, that are sent as a "
+        "table; 0: none",
     ),
 ]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s]+$")]

@@ -43,7 +43,7 @@ def check_address(address: str) -> str:
     """Return `address`. Raises ValueError if it is not `host:port` with a port other than 0."""
     _, port = split_address(address)
     if port == 0:
-        raise ValueError(f"{address!r} names no port; write one from 1 to 65535")
+        raise ValueError(f"{address!r} has no valid port; write one from 1 to 65535")
     return address
 
 
@@ -63,7 +63,7 @@ class Web(Section):
 
 
 class TokenError(ValueError):
-    """A token cannot be read from a file. The message is one line: thing, value, limit, remedy."""
+    """A file does not hold a usable token. The message is one line that names the file, the fault and the remedy."""
 
 
 def read_token(file: str) -> str:

@@ -1,4 +1,4 @@
-"""Turns the paths that a topology names into absolute paths. It downloads nothing and accepts missing files.
+"""Turns the paths that a topology names into absolute paths. It does not download anything and accepts missing files.
 
 Relative paths start at the folder of the topology file, so that a topology means the same in every working directory.
 Whether the resulting paths exist is tested in `checks`, whose findings are reported with file and line.

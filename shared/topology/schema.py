@@ -1,7 +1,7 @@
 """`Topology` describes a whole run in one frozen object, with the values that were given and those derived from them.
 
-Except for `dump_resolved`, it uses no file, process or network. A field's description is its documentation and is
-appended to its error messages.
+Except for `dump_resolved`, it does not use files, processes or the network. A field's description is its documentation
+and is appended to its error messages.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ class Run(Section):
     steps: Count = Field(description="training steps, 1 or more")
     evaluate: bool = Field(
         default=False,
-        description="train nothing: score the model on the evaluation sets and end (the launcher's --evaluate)",
+        description="do not train, but score the model on the evaluation sets and end (the launcher's --evaluate)",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed for data order and sampling, from 0 to 2^63 - 1")
-    deterministic: bool = Field(default=False, description="the same seed gives the same bits, even after kills")
+    deterministic: bool = Field(
+        default=False, description="the same seed gives bit-identical results, even after processes are killed"
+    )
     spares: bool = Field(
         default=True,
         description="start a process on each host that imports the libraries for computing with the model; the "
@@ -121,10 +123,10 @@ class RewardRetry(Section):
         description="seconds that a judge (a server that a reward function asks) may be unavailable before the run "
         "ends; 0: do not wait, so that its samples are lost at once",
     )
-    backoff_s: Seconds = Field(default=1.0, description="seconds before the first retry of a judge, above 0")
+    backoff_s: Seconds = Field(default=1.0, description="seconds before the first retry of a judge; must be above 0")
     max_backoff_s: Seconds = Field(
         default=30.0,
-        description="maximum seconds between two retries, up to which each pause doubles; backoff_s or more",
+        description="maximum seconds between two retries, up to which each pause doubles; must be backoff_s or more",
     )
 
 
@@ -135,7 +137,7 @@ class Reward(Section):
     )
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of function")
     timeout_s: Seconds = Field(
-        default=10.0, description="maximum seconds for one call, above 0; may exceed lease.lease_s"
+        default=10.0, description="maximum seconds for one call; must be above 0, and may exceed lease.lease_s"
     )
     memory: Size = Field(
         default=1024**3,
@@ -172,7 +174,7 @@ class Workflow(Section):
     function: Function = Field(description="builtin:<name> or <module>:<function>, a coroutine function")
     params: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the function")
     timeout_s: Seconds = Field(
-        default=120.0, description="maximum seconds for one sample, including waits for the engine, above 0"
+        default=120.0, description="maximum seconds for one sample, including waits for the engine; must be above 0"
     )
     max_tokens: Count = Field(
         default=2048,
@@ -192,7 +194,9 @@ class Workflow(Section):
 
 class Sampling(Section):
     temperature: float = Field(
-        default=1.0, gt=0, description="training temperature, above 0: at 0 all samples in a group are identical"
+        default=1.0,
+        gt=0,
+        description="training temperature; must be above 0, because at 0 all samples in a group are identical",
     )
     max_new_tokens: Count = Field(description="maximum tokens in a completion, 1 or more")
     stop: Strings = Field(default=(), description="texts that end a completion")

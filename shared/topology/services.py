@@ -70,14 +70,16 @@ class ScorerSettings(Placed):
         default=16384, description="tokens in one forward pass; at least as many as in the longest sample"
     )
     collective_s: Seconds = Field(
-        default=300.0, description="seconds that a rank waits for another before the group is formed again, above 0"
+        default=300.0,
+        description="seconds that a rank waits for another before the group is formed again; must be above 0",
     )
 
 
 class TrainerSettings(ScorerSettings):
     workers: Count | None = Field(
         default=None,
-        description="ranks on the CPU, one process each, a multiple of tp*pp*cp; default: one copy of the model",
+        description="number of ranks on the CPU, one process each; must be a multiple of tp*pp*cp; default: one copy "
+        "of the model",
     )
     recompute: Literal["none", "layers"] = Field(
         default="none",
@@ -104,7 +106,7 @@ class Rollout(Placed):
     )
     partial_s: Seconds | None = Field(
         default=None,
-        description="seconds between saves of unfinished samples, which a restarted engine continues, above 0; "
+        description="seconds between saves of unfinished samples, which a restarted engine continues; must be above 0; "
         "default 10 for single answers from transformers, and from vllm without stop texts; otherwise, and with null, "
         "unfinished samples start over",
     )
@@ -115,7 +117,7 @@ class Rollout(Placed):
     )
     transfer_s: Seconds | None = Field(
         default=None,
-        description="maximum seconds for a weight transfer, less than lease.lease_s; "
+        description="maximum seconds for a weight transfer; must be less than lease.lease_s; "
         "default: two thirds of lease.lease_s; with shards there is no limit",
     )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
@@ -269,5 +271,7 @@ class Transport(Section):
 
 
 class LeaseSettings(Section):
-    lease_s: Seconds = Field(default=30.0, description="seconds without progress after which a lease is lost, above 0")
+    lease_s: Seconds = Field(
+        default=30.0, description="seconds without progress after which a lease is lost; must be above 0"
+    )
     attempts: Count = Field(default=3, description="leases that a task gets before it is dropped as failed, 1 or more")

@@ -1,7 +1,7 @@
 """Checks that the trainer's and the reference's models can be split as the topology says. It compares the degrees with
 the backend and with the numbers in the model's config.json, and the ranks with the hosts.
 
-The module imports no model library.
+The module does not import a model library.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _check(topology: Topology, name: str, service: ScorerSettings, torch_has_no:
         for degree in sorted(torch_has_no):
             if degrees[degree] > 1:
                 what = "sequences here" if degree == "cp" else "layers"
-                remedy = "set backend megatron, or use 1"
+                remedy = "set backend to megatron, or use 1"
                 message = f"{degrees[degree]} splits {what}, which backend torch does not support; {remedy}"
                 yield (*place, "parallel", degree), message
         return

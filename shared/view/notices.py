@@ -1,4 +1,4 @@
-"""The log lines of a run, and what a person should know about the run: troubles and returns to an earlier step."""
+"""The log lines of a run, and the events that its user should know about: troubles and returns to an earlier step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 @dataclass(frozen=True)
 class TroubleView:
-    """A current condition of a process that needs a person's attention."""
+    """A condition of a process that currently needs the user's attention."""
 
     service: str
     kind: str

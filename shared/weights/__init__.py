@@ -1,1 +1,1 @@
-"""Transfers weights to engines and proves that they arrived: collectives, the drill's arithmetic, and digests."""
+"""Transfers weights to engines by collectives, and proves that they arrived by means of the drill and of digests."""

@@ -1,7 +1,7 @@
 """Arithmetic of the start-up drill: the perturbed copy, and the canary on which trainer and engines must agree.
 
-It does not depend on a framework, the number of threads or the time: equal names, values and seeds yield identical
-bits.
+It does not depend on a framework, the number of threads or the time: equal names, values and seeds yield
+bit-identical results.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LONG_CANARY_TOKENS = 64
 """Number of canary tokens for 16-bit weights. Their differences are judged by a quantile, which needs enough tokens."""
 SHORT_CANARY_TOKENS = 8
 SHORT_CANARY_BYTES = 256 << 20
-"""Bytes of float32 weights from which `SHORT_CANARY_TOKENS` are used. From this size on, reading the weights dominates
-the cost of a canary, and more tokens slow down every sync. A short canary still involves every layer, every row of the
-output and the attention between positions, and the float32 tolerance is narrow: in the drill, one stale parameter of
-the quickstart model moves a log-prob by at least ten tolerances, but with 4 tokens by only 1.2 tolerances. The drill
-itself keeps all tokens."""
+"""Size of float32 weights, in bytes, from which `SHORT_CANARY_TOKENS` tokens are used. From this size on, reading the
+weights dominates the cost of a canary, and more tokens slow down every sync. A short canary still involves every layer,
+every row of the output and the attention between positions, and the float32 tolerance is narrow: in the drill, one
+stale parameter of the quickstart model moves a log-prob by at least ten tolerances, but with 4 tokens by only 1.2
+tolerances. The drill itself keeps all tokens."""
 
 
 @functools.lru_cache(maxsize=4)

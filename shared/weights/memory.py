@@ -1,6 +1,7 @@
-"""Shares GPU memory with another process on the same GPU through CUDA IPC, described by a message instead of a pickle.
+"""Shares GPU memory with another process on the same GPU through CUDA IPC. The memory is described by a message, not by
+a pickle.
 
-`torch.multiprocessing` sends the same numbers pickled. The memory must stay allocated until the other process has
+`torch.multiprocessing` sends the same numbers as a pickle. The memory must stay allocated until the other process has
 finished with it. torch keeps it until its only reader has closed it, or forever if that reader is gone (see
 `withdraw`).
 """
@@ -86,7 +87,8 @@ def withdraw(memory: DeviceMemory) -> None:
     """Stop waiting for the reader of `memory`. The reader is gone, or has not opened the memory and must no longer open
     it.
 
-    `give_back` then frees the memory. A reader that closes it later does no harm: only a count above 0 keeps memory.
+    `give_back` then frees the memory. A reader that closes it later does no harm, because memory is kept only while its
+    count is above 0.
     """
     storage: Any = torch.UntypedStorage
     storage._release_ipc_counter_cuda(memory.counter, memory.counter_offset)

@@ -57,7 +57,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Work:
-    """Steps of `tasks` groups with answers of up to `tokens` tokens. With `trained`, the quickstart's model and
+    """Steps of `tasks` groups with answers of up to `tokens` tokens. If `trained` is true, the quickstart's model and
     learning rate are used; otherwise, a random model of the same shape, whose answers end after about 64 tokens, is
     used."""
 
@@ -80,7 +80,8 @@ SHORT = Work("answers of up to 8 tokens", 8, 64, steps=30, warm_up=4, trained=Fa
 
 @dataclass(frozen=True)
 class Side:
-    """One run: samples/s of wall-clock time after the warm-up, means of the last steps, CPU time in cores."""
+    """Figures of one run: samples per second of wall-clock time after the warm-up, means of the last steps, and CPU
+    time in cores."""
 
     samples_per_s: float
     reward: float

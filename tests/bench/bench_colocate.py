@@ -1,4 +1,5 @@
-"""Savings and costs of colocation: peak memory of the node and seconds per step, compared with separate placement.
+"""Measures what colocation saves and costs: the peak memory of the node and the seconds per step, compared with
+separate placement.
 
     python -m tests.bench.bench_colocate [--turns 3]
 
@@ -74,7 +75,8 @@ class Memory:
     looks: list[tuple[float, dict[str, int]]] = field(default_factory=list)
 
     def peak(self, until: float, since: float = 0.0) -> tuple[int, dict[str, int]]:
-        """Return the peak bytes of all processes together, and the bytes of each process at that time."""
+        """Return the peak number of bytes of all processes together, and the number of bytes of each process at that
+        time."""
         within = [found for at, found in self.looks if since <= at <= until]
         most = max(within, key=lambda found: sum(found.values()))
         return sum(most.values()), most
@@ -162,8 +164,8 @@ def _seconds(text: str) -> float:
 
 
 def by_phase(result: Result) -> dict[str, dict[str, int]]:
-    """Return the bytes by service at the peak of each phase, between the first step and the last but one. The start and
-    the end of a run, when memory also changes, are left out."""
+    """Return the number of bytes of each service at the peak of each phase, between the first step and the last but
+    one. The start and the end of a run, when memory also changes, are left out."""
     peaks: dict[str, dict[str, int]] = {}
     for at, found in result.memory.looks:
         if result.ready_at <= at <= result.last_step_at:
@@ -227,7 +229,7 @@ def main() -> None:
 
 
 def line(what: str, apart: list[int], colocated: list[int]) -> None:
-    """Print a row of the table: MiB of each placement's runs and the ratio within each turn."""
+    """Print a row of the table: the MiB that the runs of each placement use, and the ratio of the two in each turn."""
     columns = [spread(peak / MIB for peak in side).text(".0f") for side in (apart, colocated)]
     ratio = ratios(colocated, apart).text() if all(apart) else ""
     print(FORM.format(what, *columns, ratio).rstrip())

@@ -1,5 +1,5 @@
-"""The rollout side's performance as ratios measured by one command on this machine: running ahead, weight sync, and the
-whole system against TRL on long and short answers. Both sides of a ratio do the same work.
+"""Measures the performance of the rollout side as ratios, with one command on this machine: running ahead, weight sync,
+and the whole system against TRL on long and short answers. Both sides of a ratio do the same work.
 
     python -m tests.bench.bench_rollout                (TRL needs `make peers`)
     python -m tests.bench.bench_rollout --only ahead|sync|trl

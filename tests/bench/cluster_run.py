@@ -1,4 +1,4 @@
-"""Runs of the quickstart that a benchmark times, and the CPU time used by them and by all other programs.
+"""Runs the quickstart for benchmarks that time it, and measures the CPU time that it and all other programs use.
 
 A benchmark may change the number of steps, leave evaluations out, and add the settings under test.
 """

@@ -1,4 +1,4 @@
-"""Each process's share of the quickstart's CPU time.
+"""Measures each process's share of the quickstart's CPU time.
 
     python -m tests.bench.cpu_shares [--steps 60] [--warm-up 10] [--turns 3]
 

@@ -21,7 +21,7 @@ BLOCK_TASKS = 64
 Work = tuple[list[TaskShards], list[str]]
 """Tasks and the keys of their shards."""
 Rows = list[dict[str, float]]
-"""For each round, what took how many seconds."""
+"""For each round, the duration of each measured operation in seconds, by name."""
 digest = xxhash.xxh3_64_intdigest
 
 

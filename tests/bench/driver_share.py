@@ -1,8 +1,8 @@
 """Compares, for `bench_train`, the driver's CPU seconds in a training step with those of its 8 workers.
 
 Also measures, in the driver's process, the CPU seconds that it takes to verify the checksums of the step's shards: the
-difference between the first read of a batch and the second one, which verifies nothing. Every rank reads only its own
-part.
+difference between the first read of a batch and the second one, which skips the verification. Every rank reads only its
+own part.
 
 The workers are real processes (backend torch, dp 8) on the quickstart's model. With only 0.8M parameters a token is
 very cheap; a model that needs eight ranks lowers the share. The batch is put before the measurement starts.

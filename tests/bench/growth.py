@@ -1,5 +1,5 @@
-"""Growth of a run's processes: the ratio of their resident memory late in a run of the quickstart to that early in the
-run.
+"""Measures how a run's processes grow: the ratio of their resident memory late in a run of the quickstart to that early
+in the run.
 
     python -m tests.bench.growth [--steps 300] [--from 100] [--turns 1]
 

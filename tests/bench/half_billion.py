@@ -1,4 +1,5 @@
-"""Memory and time of whole runs with half a billion parameters: a random Qwen2 of the 0.5B shape in bfloat16.
+"""Measures the memory and time of whole runs with half a billion parameters: a random Qwen2 of the 0.5B shape in
+bfloat16.
 
     python -m tests.bench.half_billion [--engine transformers] [--placement apart]
 
@@ -73,7 +74,8 @@ def measure(model: Path, folder: Path, settings: list[str], limit_s: float) -> R
 
 
 def show(name: str, run: Run) -> None:
-    """Print the run's times, and the peak memory of all processes and of each while it started, trained and ended."""
+    """Print the run's times and, for its start, its steps and its end, the peak memory of all processes and of the four
+    services that used the most memory at the peak."""
     seconds = ", ".join(f"{row['time/step']:.0f}" for row in run.rows)
     start, end = run.stepped - run.begun, run.ended - run.trained
     print(f"\n{name}: first step after {start:.0f} s, steps {seconds} s, end {end:.0f} s")

@@ -1,4 +1,5 @@
-"""Floating point operations of one forward and backward pass of a decoder, and the peak of a device; no measurement.
+"""Computes the number of floating-point operations in one forward and backward pass of a decoder, and looks up the peak
+rate of a device. It does not measure anything.
 
 MFU, model FLOPs utilisation, is the number of operations that a model needs, divided by the number that the device
 could have performed in the same time (PaLM, Chowdhery et al. 2022, appendix B): the model needs 6 per token and matrix

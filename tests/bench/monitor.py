@@ -1,4 +1,4 @@
-"""The monitor under load: `python -m tests.bench.monitor [--minutes 10] [--rate 10000] [--subscribers 50]`.
+"""Measures the monitor under load: `python -m tests.bench.monitor [--minutes 10] [--rate 10000] [--subscribers 50]`.
 
 The first part measures how many metrics per second the monitor accepts and how much CPU time a metric costs it, with no
 subscriber and with many, one of which is stopped. The second part sends `rate` metrics per second for `minutes` and
@@ -72,7 +72,7 @@ def subscribe(endpoint: str, count: int, pipe: Connection) -> None:
             while socket.poll(0):
                 frames = socket.recv_multipart()
                 received[at] += frames[0].startswith(b"bench/")
-                # If the updates of all subscribers were decoded, this process would be measured instead.
+                # Only the first subscriber decodes updates. If all did, this process would be the bottleneck.
                 if at == 0 or count == 1:
                     body = codec.decode(frames[1:]).body
                     assert isinstance(body, Update)
@@ -131,7 +131,7 @@ async def compare(run: RunDir, pid: int, subscribers: int, messages: int) -> Non
                 os.kill(stopped.process.pid or 0, signal.SIGCONT)
                 _, woken, missed = stopped.end()
                 print(
-                    f"  {count - 1} subscribers received {least:,} to {most:,} of {messages:,}, lost {lost:,}; ",
+                    f"  {count - 1} subscribers got {least:,} to {most:,} of {messages:,}, the first lost {lost:,}; ",
                     end="the ",
                 )
                 print(f"stopped one received {woken:,} afterwards and knows of {missed:,} lost", flush=True)

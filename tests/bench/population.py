@@ -68,7 +68,8 @@ ROLLOUTS = 10
 BLOCK = 4
 """Number of tasks in a lease."""
 STEP_TASKS = 2048
-"""Number of tasks in a step: the maximum whose scalars fit into a message with 8 samples per task."""
+"""Number of tasks in a step: the largest number of tasks whose scalars fit into one message, with 8 samples per
+task."""
 LEASE_S = 120.0
 WORK_S = (20.0, 60.0)
 """Range of the seconds that a lease takes."""

@@ -1,4 +1,4 @@
-"""Seconds from a kill of each service to the next commit, on the quickstart without its evaluations.
+"""Measures the seconds from a kill of each service to the next commit, on the quickstart without its evaluations.
 
     python -m tests.bench.recovery                     every service, five times
     python -m tests.bench.recovery --set run.spares=false

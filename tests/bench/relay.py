@@ -1,9 +1,9 @@
-"""Time until every host has a new version of the weights: `python -m tests.bench.relay [--hosts 5]`.
+"""Measures how long a new version of the weights takes to reach every host: `python -m tests.bench.relay [--hosts 5]`.
 
 The hosts are network namespaces behind a switch, with links of RATE MB/s in each direction. The stores and the
-scheduler are the real services. The program prints the time until one host has the version, in seconds, and the time
-until all hosts have it: by the relay's chain, by a binary tree, and with the trainer's store as the only source. All
-hosts begin to fetch at the same time.
+scheduler are the real services. The program prints how many seconds it takes until one host has the version and, as a
+multiple of that time, how long it takes until all hosts have it: by the relay's chain, by a binary tree, and with the
+trainer's store as the only source. All hosts begin to fetch at the same time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CPU time of the quickstart with and without recorded samples.
+"""Measures the CPU time of the quickstart with and without recorded samples.
 
     python -m tests.bench.samples_cost [--steps 60] [--warm-up 10] [--turns 3] [--set monitor.samples.per_step=64]...
 

@@ -463,7 +463,8 @@ def table(rows: list[Figures]) -> str:
 
 
 def in_own_process(what: str, tasks: int) -> Figures:
-    """Run a measurement in its own process: reusing memory that an earlier measurement freed would hide growth."""
+    """Run a measurement in its own process, because reusing memory that an earlier measurement freed would hide
+    growth."""
     command = [sys.executable, "-m", "tests.bench.scheduler_load", f"--{what}", str(tasks)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=os.environ, timeout=1800)
     return Figures(**json.loads(done.stdout.splitlines()[-1]))

@@ -164,7 +164,7 @@ def locked_memory(device: str) -> Measured:
             tensor.copy_(piece, non_blocking=True)
 
     times = [min(_timed_ms(each, device) for _ in range(3)) / 1e3 for each in (leave, come_back)]
-    assert held < 1.2 * sum(sizes), f"{held} bytes are held for {sum(sizes)}"
+    assert held < 1.2 * sum(sizes), f"{held} bytes are held for {sum(sizes)} bytes of content"
     rates = {"out_bytes_per_s": sum(sizes) / times[0], "in_bytes_per_s": sum(sizes) / times[1]}
     return {"bytes": sum(sizes), "held_over_bytes": held / sum(sizes), **rates}
 

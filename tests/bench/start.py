@@ -1,4 +1,4 @@
-"""Time, CPU time and memory of the quickstart's start, with and without a spare process.
+"""Measures the time, CPU time and memory of the quickstart's start, with and without a spare process.
 
     python -m tests.bench.start [--turns 3]
 

@@ -110,8 +110,8 @@ def plain_tokens_per_s(device: str, rounds: Sequence[Sequence[int]]) -> float:
     """Return tokens/s of transformers' own model and attention over padded micro-batches of the same lengths.
 
     The model is the same as in `utilisation`. A micro-batch has at most `PLAIN_MICRO_BATCH` tokens, including padding;
-    their float32 logits need 2.5 GB with the vocabulary of Qwen3. The loss is the mean log-prob of all next tokens,
-    whose gradient costs as much as a policy gradient.
+    the float32 logits of that many tokens need 2.5 GB with the vocabulary of Qwen3. The loss is the mean log-prob of
+    all next tokens, whose gradient costs as much as a policy gradient.
     """
     from transformers import AutoModelForCausalLM
 
@@ -163,7 +163,8 @@ def round_s(backend: TorchBackend, lengths: np.ndarray, vocabulary: int, device:
 
 
 def memory(how: str) -> dict[str, Any]:
-    """Return the additional peak resident bytes of one forward and backward over TOKENS tokens, all of them scored."""
+    """Return the number of bytes by which one forward and backward pass over TOKENS tokens, all of them scored, raises
+    the peak resident memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(

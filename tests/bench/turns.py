@@ -83,7 +83,8 @@ def versions(packages: Sequence[str], environment: Path | None = None) -> str:
 
 
 def heading(software: str = "") -> str:
-    """Return one line each for the machine, its load and the software. `software` maps packages to their versions."""
+    """Return two lines that describe the machine with its load, and the software. `software`, if not empty, replaces
+    the default list of package versions."""
     python = f"Python {platform.python_version()}, Linux {platform.release()}"
     return (
         f"machine   {machine()}; load average before {os.getloadavg()[0]:.1f}\n"

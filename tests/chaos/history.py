@@ -29,8 +29,8 @@ def read(folder: Path) -> list[Record]:
 def violations(records: list[Record], *, resampled: bool = False, damaged: bool = False) -> list[str]:
     """Return one line for each contradiction between the records and the promises.
 
-    With `resampled`, the run went back to an earlier step or lost a lease of a later stage, so accepted tasks were
-    sampled again. With `damaged`, the test destroyed shards, so shards may be missing.
+    `resampled` means that the run went back to an earlier step or lost a lease of a later stage, so accepted tasks were
+    sampled again. `damaged` means that the test destroyed shards, so shards may be missing.
     """
     found = list(_reads_after_collection(records))
     if not damaged:

@@ -1,5 +1,5 @@
-"""One round: a run is disturbed until it is done, is resumed whenever a disturbance has ended it, and is finally
-checked."""
+"""Runs one round, in which a run is disturbed until it is done, is resumed whenever a disturbance has ended it, and is
+finally checked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMIT_S = 420.0
 RESUMES = 4
 """Maximum number of times that a run is resumed. The last launch is not disturbed."""
 DISTURBED_S = 75.0
-"""Seconds of a round in which the run is disturbed. Afterwards it must finish undisturbed."""
+"""Number of seconds for which a round disturbs its run. Afterwards the run must finish undisturbed."""
 ENDS_S = 120.0
 """Maximum seconds for the services of a killed launcher to end. They may have to save a checkpoint first."""
 PATIENCE_S = 15.0

@@ -1,4 +1,4 @@
-"""A short disturbed run, and tests of the checks, which must detect histories that break a promise."""
+"""Tests a short disturbed run, and the checks, which must detect histories that break a promise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ SEED = 11
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_short_disturbed_run_keeps_the_promises(tmp_path: Path) -> None:
-    """Kills at named points and at random, stops, clock jumps, full memory, and a store without descriptors.
+    """The run suffers kills at named points and at random, stops, clock jumps, full memory, and a store without
+    descriptors.
 
     Only services that are back within seconds are killed. CHAOS_SEED sets the seed of the draw.
     """

@@ -1,4 +1,4 @@
-"""Files, messages and streams, made of fuzzed bytes, that hostile stores and readers might send over bulk connections.
+"""Checks files, messages and streams of fuzzed bytes, as hostile stores and readers might send them over bulk lines.
 
 Each function raises WireError or returns a consistent result; anything else is a defect.
 """

@@ -349,8 +349,8 @@ def test_connections_over_the_limit_are_closed_at_once_and_the_others_stay(serve
 
 
 def test_a_service_with_few_descriptors_accepts_new_peers_however_many_strangers_connect(tmp_path: Path) -> None:
-    """libzmq ends a process that has no descriptor left when a peer connects over ipc. Here strangers without a key try
-    to use up the descriptors.
+    """libzmq aborts a process that has no descriptor left when a peer connects over ipc. Here strangers without a key
+    try to use up the descriptors.
     """
     raise_descriptor_limit()
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")

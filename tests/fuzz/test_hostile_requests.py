@@ -44,7 +44,7 @@ DTYPES = (np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_)
 
 @dataclass
 class Attacker:
-    """A peer that makes message bodies of any type. `known` maps field names to values that pass the first checks."""
+    """A peer that builds message bodies of any type. `known` maps field names to values that pass the first checks."""
 
     dice: random.Random
     known: dict[str, list[Any]]

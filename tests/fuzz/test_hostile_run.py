@@ -1,4 +1,4 @@
-"""A whole run under attack: peers misbehave in several ways at the mailbox of every process. No process dies, each
+"""Attacks a whole run: peers misbehave in several ways at the mailbox of every process. No process dies, each
 counts the offences and ignores repeat offenders, and training continues."""
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ PROCESSES = (
     "policy-trainer-worker/1", "supervisor",
 )  # fmt: skip
 ORDERS = (FinishRun, StopRun, RestartService, DrainService, ScaleService, KillInstance, GetWorkerState)
-"""Requests that are left out because any peer with a service's key may send them and they end processes or replace a
-driver."""
+"""Requests that the attack leaves out, because any peer with a service's key may send them and they would end processes
+or replace a driver."""
 SILENT = 40
 LIFE = 4711
 ANSWER_S = 30.0

@@ -1,4 +1,4 @@
-"""The golden block files (proto/SPEC.md section 9)."""
+"""Defines the golden block files (proto/SPEC.md section 9)."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ MODULES = {
     registration: "Registration, heartbeats, devices",
     tasks: "Tasks, leases and versions of weights",
     steps: "Training steps",
-    samples: "Samples for people",
+    samples: "Human-readable samples",
     store: "Puts and reads on one host",
     streams: "Reads from another host",
     trainer: "Trainer workers and their ranks",
@@ -140,8 +140,8 @@ SHARED = {
 
 VALUES = {
     tasks.Outcome: "Values of `TaskResult.outcome`",
-    tasks.DropReason: "Values of `TaskResult.why`, and keys of `drops` and `dropped`. Read an unknown one as `other`",
-    tasks.LossReason: "Keys of `lost`. Read an unknown one as `other`",
+    tasks.DropReason: "Values of `TaskResult.why`, and keys of `drops` and `dropped`. An unknown one counts as `other`",
+    tasks.LossReason: "Keys of `lost`. An unknown one counts as `other`",
     process.WaitKind: "Values of `WaitRow.kind`",
     registration.TroubleKind: "Values of `Trouble.kind`",
 }

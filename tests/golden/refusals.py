@@ -1,5 +1,5 @@
-"""The golden messages that a mailbox refuses: one for each violation of proto/SPEC.md section 7 that a peer on the
-same host can commit with one message."""
+"""Defines the golden messages that a mailbox refuses: one for each violation of proto/SPEC.md section 7 that a peer on
+the same host can commit with one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Client written from SPEC.md alone: `stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`. Numbers are sections."""
+"""A client written from SPEC.md alone: `stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`. Comments cite SPEC.md."""
 
 import fcntl
 import json
@@ -12,7 +12,7 @@ import numpy as np
 import zmq
 from xxhash import xxh3_64_intdigest as xxh3
 
-ENVELOPE, HEADER, ROW = "<4sBBHHHIQQIIIIQ", "<4sHHIIIIIIQQQ", "<IBBHQQQ"  # The final checksums are left out (2, 9).
+ENVELOPE, HEADER, ROW = "<4sBBHHHIQQIIIIQ", "<4sHHIIIIIIQQQ", "<IBBHQQQ"  # They omit the final checksums (2, 9).
 CODE = {"float32": 12, "int32": 7, "int64": 9, "uint8": 2}  # Section 5 lists all codes.
 
 

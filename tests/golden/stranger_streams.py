@@ -3,7 +3,7 @@
     python tests/golden/stranger_streams.py ACCESS_FILE TASK FENCE KEY FILE.npy
 
 It registers with the scheduler, which tells it the store's address, and receives sealed ranges over tcp. Numbers in
-comments are SPEC's sections.
+comments are sections of SPEC.md.
 """
 
 import hashlib

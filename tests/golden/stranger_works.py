@@ -3,7 +3,7 @@ stranger.py.
 
     python tests/golden/stranger_works.py RUN_DIR OUT.json
 
-The program writes the id and fence of the task into OUT.json. Numbers in comments are SPEC's sections.
+The program writes the id and fence of the task into OUT.json. Numbers in comments are sections of SPEC.md.
 """
 
 import json
@@ -21,7 +21,7 @@ def inline(array):
 
 
 def rollout(sockets, out):
-    """Do the work of one task (section 8, Work): two samples with every key that the stage makes."""
+    """Do the work of one task (section 8, Work): two samples with every key that the stage produces."""
     scheduler, store = (Peer(f"ipc://{sockets}/{name}") for name in ("scheduler-0", "batch-store-0"))
     me = {"service": "rollout", "instance": 7, "incarnation": scheduler.life}
     scheduler.ask(21, 20, **me, pid=os.getpid(), host=socket.gethostname(), endpoint="")

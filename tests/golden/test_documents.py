@@ -1,4 +1,4 @@
-"""Documents: links lead to existing targets, commands exist, and the README is short."""
+"""Checks the documents: links lead to existing targets, commands exist, and the README is short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation site: it builds without warnings and without internet access, and the build finds broken links."""
+"""Checks the documentation site: it builds without warnings or internet access, and the build finds broken links."""
 
 from __future__ import annotations
 

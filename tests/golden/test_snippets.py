@@ -1,4 +1,4 @@
-"""Commands and snippets in the documents: their modules, options, topology keys and code exist and can be parsed."""
+"""Checks commands and snippets in documents: their modules, options, topology keys and code exist and can be parsed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 COMMANDS = ("cluster", "ctl", "host", "monitor")
 KEYS = {re.sub(r"\[\]", "", each) for each in re.findall(r"^\| `([^`]+)`", topology_keys.DOCUMENT.read_text(), re.M)}
 FREE = ("params", "engine_args")
-"""Last parts of the keys that contain a mapping with its own keys."""
+"""Last parts of the keys whose value is a mapping with arbitrary keys."""
 SECTIONS = {key.partition(".")[0] for key in KEYS}
 # Words of this form that are not topology keys, such as file names.
 OTHER = re.compile(r"\.(py|md|yaml|jsonl|sqlite|json|log|txt|html|gz|csv|svg|h|c)$|^(run\.name|data\.copies)$")

@@ -1,4 +1,4 @@
-"""proto/SPEC.md describes the code: its catalogue, tables and numbers are compared with the code."""
+"""Compares the catalogue, tables and numbers of proto/SPEC.md with the code."""
 
 from __future__ import annotations
 

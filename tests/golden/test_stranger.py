@@ -1,5 +1,5 @@
-"""proto/SPEC.md is enough: a client written from it alone works with the real store, and our client reads its
-shards."""
+"""Checks that proto/SPEC.md is sufficient: a client written from it alone works with the real store, and our client
+reads its shards."""
 
 from __future__ import annotations
 

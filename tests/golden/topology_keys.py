@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "keys.md"
 HEAD = """# Topology keys
 
 The keys of a topology with their defaults. `<name>` stands for a name of your choice, and `[]` for the items of a list.
-[configuration.md](configuration.md) lists what has run. This page is written from
+[configuration.md](configuration.md) lists the options that have run. This page is written from
 [shared/topology/](../shared/topology) by `python -m tests.golden.topology_keys`.
 """
 

@@ -1,4 +1,4 @@
-"""Values of the golden vectors as plain JSON, for implementations in any language."""
+"""Converts the values of the golden vectors to plain JSON, for implementations in any language."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts services that need torch as forks of one spare process for each test session: imports take seconds."""
+"""Starts services that need torch as forks of one spare process for each test session, because imports take seconds."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def forked(module: str, *arguments: str, output: IO[bytes] | None = None) -> For
     """Return a fork that runs `python -m module arguments` in the repository. Without `output`, its output is lost."""
     ours, theirs = socket.socketpair()
     sink = output.fileno() if output is not None else os.open(os.devnull, os.O_WRONLY)
-    # Only while the fork is made: otherwise every orphan of the tests would become a child of this process.
+    # This process is a subreaper only during the fork. Otherwise every orphan of the tests would become its child.
     orders = _spare()
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:

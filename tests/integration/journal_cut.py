@@ -17,9 +17,9 @@ _LOG_HEADER, _FRAME_HEADER = struct.Struct(">6I"), struct.Struct(">4I")
 _LOG_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
 _COPIED = struct.Struct("=I28xI")
 _COPIED_AT = 96
-"""Offset in the log's shared memory of nBackfill, the number of frames that were copied into the database, and of
-nBackfillAttempted, which also counts the frames of a copy that a kill interrupted. SQLite syncs the log before it
-copies, so a power cut loses none of them."""
+"""Offset, in the log's shared memory, of two numbers: nBackfill is the number of frames that were copied into the
+database, and nBackfillAttempted also counts the frames of a copy that a kill interrupted. SQLite syncs the log before
+it copies, so a power cut does not lose any of these frames."""
 
 
 def cut(journal: Path, chance: random.Random, least: float = 0.0, most: float = 1.0) -> bool:
@@ -44,7 +44,7 @@ def can_be_cut(journal: Path) -> bool:
 
 def reaches_its_mark(journal: Path) -> bool:
     """Return whether the journal still holds the commit that its mark names. A kill can hit between a commit and its
-    mark, and the loss of such a commit, which nobody was told of, cannot be noticed."""
+    mark. The loss of such a commit cannot be noticed, because nobody was told of it."""
     with tempfile.TemporaryDirectory() as folder:
         for file in journal.parent.glob(f"{journal.name}*"):
             shutil.copy(file, folder)

@@ -78,7 +78,8 @@ def stopped(run: Cluster, service: str) -> Iterator[None]:
 
 
 def damage(run: Cluster, key: str, wanted: Callable[[str], bool]) -> str:
-    """Flip a bit of the shard `key` of a training task. Return its task id, or "" if no task is `wanted`."""
+    """Flip a bit of the shard `key` of a training task. Return its task id, or "" if `wanted` returns false for every
+    task."""
     folder = run.run.shm / "batch-store-0"
     return flip_shard(folder, key, lambda task_id: task_id.startswith("train/") and wanted(task_id))
 

@@ -290,7 +290,7 @@ class DriverActor(Actor):
         """Read the whole batch, put proximal log-probs, commit the step and publish a version."""
         batch: StepBatch = await self.ask(NextBatch(driver=self.life, step=step), StepBatch)
         found = await self.data.fetch(batch.batch, ["token_ids", "ref_logprobs"], deadline_s=PUT_S)
-        # The step is replayed, as after the death of a driver (incarnation 0) that had made its forward pass.
+        # The step is replayed, as if a driver (incarnation 0) had died after its forward pass.
         for life in (0, self.life):
             await self.put_prox(batch, [len(each["token_ids"]) for each in found], life)
         await self.ask(CommitStep(driver=self.life, step=step, metrics={}), Ack)

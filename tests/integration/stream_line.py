@@ -40,8 +40,8 @@ class TcpStoreProcess(StoreProcess):
     """A store that streams chunks from `port` and tells readers the address `advertised`, or its real address if that
     is empty.
 
-    With `plain`, the run's topology turns encryption off. `defect` names a `module:class.method` that always raises
-    KeyError.
+    If `plain` is true, the run's topology turns encryption off. `defect` names a `module:class.method` that always
+    raises KeyError.
     """
 
     port: int = field(default_factory=free_port)

@@ -1,4 +1,4 @@
-"""Defects in the wire contract and in the bus: checks before allocation, retries, roles, keys."""
+"""Lists defects in the wire contract and in the bus: checks before allocation, retries, roles, keys."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ SECURITY = "tests/unit/shared/test_security.py"
 
 BUS = [
     Mutation(
-        "an envelope with a wrong checksum is read",
+        "an envelope with a wrong checksum is accepted",
         ENVELOPE,
         "if checksum != xxhash.xxh3_64_intdigest(data[: _LAYOUT.size]):",
         "if False:",
         NEWER,
     ),
     Mutation(
-        "a body over its limit is read",
+        "a body that exceeds its limit is accepted",
         ENVELOPE,
         "if body_bytes > limits.body_bytes:",
         "if False:",
         HEADER,
     ),
     Mutation(
-        "a total over its limit is read",
+        "a message whose total size exceeds the limit is accepted",
         ENVELOPE,
         "if total_bytes > limits.total_bytes or ",
         "if ",
         HEADER,
     ),
     Mutation(
-        "an unknown major version is read",
+        "a message with an unknown major version is accepted",
         ENVELOPE,
         "if major != MAJOR:",
         "if False:",
         NEWER,
     ),
     Mutation(
-        "frames that differ from the envelope's announcement are read",
+        "frames that differ from the envelope's announcement are accepted",
         CODEC,
         "if len(body) != head.body_bytes or len(table) != head.table_bytes or len(rest) != head.frame_count:",
         "if False:",
         "tests/unit/proto/test_codec.py::test_extra_and_missing_frames_are_refused",
     ),
     Mutation(
-        "an inline array of any dtype is read, even one of objects",
+        "an inline array of any dtype is accepted, even one of objects",
         "proto/inline.py",
         "kind not in INLINE_TYPES or value",
         "value",
@@ -113,7 +113,7 @@ BUS = [
         f"{SECURITY}::test_strangers_and_lesser_roles_never_get_past_the_handshake_and_are_counted",
     ),
     Mutation(
-        "an endless message fills four times its memory limit",
+        "an endless message uses four times its memory limit",
         "shared/security/connections.py",
         "UNSEEN_BYTES = 64 << 20",
         "UNSEEN_BYTES = 256 << 20",

@@ -1,4 +1,4 @@
-"""List of all mutations."""
+"""Lists all mutations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects in runs on several hosts: unconfirmed deaths, lost hosts, placement."""
+"""Lists defects in runs on several hosts: unconfirmed deaths, lost hosts, placement."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ HOSTS = [
         f"{STORES}::test_a_process_whose_end_was_not_observed_counts_as_ended_after_another_registration_or_a_long_silence",
     ),
     Mutation(
-        "a store that the topology places is waited for indefinitely",
+        "the scheduler waits indefinitely for a store that the topology places",
         SCHEDULER,
         "> GONE_S and holder[0] == STORE and service_name(*holder) != TRAINER_STORE",
         "> GONE_S and holder[0] == STORE and holder[1] > 1",
-        f"{STORES}::test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_sampled_again",
+        f"{STORES}::test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_are_sampled_again",
     ),
     Mutation(
         "the trainer puts into the store of the first host by name",
@@ -41,11 +41,11 @@ HOSTS = [
         "tests/unit/shared/topology/test_topology.py::test_the_trainers_host_has_the_store_that_the_trainer_uses",
     ),
     Mutation(
-        "the leases of a lost host only expire",
+        "the leases of a lost host end only when they expire",
         SCHEDULER,
         "self._durable(LeaseExpired(lease.lease_id, not_started=True))",
         "continue",
-        f"{STORES}::test_the_leases_of_a_lost_process_are_given_up_although_a_store_on_its_host_is_alive",
+        f"{STORES}::test_the_leases_of_a_lost_process_are_reassigned_although_a_store_on_its_host_is_alive",
     ),
     Mutation(
         "a lost host's store is accepted again when it is heard from again",
@@ -70,14 +70,14 @@ HOSTS = [
         PLACES,
     ),
     Mutation(
-        "a host returns with the store that was given up",
+        "a host that was lost returns with its former store",
         BOOK,
         "if host.state == HostState.LOST:  # its former",
         "if host.state == HostState.ENDED:  # its former",
         RETURNS,
     ),
     Mutation(
-        "an agent that was given up is accepted again",
+        "the agent of a host that was declared lost is accepted again",
         BOOK,
         "if report.incarnation in host.given_up:",
         "if report.incarnation in host.given_up and not host.report:",
@@ -98,14 +98,14 @@ HOSTS = [
         f"{LARGE}::test_a_burst_of_deferred_leases_is_answered_in_parts_so_that_other_requests_are_answered_in_between",
     ),
     Mutation(
-        "every event looks at the clears of every store",
+        "every event examines the clears of every store",
         SCHEDULER,
         "for store in self.run.clears.take_changed():",
         "for store in self.run.clears.stores:",
         f"{LARGE}::test_the_work_for_a_request_does_not_depend_on_the_number_of_processes",
     ),
     Mutation(
-        "the next clears of a store are sent only with new ones",
+        "the next clears of a store are sent only when new ones arrive",
         "services/scheduler/collection.py",
         """        queue = self._queues[store]
         self._changed[store] = None
@@ -115,7 +115,7 @@ HOSTS = [
         f"{LARGE}::test_clears_beyond_one_message_are_sent_once_the_message_is_acknowledged",
     ),
     Mutation(
-        "the scheduler ends before the processes on other hosts",
+        "the scheduler exits before the processes on other hosts",
         "launch/supervisor/state.py",
         "if self._hosts and DRAIN_ORDER[index] in LAST:",
         "if self._hosts and index > len(DRAIN_ORDER):",

@@ -1,4 +1,4 @@
-"""Defects in the launcher: folders without an owner, inherited signals, silence."""
+"""Lists defects in the launcher: folders without an owner, inherited signals, silence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAUNCHER = [
         f"{INTERRUPTED}::test_a_signal_after_the_loop_has_closed_does_not_change_the_outcome",
     ),
     Mutation(
-        "a service that was slow before is given no more time",
+        "a service that was slow before is not given more time",
         WATCH,
         "max(SILENCE_S, SLOWNESS * self._longest_gap_s.get(key[0], 0.0))",
         "SILENCE_S",

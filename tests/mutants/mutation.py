@@ -1,4 +1,4 @@
-"""A mutation: one possible defect in the code and the test that must find it."""
+"""Defines a mutation: one possible defect in the code and the test that must find it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects in what observers see: curves, processes, lost updates, text that controls the terminal."""
+"""Lists defects in what observers see: curves, processes, lost updates, text that controls the terminal."""
 
 from __future__ import annotations
 

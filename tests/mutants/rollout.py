@@ -1,4 +1,4 @@
-"""Defects in rollout and weight syncs: versions, verification of weights, and samples."""
+"""Lists defects in rollout and weight syncs: versions, verification of weights, and samples."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ ROLLOUT = [
         "services/rollout/versions.py",
         "if (known[at] != swaps).any():",
         "if False:",
-        f"{VERSIONS}::test_weights_that_fail_verification_sample_no_token",
+        f"{VERSIONS}::test_no_token_is_sampled_with_weights_that_fail_verification",
     ),
     Mutation(
         "the drill does not change parameters that are zero",
@@ -129,8 +129,8 @@ ROLLOUT = [
     Mutation(
         "a reward that is not a number counts as a score",
         SCORE,
-        '    if not abs(value) <= LIMIT:\n        return Score(None, f"answered',
-        '    if abs(value) > LIMIT:\n        return Score(None, f"answered',
+        '    if not abs(value) <= LIMIT:\n        return Score(None, f"returned',
+        '    if abs(value) > LIMIT:\n        return Score(None, f"returned',
         f"{REWARDS}::test_the_result_of_a_function_becomes_one_number_or_a_failure",
     ),
     Mutation(

@@ -1,4 +1,4 @@
-"""Defects in recorded samples: what is kept for the recorder and for how long, and the content of the files."""
+"""Lists defects in recorded samples: what is kept for the recorder and for how long, and the content of the files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLES = [
         COLLECTION,
         "excess = run.records.held_bytes - room if run.plan.task_bytes else 0",
         "excess = 0",
-        f"{DUE}::test_the_oldest_tasks_are_given_up_when_they_take_up_room_that_others_need",
+        f"{DUE}::test_the_oldest_tasks_are_released_when_they_take_up_room_that_others_need",
     ),
     Mutation(
         "due samples of steps that were taken back are recorded",

@@ -1,4 +1,4 @@
-"""Defects in the scheduler: leases, fences, stages, admission, versions, steps, collection, rows."""
+"""Lists defects in the scheduler: leases, fences, stages, admission, versions, steps, collection, rows."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ SCHEDULER = [
         f"{LOSS}::test_an_inventory_reveals_missing_shards_and_the_store_is_asked_about_them_again",
     ),
     Mutation(
-        "a reader's report alone loses a task",
+        "a reader's report alone is enough for a task to count as lost",
         STATE,
         "if held is not None and not claim.met(held)]",
         "]",

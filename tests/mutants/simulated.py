@@ -1,4 +1,4 @@
-"""Defects that the simulation finds: rules of the whole system, each broken in one place."""
+"""Lists defects that the simulation finds: rules of the whole system, each broken in one place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects in the batch store and in its readers' checks."""
+"""Lists defects in the batch store and in its readers' checks."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ STORE = [
         f"{WIRE}::test_stream_of_shards_other_than_those_requested_is_refused",
     ),
     Mutation(
-        "nonces are reused: a connection's counter does not advance",
+        "nonces are reused because a connection's counter does not advance",
         "shared/dataplane/bulk_seal.py",
         "        self._counter += 1\n",
         "        self._counter = 1\n",

@@ -1,4 +1,4 @@
-"""Defects in the trainer: token weights, losses, gradients across ranks, updates, checkpoints, the driver."""
+"""Lists defects in the trainer: token weights, losses, gradients across ranks, updates, checkpoints, the driver."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ TRAINER = [
         f"{LOSSES}::test_extreme_log_ratios_give_finite_gradients",
     ),
     Mutation(
-        "an advantage is divided by the biased deviation",
+        "an advantage is divided by the biased standard deviation",
         "services/policy_trainer/advantages.py",
         "np.sqrt(squares / np.maximum(counts - 1, 1))",
         "np.sqrt(squares / np.maximum(counts, 1))",
@@ -145,7 +145,7 @@ TRAINER = [
         f"{WORKER}/colocation/residency.py",
         "messages.OptimStep: PARTS,",
         "messages.OptimStep: _PARAMETERS,",
-        "tests/integration/policy_trainer/test_trainer_group.py::test_offload_between_gradient_and_update_changes_no_bit",
+        "tests/integration/policy_trainer/test_trainer_group.py::test_offload_between_gradient_and_update_does_not_change_a_bit",
     ),
     Mutation(
         "a call from an older driver is executed",
@@ -190,7 +190,7 @@ TRAINER = [
         "tests/unit/policy_trainer/test_losses.py::test_metrics_of_importance_weights_follow_their_formulas",
     ),
     Mutation(
-        "the last checkpoint is deleted before the new one is whole",
+        "the last checkpoint is deleted before the new one is complete",
         f"{WORKER}/checkpoint.py",
         "_exchange(partial, target)  #",
         "(shutil.rmtree(target), partial.rename(target))  #",

@@ -1,4 +1,4 @@
-"""Defects in what people and tools see: pictures, reports, traces, Prometheus."""
+"""Lists defects in what people and tools see: pictures, reports, traces, Prometheus."""
 
 from __future__ import annotations
 

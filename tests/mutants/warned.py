@@ -1,4 +1,4 @@
-"""Defects in the monitor's warnings: repetition, omission, rows that were taken back."""
+"""Lists defects in the monitor's warnings: repetition, omission, rows that were taken back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SERIES = "tests/unit/monitor/test_warning_series.py"
 
 WARNED = [
     Mutation(
-        "an episode is over after a single absence",
+        "an episode is over after a single row without its condition",
         FINDINGS,
         "if self._absent[kind, about] >= self._over_after:",
         "if True:",
@@ -61,7 +61,7 @@ WARNED = [
         "::test_rows_that_the_scheduler_takes_back_are_noticed_even_if_the_file_has_grown_since",
     ),
     Mutation(
-        "a reward that does not rise is never flat",
+        "a reward that does not rise is never reported as flat",
         LEARNING,
         "cause = _why_flat(history, facts)",
         "return",

@@ -1,4 +1,4 @@
-"""Defects in the page for browsers: access to it, and rows that are taken back."""
+"""Lists defects in the page for browsers: access to it, and rows that are taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer batches whose gradients every backend must compute, however they are split."""
+"""Provides optimizer batches whose gradients every backend must compute, however the batches are split."""
 
 from __future__ import annotations
 

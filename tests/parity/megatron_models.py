@@ -1,4 +1,4 @@
-"""Tiny models of the families that the megatron backend supports, saved as folders, and backends for them."""
+"""Provides tiny models of the families that the megatron backend supports, saved as folders, and backends for them."""
 
 from __future__ import annotations
 

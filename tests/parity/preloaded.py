@@ -1,4 +1,4 @@
-"""Imports modules into the server from which ranks are forked. They must not start threads."""
+"""Imports modules into the server from which ranks are forked. These modules must not start threads."""
 
 import torch.distributed.tensor  # noqa: F401
 import transformers.models.llama.modeling_llama

@@ -1,5 +1,5 @@
-"""A reference whose model is split across ranks returns the log-probs of one rank's torch model, before and after the
-reference loads different weights."""
+"""A reference whose model is split across ranks returns the same log-probs as a torch model on one rank, before and
+after the reference loads different weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 LAYOUTS = {"tp2": Layout(2, tp=2), "pp2xcp2": Layout(4, pp=2, cp=2)}
 LIMIT = 1e-5
 MAX_TOKENS = 10
-"""Maximum tokens in a micro-batch, small enough to give several micro-batches."""
+"""Maximum number of tokens in a micro-batch, small enough to give several micro-batches."""
 
 
 def other_weights(model: Path) -> dict[str, Array]:

@@ -1,4 +1,5 @@
-"""Gradients and losses of the torch backend: every split gives the same values as one process with one micro-batch."""
+"""Checks gradients and losses of the torch backend: every split gives the same values as one process with one
+micro-batch."""
 
 from __future__ import annotations
 

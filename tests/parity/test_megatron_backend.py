@@ -1,5 +1,5 @@
-"""Other parts of the backend contract for megatron, on ranks that are tensor- and data-parallel: bfloat16 with float32
-masters, resuming, moving memory, refusals and exports."""
+"""Tests other parts of the backend contract for megatron, on ranks that are tensor- and data-parallel: bfloat16 with
+float32 masters, resuming, moving memory, refusals and exports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Gradients and losses of the megatron backend: every split gives the same values as the torch backend with one process
-and one micro-batch. The same holds for norms, updates and optimizer states."""
+"""Checks gradients and losses of the megatron backend: every split gives the same values as the torch backend with one
+process and one micro-batch. The same holds for norms, updates and optimizer states."""
 
 from __future__ import annotations
 

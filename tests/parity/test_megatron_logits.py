@@ -1,4 +1,4 @@
-"""The megatron backend compared with plain transformers: the whole next-token distribution of every family, for every
+"""Compares the megatron backend with plain transformers: the whole next-token distribution of every family, for every
 split of the model."""
 
 from __future__ import annotations

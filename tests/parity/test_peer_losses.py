@@ -1,4 +1,4 @@
-"""Advantages, losses, KL and their gradients compared with the values that TRL and verl computed for the same batch
+"""Compares advantages, losses, KL and their gradients with the values that TRL and verl computed for the same batch
 (vectors/*.npz).
 
 See README.md for how the vectors were made and where conventions differ.

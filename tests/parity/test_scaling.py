@@ -32,8 +32,8 @@ do."""
 LARGE = 1e4
 TRAINING = {"clip_norm": 0.05, "lr": 1e-3}
 MAX_TOKENS = 60
-"""Maximum tokens in a micro-batch, small enough to give several micro-batches, so that accumulated gradients are
-scaled, too.
+"""Maximum number of tokens in a micro-batch, small enough to give several micro-batches, so that accumulated gradients
+are scaled, too.
 """
 
 
@@ -61,8 +61,8 @@ def gradients(backend: TorchBackend | MegatronBackend, factor: float) -> dict[st
 
 
 def everything(backend: TorchBackend | MegatronBackend) -> dict[str, torch.Tensor]:
-    """Compute the gradients of the loss times 1/N, of its sum, and of the loss times 10^4; then make an update with the
-    first and with the last gradient."""
+    """Compute the gradients of the loss with W = 1/N, of its sum over tokens (W = 1), and of 10^4 times the loss; then
+    make an update with the first and with the last gradient."""
     _, count = case()
     out: dict[str, torch.Tensor] = {}
     for name, factor in (("loss", 1.0), ("sum", float(count)), ("large", LARGE)):

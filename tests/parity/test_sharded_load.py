@@ -1,5 +1,5 @@
-"""Loading a model onto several ranks: rank 0 reads it and sends the pieces, and no other rank ever holds the whole
-model."""
+"""Tests loading a model onto several ranks: rank 0 reads it and sends the pieces, and no other rank ever holds the
+whole model."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def backend_of(model: Path, dtype: str, place: Place, folder: Path) -> TorchBack
 
 def load_and_keep(place: Place, folder: Path) -> None:
     """Load the model, change it and load it again. Keep the weights of rank 0 and the memory of every rank."""
-    backend_of(folder.parent / "small", "bfloat16", place, folder)  # imports and creates everything that is made once
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    # Loading the small model imports modules and creates everything that a process creates only once.
+    backend_of(folder.parent / "small", "bfloat16", place, folder)
+    Path("/proc/self/clear_refs").write_text("5")  # This resets VmHWM.
     before = resident_bytes("VmHWM")
     backend = backend_of(folder.parent / "model", "bfloat16", place, folder)
     grown = resident_bytes("VmHWM") - before

@@ -1,4 +1,4 @@
-"""Views of the scheduler's durable state for property tests, and checks to make after every event."""
+"""Provides views of the scheduler's durable state to property tests, and checks to run after every event."""
 
 from __future__ import annotations
 

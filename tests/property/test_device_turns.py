@@ -1,4 +1,4 @@
-"""Colocated processes that request devices, work, die and hang at any moment.
+"""Lets colocated processes request devices, work, die and hang at any moment.
 
 No forbidden combination of parts is ever on the devices, and every process finishes its work.
 """

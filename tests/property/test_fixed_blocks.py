@@ -1,5 +1,5 @@
-"""Deterministic mode: a block always has the same tasks and the same version, and a step always has the same blocks,
-whatever is lost and whenever."""
+"""Checks deterministic mode: a block always has the same tasks and the same version, and a step always has the same
+blocks, whatever is lost and whenever it is lost."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def report(host: str, life: int) -> HostReport:
     return HostReport(host=host, incarnation=life, endpoint="", gpus=HOSTS[host], processes=[])
 
 
-def test_an_agent_that_was_given_up_is_never_accepted_again(topology: Topology) -> None:
+def test_an_agent_that_was_considered_lost_is_never_accepted_again(topology: Topology) -> None:
     book = HostBook(topology, {})
     book.report(report("b", 1), 0.0)
     book.lose("b", "test", 1.0)

@@ -104,7 +104,7 @@ class Model:
         self.dropped: set[str] = set()
         """Training tasks that will never be trained."""
         self.rows: list[tuple[int, int]] = []
-        """Step of each row in the journal, and the number of the commit that made the row."""
+        """Step of each row in the journal, and the number of the commit that wrote the row."""
         self.makings = 0
         """Number of commits so far. The row of a step names the commit that made the row."""
         self.sampled: dict[str, int] = {}

@@ -1,5 +1,5 @@
-"""The store and the scheduler together, with any events between them: promises 1 to 4 are invariants, and the state is
-compared with a plain model.
+"""Tests the store and the scheduler together, with any events between them. Promises 1 to 4 are invariants, and the
+state is compared with a plain model.
 
 Both state machines are the real ones. The bus between them (clears, inventories) is a set of messages, which can be
 delivered late, twice or not at all. Either side can be killed, even in the middle of a put: the scheduler returns from
@@ -313,7 +313,7 @@ class Both(RuleBasedStateMachine):
     def publish(self, step: int) -> None:
         name = f"weights/{self.machine.run.lineage}/{step}"
         if self.put([(name, 1)], "w") == ErrorCode.BUSY:
-            self.deliver_all()  # BUSY ends once the ordered tasks are cleared and no reader maps them.
+            self.deliver_all()  # There is room once the ordered clears are done and no reader maps the files.
             assert self.put([(name, 1)], "w") == ""
         ref = WeightsRef(
             lineage=self.machine.run.lineage,
@@ -329,8 +329,8 @@ class Both(RuleBasedStateMachine):
         self.ask(PublishWeights(driver=1, ref=ref))
 
     def deliver_all(self) -> None:
-        """Let live producers finish writing, dead producers return their room, stores acknowledge every clear, and
-        readers end.
+        """Let live producers finish writing, withdraw the grants of dead producers, let stores acknowledge every
+        clear, and let readers finish.
         """
         for put_id in list(self.writing):
             self.finish(put_id)
@@ -385,7 +385,7 @@ class Both(RuleBasedStateMachine):
         tasks = [(task.task_id, task.fence) for task in grant.batch.tasks]
         code = self.put(tasks, key) if outcome == Outcome.DONE else ""
         if code == ErrorCode.BUSY and grant.stage != "rollout":
-            self.deliver_all()  # Room returns with ordered clears and unmapped files, never from live tasks.
+            self.deliver_all()  # Only clears and unmapped files make room, never live tasks.
             code = self.put(tasks, key)
             assert code != ErrorCode.BUSY
         if code:

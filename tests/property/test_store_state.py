@@ -1,5 +1,5 @@
-"""The store's index under any sequence of events: bytes never exceed a limit, no data is lost, and no deleted data
-returns."""
+"""Tests the store's index under any sequence of events: bytes never exceed a limit, no data is lost, and no deleted
+data returns."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
     def granted(
         self, tasks: list[tuple[int, int]], keys: tuple[str, ...], value: int, *, room: bool, claimed: bool, made: bool
     ) -> str | None:
-        """Begin a put and return its id, or None if the put was refused or its file could not be made."""
+        """Begin a put and return its id, or None if the put was refused or its file could not be created."""
         table, nbytes = written(tasks, keys, value)
         self.puts += 1
         put_id = f"{self.puts:032x}"
@@ -297,7 +297,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.life += 1
         self.state = StoreState("store", LIMIT, self.life, SPILL)
-        self.given_up(list(self.spares))  # The restarted store lends no file that it cannot find.
+        self.given_up(list(self.spares))  # The restarted store does not lend a file that it cannot find.
         self.lendable.clear()
         self.lent = 0
         self.recovering = True

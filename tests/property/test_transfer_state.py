@@ -1,4 +1,4 @@
-"""Engines that request transfers, die, hang and return, in any order. Communicators are never shared, repaired or
+"""Lets engines request transfers, die, hang and return, in any order. Communicators are never shared, repaired or
 leaked, and the failure of one engine never affects another."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Round trips over the wire: every message, dtype and shape that can be encoded is equal after decoding."""
+"""Checks round trips over the wire: every message, dtype and shape that can be encoded is equal after decoding."""
 
 from __future__ import annotations
 

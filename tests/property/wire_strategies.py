@@ -1,4 +1,4 @@
-"""Hypothesis strategies for every message of the catalogue and every array that can be sent."""
+"""Provides hypothesis strategies for every message of the catalogue and every array that can be sent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GRPO in one process and one file: the run that the cluster's curve and speed are compared with. It must never
-import the product's trainer, rollout or losses: only an independent implementation reveals their mistakes.
+"""Runs GRPO in one process and one file. The cluster's curve and speed are compared with those of this run. This module
+must never import the product's trainer, rollout or losses: only an independent implementation reveals their mistakes.
 
     python -m tests.reference.plain_grpo --steps 200 --threads 1
 
@@ -111,7 +111,7 @@ def evaluate(model: Any, tokenizer: Any, source: Source) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="GRPO in one process, one JSON line a step.")
+    parser = argparse.ArgumentParser(description="Runs GRPO in one process and prints one JSON line per step.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)

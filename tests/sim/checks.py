@@ -1,4 +1,4 @@
-"""The promises of docs/architecture.md, checked after every event of a world."""
+"""Checks the promises of docs/architecture.md after every event of a world."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Checks:
             if isinstance(request, GetRunInfo) and request.driver not in self._drivers:
                 self._drivers.append(request.driver)
             newest = self._drivers[-1] if self._drivers else 0
-            check(request.driver == newest, f"a {type(request).__name__} from a driver that was replaced is obeyed")
+            check(request.driver == newest, f"a {type(request).__name__} from a replaced driver is obeyed")
 
     def _accept(self, request: Complete, answer: CompleteAck) -> None:
         """Note the tasks that a lease's holder has completed.
@@ -296,7 +296,7 @@ class Checks:
             [row] = [json.loads(line) for line in run.metrics.read_text().splitlines()]
             world.check((row["step"], row["eval/heldout/rows_scored"]) == (0, 2), f"the evaluation's row is {row}")
             world.check(
-                not run.export.exists() and not checkpoint_steps(run.checkpoints), "an evaluation saves nothing"
+                not run.export.exists() and not checkpoint_steps(run.checkpoints), "an evaluation saved a model"
             )
             return
         chain, _, applied = (run.export / NAME).read_text().partition(" ")
@@ -309,12 +309,12 @@ class Checks:
         at = 0
         for step, ids in enumerate(batches, 1):
             mine = sorted(trained[at : at + len(ids)])
-            world.check(mine == ids, f"promise 2: step {step} was to train {ids} and trained {mine}")
+            world.check(mine == ids, f"promise 2: step {step} should have trained {ids}, but trained {mine}")
             at += len(ids)
         world.check(at == len(trained), f"promise 2: also trained: {trained[at:]}")
         lines = [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()]
         first = 0 if world.scenario.size.evaluates else 1
-        world.check(lines == list(range(first, steps + 1)), f"metrics.jsonl has the rows of steps {lines}")
+        world.check(lines == list(range(first, steps + 1)), f"metrics.jsonl has rows for steps {lines}")
         world.check(steps in checkpoint_steps(run.checkpoints), "the last step has no checkpoint")
 
 

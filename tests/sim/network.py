@@ -260,7 +260,7 @@ class SimSocket:
     def _check_size(self, frames: Sequence[bytes]) -> None:
         """Check promise 6: a control message carries no tensor over 64 KiB."""
         largest = max(map(len, frames[3:]), default=0)
-        self._network._world.check(largest <= TENSOR_BYTES, f"promise 6: a message carries {largest} bytes")
+        self._network._world.check(largest <= TENSOR_BYTES, f"promise 6: a message carries a frame of {largest} bytes")
 
     def _writable(self) -> None:
         if self._refused and not self.closed and self._network.bound.get(self.endpoint) and self._on_writable:

@@ -40,7 +40,7 @@ def run(scenario: Scenario, folder: Path, *, tracing: bool = False) -> Outcome:
 
 
 def warm_up(folder: Path) -> None:
-    """Run once the code that imports modules on first use, so that the garbage collector can ignore these modules."""
+    """Run, once, the code that imports modules on first use, so that the garbage collector can ignore these modules."""
     run(Scenario(0, Size(ranks=2, reference=True, deterministic=True, colocated=True), ()), folder)
 
 
@@ -88,7 +88,7 @@ def run_many(seeds: range, folder: Path, *, jobs: int = 1, keep_going: bool = Fa
                 print(f"seed {seed}: {violation.splitlines()[0]}", flush=True)
                 if not keep_going:
                     return _print_smallest(seed, folder)
-    verdict = f"{broken} broke a promise" if broken else "every promise was kept"
+    verdict = f"{broken} of them broke a promise" if broken else "every promise was kept"
     print(f"{len(seeds)} seeds, {events} events, {virtual_s:.0f} virtual seconds, {cpu_s:.1f} s of CPU: {verdict}")
     return 1 if broken else 0
 

@@ -92,8 +92,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """A kill with SIGKILL, between two callbacks of the process or, with `operations`, before that many further
-    operations: messages sent, transactions committed, files sealed, tombstones written."""
+    """A kill with SIGKILL, either between two callbacks of the process or, if `operations` is n > 0, at its n-th
+    operation after `at_s`. The operations are messages sent, transactions committed, files sealed and tombstones
+    written."""
 
     key: Key
     operations: int = 0

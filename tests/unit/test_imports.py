@@ -1,4 +1,4 @@
-"""Imports and calls in the product: none executes bytes as code, and the light modules do not import torch.
+"""No import or call in the product executes bytes as code, and the light modules do not import torch.
 
 The product's modules are not imported into the test process: the light modules are checked in separate processes.
 """
@@ -58,7 +58,7 @@ FORBIDDEN_FUNCTIONS = frozenset(
         "pandas.read_pickle",
     }
 )
-# These methods pickle, whatever the object (a socket, a process group).
+# These methods pickle, whatever object they belong to (a socket, a process group).
 FORBIDDEN_NAMES = frozenset(
     {
         "recv_pyobj",
@@ -270,7 +270,7 @@ def test_checker_accepts_a_permitted_use(source: str) -> None:
 
 
 @pytest.mark.parametrize("module", LIGHT_MODULES)
-def test_light_module_imports_no_model_library(module: str) -> None:
+def test_light_module_does_not_import_model_libraries(module: str) -> None:
     assert run_python("-c", PROBE, module, *HEAVY_MODULES, cwd=ROOT) == ""
 
 

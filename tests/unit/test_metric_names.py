@@ -19,7 +19,8 @@ from tests.unit.scheduler.bench import Bench, plan
 
 
 def everything() -> set[str]:
-    """Return every name, taken from the code that produces it. The scheduler's service adds the names about stores."""
+    """Return every name. Each is taken from the code that produces it, except the names about stores, which the
+    scheduler's service adds."""
     extra = (KL_SCALAR, REFERENCE_SCALAR, "reward/part/form", "workflow/turns")
     batch = step_batch([1, 0, 0, 1])
     batch = replace(

@@ -57,7 +57,7 @@ def test_tests_that_need_an_impossible_environment_are_skipped_with_the_missing_
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # Neither `ip` nor `mount` is found.
     arguments = () if "two_hosts" in made.__name__ else (tmp_path / "mount", 1 << 20)
     with pytest.raises(pytest.skip.Exception, match=r"\b(ip|mount)\b"), made(*arguments):
-        raise AssertionError("it was made")
+        raise AssertionError("the environment was created")
 
 
 def test_only_gpu_tests_are_skipped_in_ci(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Small randomly initialised models of several architectures, and a plain function that scores sequences one by one."""
+"""Provides small randomly initialised models of several architectures, and a plain function that scores sequences one
+by one."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def warm_start(
     """Train on the answers in `rows` until the model answers the fraction `accuracy` of 256 of these rows correctly.
     Return the number of steps.
 
-    Prompt tokens carry no loss. A fixed number of steps would not work: the accuracy climbs from 0.2 to 0.8 within 50
-    steps, and the start of that climb depends on the last bits of the arithmetic.
+    Prompt tokens do not count in the loss. A fixed number of steps would not work: the accuracy climbs from 0.2 to 0.8
+    within 50 steps, and the start of that climb depends on the last bits of the arithmetic.
     """
     picker = random.Random(seed)
     probe = [rows.row(index) for index in range(PROBE_ROWS)]

@@ -1,4 +1,4 @@
-"""The rows of metrics.jsonl as detectors see them: the first values and the latest values of each metric.
+"""Keeps the rows of metrics.jsonl as detectors see them: the first values and the latest values of each metric.
 
 The size of the history does not grow with the run.
 """

@@ -1,4 +1,4 @@
-"""Detectors of runs that do not learn, or learn the wrong thing, based on the rows of metrics.jsonl.
+"""Detects runs that do not learn, or that learn the wrong thing, from the rows of metrics.jsonl.
 
 Each detector is a pure function of the history: `detector(history, facts, held)` yields its sightings. `held` names the
 subjects of the detector's ongoing episodes. Bounds are pairs `(begins, ends)`; the second bound applies to the subjects
@@ -30,7 +30,7 @@ SOLVED_RISE = 0.5
 FLAT_ROWS, FLAT_ROWS_UNEXPLAINED = 30, 100
 """Number of rows after which a reward that has not risen counts as flat, with a known cause and without one."""
 FLAT_ERRORS = 2.0, 4.0
-"""Rise of the reward above its first rows, in standard errors, up to which it counts as flat."""
+"""A reward that has risen above its first rows by at most this many standard errors counts as flat."""
 CONSTANT_STD = 1e-6
 ZERO_GRADIENT = 1e-7
 STILL_KL, STILL_CLIPPED = 1e-4, 1e-4
@@ -75,13 +75,13 @@ LENGTH_REWARDED = 0.5
 answers are checked, longer answers are more often wrong."""
 
 GRADIENT_TIMES = 10.0, 5.0
-"""Gradient norm, relative to its first level, at which it has exploded. Healthy runs stay below 4."""
+"""Ratio of the gradient norm to its first level at which the gradient has exploded. Healthy runs stay below 4."""
 GRADIENT_OVER_CLIP = 5.0
 SKIPPED_UPDATES = 1.0
 
 SMALL_LR = 1e-10
-"""Learning rate below which AdamW moves no float32 weight of a usual size. AdamW changes each weight by about the
-learning rate per step."""
+"""Learning rate below which AdamW leaves float32 weights of a usual size unchanged. AdamW changes each weight by about
+the learning rate per step."""
 
 FALL_OF_ACCURACY, ACCURACY_ERRORS = 0.03, 3.0
 """Minimum fall of an evaluation's accuracy: absolute, and in standard errors of a proportion of the set's rows."""
@@ -308,7 +308,7 @@ def length_hacking(history: RowHistory, facts: Facts, held: Held) -> Iterator[Si
         return
     rise = median(rewards[-RECENT:]) - median(rewards[:RECENT])
     paid = history.last("reward/length_correlation", RECENT)
-    text = f"samples have grown from {before:.4g} to {now:.4g} tokens within {LENGTH_ROWS} steps"
+    text = f"the mean sample length has grown from {before:.4g} to {now:.4g} tokens within {LENGTH_ROWS} steps"
     remedy = "penalise long samples (algorithm.overlong_penalty)"
     if rise <= FLAT_ERRORS[0] * error_of_median(rewards, RECENT) * 2**0.5:
         yield Sighting(
@@ -317,8 +317,8 @@ def length_hacking(history: RowHistory, facts: Facts, held: Held) -> Iterator[Si
         )
     elif paid and median(paid) >= LENGTH_REWARDED:
         yield Sighting(
-            f"{text}, and the reward pays for length: within groups, the two have a correlation of {median(paid):.2f}",
-            f"{remedy}, and check that reward.function pays for the content",
+            f"{text}, and the reward favours length: within groups, the two have a correlation of {median(paid):.2f}",
+            f"{remedy}, and check that reward.function rewards the content rather than the length",
         )
 
 

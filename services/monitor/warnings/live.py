@@ -16,11 +16,12 @@ BLOCKS = 100
 """Number of latest blocks that are kept."""
 STORE_REPORTS = 15
 MAX_SERVICES = 1000
-"""Maximum number of stores, and of services whose memory is followed."""
+"""Maximum number of stores, and also of processes whose memory is tracked."""
 FAILURE_CHARS = 200
 
 SETTLE_S = 300.0
-"""Seconds after a process starts during which its memory grows in any case: caches, pools and compiled kernels."""
+"""Seconds after the start of a process for which its memory grows in any case, because caches and pools fill and
+kernels are compiled."""
 POINT_S = 60.0
 """Seconds that one point of a trend covers. The point is the median of its samples."""
 POINTS = 60
@@ -38,7 +39,7 @@ GROWN_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Block:
-    """A block of samples that a rollout has made."""
+    """A block of samples that a rollout has produced."""
 
     at: float
     seconds: float

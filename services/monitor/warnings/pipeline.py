@@ -1,4 +1,4 @@
-"""Detectors of waiting work, based on the rows of metrics.jsonl (`staleness`, `trainer_starved`) and on telemetry.
+"""Detects work that waits, from the rows of metrics.jsonl (`staleness`, `trainer_starved`) and from telemetry.
 
 Bounds are pairs `(begins, ends)`, as in `learning`.
 """
@@ -54,8 +54,8 @@ FULL_REPORTS = 15
 """Number of reports (one a second) whose median is compared with the bounds."""
 
 SLOW_SHARE = 0.5, 0.4
-"""Share of the reward time in the sum of sampling and reward time. The two overlap, so above 0.5 rewards limit the
-pace."""
+"""Reward time as a share of the sum of sampling time and reward time. The two overlap, so above 0.5, the rewards limit
+the pace."""
 SLOW_S = 0.5
 """Reward time of a block, in seconds, below which faster rewards are not worthwhile."""
 SCORED = 5
@@ -155,7 +155,7 @@ def store_full(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
             continue
         cost = f"{format_size(int(last.spilled))} of it is on disk and must be read back" if facts.spills else ""
         if refused:
-            cost = f"{refused:.0f} puts were refused (BUSY) in the last {len(reports)} s, and wait"
+            cost = f"{refused:.0f} puts were refused (BUSY) in the last {len(reports)} s, and are waiting"
         cost = cost or "beyond the limit, puts are refused (BUSY) and fewer tasks are admitted, so that rollouts wait"
         yield Sighting(
             f"{name} holds {share:.0%} of its {format_size(int(last.limit))}; {cost}",
@@ -181,7 +181,7 @@ def memory_trend(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
             f"{format_size(int(live.available_bytes))} that this machine has left will be used up in "
             f"{_duration(left_s)}" + (f", and the run ends in {_duration(run_s)}" if run_s is not None else ""),
             f"look for data that your code keeps, or restart the service now and then (ctl restart {name}), which "
-            "loses nothing",
+            "is safe",
             about=name,
         )
 

@@ -60,7 +60,7 @@ TokenLoss = Callable[[LocalScores], tuple[Tensor, Mapping[str, Tensor]]]
 """Function that returns the sum of W * loss over the tokens, a scalar with a gradient, and detached sums for metrics.
 
 It is called once per micro-batch on every rank with `place.counts`, even if M = 0. It is not called for padding
-micro-batches, which a rank runs only because another data-parallel rank has more of them.
+micro-batches, which a rank runs only because another data-parallel rank has more micro-batches.
 """
 
 
@@ -74,7 +74,7 @@ class OptimizerUpdate:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Everything that a later life of the worker needs to continue with the same bits.
+    """Everything that a later life of the worker needs to continue with bit-identical results.
 
     `weights`: Hugging Face name -> full tensor in the topology's dtype, on the CPU; tied weights appear once (as in
     `shared.model.load.named_weights`). `optimizer`: `<slot>/<name>` -> full float32 tensor of the weight's shape; the

@@ -44,7 +44,7 @@ from shared.tensors_torch import to_numpy
 from shared.topology.algorithm import Optimizer
 
 _IDLE = Sequences(np.zeros(2, np.int32), np.array([2], np.int32), np.array([0, 1], np.uint8))
-"""Input for a rank that has no samples left while other ranks do, because it must join their collectives."""
+"""Input for a rank that has no samples left while others still have some, because it must join their collectives."""
 
 
 class TorchBackend:

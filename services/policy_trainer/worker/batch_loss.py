@@ -36,7 +36,7 @@ class BatchLoss:
         keeps: bool = False,
     ) -> None:
         """`flat` holds the joined shards. `advantages` and `weights` are float [T]. For `version` see `token_loss`.
-        With `keeps`, the log-probs of all tokens are kept for `kept_logprobs`.
+        `keeps` means that the log-probs of all tokens are kept for `kept_logprobs`.
 
         Raises RpcError(bad_request) if `spec` is not supported.
         """
@@ -77,6 +77,6 @@ class BatchLoss:
         return losses.token_loss(self._spec, cur, data, known, self._policy, version=self._version)
 
     def kept_logprobs(self) -> Array:
-        """Return the log-probs that the pass computed on this rank, float32 [T], and 0 for other tokens."""
+        """Return float32 [T]: the log-probs that the pass computed on this rank, and 0 for all other tokens."""
         kept: Array = np.zeros(len(self._weights), np.float32) if self._kept is None else self._kept.cpu().numpy()
         return kept

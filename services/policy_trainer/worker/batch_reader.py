@@ -15,7 +15,7 @@ from shared.dataplane.client import DataClient
 from shared.rpc.errors import AWAY, RpcError
 
 FETCH_S = 60.0
-"""Maximum seconds of one attempt to fetch shards."""
+"""Maximum duration of one attempt to fetch shards, in seconds."""
 AGAIN_S = 0.25
 MAX_PREFETCHED = 2
 """Maximum number of mini-batches whose shards are fetched ahead. The shards are mapped and cost only address space."""

@@ -25,7 +25,7 @@ def recompute_blocks(model: nn.Module) -> None:
     """
     blocks = blocks_of(model)
     if not blocks:
-        raise ValueError(f"{type(model).__name__} declares no blocks: services.policy-trainer.recompute must be none")
+        raise ValueError(f"{type(model).__name__} has no blocks, so services.policy-trainer.recompute must be none")
     for block in blocks:
         block.forward = functools.partial(_recomputed, model, block.forward)
 

@@ -35,7 +35,7 @@ class CallQueue:
         a replaced driver may arrive after that of its successor.
         """
         if driver in self._retired or turn < self._turn:
-            raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must end")
+            raise RpcError(ErrorCode.CONFLICT, f"driver {driver:x} was replaced by {self.driver:x}; it must exit")
         if self.driver not in (0, driver):
             self._retired.add(self.driver)
         self.driver, self._turn = driver, turn

@@ -1,4 +1,4 @@
-"""Execution of the driver's calls on one rank: prepare, meet the other ranks, compute, answer.
+"""Executes the driver's calls on one rank: prepare, meet the other ranks, compute, answer.
 
 A call can fail on a single rank only before the ranks have met. After that it fails on all of them, or the group ends.
 """
@@ -98,7 +98,7 @@ class Calls:
         self.on_changing: Callable[[], None] = lambda: None
         """Callback that returns once no sender is reading published weights on the device."""
         self.progress = 0
-        """Number of finished micro-batches and calls, counted by the compute thread."""
+        """The number of micro-batches plus the number of calls that the compute thread has finished."""
         self.reader = BatchReader(
             data,
             patience_s=topology.services.policy_trainer.collective_s / 2,
@@ -524,7 +524,7 @@ def _sequences(tokens: samples.BatchTokens) -> Any:
 def _scalar(batch: BatchMeta, name: str) -> Array:
     if name not in batch.scalars:
         known = ", ".join(sorted(batch.scalars)) or "none"
-        raise RpcError(ErrorCode.BAD_REQUEST, f"batch without {name} of its samples (scalars: {known}); add them")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"the batch has no per-sample {name} (its scalars: {known}); add them")
     return batch.scalars[name]
 
 

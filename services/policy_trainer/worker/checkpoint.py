@@ -68,8 +68,8 @@ def save(
     """Write `folder/step-<n>`, replacing any checkpoint of that step. Then delete all later checkpoints, and all
     earlier ones except the newest `keep_last`, the multiples of `keep_every` and those in `keep`.
 
-    A checkpoint made `at_stop` displaces no other: it does not count towards `keep_last` and is deleted after the next
-    save.
+    A checkpoint made `at_stop` does not displace any other: it does not count towards `keep_last` and is deleted after
+    the next save.
 
     Return the path once everything is durable and verified. Raises OSError (disk full).
     """

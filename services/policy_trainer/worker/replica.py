@@ -1,5 +1,5 @@
-"""A whole model on one rank, with the parameters that the optimizer trains. 16-bit weights have float32 masters: an
-update of 1e-6 vanishes in bfloat16, and so does a micro-batch's gradient in a long sum.
+"""A whole model on one rank, with the parameters that the optimizer trains. 16-bit weights have float32 masters,
+because an update of 1e-6 would vanish in bfloat16, as would a micro-batch's gradient in a long sum.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ _DTYPES = {
 def stored_keys(batch: Batch, keys: Sequence[str]) -> dict[str, str]:
     """Return a dict that maps `keys` to the keys of their shards in the stores.
 
-    Proximal log-probs are stored under a key specific to the call that made them, so that they cannot be confused with
-    earlier values from other weights or another number of ranks. Raises RpcError(bad_request) if they are needed but
-    missing.
+    Proximal log-probs are stored under a key specific to the call that computed them, so that they cannot be confused
+    with earlier values from other weights or another number of ranks. Raises RpcError(bad_request) if they are needed
+    but missing.
     """
     named = {key: key for key in keys}
     if PROX_KEY in named:

@@ -157,7 +157,7 @@ class PolicyTrainerWorker(Service):
             await self._calls.drop_gradients()
             if self._pending.driver != request.driver:
                 raise RpcError(
-                    ErrorCode.CONFLICT, f"driver {request.driver:x} was replaced in the meantime; it must end"
+                    ErrorCode.CONFLICT, f"driver {request.driver:x} was replaced in the meantime; it must exit"
                 )
             return messages.WorkerState(
                 step=self._calls.step,

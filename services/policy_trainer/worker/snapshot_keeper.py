@@ -32,11 +32,11 @@ class SnapshotKeeper:
         """Verify a snapshot and return its tensors. Raises RpcError: missing if there is no such snapshot, or conflict
         if it is damaged."""
         if self._snapshots is None:
-            raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}: this rank keeps none")
+            raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}: this rank keeps no snapshots")
         return self._snapshots.read(lineage, step)
 
     def take(self, lineage: int, step: int, state: Callable[[], Mapping[str, Tensor]]) -> float:
-        """Keep a snapshot of the state after `step`, which `state` returns. If that fails, keep none from then on.
+        """Keep a snapshot of the state after `step`, which `state` returns. If that fails, stop keeping snapshots.
 
         Return the processor time that this took, in seconds.
         """
@@ -47,7 +47,7 @@ class SnapshotKeeper:
             self._snapshots.take(lineage, step, state())
         except (OSError, WireError) as error:
             log = structlog.get_logger("policy-trainer-worker")
-            log.warning("no snapshots: a killed trainer returns to its checkpoint", error=str(error))
+            log.warning("snapshots turned off, so a killed trainer returns to its checkpoint", error=str(error))
             self._snapshots.remove()
             self._snapshots = None
         return time.thread_time() - began

@@ -85,8 +85,8 @@ class Snapshots:
         raise RpcError(ErrorCode.MISSING, f"snapshot of step {step}, lineage {lineage}: not in {self._files[0].parent}")
 
     def keep_only(self, lineage: int = -1, step: int = -1) -> None:
-        """Discard all snapshots except that of `step` under `lineage`: the others were not trained from the state that
-        is now loaded."""
+        """Discard all snapshots except that of `step` under `lineage`, because the others were not trained from the
+        state that is now loaded."""
         for file in self._files:
             held = _content(self._table(file))
             if held == HeldSnapshot(lineage=lineage, step=step):

@@ -1,7 +1,7 @@
 """Keeps the streamed shards of the current step, so that a store on another host sends each of them once per step.
 
-Shards in stores on this host are mapped again by every call: that costs little, and kept mappings would pin their
-files.
+Shards in stores on this host are mapped again by every call, because mapping costs little and mappings that were kept
+would pin their files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class StepShards:
     def __init__(self, data: DataClient) -> None:
         self._data = data
         self._kept: dict[tuple[str, int], dict[str, Array]] = {}
-        """Arrays by key, by (task id, fence)."""
+        """For each (task id, fence), the arrays by key."""
         self._fetching = asyncio.Lock()
 
     def drop(self) -> None:

@@ -109,4 +109,4 @@ class ComputeThread:
 
 def given_up() -> GenerationCancelled:
     """Return the error for a call whose `cancel` event is set."""
-    return GenerationCancelled("the block was given up: its lease ended")
+    return GenerationCancelled("the block was abandoned because its lease ended")

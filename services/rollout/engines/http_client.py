@@ -17,7 +17,7 @@ _CONNECT_S = 10.0
 _EVENT_BYTES = 64 << 20
 """Maximum size of one server-sent event."""
 _SHOWN = 300
-"""Maximum number of characters of a server's answer in an error."""
+"""Maximum number of characters of a server's answer that an error quotes."""
 _DONE = "[DONE]"
 
 
@@ -79,7 +79,7 @@ class HttpClient:
         timeout = httpx2.Timeout(self._silence_s, connect=_CONNECT_S)
         try:
             async with (
-                # The environment's proxies and .netrc file are ignored: the server is the one that the topology names.
+                # The environment's proxies and .netrc file are ignored, because the topology names the server.
                 httpx2.AsyncClient(headers=self._headers, timeout=timeout, verify=self._tls, trust_env=False) as client,
                 client.stream(method, f"{self._url}{path}", content=content) as answer,
             ):

@@ -30,7 +30,7 @@ _PACKING = frozenset(
 """vLLM operations that convert their first argument to another layout for CPU matrix products. They are composite
 operations, which are visible only to a function mode."""
 READ_BACK_FLOP = 4 * 10**9
-"""Maximum number of floating-point operations to read back one handle. This is enough for a whole layer of a 0.5B
+"""Maximum number of floating-point operations for reading back one handle. This is enough for a whole layer of a 0.5B
 model, and for a spread sample of the rows of its embedding. Reading back all handles takes seconds."""
 _READ_BACK_ROWS = 256
 _COPIES = frozenset(["aten::_to_copy", "aten::clone"])

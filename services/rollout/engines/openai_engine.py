@@ -227,7 +227,7 @@ class OpenAIEngine:
         if await self._held_mark() != self._mark:
             raise RpcError(
                 ErrorCode.CONFLICT,
-                f"{self._who}: the server no longer holds the weights it was given: it was started again, or another "
+                f"{self._who}: the server no longer holds the weights it was given: it was restarted, or another "
                 "run is using it; give every instance a server of its own",
             )
         self._generate_s += time.perf_counter() - started

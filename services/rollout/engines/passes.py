@@ -166,7 +166,8 @@ class PlainPasses:
         at_N, seen = positions_PL.reshape(-1), None
         if min(lengths) != self._length:
             causal = torch.ones(self._length, self._length, dtype=torch.bool).tril()
-            alone = torch.eye(self._length, dtype=torch.bool)  # padding attends to itself: an empty row would be NaN
+            # Padding attends to itself, because an empty row would be NaN.
+            alone = torch.eye(self._length, dtype=torch.bool)
             seen = ((causal & valid_PL[:, None]) | alone)[:, None]
             self._bias = torch.zeros(prompts, 1, self._capacity)
             self._bias[:, 0, : self._length].masked_fill_(~valid_PL, float("-inf"))

@@ -115,7 +115,7 @@ class SideBySide:
             self.seconds += time.perf_counter() - began
 
     def _going_on(self) -> bool:
-        """End the calls that were given up. Return whether any calls are left."""
+        """End the calls that were abandoned. Return whether any calls are left."""
         while not self._coming.empty():
             call = self._coming.get()
             if call.answer.set_running_or_notify_cancel():  # its caller is still waiting

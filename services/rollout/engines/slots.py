@@ -2,7 +2,8 @@
 
 The rows of ended samples are given to waiting samples, so no sample waits for the longest one. Rows are dropped and
 added in batches, because each change copies the keys and values of all rows. A `steady` table instead keeps the rows of
-one call until all of them have ended, so the same call gives the same bits. A prompt is run once for all its samples.
+one call until all of them have ended, so a repeated call gives bit-identical results. A prompt is run once for all its
+samples.
 
 Random numbers belong to a prompt: they are derived from the run's seed and the prompt's name, never from a global
 generator. A task's samples do not depend on what else is in the table, unless the shape of the table changes the

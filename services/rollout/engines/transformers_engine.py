@@ -42,8 +42,8 @@ class TransformersEngine:
     """An `Engine` in this process. Log-probs are exact: log_softmax(logits / temperature) in float32."""
 
     def __init__(self, *, model: Path, dtype: str, threads: int, deterministic: bool, device: str = "cpu") -> None:
-        """With `deterministic`, calls are decoded one after another in a steady table, so the same call gives the same
-        bits. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
+        """With `deterministic`, calls are decoded one after another in a steady table, so a repeated call gives
+        bit-identical results. `device` is `cpu`, or `cuda` for the first GPU that the process sees."""
         self._path = model
         self._dtype = dtype
         self._threads = threads
@@ -161,8 +161,8 @@ class TransformersEngine:
         if self._deterministic:
             require_deterministic_algorithms()
         self._model = load_model(str(self._path), self._dtype).eval().requires_grad_(False)
-        # The parameters get storages of their own, as they do after a sleep: memory mapped from a file is aligned
-        # differently, which changes the last bits.
+        # The parameters get storages of their own, as they do after a sleep, because memory mapped from a file is
+        # aligned differently, which changes the last bits.
         own_storages(self._model.parameters())
         self._model.to(self._device)
         self._holders = weight_holders(self._model)

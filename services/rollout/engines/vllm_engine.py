@@ -118,7 +118,7 @@ class VllmEngine:
         self._caches_older_weights = False
         self._swaps = 0
         self._proved: int | None = None
-        """Number of swaps when the block was paused. Weights that were swapped in since then are not proved yet."""
+        """Number of swaps when the block was paused. Weights swapped in since then have not been proved yet."""
         self._on_cpu = False
         self._awake = ENGINE
         self._lost = False
@@ -361,7 +361,7 @@ class VllmEngine:
             raise RpcError(
                 ErrorCode.INTERNAL,
                 f"engine vllm: a step of {self._tensor_parallel} tensor-parallel ranks failed ({text}); if a rank is "
-                "lost or runs out of memory, the engine ends and is started again",
+                "lost or runs out of memory, the engine exits and is restarted",
             ) from error
         self._finished |= {output.request_id: output for output in outputs if output.finished}
         self._compute.progress += 1
@@ -395,7 +395,7 @@ class VllmEngine:
             self._taker.take(self._llm.collective_rpc, offer, meeting)
         except HalfTaken as error:
             self._lost = True
-            raise RpcError(ErrorCode.LOST, f"engine vllm: {error}; the engine is started again") from error
+            raise RpcError(ErrorCode.LOST, f"engine vllm: {error}; the engine exits and is restarted") from error
         self._weights_are_set()
 
     def _weights_are_set(self) -> None:

@@ -19,7 +19,7 @@ def generation(output: Any, began: int, *, spans: bool) -> Generation:
     """Return the generation for a finished vLLM CompletionOutput.
 
     `began` is the number of swaps when the block began. `spans` says whether more swaps followed, in which case the
-    number must be read for each token.
+    number of swaps must be read for each token.
     """
     found = [(int(each.version), each.end - each.start) for each in output.weight_versions] if spans else []
     return _made(output.token_ids, output.logprobs, found, began, _reason(output))
@@ -69,7 +69,8 @@ def _made(
     finish_reason: FinishReason,
     proved: int | None = None,
 ) -> Generation:
-    """Return a generation. `spans` lists (swaps before, tokens) in order; if empty, all tokens have `began` swaps."""
+    """Return a generation. `spans` lists (number of preceding swaps, number of tokens) in order. If it is empty, all
+    tokens were sampled after `began` swaps."""
     count = len(token_ids)
     of_token: Array = np.full(count, began, np.int32)
     if spans:

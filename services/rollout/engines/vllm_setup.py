@@ -20,10 +20,10 @@ CPU_KV_CACHE_BYTES = 256 * 1024**2
 """Default of `kv_cache_memory_bytes` on a CPU, where vLLM would otherwise take a share of the machine's memory."""
 WORKER_EXTENSION = f"{vllm_worker.__name__}.{vllm_worker.PolicyWeights.__name__}"
 TRANSFER_EXTENSION = "services.rollout.engines.vllm_transfer.TransferredWeights"
-"""The worker extension to use instead if the trainer sends the weights."""
+"""The worker extension that takes the place of WORKER_EXTENSION if the trainer sends the weights."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the core in this process
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for tensor-parallel ranks: a fork would lose this process's threads
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # for tensor-parallel ranks; a fork would lose this process's threads
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # `auto` binds everything to one core
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",

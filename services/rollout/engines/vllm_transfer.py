@@ -155,7 +155,7 @@ class TransferredWeights(PolicyWeights):
         """Run `work`. After `within_s` seconds (0: `work` has its own deadline), abort its communicator, which ends
         `work`.
 
-        If that is impossible because NCCL has not made the communicator yet, the process exits and is started again.
+        If that is impossible because NCCL has not created the communicator yet, the process exits and is restarted.
         """
         if not within_s:
             return _failure(work)

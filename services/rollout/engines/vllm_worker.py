@@ -93,13 +93,13 @@ class PolicyWeights:
         for part in parts:
             for storage, nbytes in self._asleep.pop(part, []):
                 storage.resize_(nbytes)
-                # The memory is zeroed, because arbitrary contents might read as NaN, and a masked NaN is still NaN.
+                # The memory is zeroed, because arbitrary contents might be NaN, and a masked NaN is still NaN.
                 storage.fill_(0)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def unname_shared_memory(self) -> list[str]:
         """Remove the names of the shared memory for CPU reductions, once all ranks have mapped it. Return the names.
 
-        vLLM 0.32 removes the names when a rank ends on its own. A rank that is killed would leave 8 MiB behind for
+        vLLM 0.32 removes the names when a rank exits on its own. A rank that is killed would leave 8 MiB behind for
         good.
         """
         lines = Path("/proc/self/maps").read_text().splitlines()

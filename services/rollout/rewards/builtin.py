@@ -53,7 +53,7 @@ def math_verify(sample: Sample) -> float:
     """Return 1.0 if the completion's last mathematical expression equals the row's `answer` (library math-verify)."""
     from math_verify import parse, verify
 
-    # The library's own timeouts are off: they use SIGALRM, and a late process is killed from outside anyway.
+    # The library's own timeouts are off, because they use SIGALRM. A late process is killed from outside anyway.
     gold = parse(_as_latex(str(sample.row["answer"])), parsing_timeout=None, raise_on_error=True)
     if not gold:
         raise ValueError(f"answer {sample.row['answer']!r:.60} is not a mathematical expression")

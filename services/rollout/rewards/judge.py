@@ -34,8 +34,8 @@ the function runs."""
 
 
 def unavailable(error: BaseException) -> float | None:
-    """Return None if `error` is the function's own, otherwise the pause in seconds that the judge asks for (0.0 if
-    none).
+    """Return None if `error` is an error of the function itself. If it shows that the judge is unavailable, return the
+    pause in seconds that the judge asks for (0.0 if it asks for none).
 
     A judge is unavailable if its connection is refused or reset, its name does not resolve, the HTTP client's own
     timeout expires, or the status is 429 with Retry-After, or at least 500. A timeout that the function sets itself

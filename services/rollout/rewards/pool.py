@@ -204,7 +204,7 @@ class RewardPool:
 
     async def _work(self) -> None:
         while True:
-            # A process is reserved before there is work for it: the other workers take calls in the meantime.
+            # A process is reserved before a call is taken, so that the other workers can take calls in the meantime.
             async with self._pool.reserved() as process:
                 calls = await self._take()
                 if process.leaving.is_set():

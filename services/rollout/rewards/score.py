@@ -53,9 +53,9 @@ def total(answer: Any) -> Score:
         else:
             parts, value = {}, float(answer)
     except (TypeError, ValueError, OverflowError) as error:
-        return Score(None, f"answered {answer!r:.60}, not a number or a dict of numbers ({error})", kind=ANSWER)
+        return Score(None, f"returned {answer!r:.60}, not a number or a dict of numbers ({error})", kind=ANSWER)
     if not abs(value) <= LIMIT:
-        return Score(None, f"answered {value}, which is not finite in float32 (at most {LIMIT:.1e})", kind=ANSWER)
+        return Score(None, f"returned {value}, which is not finite in float32 (at most {LIMIT:.1e})", kind=ANSWER)
     return Score(value, parts=parts)
 
 
@@ -63,7 +63,7 @@ def totals(function: str, answer: Any, samples: int, *, group: bool) -> list[Sco
     """Return the scores of the `samples` samples in one call to `function`. For a group, `answer` lists one reward per
     sample."""
     if group and (not isinstance(answer, list | tuple) or len(answer) != samples):
-        why = f"answered {answer!r:.60} for {samples} samples, not a list of as many rewards"
+        why = f"returned {answer!r:.60} for {samples} samples, not a list of as many rewards"
         return [failed(function, ANSWER, why)] * samples
     scores = [total(each) for each in (answer if group else [answer])]
     return [each if each.value is not None else failed(function, each.kind, each.failure) for each in scores]

@@ -40,7 +40,7 @@ def confine(descriptor: int) -> socket.socket | None:
     if not run_subreaper(descriptor):
         return None
     os.set_inheritable(descriptor, False)
-    Path("/proc/self/oom_score_adj").write_bytes(_LIKELY_VICTIM)  # the OOM killer ends this process before the engine
+    Path("/proc/self/oom_score_adj").write_bytes(_LIKELY_VICTIM)  # the OOM killer kills this process before the engine
     os.dup2(2, 1)  # what users' code prints goes to standard error
     lossy = _Lossy(2, "w", closefd=False)
     sys.stdout = sys.stderr = io.TextIOWrapper(lossy, errors="backslashreplace", write_through=True)

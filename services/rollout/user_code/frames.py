@@ -1,4 +1,4 @@
-"""Messages between the service and a process of users' code: length-prefixed msgpack structs over a socket.
+"""Messages between the service and a process that runs users' code: length-prefixed msgpack structs over a socket.
 
 Messages contain only data, so reading them executes nothing. A slot is one call of a user's function in one process.
 Slots are numbered from 1, and numbers are not reused.
@@ -84,7 +84,7 @@ class RateSamples(msgspec.Struct, array_like=True, tag=1):
 
 
 class Answered(msgspec.Struct, array_like=True, tag=2):
-    """Service -> process: the policy's answer to a call, or why there is no answer. `refused` names a class of
+    """Service -> process: the policy's answer to a call, or the reason why there is none. `refused` names a class of
     REFUSALS."""
 
     slot: int

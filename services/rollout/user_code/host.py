@@ -1,4 +1,4 @@
-"""The service's side of one process of users' code.
+"""The service's side of one process that runs users' code.
 
 It hands calls to the process, notices when the process hangs or dies, and identifies the call that may be the cause, so
 that other calls are not lost with it.
@@ -276,7 +276,7 @@ class UserHost:
         """Return whether the process is hanging and must be ended."""
         if not self._silent_rounds:
             self.send(frames.CheckLoop())
-        # Silence is counted in rounds: if this process itself was suspended, the answer might be in the socket.
+        # Silence is counted in rounds, because the answer might be in the socket if this process itself was suspended.
         silent_s = self._silent_rounds * WATCH_S
         self._silent_rounds += 1
         if silent_s > self._stall_s:

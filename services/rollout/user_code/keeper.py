@@ -66,7 +66,7 @@ def _stay(child: int, descriptor: int, woken: int, asked: list[int]) -> NoReturn
     """Wait until the child or service ends, or SIGTERM arrives. Then kill all descendants and exit as the child did."""
     poll = select.poll()
     poll.register(woken, select.POLLIN)
-    poll.register(descriptor, 0)  # POLLHUP only: the data is for the child
+    poll.register(descriptor, 0)  # only POLLHUP, because the data is for the child
     status: int | None = None
     while status is None and not asked and not any(event & ~select.POLLIN for _, event in poll.poll()):
         os.read(woken, _WAKES)

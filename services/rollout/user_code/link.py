@@ -1,5 +1,5 @@
-"""The socket to the service in a process of users' code. A `Link` passes messages to the loop, and sends messages from
-any thread.
+"""The socket to the service in a process that runs users' code. A `Link` passes messages to the loop, and sends
+messages from any thread.
 
 The process exits when the service is gone.
 """

@@ -26,7 +26,7 @@ _BUILTIN = "builtin"
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A loaded function. With `group`, it takes all samples of a task; with `is_async`, it returns a coroutine."""
+    """A loaded function. `group` means that it takes all samples of a task, `is_async` that it returns a coroutine."""
 
     name: str
     call: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Memory that a process of users' code shares with the service, to show whose code is running.
+"""Memory shared by the service and a process that runs users' code, to show which call's code is running.
 
 The memory outlives the process, so that the service can identify the call that ended it. Only the process writes to it.
 """

@@ -1,4 +1,4 @@
-"""A process of users' code: `python -m services.rollout.user_code.process PURPOSE SOCKET MARKS STACK`.
+"""A process that runs users' code: `python -m services.rollout.user_code.process PURPOSE SOCKET MARKS STACK`.
 
 It loads functions and calls them: coroutine functions as tasks of one loop, and other functions one after another. The
 service kills the process when it hangs, and does not rely on it to exit. The process does not import torch.
@@ -34,14 +34,14 @@ from shared.workflow import Sequence, Trajectory, WorkflowError
 
 NO_MEMORY_STATUS = 70
 _UNFIT_RESULT = {
-    Purpose.REWARD: "answered with a value that cannot be handed over",
+    Purpose.REWARD: "returned a value that cannot be handed over",
     Purpose.WORKFLOW: "returned a value that cannot be handed over (ctx.state may hold only JSON values)",
 }
 _SLOT: contextvars.ContextVar[int] = contextvars.ContextVar("slot")
 
 
 def main(descriptor: int, marks: int, stack: int) -> None:
-    """Serve the service at the other end of the socket until the socket closes. For `stack`, see
+    """Handle the messages of the service at the other end of the socket until the socket closes. For `stack`, see
     `trace.write_stacks`."""
     link = confine(descriptor)
     setup = read(link, Setup) if link is not None else None
@@ -115,7 +115,7 @@ class _Slots:
         self._marks = marks
         self._setup = setup
         self._functions = functions
-        # This is not the thread's current event loop: a plain function may run its own coroutines on that one.
+        # This is not the thread's current event loop, on which a plain function may run coroutines of its own.
         self._loop = loop = asyncio.new_event_loop()
         self._plain: deque[RateSamples] = deque()
         self._llms: dict[int, ProcessLLM] = {}
@@ -137,7 +137,7 @@ class _Slots:
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Any, context: contextvars.Context | None = None
     ) -> asyncio.Task[Any]:
-        """Make a task (the loop's task factory). Tasks that a call starts are marked with the call's slot."""
+        """Create a task, as the loop's task factory. Tasks that a call starts are marked with the call's slot."""
         slot = (context.get(_SLOT) if context is not None else None) or _SLOT.get(0)
         if not slot:
             return asyncio.Task(coroutine, loop=loop, context=context)

@@ -42,7 +42,7 @@ class CallBatcher:
     """The calls of one lease, on the service's loop. The lease's `cancel` and `give_up` both stop the engine's work."""
 
     def __init__(self, engine: Engine, cancel: threading.Event, on_idle: Callable[[float], None]) -> None:
-        """When the engine runs out of blocks, `on_idle(seconds)` is called with how long the engine was busy."""
+        """When the engine runs out of blocks, `on_idle` is called with the number of seconds for which it was busy."""
         self._engine = engine
         self._given_up = False
         self._cancel = _EitherEvent(cancel)
@@ -71,8 +71,8 @@ class CallBatcher:
         return await mine.answer
 
     async def run(self) -> None:
-        """Run until cancelled or given up. Raises the engine's errors, such as GenerationCancelled when the lease
-        ends."""
+        """Run until cancelled, or until `give_up` is called. Raises the engine's errors, such as GenerationCancelled
+        when the lease ends."""
         gathering = asyncio.create_task(self._gather())
         try:
             while not self._given_up:

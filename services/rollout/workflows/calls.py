@@ -83,7 +83,7 @@ class SampleCalls:
         return taken
 
     async def _begin(self, begin: Callable[[], PreparedCall]) -> PreparedCall:
-        """Run `begin` on the text thread. If the caller is cancelled in the meantime, the opened call is given up."""
+        """Run `begin` on the text thread. If the caller is cancelled in the meantime, the opened call is abandoned."""
         beginning: asyncio.Future[PreparedCall] = asyncio.ensure_future(self._on_text(begin))
         try:
             return await asyncio.shield(beginning)

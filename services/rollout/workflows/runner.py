@@ -47,7 +47,7 @@ class Made:
 
 
 class WorkflowRunner:
-    """Runs workflows, on the service's loop. User coroutines run in the processes of a `UserPool`."""
+    """Runs workflows. It belongs to the service's loop; user coroutines run in the processes of a `UserPool`."""
 
     def __init__(
         self,

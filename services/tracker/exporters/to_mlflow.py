@@ -79,7 +79,7 @@ class MlflowExporter:
         self._client.set_tag(self._run, f"{note.title}.{note.key}", f"step {note.step}: {note.text}"[:TAG_CHARS])
 
     def show(self, table: Table) -> None:
-        """Do nothing: MLflow keeps tables in its own file store, which many installations lack."""
+        """Do nothing, because MLflow keeps tables in its own file store, which many installations lack."""
 
     def close(self, end: End) -> None:
         status = _STATUS.get(end.outcome, RunStatus.KILLED)

@@ -86,7 +86,7 @@ class TrackioExporter:
         self._deliver([self._log(f"samples-{table.position}", table.position, metrics)])
 
     def close(self, end: End) -> None:
-        """Do nothing: nothing is open, and trackio has no run state. A note records the end of the run."""
+        """Do nothing, because nothing is open and trackio has no run state. A note records the end of the run."""
 
     def _log(self, key: str, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         log = {"metrics": metrics, "step": step, "config": None, "log_id": f"{self._subject.id}-{key}"}

@@ -69,7 +69,7 @@ function draw() {
   $("sample").hidden = false;
   $("sample").replaceChildren(
     h("div", { class: "facts" }, ...facts.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, h("bdi", {}, value))))),
-    ...(cut ? [h("p", { class: "warn" }, `${cut} characters and tokens are too much to show; the files in samples/ may have more.`)] : []),
+    ...(cut ? [h("p", { class: "warn" }, `${cut} characters and tokens are not shown; the files in samples/ may have more.`)] : []),
     ...texts.filter(([, text]) => text).flatMap(([name, text]) => [h("h2", {}, name), h("div", { class: "text", dir: "auto" }, text)]),
     ...tokens(),
   );

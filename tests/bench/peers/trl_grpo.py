@@ -1,5 +1,5 @@
-"""TRL's GRPOTrainer on the quickstart's task: the peer in `tests.bench.against_trl`. It runs in `.venv-trl` (see
-trl.txt), so it cannot import the product.
+"""Runs TRL's GRPOTrainer on the quickstart's task, as the peer in `tests.bench.against_trl`. It runs in `.venv-trl`
+(see trl.txt), so it cannot import the product.
 
     .venv-trl/bin/python tests/bench/peers/trl_grpo.py --rows train.jsonl --model launch/topologies/models/tiny-qwen3
 
@@ -11,15 +11,15 @@ no weight decay, gradient norm clipped to 1); at most 8 new tokens at temperatur
 reward; advantages divided by the group's standard deviation; ratio clipped at 0.2; loss averaged over all tokens of the
 step (`dapo`); k3 KL of 0.001 to a frozen copy, not multiplied by the ratio (`use_bias_correction_kl=False`); float32.
 
-Different: one process whose generation, reference pass and update take turns on all threads; an epsilon of 1e-4
+The differences: one process whose generation, reference pass and update take turns on all threads; an epsilon of 1e-4
 (instead of 1e-6) added to the standard deviation; no evaluation, checkpoint or metrics file; the quickstart writes
 checkpoints and metrics.
 
-Set for speed: no gradient checkpointing (TRL's default is on), fused AdamW, no logging. `--threads`, `--micro-batch`
-and `--generation-batch` come from a recorded sweep (trl_sweep.json). A generation batch of up to one step's samples is
-on policy, and TRL then computes no log-probs of the old policy. A batch of two steps' samples is TRL's form of
-staleness 1: every second update learns from samples drawn with the weights from before the previous update, and TRL
-scores these samples again.
+The settings for speed: no gradient checkpointing (TRL's default is on), fused AdamW, no logging. `--threads`,
+`--micro-batch` and `--generation-batch` come from a recorded sweep (trl_sweep.json). A generation batch of up to one
+step's samples is on policy, and TRL then computes no log-probs of the old policy. A batch of two steps' samples is
+TRL's form of staleness 1: every second update learns from samples drawn with the weights from before the previous
+update, and TRL scores these samples again.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Clock(TrainerCallback):
 
 
 class ExactMatch:
-    """Reward of 1.0 where the completion is exactly the answer. It records the means of each call (a generation
-    batch)."""
+    """Reward function that gives 1.0 where the completion is exactly the answer, and otherwise 0.0. It records the
+    means of each call (a generation batch)."""
 
     __name__ = "exact_match"
 

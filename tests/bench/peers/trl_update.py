@@ -1,5 +1,6 @@
-"""TRL's GRPOTrainer on completions of known lengths: the peer of `bench_train`. Only its training part is timed: the
-loss (log-probs with a gradient, entropies, clipped objective) and the backward pass, as `GRPOTrainer` calls them.
+"""Runs TRL's GRPOTrainer on completions of known lengths, as the peer of `bench_train`. Only its training part is
+timed: the loss (log-probs with a gradient, entropies, clipped objective) and the backward pass, as `GRPOTrainer` calls
+them.
 
     .venv-trl/bin/python tests/bench/peers/trl_update.py --model DIR --batch batch.json
 

@@ -125,7 +125,7 @@ def test_a_producer_retries_at_the_time_that_the_store_names_and_not_before(run:
     assert sum(gaps_s) < sum(pauses_s[:-1]) + 2  # The client does not wait much longer than the store tells it to.
 
 
-def test_a_put_that_can_never_be_granted_spills_nothing(run: RunDir) -> None:
+def test_a_put_that_can_never_be_granted_does_not_cause_spilling(run: RunDir) -> None:
     tasks = [shard(i) for i in range(4)]
     hopeless = [
         PutBegin(put_id="0" * 32, nbytes=2**62, tasks=[PutTask("train/0/9", 1)]),
@@ -167,7 +167,7 @@ def test_a_reader_keeps_its_mapping_when_the_file_is_spilled(run: RunDir) -> Non
     asyncio.run(main())
 
 
-def test_a_put_larger_than_the_memory_spills_nothing(run: RunDir) -> None:
+def test_a_put_larger_than_the_memory_does_not_cause_spilling(run: RunDir) -> None:
     async def main() -> None:
         async with served(run) as (_, peer):
             await put(peer, shard(1))

@@ -1,5 +1,5 @@
-"""Shards whose bytes change at rest: readers on the same host detect the damage, and the store drops the shards when it
-is asked to check them."""
+"""When the bytes of shards change at rest, readers on the same host detect the damage, and the store drops the shards
+when it is asked to check them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Fetches from one or two stores while a store dies, fails or stays silent. They return all data or raise a named
-error. They never return part of the data.
+"""Tests fetches from one or two stores while a store dies, fails or stays silent. A fetch returns all data or raises a
+named error, but never returns only part of the data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A store whose replies are falsified on the way to its readers, and readers that send impossible requests."""
+"""Tests a store whose replies are falsified on the way to its readers, and readers that send impossible requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cases from the test suites of other data planes, and a few more: partial requests, errors midway, constant memory."""
+"""Repeats cases from the test suites of other data planes, and adds a few more: partial requests, errors midway,
+constant memory."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ async def stats(peer: Peer) -> StoreStats:
 def test_memory_of_store_and_client_stays_flat_over_a_thousand_steps(
     store: StoreProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapping, "CACHED_ROWS", 1 << 11)  # full after the first steps, instead of after 3,000
+    monkeypatch.setattr(mapping, "CACHED_ROWS", 1 << 11)  # The cache is then full after a few steps, not after 3,000.
     values = np.random.default_rng(1).standard_normal(64 * 1024)
 
     async def main() -> None:

@@ -1,4 +1,5 @@
-"""A producer dies during a put: the partial file is never visible, its room is reclaimed, and the next put works."""
+"""When a producer dies during a put, the partial file is never visible, its room is reclaimed, and the next put
+works."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ FILE = held_bytes(4 * ELEMENTS + 200)
 MEMORY = 2 * FILE + (1 << 20)
 CALL_S = 20.0
 ROUNDS = 30
-"""Maximum number of attempts: a put may end before it can be stopped."""
+"""Maximum number of attempts. More than one may be needed, because a put may end before it can be stopped."""
 
 
 @pytest.fixture

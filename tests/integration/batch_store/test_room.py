@@ -1,4 +1,5 @@
-"""A store of exactly the required size, full of rollouts: later stages never see BUSY, and one byte less is refused."""
+"""In a store of exactly the required size that is full of rollouts, later stages never see BUSY. A size that is one
+byte smaller is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch store and its data plane, with a real store process, real files and a real bus."""
+"""Tests the batch store and its data plane with a real store process, real files and a real bus."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_nested_shards_come_back_by_path_and_are_collected_with_their_task(store
     asyncio.run(main())
 
 
-def test_writing_to_a_fetched_array_changes_no_other_readers_array(store: StoreProcess) -> None:
+def test_writing_to_a_fetched_array_does_not_change_the_arrays_of_other_readers(store: StoreProcess) -> None:
     tasks = block(1, 1)
 
     async def main() -> None:
@@ -337,7 +337,7 @@ def test_readers_that_race_with_clear_get_whole_tasks_or_the_error_collected(sto
                 await clear(peer, tasks)
                 await asyncio.gather(*readers)
             assert outcomes == {"read", ErrorCode.COLLECTED}
-            gc.collect()  # The tracebacks of the errors above reference frames, which reference the arrays.
+            gc.collect()  # The tracebacks of the errors above refer to frames, which refer to the arrays.
             assert (await stats(peer)).bytes == 0
 
     asyncio.run(main())

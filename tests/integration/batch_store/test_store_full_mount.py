@@ -1,5 +1,5 @@
-"""A shared-memory mount filled by something else, or a store without descriptors: puts wait, then fail with the cause,
-and clearing still makes room.
+"""When something else has filled the shared-memory mount, or the store has no free descriptor, puts wait and then fail
+with the cause, and clearing still makes room.
 """
 
 from __future__ import annotations

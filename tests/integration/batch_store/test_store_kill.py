@@ -1,4 +1,5 @@
-"""A store killed with SIGKILL at any instant loses no acknowledged data and serves no partly written data."""
+"""A store that is killed with SIGKILL at any instant does not lose acknowledged data and does not serve partly written
+data."""
 
 from __future__ import annotations
 

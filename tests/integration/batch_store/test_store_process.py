@@ -1,4 +1,4 @@
-"""The store as a process: its descriptors, shared memory, start and end, and the refusal of a second process."""
+"""Tests the store as a process: its descriptors, shared memory, start and end, and the refusal of a second process."""
 
 from __future__ import annotations
 

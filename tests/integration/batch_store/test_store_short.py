@@ -1,4 +1,4 @@
-"""A store that restarts or continues after something else has used up the room loses no acknowledged data."""
+"""A store that restarts or continues after something else has used up the room does not lose acknowledged data."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_puts_are_refused_as_busy_while_the_disk_of_the_run_directory_and_the_sp
 @pytest.mark.parametrize(
     "task", [PutTask("x", 1), PutTask("a/0/0\nt/0/1", 1), PutTask("t/0/1", -3), PutTask("t/0/1", 1 << 63)]
 )
-def test_clear_of_an_invalid_task_is_refused_and_breaks_no_restart(tmp_path: Path, task: PutTask) -> None:
+def test_clear_of_an_invalid_task_is_refused_and_does_not_break_a_restart(tmp_path: Path, task: PutTask) -> None:
     async def before(peer: Peer) -> None:
         await peer.data.put([shard(1, 1000)], store=STORE, deadline_s=10)
         with pytest.raises(RpcError) as caught:
@@ -129,7 +129,7 @@ def test_clear_of_an_invalid_task_is_refused_and_breaks_no_restart(tmp_path: Pat
 
 @pytest.mark.parametrize("again", [True, False])
 def test_task_cleared_on_a_full_mount_stays_cleared_after_a_kill(mount: Path, tmp_path: Path, again: bool) -> None:
-    """With `again`, another task is cleared once there is room; otherwise the store catches up on its own."""
+    """If `again` is true, another task is cleared once there is room; otherwise the store catches up on its own."""
     tombstones = f"{STORE.replace('/', '-')}/tombstones"
     run = make_run(tmp_path, memory=6 * MIB, shm_root=mount)
 

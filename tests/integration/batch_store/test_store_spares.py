@@ -164,7 +164,7 @@ def test_client_without_descriptors_releases_its_kept_mappings_and_then_fails_wi
     asyncio.run(scenario())
 
 
-def test_a_refused_put_is_lent_no_spare(store: StoreProcess) -> None:
+def test_a_refused_put_is_not_lent_a_spare(store: StoreProcess) -> None:
     async def scenario() -> None:
         async with peer_of(store.run) as peer:
             await put(peer, "train/0/0", np.zeros(MEMORY * 5 // 8, np.uint8))

@@ -1,4 +1,4 @@
-"""The tutorial from "Your own project" onwards: every block is run in a folder outside the repository."""
+"""Runs every block of the tutorial, from "Your own project" onwards, in a folder outside the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The exporter as a process beside a monitor, with real scrapes and a real collector. It never delays the monitor."""
+"""Tests the exporter as a process beside a monitor, which it must never delay, with real scrapes and a real
+collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real run that a real Prometheus scrapes: promtool's lint, the scrape, and every query of the dashboard."""
+"""Tests a real run that a real Prometheus scrapes: promtool's lint, the scrape, and every query of the dashboard."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_prometheus_scrapes_a_run_that_is_also_traced_and_reported(tools: tuple[
             wait_for("a trained step", lambda: query(server, "rlbus_time_step_seconds"), LIMIT_S)
             lint = subprocess.run([promtool, "check", "metrics"], input=scrape(port)[1], capture_output=True, text=True)
             assert (lint.returncode, lint.stdout + lint.stderr) == (0, "")
-        # The exporter has ended with the run. A query over the past half hour still finds the scraped values.
+        # The exporter has exited together with the run. A query over the past half hour still finds the scraped values.
         empty = [each for each in expressions() if not query(server, f"last_over_time(({each})[30m:1s])")]
         assert [each for each in empty if not any(rare in each for rare in RARE)] == []
         _check_traces(kept, path)

@@ -137,7 +137,7 @@ def test_a_host_loses_leases_in_a_partition_and_joins_again_when_the_partition_h
 
 
 @pytest.mark.parametrize("side", ["home", "away"])
-def test_packet_loss_in_one_direction_loses_no_host(side: str, tmp_path: Path) -> None:
+def test_packet_loss_in_one_direction_does_not_cause_the_loss_of_a_host(side: str, tmp_path: Path) -> None:
     with running(tmp_path) as run, run.agent() as agent:
         run.told.wait_for("host b has joined")
         firewall(getattr(run, side), "-I", LOSES)
@@ -148,7 +148,7 @@ def test_packet_loss_in_one_direction_loses_no_host(side: str, tmp_path: Path) -
         run.ends(agent)
 
 
-def test_a_delay_of_a_tenth_of_a_second_loses_no_host(tmp_path: Path) -> None:
+def test_a_delay_of_a_tenth_of_a_second_does_not_cause_the_loss_of_a_host(tmp_path: Path) -> None:
     with running(tmp_path, delay_s=0.1) as run, run.agent() as agent:
         run.told.wait_for("host b has joined")
         run.goes_on()
@@ -178,7 +178,7 @@ def test_a_host_without_power_counts_as_lost_and_joins_again_with_a_new_agent(tm
             run.ends(agent)
 
 
-def test_an_agent_whose_host_lacks_the_model_ends_with_one_line(tmp_path: Path) -> None:
+def test_an_agent_whose_host_lacks_the_model_exits_with_a_one_line_error(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         model = ROOT / "launch" / "topologies" / "models"
         agent = subprocess.run(

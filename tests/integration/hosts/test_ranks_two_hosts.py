@@ -1,4 +1,4 @@
-"""Ranks of one model, and engines to which weights are sent, on two hosts that reach each other only over TCP."""
+"""Tests ranks of one model, and engines to which weights are sent, on two hosts that reach each other only over TCP."""
 
 from __future__ import annotations
 

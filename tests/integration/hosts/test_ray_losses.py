@@ -1,4 +1,4 @@
-"""Runs on a real Ray cluster whose nodes, actors, agents and launcher are killed."""
+"""Tests runs on a real Ray cluster whose nodes, actors, agents and launcher are killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The problems of a real Ray cluster that a launcher reports before anything starts, one line for each."""
+"""A launcher reports the problems of a real Ray cluster before anything starts, with one line for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real run on two nodes of a real Ray cluster: the rollout is on the other node."""
+"""Tests a real run on two nodes of a real Ray cluster, with the rollout on the node that is not the head."""
 
 from __future__ import annotations
 

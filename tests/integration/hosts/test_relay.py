@@ -1,4 +1,4 @@
-"""Weights pass from host to host: real stores in network namespaces, on links with a limited rate."""
+"""Weights pass from host to host between real stores in network namespaces, over links with a limited rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two network namespaces as two hosts: scheduler, store and monitor on one, a service and a stranger on the other."""
+"""Tests access between two hosts, each a network namespace: the scheduler, the store and the monitor are on one, and a
+service and a stranger are on the other."""
 
 from __future__ import annotations
 

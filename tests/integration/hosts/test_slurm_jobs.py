@@ -1,4 +1,4 @@
-"""The job scripts of `launch/jobs` on a real Slurm cluster of two nodes, with and without Ray."""
+"""Tests the job scripts of `launch/jobs` on a real Slurm cluster of two nodes, with and without Ray."""
 
 from __future__ import annotations
 

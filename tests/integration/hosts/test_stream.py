@@ -1,4 +1,5 @@
-"""Shards streamed to a reader that shares no memory with the store: real store processes, real TCP."""
+"""Tests the streaming of shards to a reader that shares no memory with the store, with real store processes and real
+TCP."""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ def test_shards_of_a_store_on_this_host_are_mapped_and_nothing_is_streamed(store
     with_peer(store, body)
 
 
-def test_a_store_whose_token_is_not_visible_here_streams_its_shards_and_accepts_no_puts(store: TcpStoreProcess) -> None:
+def test_a_store_whose_token_is_not_visible_here_streams_its_shards_and_does_not_accept_puts(
+    store: TcpStoreProcess,
+) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 3)
         await peer.data.put(tasks, store=STORE, deadline_s=10)
@@ -176,7 +179,7 @@ def test_errors_name_missing_shards_and_collected_tasks(store: TcpStoreProcess) 
     with_peer(store, body)
 
 
-def test_writing_to_a_streamed_array_changes_no_other_readers_array(store: TcpStoreProcess) -> None:
+def test_writing_to_a_streamed_array_does_not_change_the_arrays_of_other_readers(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         tasks = block(0, 2)
         await peer.data.put(tasks, store=STORE, deadline_s=10)

@@ -1,4 +1,4 @@
-"""Streams over links that are slow or cut, from stores that die, and with bytes that are forged or damaged on the
+"""Tests streams over links that are slow or cut, from stores that die, and with bytes that are forged or damaged on the
 way."""
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_a_fetch_that_takes_far_longer_than_its_deadline_continues_while_data_ar
     with_peer(store, body)
 
 
-def test_reader_closed_during_a_stream_writes_to_no_reused_descriptor(store: TcpStoreProcess) -> None:
+def test_reader_closed_during_a_stream_does_not_write_to_reused_descriptors(store: TcpStoreProcess) -> None:
     async def body(peer: Peer) -> None:
         async with line.open():
             tasks = block(0, 8, 130_000)
@@ -138,7 +138,7 @@ def test_reader_closed_during_a_stream_writes_to_no_reused_descriptor(store: Tcp
     with_peer(store, body)
 
 
-def test_an_absent_store_delays_no_fetch_from_another_store(
+def test_an_absent_store_does_not_delay_fetches_from_another_store(
     store: TcpStoreProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "STREAM_BYTES", 1 << 20)  # more streams than run concurrently

@@ -1,4 +1,5 @@
-"""A store and a reader on two hosts: each has its own network namespace, and the reader its own /dev/shm."""
+"""Tests a store and a reader on two hosts. Each has its own network namespace, and the reader also has its own
+/dev/shm."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def put(run: RunDir, tasks: list[TaskShards]) -> None:
 
 @contextlib.contextmanager
 def reader(hosts: Hosts, run: RunDir, tasks: int, *, told: bool = False) -> Iterator[subprocess.Popen[str]]:
-    """Start a reader; if `told`, it begins when it gets a line of input."""
+    """Start a reader. If `told` is true, it begins when it gets a line of input."""
     words = [
         sys.executable,
         "-m",

@@ -1,4 +1,5 @@
-"""Models and data sets by hub name, fetched by the real client from a hub on this machine."""
+"""Tests models and data sets that are given by their hub names and fetched by the real client from a hub on this
+machine."""
 
 from __future__ import annotations
 
@@ -194,7 +195,7 @@ def test_the_new_commit_of_a_moved_revision_is_used_even_if_its_files_are_cached
     assert got(user) == []
 
 
-def test_an_unreachable_hub_gives_one_line(user: User) -> None:
+def test_an_unreachable_hub_gives_a_one_line_error(user: User) -> None:
     line = one_line(user.launch("--dry-run", HF_ENDPOINT="http://127.0.0.1:9"))
     assert "http://127.0.0.1:9 cannot be reached (" in line
     assert line.endswith("with: hf download adders/tiny")
@@ -270,7 +271,7 @@ def test_gated_data_set_needs_a_token(user: User) -> None:
         ),
     ],
 )
-def test_a_name_unknown_to_the_hub_gives_one_line(user: User, key: str, value: str, text: str) -> None:
+def test_a_name_unknown_to_the_hub_gives_a_one_line_error(user: User, key: str, value: str, text: str) -> None:
     line = one_line(user.launch("--dry-run", "--set", f"{key}={value}"))
     assert text.format(url=user.hub.url) in line
 

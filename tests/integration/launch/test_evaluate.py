@@ -1,4 +1,5 @@
-"""`launch.cluster --evaluate` with real services: a checkpoint, an exported model and the policy, on both engines."""
+"""Tests `launch.cluster --evaluate` with real services: a checkpoint, an exported model and the policy, on both
+engines."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_bad_command_lines_are_refused_with_a_one_line_error(tmp_path: Path) -> 
     assert (done.returncode, "has no effect without --evaluate" in done.stderr) == (2, True)
 
 
-def test_an_evaluation_starts_no_reference_and_gives_its_services_the_checkpoints_model(tmp_path: Path) -> None:
+def test_an_evaluation_does_not_start_a_reference_and_gives_its_services_the_checkpoints_model(tmp_path: Path) -> None:
     """The services of this run are tiny: only the launcher is tested."""
     step = checkpoint(tmp_path / "checkpoints" / "step-20", 1.0)
     with launched(tmp_path / "run", "--evaluate", "--checkpoint", str(step)) as here:

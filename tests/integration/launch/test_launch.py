@@ -1,4 +1,5 @@
-"""The launcher with real processes, without torch: start order, kills, restarts and every way in which a run ends.
+"""Tests the launcher with real processes, without torch: start order, kills, restarts and every way in which a run
+ends.
 
 Tiny services replace those that need torch and, in tests of the launcher alone, the scheduler and the batch store.
 """
@@ -96,8 +97,8 @@ def test_first_services_are_ready_before_the_others_start(live: Launched) -> Non
 
 @pytest.mark.parametrize("service", ["scheduler", "batch_store", "monitor", "recorder"])
 def test_light_service_imports_only_small_packages(service: str) -> None:
-    """The service therefore starts within a second. Importing torch, transformers or a web framework would take
-    several.
+    """A light service starts within a second. Importing torch, transformers or a web framework would take several
+    seconds.
     """
     tell = f"import sys, services.{service}.server; print(*{{name.partition('.')[0] for name in sys.modules}})"
     told = subprocess.run(
@@ -358,7 +359,7 @@ def test_dry_run_shows_the_gpus_of_each_service_and_the_missing_ones() -> None:
     assert "CUDA_VISIBLE_DEVICES names 0" in line
 
 
-def test_every_topology_error_gives_one_line_and_exit_status_2(tmp_path: Path) -> None:
+def test_every_topology_error_is_reported_in_one_line_with_exit_status_2(tmp_path: Path) -> None:
     done = cluster(str(QUICKSTART), "--set", "run.stepz=3", "--set", "algorithm.group_size=none")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) >= 2
@@ -432,7 +433,7 @@ def test_a_run_whose_sockets_were_deleted_fails_instead_of_waiting_forever(tmp_p
         shutil.rmtree(sockets)
         status, output, errors = here.end()
     assert status == 1
-    line = f"{sockets}, the folder of the run's sockets, was deleted: continue the run with --resume"
+    line = f"{sockets}, the folder of the run's sockets, was deleted; continue the run with --resume"
     assert line in output + errors
 
 
@@ -458,14 +459,16 @@ def test_stop_ends_the_run(tmp_path: Path) -> None:
         (["logs", "schedular"], "did you mean 'scheduler'"),
     ],
 )
-def test_unknown_service_gives_one_line_and_exit_status_2(live: Launched, arguments: list[str], said: str) -> None:
+def test_unknown_service_gives_a_one_line_error_and_exit_status_2(
+    live: Launched, arguments: list[str], said: str
+) -> None:
     done = ctl(live.path, *arguments)
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_missing_run_gives_one_line_and_exit_status_2(tmp_path: Path) -> None:
+def test_a_missing_run_gives_a_one_line_error_and_exit_status_2(tmp_path: Path) -> None:
     done = ctl_process(tmp_path, "status")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

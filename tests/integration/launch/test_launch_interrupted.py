@@ -1,5 +1,5 @@
-"""The launcher at its very start and end: signals, full disks, and a run directory that disappears. All processes are
-real."""
+"""Tests the launcher at its very start and end: signals, full disks, and a run directory that disappears. All processes
+are real."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def use_up_files(mount: Path) -> None:
         ("shm", use_up_files, "and 0 of 1000 files left"),
     ],
 )
-def test_a_full_disk_at_the_start_gives_one_line_and_leaves_nothing(
+def test_a_full_disk_at_the_start_gives_a_one_line_error_and_leaves_nothing_behind(
     tmp_path: Path, temporary: Path, mount: Path, full: str, use_up: Callable[[Path], None], said: str
 ) -> None:
     """A full TMPDIR causes no error, because Python then uses the next of its temporary directories."""
@@ -259,7 +259,7 @@ def test_a_full_disk_at_the_start_gives_one_line_and_leaves_nothing(
     assert all(each.name.startswith("junk") for each in left), left
 
 
-def test_a_full_disk_at_resume_gives_one_line_and_the_run_resumes_when_there_is_room(
+def test_a_full_disk_at_resume_gives_a_one_line_error_and_the_run_resumes_when_there_is_room(
     mount: Path, temporary: Path, shm: Path
 ) -> None:
     path = mount / "run"
@@ -296,7 +296,7 @@ def test_a_signal_after_the_loop_has_closed_does_not_change_the_outcome(
     assert [*temporary.iterdir(), *shm.iterdir()] == []
 
 
-def test_a_deleted_run_directory_ends_the_run_with_one_line(tmp_path: Path) -> None:
+def test_a_deleted_run_directory_ends_the_run_with_a_one_line_error(tmp_path: Path) -> None:
     with launched(tmp_path / "run") as here:
         here.wait_ready()
         run = here.run

@@ -1,4 +1,5 @@
-"""Draining, scaling, rolling restarts and detached launchers, with real processes that do no work (without torch)."""
+"""Tests draining, scaling, rolling restarts and detached launchers with real processes that do no work (without
+torch)."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def test_scale_starts_or_drains_instances_and_records_their_number_in_the_topolo
         (["restart", "rollout", "--all"], "name a service or give --all"),
     ],
 )
-def test_an_impossible_request_gives_one_line_and_exit_status_2(
+def test_an_impossible_request_gives_a_one_line_error_and_exit_status_2(
     here: Launched, arguments: list[str], said: str
 ) -> None:
     before = here.run.topology.read_text()

@@ -1,4 +1,4 @@
-"""`ctl doctor` and `ctl trace` on one real run, which the tests disturb one after the other."""
+"""Tests `ctl doctor` and `ctl trace` on one real run, which the tests disturb one after the other."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_other_machines_get_the_same_history_from_the_supervisor(live: Cluster) 
     assert asyncio.run(told())[: len(here)] == [each["what"] for each in here]  # It might be longer by now.
 
 
-def test_trace_of_an_unknown_task_gives_one_line_and_exit_status_2(live: Cluster) -> None:
+def test_trace_of_an_unknown_task_gives_a_one_line_error_and_exit_status_2(live: Cluster) -> None:
     done = ctl(live.path, "trace", "train/0/12345678")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""A real run is scaled, drained and restarted one process at a time while it trains, and loses no lease."""
+"""A real run is scaled, drained and restarted one process at a time while it trains, without losing a lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run watched and controlled from another machine, only through access files and TCP.
+"""Tests a run that is watched and controlled from another machine, only through access files and TCP.
 
 Scheduler, store, monitor and supervisor are real; the services that need torch are tiny ones.
 """
@@ -173,7 +173,7 @@ def test_only_logs_of_this_run_can_be_read_by_name(away: Away, name: str) -> Non
     assert refused.value.code == ErrorCode.BAD_REQUEST
 
 
-def test_a_wrong_name_gives_one_line_on_another_machine(away: Away) -> None:
+def test_a_wrong_name_gives_a_one_line_error_on_another_machine(away: Away) -> None:
     done = away.ctl("operator", "restart", "rolout")
     assert done.returncode == 2
     assert done.stderr.strip() == "no service 'rolout'; did you mean 'rollout'?"

@@ -1,4 +1,5 @@
-"""Spare processes of a run: the services that are forked from spares, how spares are replaced, and how they end."""
+"""Tests the spare processes of a run: the services that are forked from spares, how spares are replaced, and how they
+end."""
 
 from __future__ import annotations
 

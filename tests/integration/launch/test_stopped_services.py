@@ -108,8 +108,8 @@ def test_every_task_is_trained_once(seen: Seen) -> None:
 
 def test_no_task_is_dropped_and_services_that_wait_for_the_store_keep_their_leases(seen: Seen) -> None:
     assert [row["rollout/tasks_dropped"] for row in seen.run.rows()] == [0] * STEPS
-    # Later, a lease can be lost: a completion that the scheduler accepted before it was stopped can be retried
-    # afterwards.
+    # Once the scheduler has been stopped, a lease can be lost: a completion that the scheduler had accepted can be
+    # retried afterwards.
     since, until = seen.stopped_at["batch-store/0"], seen.stopped_at["scheduler/0"]
     for waiting in ("rollout", "reference"):
         lines = [line for line in seen.run.log(waiting) if since <= line["timestamp"] < until]

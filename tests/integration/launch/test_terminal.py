@@ -1,4 +1,4 @@
-"""The terminal interface over real monitors and real launchers: its views, its keys, and what it refuses."""
+"""Tests the terminal interface with real monitors and real launchers: its views, its keys, and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Curves and spans that a late observer receives, even after a rewind, and a client that shares no code with us."""
+"""Tests the curves and spans that a late observer receives, even after a rewind, and a client that shares no code with
+us."""
 
 from __future__ import annotations
 

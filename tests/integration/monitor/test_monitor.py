@@ -1,4 +1,5 @@
-"""The monitor as a process: it sends subscribers its state, then every change; a stopped subscriber delays no other."""
+"""Tests the monitor as a process: it sends subscribers its state and then every change, and a stopped subscriber does
+not delay the others."""
 
 from __future__ import annotations
 
@@ -139,7 +140,7 @@ BURST = 250
 """Number of rows sent before the subscriber on the same event loop reads again. They fit into its bounded queues."""
 
 
-def test_stopped_subscriber_delays_no_other_and_catches_up_with_a_snapshot(run: RunDir, monitor: Monitor) -> None:
+def test_stopped_subscriber_does_not_delay_others_and_catches_up_with_a_snapshot(run: RunDir, monitor: Monitor) -> None:
     count = 20_000
     stopped = subscriber(run, "--topic", "test")
 

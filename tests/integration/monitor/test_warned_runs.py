@@ -1,5 +1,5 @@
-"""Small real runs that go wrong: while such a run is in progress, warnings about its problems, and about nothing else,
-appear on the console and in the file.
+"""Tests small real runs that go wrong. While such a run is in progress, warnings about its problems, and about nothing
+else, appear on the console and in the file.
 """
 
 from __future__ import annotations

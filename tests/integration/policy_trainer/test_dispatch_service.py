@@ -1,4 +1,4 @@
-"""The dispatch as a separate process: a bus client trains the group through it as if it were one worker."""
+"""Runs the dispatch as a separate process, through which a bus client trains the group as if it were one worker."""
 
 from __future__ import annotations
 

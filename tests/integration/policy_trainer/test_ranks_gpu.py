@@ -1,5 +1,5 @@
-"""NCCL between ranks that meet at an address, as ranks on two hosts do. The test needs two GPUs and has not been run
-yet."""
+"""Tests NCCL between ranks that meet at an address, as ranks on two hosts do. The test needs two GPUs and has not been
+run yet."""
 
 from __future__ import annotations
 

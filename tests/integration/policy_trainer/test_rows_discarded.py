@@ -275,7 +275,7 @@ def _arm(patched: pytest.MonkeyPatch, kills: Kills) -> None:
 
 
 class Driving:
-    """A driver that saves a checkpoint every few steps and records which commit made each step."""
+    """A driver that saves a checkpoint every few steps and records the number of the commit of each step."""
 
     def __init__(self) -> None:
         self.saved: list[int] = []
@@ -341,7 +341,7 @@ async def live(run: RunDir, scheduler: Scheduler, driving: Driving, steps: int, 
                 done, _ = await asyncio.wait(world.tasks, timeout=0.002, return_when="FIRST_COMPLETED")
                 for task in done:
                     task.result()
-        await asyncio.sleep(chance.uniform(0, 0.05))  # The kill occurs at any point in the following steps.
+        await asyncio.sleep(chance.uniform(0, 0.05))  # The kill occurs at a random point in the following steps.
         scheduler.kill()
     finally:
         await world.close()
@@ -364,7 +364,7 @@ def test_metrics_are_the_first_rows_of_the_journal_after_any_crash(run: RunDir, 
     written = lines(run.metrics)
     assert written == journal_rows(run)
     assert [row["step"] for row in written] == list(range(len(written)))
-    # A commit that was not acknowledged may be missing; its step was then repeated or never made.
+    # A commit that was not acknowledged may be missing; its step was then repeated or never trained.
     assert all(row["loss/policy"] <= driving.commits for row in written[1:])
     lost = Counter((row["lineage"], row["step"]) for row in discarded(run))
     assert set(lost.values()) <= {1}

@@ -1,5 +1,5 @@
-"""SIGKILL at random times during a large save alongside training: the previous checkpoint stays intact and the next
-save succeeds. Setting SAVE_SEED to the printed number repeats the kills of a failed run.
+"""Sends SIGKILL at random times during a large save alongside training, and checks that the previous checkpoint stays
+intact and that the next save succeeds. Setting SAVE_SEED to the printed number repeats the kills of a failed run.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def play_losses(run: RunDir, layout: Layout, *options: str, exact: bool) -> None
         with pytest.raises(RpcError, match="is not what was written") as damaged:
             await load(workers, 3)
         assert damaged.value.code == ErrorCode.CONFLICT
-        await load(workers, 2)  # Both ranks have this step whole.
+        await load(workers, 2)  # Both ranks hold an intact snapshot of this step.
         assert same(await present(2), found[2])
         assert await held_by_all(workers) == [2]  # No rank holds a later step.
         await train(bench, workers, 3)
@@ -124,11 +124,11 @@ def play_losses(run: RunDir, layout: Layout, *options: str, exact: bool) -> None
 
 
 @pytest.mark.timeout(3 * RECOVERY_S)
-def test_ranks_return_to_the_newest_step_that_all_of_them_hold_whole(run: RunDir) -> None:
+def test_ranks_return_to_the_newest_step_that_all_of_them_hold_intact(run: RunDir) -> None:
     play_losses(run, Layout(2), exact=True)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * RECOVERY_S)
-def test_megatron_ranks_return_to_the_newest_step_that_all_of_them_hold_whole(run: RunDir) -> None:
+def test_megatron_ranks_return_to_the_newest_step_that_all_of_them_hold_intact(run: RunDir) -> None:
     play_losses(run, Layout(2, tp=2), "backend: megatron", "parallel: {tp: 2}", exact=False)

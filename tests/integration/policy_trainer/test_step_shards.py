@@ -1,4 +1,4 @@
-"""The shards of a step in a worker that streams them: later calls reuse the shards that one call fetched."""
+"""Tests that a worker that streams the shards of a step reuses, in later calls, the shards that one call fetched."""
 
 from __future__ import annotations
 

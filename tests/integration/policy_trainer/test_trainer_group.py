@@ -79,7 +79,7 @@ def assert_same_training(one: dict[str, Array], two: dict[str, Array]) -> None:
     assert difference.max() <= 5e-5
 
 
-def test_two_ranks_train_like_one_and_a_killed_rank_changes_no_bit(run: RunDir) -> None:
+def test_two_ranks_train_like_one_and_a_killed_rank_does_not_change_a_bit(run: RunDir) -> None:
     found: dict[str, dict[str, Array]] = {}
 
     async def two(bench: Bench, group: WorkerGroup) -> None:
@@ -101,7 +101,7 @@ def test_two_ranks_train_like_one_and_a_killed_rank_changes_no_bit(run: RunDir) 
         assert sums["clipped"] == 0  # Each rank put the proximal log-probs of its own tasks.
         assert group.restarts[0] >= 1
         assert group.restarts[1] >= 1
-        assert set(group.statuses[0]) == {PEER_LOST_STATUS}  # The rank ended because it lost its peer.
+        assert set(group.statuses[0]) == {PEER_LOST_STATUS}  # The rank exited because it lost its peer.
         assert set(group.statuses[1]) <= {-signal.SIGKILL, PEER_LOST_STATUS}
 
     async def one(bench: Bench, _: WorkerGroup) -> None:
@@ -166,7 +166,7 @@ def test_a_rank_that_hangs_is_named_and_the_others_restart(run: RunDir) -> None:
     play(scenario, run, 2, "collective_s: 6")
 
 
-def test_offload_between_gradient_and_update_changes_no_bit(run: RunDir) -> None:
+def test_offload_between_gradient_and_update_does_not_change_a_bit(run: RunDir) -> None:
     async def scenario(bench: Bench, _: WorkerGroup) -> None:
         workers = await driver_of(bench, Layout(2), 5)
         await workers.init_model()

@@ -1,4 +1,4 @@
-"""A real store and a real worker process. The test calls the worker as the driver does, and kills it."""
+"""Runs a real store and a real worker process. The tests call the worker as the driver does, and kill it."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_version_that_was_not_published_is_refused_without_further_effect(ends
     }
 
 
-def test_an_engine_that_stops_midway_is_given_up_at_the_deadline_and_can_return(ends: Ends) -> None:
+def test_an_engine_that_stops_midway_is_abandoned_at_the_deadline_and_can_return(ends: Ends) -> None:
     published = ends.publish(4)
     stopped, other = ends.engines
     held = stopped.receives(4)["communicator"]

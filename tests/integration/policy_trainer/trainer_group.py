@@ -18,7 +18,7 @@ POLL_S = 0.1
 
 
 class WorkerGroup:
-    """Processes of ranks 0 to n-1 of `run`. `keep_alive` restarts a rank that has ended."""
+    """Processes of ranks 0 to n-1 of `run`. `keep_alive` restarts a rank that has exited."""
 
     def __init__(self, run: RunDir, ranks: int) -> None:
         self._run = run

@@ -1,4 +1,4 @@
-"""The recorder with a real scheduler and store.
+"""Tests the recorder with a real scheduler and store.
 
 Workers put real shards, and a driver commits steps without a trainer.
 """
@@ -126,7 +126,7 @@ async def recorded(run: RunDir) -> AsyncIterator[tuple[Bench, Process, DriverAct
             await driver.publish(0)
             rollout = await bench.actor("rollout")
             rollout.spread = True
-            async with asyncio.timeout(LIMIT_S):  # Tasks that end before the recorder asks are soon given up.
+            async with asyncio.timeout(LIMIT_S):  # Until the recorder asks, ended tasks are kept only briefly.
                 while not any(
                     (row.service, row.state) == ("recorder", "READY")
                     for row in (await rollout.ask(GetStatus(), Status)).services

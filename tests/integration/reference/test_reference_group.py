@@ -1,4 +1,5 @@
-"""A reference sharded across two ranks in a whole run: its log-probs, its refreshes and the death of one rank."""
+"""Tests a reference that is sharded across two ranks in a whole run: its log-probs, its refreshes and the death of one
+rank."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from tests.integration.whole_cluster import Cluster, cluster
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 MODEL = ROOT / "launch" / "topologies" / "models" / "tiny-qwen3"
 EVERY, STEPS = 20, 50
-"""Steps between refreshes, and steps of the run. A step takes a tenth of a second, and the test needs time to look at
-the state between two refreshes."""
+"""Number of steps between refreshes, and number of steps of the run. A step takes a tenth of a second, and the test
+needs time to look at the state between two refreshes."""
 SMALL = (
     f"run.steps={STEPS}",
     "data.eval={}",

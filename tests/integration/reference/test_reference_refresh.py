@@ -1,4 +1,4 @@
-"""A reference that is refreshed every few steps of a whole run, and is killed during the run."""
+"""Tests a reference that is refreshed every few steps of a whole run, and is killed during the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def refreshed(running: Cluster, instance: int = 0) -> list[int]:
 
 
 def assert_follows(rows: list[dict[str, float]], *, every: int, steps: int, least_kl: float) -> None:
-    """Check that a step's KL is 0 exactly when the reference equals the trained policy: right after a refresh."""
+    """Check that a step's KL is 0 exactly when the reference equals the trained policy, that is, right after a
+    refresh."""
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     for row in rows:
         version = (row["step"] - 1) // every * every
@@ -73,7 +74,7 @@ TOGETHER = (
 @pytest.mark.timeout(600)
 def test_refreshes_work_with_determinism_and_colocation(tmp_path: Path) -> None:
     """The reference leaves the devices between its turns and returns with the weights of its last refresh. A run whose
-    reference and trainer are killed ends with the same bits.
+    reference and trainer are killed ends with bit-identical results.
     """
     paths = []
     for name in ("undisturbed", "killed"):

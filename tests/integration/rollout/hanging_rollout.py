@@ -1,4 +1,4 @@
-"""The rollout service with an engine that hangs before decode step STEP.
+"""Runs the rollout service with an engine that hangs before decode step STEP.
 
 `python -m tests.integration.rollout.hanging_rollout --run DIR`
 """

@@ -1,4 +1,4 @@
-"""A run with real scheduler, store, rollout and reference processes, in which the test plays the driver."""
+"""Starts a run with real scheduler, store, rollout and reference processes, in which the test plays the driver."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Processes:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, module: str, program: str = "", *words: str) -> None:
-        """Start `python -m services.<module>`, or `program` instead, in `folder`; `words` follow the run argument."""
+        """Start `python -m services.<module>`, or `program` if given, in `folder`; `words` follow the run argument."""
         self.running[module] = subprocess.Popen(
             [sys.executable, "-m", program or f"services.{module}", "--run", str(self.run.path), *words],
             cwd=self.folder,
@@ -95,7 +95,7 @@ class Processes:
 
 
 class Driver:
-    """Calls that a driver and its worker would make, made by the test."""
+    """Makes, for a test, the calls that a driver and its worker would make."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run

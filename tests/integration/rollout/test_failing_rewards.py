@@ -1,5 +1,5 @@
-"""Whole runs whose rewards fail: the console reports the failure at once, and a judge that never answers ends the
-run."""
+"""Checks, with whole runs whose rewards fail, that the console reports the failure at once and that a judge that never
+answers ends the run."""
 
 from __future__ import annotations
 

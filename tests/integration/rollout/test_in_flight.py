@@ -1,4 +1,4 @@
-"""Weights that arrive while an engine is sampling (`services.rollout.in_flight`), in a whole run."""
+"""Tests, in a whole run, weights that arrive while an engine is sampling (`services.rollout.in_flight`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Correct syncs of 16-bit weights are never refused: many with a small model, some with a larger one."""
+"""Checks that correct syncs of 16-bit weights are never refused: many syncs of a small model and some of a larger
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `openai` engine against vLLM's own server on a CPU: its samples, weight updates and refusals.
+"""Tests the `openai` engine against vLLM's own server on a CPU: its samples, weight updates and refusals.
 
 The server is a separate process; this process never imports vLLM.
 """

@@ -1,4 +1,4 @@
-"""Rewards and workflows inside the real rollout service, with a real scheduler and a real store."""
+"""Tests rewards and workflows inside the real rollout service, with a real scheduler and a real store."""
 
 from __future__ import annotations
 

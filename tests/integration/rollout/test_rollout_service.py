@@ -1,4 +1,4 @@
-"""Rollout and reference as real processes, with a real scheduler and a real store."""
+"""Tests the rollout and reference services as real processes, with a real scheduler and a real store."""
 
 from __future__ import annotations
 

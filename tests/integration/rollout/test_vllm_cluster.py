@@ -1,5 +1,5 @@
-"""vLLM in a whole run, with weights sent over gloo: the run learns, log-probs match the trainer's, the engine survives
-a kill, refuses wrong weights, and drops and names a prompt that is longer than its context.
+"""Tests vLLM in a whole run, with weights sent over gloo: the run learns, log-probs match the trainer's, and the engine
+survives a kill, refuses wrong weights, and drops and names a prompt that is longer than its context.
 
 One run serves all tests except the last ones. This process never imports vLLM.
 """
@@ -32,7 +32,8 @@ TASKS = 64
 HURT_AFTER = 5
 LONG_ROW = 500
 EARLY_TOKENS = 2
-"""Number of tokens up to which a sample is early: the answer is a sum of two or three digits and an end token."""
+"""Maximum number of tokens of a sample that is taken to be unfinished. An answer is a sum of two or three digits and
+an end token."""
 
 
 @dataclass
@@ -134,7 +135,7 @@ def test_an_engine_with_wrong_weights_is_refused_and_the_cause_is_reported(seen:
     assert "must not sample" in seen.causes[0]
 
 
-def test_an_engine_killed_within_a_group_loses_no_task_and_trains_none_twice(seen: Seen) -> None:
+def test_no_task_is_lost_or_trained_twice_when_an_engine_is_killed_within_a_group(seen: Seen) -> None:
     assert seen.leased_at_kill > 0
     assert seen.begun_at_kill > 0
     assert seen.status == 0, seen.run.output()

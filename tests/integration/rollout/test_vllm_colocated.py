@@ -1,4 +1,4 @@
-"""vLLM on the trainer's devices: two tensor-parallel ranks of the engine beside two data-parallel ranks of the trainer.
+"""Tests vLLM on the trainer's devices, with two tensor-parallel engine ranks beside two data-parallel trainer ranks.
 
 On a CPU the devices' memory is the host's; the turns are scheduled as on GPUs.
 """

@@ -1,5 +1,5 @@
-"""vLLM with a model sharded across two processes: updates reach every rank, even within a block; the loss of a rank
-ends the engine."""
+"""Tests vLLM with a model sharded across two processes: updates reach every rank, even within a block, and the loss of
+a rank ends the engine."""
 
 from __future__ import annotations
 

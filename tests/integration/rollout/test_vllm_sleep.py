@@ -1,7 +1,7 @@
-"""vLLM's sleep on a GPU through the engine's protocol: memory is freed and restored in parts, and new weights are
+"""Tests vLLM's sleep on a GPU through the engine's protocol: memory is freed and restored in parts, and new weights are
 verified.
 
-Needs a CUDA device and `make setup-vllm`; for a CPU, see `test_vllm_colocated`.
+The test needs a CUDA device and `make setup-vllm`; for a CPU, see `test_vllm_colocated`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Uses transformers to compute the values with which a vLLM engine's answers about a model are compared. Never imports
-vLLM; asserts nothing.
+"""Uses transformers to compute the values with which a vLLM engine's answers about a model are compared.
+
+This module never imports vLLM, and asserts nothing.
 """
 
 from __future__ import annotations

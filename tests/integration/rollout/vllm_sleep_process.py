@@ -1,4 +1,4 @@
-"""Runs, in a separate process, a vLLM engine that sleeps between two blocks on a GPU. Asserts nothing.
+"""Runs, in a separate process, a vLLM engine that sleeps between two blocks on a GPU. It asserts nothing.
 
 `python -m tests.integration.rollout.vllm_sleep_process MODEL CASE.json ANSWER.json`
 """

@@ -1,5 +1,5 @@
-"""Gives a vLLM engine, in a separate process, weights with one defect after another. The canary is not used: the
-digests alone must find every defect. Asserts nothing.
+"""Gives a vLLM engine, in a separate process, weights with one defect after another. The canary is not used, so
+the digests alone must find every defect. This process asserts nothing.
 
 `python -m tests.integration.rollout.vllm_weights_process MODEL DTYPE RANKS EVERY ANSWER.json` damages every EVERY-th
 weight.

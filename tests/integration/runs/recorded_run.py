@@ -1,4 +1,4 @@
-"""A run's journal and shards, copied while the run continues, and trained on again under another topology.
+"""Copies a run's journal and shards while the run continues, and trains on them again under another topology.
 
 The processes of the second training are real but started without a launcher; a test may make the driver's calls itself.
 Asserts nothing.
@@ -57,8 +57,8 @@ class Recording:
 def record(running: Cluster, steps: int, folder: Path) -> Recording:
     """Copy the journal and shards of a cluster that keeps its tasks, once `steps` steps are committed.
 
-    The journal is copied first: it names only shards that are already in a store, and a store never changes a sealed
-    file.
+    The journal is copied first, because it names only shards that are already in a store, and a store never changes a
+    sealed file.
     """
     rows = running.wait_for(f"step {steps}", lambda: found if len(found := running.rows()) >= steps else None)
     with (

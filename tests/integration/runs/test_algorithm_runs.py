@@ -1,4 +1,5 @@
-"""Whole runs of `launch.cluster` with algorithms other than the quickstart's: the options affect the numbers."""
+"""Tests whole runs of `launch.cluster` with algorithms other than the quickstart's. The options must affect the
+numbers."""
 
 from __future__ import annotations
 

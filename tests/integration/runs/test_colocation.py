@@ -1,5 +1,5 @@
-"""Policy, reference and engine on the same devices: a run in which each is killed during its turn, and one hangs,
-trains to exactly the same bits as the same run with separate devices.
+"""A run with policy, reference and engine on the same devices, in which each of them is killed during its turn and one
+hangs, gives results that are bit-identical to those of the same run with separate devices.
 
 Residency over time is read from the scheduler's log, which has one line for every change to its ledger.
 """

@@ -1,4 +1,4 @@
-"""A whole run on reasoning-gym, evaluated on a Parquet file and a saved data set of the same rows."""
+"""Tests a whole run on reasoning-gym that is evaluated on a Parquet file and on a saved data set of the same rows."""
 
 from __future__ import annotations
 

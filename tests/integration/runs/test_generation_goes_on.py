@@ -1,5 +1,5 @@
-"""Generation and training continue during evaluations and checkpoints: tests on the spans that one real run's processes
-reported."""
+"""Generation and training continue during evaluations and checkpoints. The tests examine the spans that the processes
+of one real run reported."""
 
 from __future__ import annotations
 

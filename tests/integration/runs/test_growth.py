@@ -9,7 +9,7 @@ from tests.bench.growth import measure
 STEPS, FIRST = 300, 100
 MOST = 0.08
 """Maximum growth of a process's resident memory over 200 steps (100,000 samples): less than 4 MiB for the smallest
-process and 40 MiB for the largest. Measured: 3 to 5%, due to the allocator."""
+process and 40 MiB for the largest. The measured growth is 3 to 5%, due to the allocator."""
 
 
 @pytest.mark.long

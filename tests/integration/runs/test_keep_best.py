@@ -1,4 +1,4 @@
-"""`checkpoint.keep_best` in a whole run that loses its driver, is stopped and is resumed."""
+"""Tests `checkpoint.keep_best` in a whole run that loses its driver, is stopped and is resumed."""
 
 from __future__ import annotations
 

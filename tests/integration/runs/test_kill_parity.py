@@ -1,4 +1,4 @@
-"""A deterministic run reproduces the same bits with a different number of engines, after kills, and when resumed."""
+"""A deterministic run gives bit-identical results with a different number of engines, after kills, and when resumed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def test_the_compared_values_differ_from_step_to_step(undisturbed: Path) -> None
     assert len(set(parity.bits(undisturbed).values())) > 2
 
 
-def test_two_engines_and_every_service_killed_once_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_with_two_engines_and_every_service_killed_once_gives_bit_identical_results(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     """The second run has the same seed, but it has two engines and another route for the weights, and its services are
     killed. Its processes are forks of a spare; those of the first run are not."""
     kills = {2: ["rollout", "reference"], 4: ["batch-store", "scheduler"], 5: ["policy-trainer"]}
@@ -77,7 +79,7 @@ def test_a_worker_killed_long_after_its_checkpoint_replays_only_the_steps_after_
 
 
 @pytest.mark.timeout(600)
-def test_a_resume_after_a_stop_and_a_resume_after_a_kill_of_the_launcher_change_no_bit(
+def test_a_run_resumed_after_a_stop_and_after_a_kill_of_the_launcher_gives_bit_identical_results(
     undisturbed: Path, tmp_path: Path
 ) -> None:
     """A stop saves an extra checkpoint of its step, and the resumed run continues exactly there. When the launcher is
@@ -100,7 +102,7 @@ def test_a_resume_after_a_stop_and_a_resume_after_a_kill_of_the_launcher_change_
         run.process.wait()
     with parity.resume(tmp_path) as run:
         assert run.end() == 0, run.output()
-        assert "will be trained again, with the same bits" in run.output()
+        assert "will be trained again, with bit-identical results" in run.output()
     assert parity.differences(undisturbed, run.path) == []
     assert not (run.path / "metrics.discarded.jsonl").exists()
 
@@ -128,7 +130,7 @@ def lose_end(run: Cluster, chance: random.Random) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_losing_the_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_that_loses_the_end_of_its_journal_gives_bit_identical_results(undisturbed: Path, tmp_path: Path) -> None:
     """First the scheduler alone is killed, so stores and workers have data from steps that its journal no longer has.
     Then the whole run is killed and resumed."""
     chance = random.Random(1)
@@ -147,7 +149,9 @@ def test_losing_the_end_of_the_journal_changes_no_bit(undisturbed: Path, tmp_pat
     assert parity.differences(undisturbed, run.path) == []
 
 
-def test_shards_damaged_in_any_state_are_recreated_and_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+def test_shards_damaged_in_any_state_are_recreated_and_the_results_are_bit_identical(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     """A bit flips in a shard that the worker reads next, in one that a restarted store drops, and in one of a trained
     task that a replay needs."""
     with parity.start(tmp_path, "checkpoint.memory_every=null") as run:
@@ -187,7 +191,9 @@ def damage_unread(run: Cluster, key: str, *, restarts_store: bool = False) -> No
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("key", ["token_ids", "versions", "ref_logprobs"])
-def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path: Path, key: str) -> None:
+def test_a_run_with_damage_to_each_kind_of_shard_gives_bit_identical_results(
+    undisturbed: Path, tmp_path: Path, key: str
+) -> None:
     """A bit flips in each step, in a shard that some process might have read or be about to read."""
     with parity.start(tmp_path) as run:
         for step in range(1, parity.STEPS - 3):  # The last tasks are read before they can be damaged.
@@ -200,7 +206,9 @@ def test_damage_of_each_kind_of_shard_changes_no_bit(undisturbed: Path, tmp_path
 
 @pytest.mark.long
 @pytest.mark.parametrize("killed", ["batch-store", "policy-trainer-worker", ""])
-def test_deleted_shared_memory_changes_no_bit(undisturbed: Path, tmp_path: Path, killed: str) -> None:
+def test_a_run_whose_shared_memory_is_deleted_gives_bit_identical_results(
+    undisturbed: Path, tmp_path: Path, killed: str
+) -> None:
     with parity.start(tmp_path) as run:
         run.wait_for("step 4", lambda: parity.committed(run, 4))
         shutil.rmtree(run.run.shm, ignore_errors=True)
@@ -212,7 +220,9 @@ def test_deleted_shared_memory_changes_no_bit(undisturbed: Path, tmp_path: Path,
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_damage_of_log_probs_that_the_worker_has_put_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_with_damage_to_log_probs_that_the_worker_has_put_gives_bit_identical_results(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     """A bit flips in log-probs that the worker has put for the open step but has not read back. The driver, which asks
     for the gradient next, is stopped in the meantime. Not every stop comes at that time, so stops continue until the
     last step."""
@@ -271,7 +281,7 @@ def test_damage_in_a_run_that_is_not_deterministic_ends_with_each_task_trained_o
 @pytest.mark.parametrize(
     "override", ["staleness=0", "services.policy-trainer.workers=2"], ids=["staleness 0", "two workers"]
 )
-def test_kills_change_no_bit_of_runs_with_other_settings(tmp_path: Path, override: str) -> None:
+def test_runs_with_other_settings_give_bit_identical_results_after_kills(tmp_path: Path, override: str) -> None:
     paths = []
     for name in ("undisturbed", "killed"):
         with parity.start(tmp_path / name, override) as run:
@@ -299,7 +309,7 @@ QUICKSTART = ("run.deterministic=true", "run.steps=30", "checkpoint.every=7", "s
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_random_kills_of_the_quickstart_change_no_bit(tmp_path: Path) -> None:
+def test_the_quickstart_gives_bit_identical_results_after_random_kills(tmp_path: Path) -> None:
     """Setting PARITY_SEED to the printed number repeats the kills of a failed run."""
     seed = int(os.environ.get("PARITY_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"PARITY_SEED={seed}")
@@ -327,7 +337,9 @@ def hurt(run: Cluster, chance: random.Random, steps: list[int]) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_damage_that_the_reference_finds_changes_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_with_damage_that_the_reference_finds_gives_bit_identical_results(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     """A bit flips in a rollout that no reference has read, because the reference is stopped."""
     with parity.start(tmp_path) as run:
         run.wait_for("step 1", lambda: parity.committed(run, 1))
@@ -352,7 +364,9 @@ def test_damage_that_the_reference_finds_changes_no_bit(undisturbed: Path, tmp_p
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_damaged_weights_that_an_engine_finds_change_no_bit(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_with_damaged_weights_that_an_engine_finds_gives_bit_identical_results(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     """A bit flips in a version of the weights that no engine has read, because the engine is stopped."""
     with parity.start(tmp_path) as run:
         run.wait_for("step 2", lambda: parity.committed(run, 2))

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3200)]
 QUICKSTART = ROOT / "launch" / "topologies" / "quickstart.yaml"
 STEPS, EVERY = 200, 20
 LAST = 3
-"""Number of final evaluations averaged: one evaluation of 256 rows has a standard error of 0.02."""
+"""Number of final evaluations whose accuracy is averaged. One evaluation of 256 rows has a standard error of 0.02."""
 AT_LEAST = 0.80
 APART = 0.06
 """Maximum difference between the two accuracies. The programs use different random numbers, so the accuracies differ

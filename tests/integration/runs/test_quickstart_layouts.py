@@ -1,4 +1,5 @@
-"""The quickstart under parallel backends: the same batches give the same rows as on one rank, and a full run learns."""
+"""Under parallel backends, the quickstart writes the same rows for the same batches as on one rank, and a full run
+learns."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
 def test_the_quickstart_writes_the_rows_of_one_rank_and_continues_to_learn(
     layout: str, recording: Recording, tmp_path: Path
 ) -> None:
-    """Sampling depends on the weights, so two live runs diverge; the journaled batches are trained again instead. Then
-    the driver's process continues from the workers' step.
+    """Sampling depends on the weights, so two live runs would diverge. The test therefore trains on the journaled
+    batches again. Then the driver's process continues from the workers' step.
     """
     with again(recording, tmp_path / "run", *LAYOUTS[layout], limit_s=LIMIT_S) as services:
         services.start("scheduler", "batch-store", "policy-trainer-worker", "rollout", "reference", "monitor")

@@ -1,4 +1,4 @@
-"""The recipes in the documents: each is checked as `--dry-run` does, and runs for two steps with the shipped model."""
+"""Each recipe in the documents passes the checks of `--dry-run`, and runs for two steps with the shipped model."""
 
 from __future__ import annotations
 

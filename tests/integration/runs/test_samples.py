@@ -1,4 +1,4 @@
-"""Samples of real runs: their content agrees with the metrics, and recording them changes no bit."""
+"""The samples of real runs agree with the metrics, and recording them leaves the results of training bit-identical."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def test_a_run_records_what_it_trained_and_evaluated(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_recording_samples_changes_no_bit_and_a_killed_run_records_each_sample_once(tmp_path: Path) -> None:
+def test_recording_samples_leaves_results_bit_identical_and_a_killed_run_records_each_sample_once(
+    tmp_path: Path,
+) -> None:
     paths = []
     for name, override in (("without", "monitor.samples=null"), ("killed", "monitor.samples.per_step=16")):
         with parity.start(tmp_path / name, override) as run:

@@ -1,4 +1,4 @@
-"""The age of a batch's tokens, read from the shards over many steps of real runs."""
+"""Checks the age of each batch's tokens, which is read from the shards over many steps of real runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Garbage collection by task id between a real scheduler and a real store. Kills neither lose nor repeat a
+"""Tests garbage collection by task id between a real scheduler and a real store. Kills neither lose nor repeat a
 collection."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A thousand steps of a scheduler and a store without a model: neither process grows once the run is under way."""
+"""Runs a scheduler and a store for a thousand steps without a model, and checks that neither process grows once the run
+is under way."""
 
 from __future__ import annotations
 

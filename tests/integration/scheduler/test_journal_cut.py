@@ -1,4 +1,5 @@
-"""A scheduler process whose journal has lost its end, while the store and the workers from before are still alive."""
+"""Tests a scheduler process whose journal has lost its end while the store and the workers from before are still
+alive."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def test_a_run_continues_from_its_checkpoint_when_the_end_of_its_journal_is_lost
             world.tasks.append(asyncio.create_task(drive(driving, world)))
             while cuts < CUTS:
                 await until(world, driving, driving.commits + STEPS)
-                await asyncio.sleep(chance.uniform(0, 0.05))  # The kill can occur at any point in the following steps.
+                await asyncio.sleep(chance.uniform(0, 0.05))  # The kill occurs at a random point in the next steps.
                 scheduler.kill()
                 cuts += cut(run.journal, chance) and not reaches_its_mark(run.journal)
                 scheduler.start()

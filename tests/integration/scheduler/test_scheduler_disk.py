@@ -1,4 +1,4 @@
-"""A scheduler that cannot write its journal ends with a one-line error and sends no decision before writing it."""
+"""A scheduler that cannot write its journal exits with a one-line error and sends a decision only after writing it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def ended(process: subprocess.Popen[bytes]) -> str:
     return errors.decode().splitlines()[-1]
 
 
-def test_a_full_disk_causes_a_one_line_error_and_loses_no_lease(mount: Path, tmp_path: Path) -> None:
+def test_a_full_disk_causes_a_one_line_error_and_does_not_lose_a_lease(mount: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, mount)
     process = start(run)
     junk = mount / "junk"
@@ -128,8 +128,8 @@ def test_a_full_disk_causes_a_one_line_error_and_loses_no_lease(mount: Path, tmp
         run.remove_volatile()
 
 
-def test_a_scheduler_that_fails_while_a_store_hangs_still_ends(tmp_path: Path) -> None:
-    """A clear that no store acknowledges is retried indefinitely but does not delay the scheduler's end."""
+def test_a_scheduler_that_fails_while_a_store_hangs_still_exits(tmp_path: Path) -> None:
+    """A clear that no store acknowledges is retried indefinitely but does not delay the scheduler's exit."""
     run = make_run(tmp_path, tmp_path)
     process = start(run)
     clears: list[int] = []
@@ -164,7 +164,7 @@ def test_a_scheduler_that_fails_while_a_store_hangs_still_ends(tmp_path: Path) -
         run.remove_volatile()
 
 
-def test_a_journal_that_cannot_grow_causes_a_one_line_error_and_loses_no_lease(tmp_path: Path) -> None:
+def test_a_journal_that_cannot_grow_causes_a_one_line_error_and_does_not_lose_a_lease(tmp_path: Path) -> None:
     run = make_run(tmp_path, tmp_path)
     process = start(run)
 

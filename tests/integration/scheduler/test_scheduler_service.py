@@ -1,5 +1,5 @@
-"""The scheduler as a real process with real sockets: a whole run, and whole runs in which SIGKILL hits it at random
-moments.
+"""Runs the scheduler as a real process with real sockets, through a whole run and through runs in which SIGKILL hits it
+at random moments.
 
 This file plays the other actors without torch: workers that lease and complete, a store that counts the clears sent to
 it, and a driver that commits. These actors follow the protocol and retry as the real services do.

@@ -1,4 +1,5 @@
-"""Leases whose data calls take longer than `lease_s`, with real stores, real links and the scheduler's lease clock."""
+"""Tests leases whose data calls take longer than `lease_s`, with real stores, real links and the scheduler's lease
+clock."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def test_weights_that_take_longer_than_a_lease_arrive_in_one_transfer(
 
 
 @pytest.mark.long
-def test_an_absence_of_the_store_for_several_lease_terms_loses_no_lease(tmp_path: Path) -> None:
+def test_a_lease_survives_an_absence_of_the_store_for_several_lease_terms(tmp_path: Path) -> None:
     store = StoreProcess(make_run(tmp_path, memory=64 << 20))
     shards = [TaskShards("train/0/0", 1, {"a": np.arange(1000, dtype=np.int32)})]
 

@@ -1,8 +1,8 @@
 """A real service of any name that does no work and never imports torch. Files in the run directory control it.
 
-`fail-<service>`: the service fails while it is starting. `refuse-<service>`: the service refuses to start, with one
-line. `hang-<service>`: the service hangs in C, holding the interpreter's lock. `finish`: the driver is done. The
-service `scheduler` answers registrations and status.
+`fail-<service>`: the service fails while it is starting. `refuse-<service>`: the service refuses to start, with a
+one-line error. `hang-<service>`: the service hangs in C, holding the interpreter's lock. `finish`: the driver is done.
+The service `scheduler` answers registrations and status.
 """
 
 from __future__ import annotations

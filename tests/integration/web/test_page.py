@@ -1,4 +1,4 @@
-"""The page of ended runs in a real browser: curves, comparison, samples, and hostile text."""
+"""Tests the page of ended runs in a real browser: curves, comparison, samples, and hostile text."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_hostile_metric_names_samples_and_log_lines_are_shown_as_text_and_do_no_
         expect(page.locator("#sample")).to_contain_text("␛[31mred")
         expect(page.locator("#sample")).to_contain_text("⟨202e⟩")
         page.locator("#sample-list tbody tr").last.click()
-        expect(page.locator("#sample")).to_contain_text("characters and tokens are too much to show")
+        expect(page.locator("#sample")).to_contain_text("characters and tokens are not shown")
         page.get_by_role("button", name="Log").click()
         expect(page.locator("#lines")).to_contain_text("<script>document.body.dataset.broken")
         assert page.evaluate("document.body.dataset.broken") is None

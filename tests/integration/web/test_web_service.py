@@ -1,4 +1,4 @@
-"""The web service of a live run: tokens, killed services, operator commands, and real training."""
+"""Tests the web service of a live run: tokens, killed services, operator commands, and real training."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_requests_from_other_sites_or_without_a_token_are_refused(shown: Shown) 
     assert shown.pid("rollout/0")
 
 
-def test_browsers_beyond_the_limit_are_refused_and_browsers_that_do_not_read_delay_no_others(shown: Shown) -> None:
+def test_browsers_beyond_the_limit_are_refused_and_browsers_that_do_not_read_do_not_delay_others(shown: Shown) -> None:
     head = f"GET /api/stream HTTP/1.1\r\nHost: {shown.address}\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
     host, port = shown.address.split(":")
     with contextlib.ExitStack() as stack:

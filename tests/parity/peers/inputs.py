@@ -1,4 +1,4 @@
-"""The random batch on which every peer is recorded. The module needs only numpy, so that it runs in any environment."""
+"""Defines the random batch on which every peer is recorded. It needs only numpy, so that it runs in any environment."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05
 KL_COEF, ENTROPY_COEF = 0.04, 0.02
 TIS_CAP, MASK_LOW, MASK_HIGH = 1.5, 0.6, 1.8
 GEOMETRIC_LOW, GEOMETRIC_HIGH = 0.9, 1.1
-"""Bounds of the geometric mean, which varies less than a token's ratio: they are narrow enough to mask some
-sequences."""
+"""Bounds of the geometric mean. The mean varies less than the ratio of a token, so these bounds are narrow enough to
+mask some sequences."""
 MAX_NEW_TOKENS = 16
 
 

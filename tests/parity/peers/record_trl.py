@@ -2,7 +2,7 @@
 
 TRL computes its loss in a method of the trainer. The method is called on an object that has only the attributes that
 the method reads, with log-probs in place of a model. The statements that compute advantages are in the middle of long
-methods: they are cut out of TRL's source and run.
+methods, so they are cut out of TRL's source and run.
 """
 
 from __future__ import annotations

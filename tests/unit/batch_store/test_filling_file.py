@@ -1,5 +1,5 @@
-"""A file that is filled from a stream: verification, the parts that can be read, and continuation after an
-interruption.
+"""Tests a file that is filled from a stream: its verification, the parts that can be read, and how it continues after
+an interruption.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Deletion of files when no descriptor is free or the file system refuses a rename: no file is leaked, and the bytes of
-each file count until it is deleted.
+"""When no descriptor is free or the file system refuses a rename, no file is leaked, and the bytes of each file count
+until the file is deleted.
 """
 
 from __future__ import annotations

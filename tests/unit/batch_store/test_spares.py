@@ -1,5 +1,5 @@
-"""Spares: pages of collected files are lent to the next put of similar size. Spares are counted, can be discarded, and
-cannot be read.
+"""Pages of collected files are lent, as spares, to the next put of similar size. Spares are counted, can be discarded,
+and cannot be read.
 """
 
 from __future__ import annotations

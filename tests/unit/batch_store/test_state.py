@@ -1,4 +1,4 @@
-"""The store's index and its files, without a bus: bounds, paging, recovery and torn tombstone lists."""
+"""Tests the store's index and its files without a bus: bounds, paging, recovery and torn tombstone lists."""
 
 from __future__ import annotations
 

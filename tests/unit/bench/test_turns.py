@@ -1,4 +1,4 @@
-"""Order of benchmarks, summaries of several runs, and the choice among recorded settings of a peer."""
+"""Tests the order of benchmarks, summaries of several runs, and the choice among recorded settings of a peer."""
 
 from __future__ import annotations
 

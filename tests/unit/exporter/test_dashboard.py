@@ -1,4 +1,4 @@
-"""The Grafana dashboard: its queries name metrics that the exporter has, and its structure follows Grafana's schema."""
+"""The Grafana dashboard queries metrics that the exporter has, and its structure follows Grafana's schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitor's values under Prometheus names, read back with the Prometheus parser."""
+"""Reads the monitor's values back under their Prometheus names with the Prometheus parser."""
 
 from __future__ import annotations
 

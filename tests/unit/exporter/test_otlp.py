@@ -1,6 +1,6 @@
 """Spans reach an OpenTelemetry collector over HTTP.
 
-A collector that is slow or unreachable, or that refuses spans, delays no process.
+A collector that is slow or unreachable, or that refuses spans, does not delay any process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The parts of Kubernetes objects that our manifests use, with the names and types from their definitions.
+"""Defines the parts of Kubernetes objects that our manifests use, with the names and types from the official
+definitions.
 
-These are the core API, JobSet v0.12.0 (jobset.x-k8s.io_jobsets.yaml) and KubeRay v1.7.0 (ray.io_rayclusters.yaml). An
-API server drops or refuses a field that it does not know; here, such a field is an error.
+The definitions are those of the core API, JobSet v0.12.0 (jobset.x-k8s.io_jobsets.yaml) and KubeRay v1.7.0
+(ray.io_rayclusters.yaml). An API server drops or refuses a field that it does not know; here, such a field is an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A supervisor's state machine with its own clock, for tests without processes or sleeps."""
+"""Drives a supervisor's state machine with its own clock, for tests without processes or sleeps."""
 
 from __future__ import annotations
 

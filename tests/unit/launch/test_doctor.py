@@ -1,4 +1,4 @@
-"""The doctor's diagnosis of given answers: causes, waits that are not problems in themselves, and the stalls that
+"""Tests the doctor's diagnosis of given answers: causes, waits that are not problems in themselves, and the stalls that
 depend on a cause."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_code_that_has_used_half_of_its_time_is_reported_even_if_nothing_waits_f
 
 def test_process_that_does_not_answer_is_reported_and_a_stopped_process_is_reported_only_once() -> None:
     silent = examined(scheduler=answer(step("rollout/0")), rollout=None)
-    assert [each.text.partition(" within ")[0] for each in wrong(silent)] == ["rollout/0 does not answer its mailbox"]
+    assert [each.text.partition(" within ")[0] for each in wrong(silent)] == ["rollout/0 did not answer"]
     stopped = WaitRow(WaitKind.STOPPED, "rollout/0 (process 7) is stopped by a signal", 0.0, 0.0, "rollout/0")
     both = examined(scheduler=answer(step("rollout/0")), rollout=None, supervisor=answer(stopped))
     both.silent_s["rollout/0"] = 4.0
@@ -113,7 +113,7 @@ def test_lease_without_progress_and_failing_rewards_are_reported() -> None:
 def test_step_that_waits_for_a_service_without_processes_is_reported() -> None:
     row = WaitRow(WaitKind.STEP, "step 4 waits for 8 of 8 tasks that no rollout has leased", LONG, 0.0, "rollout")
     [finding] = wrong(examined(scheduler=answer(row), driver=answer(batch())))
-    assert "no rollout runs" in finding.text
+    assert "no rollout is running" in finding.text
 
 
 def test_a_host_without_an_agent_is_reported_after_a_while() -> None:

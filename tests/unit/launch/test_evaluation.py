@@ -1,4 +1,4 @@
-"""`--evaluate`: the parts of a topology that it omits, the checkpoints that it accepts, and its table."""
+"""Tests `--evaluate`: the parts of a topology that it omits, the checkpoints that it accepts, and its table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(folder: Path, **changed: Array | None) -> Path:
 
 
 def checkpoint(folder: Path, **changed: Array | None) -> Path:
-    """Write a checkpoint with the same weights."""
+    """Write a checkpoint with the weights that `model` would write."""
     model(folder, **changed)
     for name in ("config.json", "tokenizer.json"):
         (folder / name).unlink()

@@ -1,4 +1,4 @@
-"""The GPUs that a process sees: its own, or those that it shares because processes take turns."""
+"""Tests which GPUs a process sees: its own, or those that it shares because processes take turns."""
 
 from __future__ import annotations
 

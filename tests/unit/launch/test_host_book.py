@@ -1,5 +1,5 @@
-"""Placement of processes on hosts: the first placement, lost hosts, returning hosts, GPUs, and agents that are
-refused."""
+"""Tests the placement of processes on hosts: the first placement, lost hosts, returning hosts, GPUs, and agents that
+are refused."""
 
 from __future__ import annotations
 
@@ -210,4 +210,4 @@ def test_the_work_for_a_report_and_for_a_lost_host_does_not_depend_on_the_number
         counts.append((reported, lost / hosts))
     (report_few, lose_few), (report_many, lose_many) = counts
     assert report_many < 1.2 * report_few
-    assert lose_many < 1.2 * lose_few  # the book looks at each host, but at no process on other hosts
+    assert lose_many < 1.2 * lose_few  # the book looks at each host, but not at the processes of other hosts

@@ -1,4 +1,4 @@
-"""Requirements for a host that takes part in a run: versions, clocks, and resources."""
+"""Tests the requirements for a host that takes part in a run: versions, clocks, and resources."""
 
 from __future__ import annotations
 

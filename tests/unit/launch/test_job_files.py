@@ -1,4 +1,4 @@
-"""The files with which Slurm, Kubernetes and Docker start a run: their schemas, and the commands in them."""
+"""Tests the files with which Slurm, Kubernetes and Docker start a run: their schemas, and the commands in them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assert_rollouts_on_two_hosts(done: subprocess.CompletedProcess[str]) -> None
 
 
 @pytest.mark.parametrize("name", ["slurm-srun.sbatch", "slurm-ray.sbatch"])
-def test_shellcheck_finds_nothing_in_job_scripts(name: str) -> None:
+def test_shellcheck_reports_no_problems_in_job_scripts(name: str) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed (apt package shellcheck)")
     done = call("shellcheck", str(JOBS / name))

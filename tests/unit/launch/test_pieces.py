@@ -1,4 +1,4 @@
-"""Small parts of the launcher: progress, logs, the sweep of killed runs, and the merge of two views of a run."""
+"""Tests small parts of the launcher: progress, logs, the sweep of killed runs, and the merge of two views of a run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_progress_goes_back_when_the_run_is_rewound(tmp_path: Path) -> None:
     [
         (20, 48, False, "back to step 20 of 48: the weights of steps 21-48 died with their processes"),
         (0, 1, False, "back to step 0 of 1: the weights of step 1 died with their processes"),
-        (20, 48, True, "back to step 20 of 48: steps 21-48 will be trained again, with the same bits"),
+        (20, 48, True, "back to step 20 of 48: steps 21-48 will be trained again, with bit-identical results"),
     ],
 )
 def test_a_rewound_run_reports_the_lost_steps(step: int, committed: int, text: str, *, deterministic: bool) -> None:
@@ -93,7 +93,7 @@ def test_a_rewound_run_reports_the_lost_steps(step: int, committed: int, text: s
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "end"), [(False, "trained again"), (True, "trained again, with the same bits")]
+    ("deterministic", "end"), [(False, "trained again"), (True, "trained again, with bit-identical results")]
 )
 def test_a_rewind_with_a_given_cause_names_that_cause(end: str, *, deterministic: bool) -> None:
     text = rewind_text(20, 48, deterministic=deterministic, cause="the end of the journal was lost")

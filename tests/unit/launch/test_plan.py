@@ -1,4 +1,4 @@
-"""Process names: the processes that they select, and the modules that those processes run."""
+"""Tests which processes a name selects, and which modules those processes run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ctl plot` draws the curves of runs: chosen metrics, steps taken back, hostile names, long runs, and refusals."""
+"""Tests the curves that `ctl plot` draws: chosen metrics, steps taken back, hostile names, long runs, and refusals."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_an_unknown_metric_is_refused_and_the_nearest_name_suggested(tmp_path: P
 @pytest.mark.parametrize(
     ("out", "run", "line"),
     [
-        ("x.png", "run", "only .svg is written"),
+        ("x.png", "run", "must end in .svg"),
         ("missing/x.svg", "run", "cannot be written"),
         ("x.svg", "nowhere", "has no metrics.jsonl"),
     ],

@@ -1,4 +1,4 @@
-"""Checks before the launch: functions, tokenizers and model files. Each error is one line with a remedy."""
+"""Tests the checks of functions, tokenizers and model files before the launch. Each error is one line with a remedy."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_snapshots_are_turned_off_if_shared_memory_cannot_hold_them_alongside_th
     free = shutil.disk_usage("/dev/shm").free
     tight = load(QUICKSTART, [f"services.batch-store.memory={free - (1 << 20)}"])
     (line,) = [each for each in preflight.check(tight, "t.yaml").warnings if "snapshots" in each]
-    assert "besides services.batch-store.memory" in line
+    assert "left after setting aside services.batch-store.memory" in line
     assert preflight.with_room(tight).checkpoint.memory_every is None
 
 

@@ -1,4 +1,4 @@
-"""report.html: its content, hostile text, its size, damaged files, and how long a run waits for it at the end."""
+"""Tests report.html: its content, hostile text, its size, damaged files, and how long a run waits for it at the end."""
 
 from __future__ import annotations
 

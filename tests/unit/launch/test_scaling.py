@@ -1,5 +1,5 @@
-"""The numbers of instances that a run can have, their resources, and the number written into the topology. Starts
-nothing."""
+"""Tests how many instances a run can have, which resources they need, and which number is written into the topology. No
+process is started."""
 
 from __future__ import annotations
 

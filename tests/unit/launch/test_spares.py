@@ -1,4 +1,4 @@
-"""Rules for starting, using, replacing and giving up spare processes, tested without a process."""
+"""Tests the rules for starting, using, replacing and giving up spare processes, without starting a process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_kind_whose_imports_crash_is_given_up_at_once(rules: SpareRules) -> No
     assert rules.missing == [VLLM]
 
 
-def test_a_kind_that_was_given_up_has_nothing_to_report_when_its_spare_ends(rules: SpareRules) -> None:
+def test_a_kind_that_was_given_up_has_nothing_to_report_when_its_spare_exits(rules: SpareRules) -> None:
     rules.started(TORCH, 7)
     rules.give_up(TORCH, "too slow")
     assert rules.exited(TORCH, SIGKILL, 0.0) == ""

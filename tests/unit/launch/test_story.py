@@ -1,4 +1,4 @@
-"""The story of a task, told from a journal that the real state machine wrote."""
+"""Tests the story of a task, which is told from a journal that the real state machine wrote."""
 
 from __future__ import annotations
 

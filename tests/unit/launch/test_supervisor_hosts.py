@@ -1,4 +1,4 @@
-"""The end of a run that has processes on other hosts."""
+"""Tests the end of a run that has processes on other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's decisions about processes that an operator drains, adds or restarts one after another."""
+"""Tests the supervisor's decisions about processes that an operator drains, adds or restarts one after another."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_process_killed_while_it_drains_is_not_restarted() -> None:
     assert (world.spawned, world.died) == ([], [])
 
 
-def test_process_that_does_not_finish_its_leases_is_told_to_end_and_then_killed() -> None:
+def test_process_that_does_not_finish_its_leases_is_told_to_exit_and_then_killed() -> None:
     world = World().run()
     world.feed(e.DrainAsked([ROLLOUT]))
     world.wait(s.RETIRE_LIMIT_S - 1)

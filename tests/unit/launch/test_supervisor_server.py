@@ -1,4 +1,4 @@
-"""A supervisor whose processes are one-line shell scripts: failed starts and early exits."""
+"""Tests failed starts and early exits with a supervisor whose processes are one-line shell scripts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_service_whose_log_file_cannot_be_opened_fails_the_run_with_its_cause(
     assert ended.outcome == RunOutcome.FAILED
 
 
-def test_a_driver_that_ends_on_a_signal_does_not_finish_the_run_even_if_the_scheduler_is_silent(
+def test_a_driver_that_exits_on_a_signal_does_not_finish_the_run_even_if_the_scheduler_is_silent(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "COMPLETE_CALL_S", 0.5)

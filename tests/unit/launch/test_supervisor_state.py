@@ -1,4 +1,4 @@
-"""The supervisor's decisions, tested without processes or sleeps: start order, restarts, draining, failing."""
+"""Tests the supervisor's decisions without processes or sleeps: start order, restarts, draining, failing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_process_that_is_killed_again_starts_at_once_if_it_was_ready_and_after_a
     assert [each.delay_s for each in world.died] == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]
 
 
-def test_the_run_is_calm_while_every_process_is_ready_and_nothing_ends() -> None:
+def test_the_run_is_calm_while_every_process_is_ready_and_the_run_is_not_stopping() -> None:
     world = World()
     world.feed(e.TimePassed())
     assert not world.state.calm
@@ -141,7 +141,7 @@ def test_kills_do_not_fail_the_run_where_as_many_failures_would() -> None:
     assert world.state.processes[ROLLOUT].restarts == 2 * s.FAILURE_LIMIT
 
 
-def test_a_process_that_ends_because_another_process_died_does_not_count_as_failed() -> None:
+def test_a_process_that_exits_because_another_process_died_does_not_count_as_failed() -> None:
     world = World().run()
     for _ in range(2 * s.FAILURE_LIMIT):
         world.report(WORKER, ProcessState.FAILED, "the group has ended: policy-trainer-worker/1 was restarted")
@@ -231,7 +231,7 @@ def test_services_are_drained_in_order_after_the_driver_is_done() -> None:
     order = []
     while not world.ended:
         group = [key for key in world.terminated if key not in order]
-        assert group, "nobody was told to end"
+        assert group, "no process was told to exit"
         order += group
         for key in group:
             world.report(key, ProcessState.STOPPED)
@@ -273,7 +273,7 @@ def test_a_trainer_gets_time_for_a_checkpoint_only_when_the_run_ends() -> None:
         assert world.killed == [DRIVER]
 
 
-def test_no_other_process_is_told_to_end_before_the_driver_has_saved() -> None:
+def test_no_other_process_is_told_to_exit_before_the_driver_has_saved() -> None:
     world = World(save_limit_s=90).run()
     world.feed(e.StopAsked("interrupted"))
     world.report(DRIVER, ProcessState.DRAINING, "saving step 19")

@@ -1,4 +1,5 @@
-"""Recordings of real runs for the warning detectors: facts, rows from metrics.jsonl, and telemetry, in order.
+"""Makes and reads recordings of real runs for the warning detectors: facts, rows from metrics.jsonl, and telemetry, in
+order.
 
 A recording is made from a finished run and from the topics that the monitor sent during the run:
 

@@ -1,5 +1,5 @@
-"""Each kind of warning is given only for its own change in a metric and names the observed values; healthy runs cause
-no warning."""
+"""Each kind of warning is given only for its own change in a metric and names the observed values; healthy runs do not
+cause warnings."""
 
 from __future__ import annotations
 
@@ -136,13 +136,13 @@ def test_rewards_that_become_equal_after_success_are_reported_as_tasks_that_are_
     assert "too easy" in only.text
 
 
-def test_dropped_stale_tasks_are_reported_if_tasks_are_taken_by_completion() -> None:
+def test_dropped_stale_tasks_are_reported_if_tasks_are_taken_in_completion_order() -> None:
     facts = replace(FACTS, by_completion=True, staleness=2)
     [only] = told(lambda step: {"rollout/tasks_checked": 10.0, "rollout/tasks_stale": 3.0}, facts)
     assert (only.kind, "30% of the checked tasks" in only.text) == ("staleness", True)
 
 
-def test_supervised_runs_that_take_turns_cause_no_warnings_about_waiting_and_sampling() -> None:
+def test_supervised_runs_whose_services_take_turns_cause_no_warnings_about_waiting_or_sampling() -> None:
     def odd(step: int) -> Values:
         return {
             "time/wait_batch": 0.95,

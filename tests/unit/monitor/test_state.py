@@ -1,4 +1,4 @@
-"""The monitor's state without a socket: last values, one sequence, bounded memory."""
+"""Tests the monitor's state without a socket: last values, one sequence, bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""warnings.jsonl holds whole lines."""
+"""warnings.jsonl holds only complete lines."""
 
 from __future__ import annotations
 

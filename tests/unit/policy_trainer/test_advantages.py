@@ -1,4 +1,4 @@
-"""Advantage estimators and reward shaping compared with their formulas, and the driver's errors."""
+"""Compares the advantage estimators and reward shaping with their formulas, and tests the driver's errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every key in the section `algorithm`: under many settings, changing it is either refused at load time or changes
-training.
+"""Checks every key in the section `algorithm`: under many settings, a change to the key is either refused at load time
+or has an effect on training.
 
 Training runs the driver's own step and the workers' own loss over a policy that is a table of logits, so a key that has
 no effect anywhere along the way is found. A new schema key must be added here.
@@ -54,7 +54,7 @@ def loss(cur, anchor, tokens, *, factor=1.0):
 """
 
 SUPERVISED = "cross_entropy"
-"""Loss that one key alone cannot select, because it needs a group of one, which no default advantage can have."""
+"""Loss that one key alone cannot select, because it needs a group of one, which the default advantage refuses."""
 CHANGES: dict[str, tuple[str, ...]] = {
     "tasks_per_step": ("8",),
     "group_size": ("3",),
@@ -139,8 +139,8 @@ def leaves(section: type[Section], above: str = "") -> set[str]:
 
 
 class Table:
-    """A policy with one row of logits per token, which takes the place of the workers. `optim_step` is gradient
-    descent."""
+    """A policy with one row of logits per token, which takes the place of the workers. `optim_step` performs
+    gradient descent."""
 
     def __init__(self, topology: Topology) -> None:
         algorithm = topology.algorithm
@@ -270,7 +270,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: with tensors of a hundred numbers, several threads would only wait for one another."""
+    """Limit torch to one thread, because with tensors of a hundred numbers several threads would only wait for one
+    another."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,5 +1,5 @@
-"""The checkpoint with the best evaluation is kept and exported: tested with the real driver, publisher and checkpoints,
-and a client that answers in place of the scheduler and the worker.
+"""Tests that the checkpoint with the best evaluation is kept and exported, with the real driver, publisher and
+checkpoints, and a client that answers in place of the scheduler and the worker.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def void(_: object) -> None:
 def test_a_save_killed_between_any_two_changes_leaves_a_whole_checkpoint(
     replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `replaced`, the only checkpoint is saved again; a whole checkpoint exists at every moment."""
+    """`replaced` means that the only checkpoint is saved again. A whole checkpoint exists at every moment."""
     kills = 0
     for call in range(1, 100):
         folder = tmp_path / f"c{call}"

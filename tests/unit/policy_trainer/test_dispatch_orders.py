@@ -1,4 +1,4 @@
-"""Order numbers of calls: each is used once per driver incarnation, regardless of the state of the ranks."""
+"""Tests that each order number is used for one call per driver incarnation, regardless of the state of the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rank:
     arrived."""
 
     def __init__(self, held: Sequence[int] = ()) -> None:
-        """Hold snapshots of the steps in `held`."""
+        """The rank holds snapshots of the steps in `held`."""
         self.lane = CallQueue()
         self.held = [HeldSnapshot(lineage=1, step=step) for step in held]
         self.calls: list[WorkerRequest] = []
@@ -76,7 +76,7 @@ def test_a_snapshot_counts_only_if_every_rank_holds_it() -> None:
     assert [each.step for each in asyncio.run(WorkerDispatch(one, Layout(1), DRIVER).take_over()).snapshots] == [4, 5]
 
 
-def test_a_rank_that_ends_during_a_takeover_counts_as_lost() -> None:
+def test_a_rank_that_exits_during_a_takeover_counts_as_lost() -> None:
     ranks = [Rank(), Rank()]
     clients: list[Any] = list(ranks)
     ranks[1].ending = True

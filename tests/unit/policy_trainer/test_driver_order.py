@@ -1,4 +1,4 @@
-"""The order of the driver's actions: the real driver, publisher and dispatch, with clients that record every call."""
+"""Tests the order of the driver's actions with the real driver, publisher and dispatch. Clients record every call."""
 
 from __future__ import annotations
 

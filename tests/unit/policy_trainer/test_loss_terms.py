@@ -1,5 +1,5 @@
-"""The token loss compared with its formula, for both anchors, and its independence of the division into
-micro-batches."""
+"""Compares the token loss with its formula, for both anchors, and checks that the loss and its gradient do not depend
+on the division into micro-batches."""
 
 from __future__ import annotations
 

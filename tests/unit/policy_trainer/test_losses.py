@@ -1,4 +1,4 @@
-"""Every policy loss, KL and mismatch correction compared with its formula, in value and gradient, in float64."""
+"""Compares every policy loss, KL and mismatch correction with its formula, in value and gradient, in float64."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_k2_and_k3_follow_their_formulas_and_k1_is_not_offered() -> None:
 
 @pytest.mark.parametrize(("estimator", "rel"), [("k3", 0.05), ("k2", 0.05)])
 def test_kl_estimators_estimate_the_kl_and_k1_has_no_gradient(estimator: str, rel: float) -> None:
-    """The estimators are summed over a small vocabulary, weighted by probability: an expectation, not a sample."""
+    """The estimators are summed over a small vocabulary, weighted by probability, which gives exact expectations."""
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=12)).requires_grad_()
     ref = (logits.detach() + torch.from_numpy(rng.normal(scale=0.05, size=12))).log_softmax(0)

@@ -1,4 +1,4 @@
-"""The driver's own computations: advantages, token weights and the metrics row."""
+"""Tests the driver's own computations: advantages, token weights and the metrics row."""
 
 from __future__ import annotations
 

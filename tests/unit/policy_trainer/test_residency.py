@@ -1,5 +1,5 @@
-"""The residency of the training state after any sequence of moves. test_residency_memory.py tests the parts that each
-call needs.
+"""Tests where the parts of the training state are after any sequence of moves. test_residency_memory.py tests the parts
+that each call needs.
 """
 
 from __future__ import annotations

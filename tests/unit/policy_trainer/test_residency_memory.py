@@ -80,7 +80,8 @@ CALLS: dict[type[WorkerRequest], Callable[[TorchBackend, Path], dict[str, Tensor
     messages.SaveCheckpoint: lambda made, _: everything(made),
     messages.SaveModel: exported,
 }
-"""Actions of a rank's backend in each call. The two calls that load the whole state bring all of it back themselves."""
+"""What a rank's backend does in each call. The two calls that load the whole state are absent, because they move all
+of it back to the device themselves."""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

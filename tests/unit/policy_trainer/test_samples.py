@@ -1,5 +1,5 @@
-"""Input that a worker refuses before it computes anything: shards that do not match, and log-probs that are not
-finite."""
+"""Tests that a worker refuses shards that do not match, and log-probs that are not finite, before it computes
+anything."""
 
 from __future__ import annotations
 

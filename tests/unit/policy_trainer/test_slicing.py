@@ -1,4 +1,4 @@
-"""Division of a batch among data-parallel ranks."""
+"""Tests the division of a batch among data-parallel ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Snapshots of a rank in shared memory: they restore the same bits, are sealed or absent, and reveal damage. There are
-never more than two.
+"""Tests the snapshots of a rank in shared memory. They restore the same bits, are either sealed or absent, and reveal
+damage, and there are never more than two of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weights of a version in host memory, while the worker continues to answer."""
+"""Tests that the worker continues to answer while the weights of a version are brought into host memory."""
 
 from __future__ import annotations
 

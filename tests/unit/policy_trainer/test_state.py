@@ -1,4 +1,4 @@
-"""Checkpoints, export and the order of calls: the worker state that survives a kill."""
+"""Tests the worker state that survives a kill: checkpoints, exports, resuming and the order of calls."""
 
 from __future__ import annotations
 

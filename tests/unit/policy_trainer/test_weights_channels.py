@@ -1,4 +1,4 @@
-"""The memory and weights that a channel keeps, and for how long. A stand-in replaces the GPU's library where needed.
+"""Tests which memory and weights a channel keeps, and for how long. Where needed, a stand-in replaces the GPU library.
 
 tests/integration/policy_trainer/test_transfer_gpu.py runs the library itself.
 """

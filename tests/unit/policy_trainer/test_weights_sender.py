@@ -1,5 +1,5 @@
-"""The start-up drill, which a trainer runs once for all engines that wait for it, however long it takes and whichever
-versions are published in the meantime.
+"""Tests the start-up drill, which a trainer runs once for all engines that wait for it, however long the drill takes
+and whichever versions are published in the meantime.
 
 tests/integration/policy_trainer/test_transfer.py and tests/property/test_transfer_state.py test the transfers over each
 communicator.
@@ -65,7 +65,7 @@ class Trainer:
         return {"w": torch.zeros(1)}
 
     async def asked(self, engine: int, *, within_s: float, host_id: str = "") -> TransferOffer:
-        """Ask as the mailbox does: it cancels a handler at the request's deadline."""
+        """Ask as the mailbox does, which cancels a handler at the request's deadline."""
         request = AskTransfer(
             instance=engine,
             incarnation=1,

@@ -1,5 +1,5 @@
-"""Messages that the codec refuses, one case for each reason, and the encodings that a second implementation must
-know."""
+"""Tests the messages that the codec refuses, with one case for each reason, and the encodings that a second
+implementation must know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records that are built from shards."""
+"""Tests the records that are built from shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of `samples/`: each task is written once and completely, the size limit is respected, and an interrupted
+"""In the files of `samples/`, each task is written once and completely, the size limit is respected, and an interrupted
 write is repaired."""
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_a_block_whose_lease_ended_is_abandoned(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_scorer_that_was_offloaded_and_restored_gives_the_same_bits(tmp_path: Path) -> None:
+def test_a_scorer_that_was_offloaded_and_restored_gives_bit_identical_results(tmp_path: Path) -> None:
     shards = tasks()
 
     async def run() -> None:

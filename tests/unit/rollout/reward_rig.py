@@ -1,4 +1,4 @@
-"""User-defined rewards of every kind, and the pool that runs them, for tests."""
+"""Provides tests with user-defined rewards of every kind and with the pool that runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded engine with the tiny model from the quickstart, for the rollout's tests."""
+"""Provides the rollout's tests with the embedded engine and the tiny model from the quickstart."""
 
 from __future__ import annotations
 

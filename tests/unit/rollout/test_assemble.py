@@ -1,4 +1,4 @@
-"""Assembly of shards and results from generations and scores."""
+"""Tests how shards and results are assembled from generations and scores."""
 
 from __future__ import annotations
 

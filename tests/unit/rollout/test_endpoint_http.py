@@ -1,4 +1,4 @@
-"""HTTP requests to the endpoint that no OpenAI client makes, sent over plain sockets."""
+"""Sends the endpoint HTTP requests that no OpenAI client makes, over plain sockets."""
 
 from __future__ import annotations
 

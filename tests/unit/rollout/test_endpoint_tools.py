@@ -1,5 +1,8 @@
-"""Tool calls between the real `openai` client and the endpoint. A model of 0.8M parameters makes no tool calls, so the
-sampled tokens are given; everything between the tokens and the client is real."""
+"""Tests tool calls between the real `openai` client and the endpoint.
+
+A model of 0.8M parameters makes no tool calls, so the sampled tokens are given; everything between the tokens and the
+client is real.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ TOOLS: list[Any] = [
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> PromptBuilder:
-    """Return a builder over the shipped tokenizer, with braces in place of two of its characters."""
+    """Return a builder that uses the shipped tokenizer, with braces in place of two of its characters."""
     folder = tmp_path_factory.mktemp("braces") / "model"
     shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     text = json.loads((folder / "tokenizer.json").read_text())

@@ -1,4 +1,4 @@
-"""The embedded engine: its samples, their log-probs, and their reproducibility with a given seed."""
+"""Tests the embedded engine: its samples, their log-probs, and whether a given seed reproduces them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_greedy_sampling_equals_transformers_generate(tiny: TransformersEngine, 
         assert ours.token_ids.tolist() == theirs[0, ids.shape[1] :].tolist()
 
 
-def test_the_same_seed_gives_the_same_bits_and_a_different_seed_gives_different_tokens(
+def test_the_same_seed_gives_bit_identical_samples_and_a_different_seed_gives_different_tokens(
     tiny: TransformersEngine, prompts: list[Prompt]
 ) -> None:
     first = generate(tiny, prompts, sampling(samples=8))
@@ -135,7 +135,7 @@ def test_a_stop_text_ends_a_completion_and_is_kept_in_its_tokens(
     assert seen
 
 
-def test_dropping_finished_rows_changes_no_token(prompts: list[Prompt], tiny: TransformersEngine) -> None:
+def test_dropping_finished_rows_does_not_change_tokens(prompts: list[Prompt], tiny: TransformersEngine) -> None:
     compacting = engine(deterministic=False)
     fixed = generate(tiny, prompts, sampling(samples=16))
     compacted = generate(compacting, prompts, sampling(samples=16))

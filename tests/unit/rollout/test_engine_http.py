@@ -1,4 +1,4 @@
-"""The HTTP client for an inference server, given complete, fragmented, truncated and error responses over real
+"""Gives the HTTP client for an inference server complete, fragmented, truncated and error responses over real
 sockets."""
 
 from __future__ import annotations

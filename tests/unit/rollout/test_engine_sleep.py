@@ -62,8 +62,8 @@ async def weigh(folder: Path) -> None:
 
 
 def test_memory_falls_by_the_weights_and_comes_back_with_the_next_version(tmp_path: Path) -> None:
-    # A separate process is used, as for a rollout service: in this process's heap, garbage from other tests lies
-    # between the weights.
+    # A separate process is used, as for a rollout service, because in this process's heap, garbage from other tests
+    # lies between the weights.
     code = "import asyncio, pathlib, sys; from tests.unit.rollout.test_engine_sleep import weigh; "
     code += "asyncio.run(weigh(pathlib.Path(sys.argv[1])))"
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The process that makes reasoning-gym's rows, when it is killed, is late, or cannot make a row."""
+"""Tests what happens when the process that makes reasoning-gym's rows is killed, is late, or cannot make a row."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_source_whose_process_cannot_make_rows_is_lost(library: Path, monkeypa
         maker.entry(3)  # Row 4 gets no answer either.
 
 
-def test_a_lost_source_drops_no_task(library: Path, tmp_path: Path) -> None:
+def test_a_lost_source_does_not_drop_tasks(library: Path, tmp_path: Path) -> None:
     source = "reasoning-gym:rows?size=9&seed=2"
     text = TOPOLOGY.format(model=MODEL).replace("jsonl:rows.jsonl", source)
     (tmp_path / "t.yaml").write_text(text)

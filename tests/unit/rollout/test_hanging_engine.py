@@ -49,7 +49,7 @@ def lease_of(computing: Callable[[], int], number: int = 1) -> Lease:
 
 
 class ImpatientPool:
-    """A pool of samples with one call each, which all time out once the engine works on them."""
+    """A pool whose samples make one call each and all time out once the engine is working on these calls."""
 
     lost = 0
 
@@ -73,7 +73,8 @@ class ImpatientPool:
 
 @dataclass
 class Workflow:
-    """A lease whose samples have all timed out while the engine is in the second step of their calls."""
+    """A running workflow. All samples of its lease have timed out, but the engine is still in the second step of their
+    calls."""
 
     engine: ToldEngine
     lease: Lease
@@ -117,7 +118,7 @@ async def stands(running: asyncio.Task[Any]) -> bool:
     return not done
 
 
-def test_samples_that_wait_for_a_hanging_engine_do_not_fail_and_renew_no_lease() -> None:
+def test_samples_that_wait_for_a_hanging_engine_neither_fail_nor_renew_their_lease() -> None:
     async def scenario() -> None:
         made = await over_a_hanging_engine()
         before = made.lease.progress

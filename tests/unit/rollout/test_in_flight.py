@@ -1,4 +1,5 @@
-"""Weights that are replaced during a block: the version that samples each token, and the state that the block keeps."""
+"""Tests the replacement of weights during a block: the version that samples each token, and the state that the block
+keeps."""
 
 from __future__ import annotations
 

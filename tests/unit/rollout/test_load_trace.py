@@ -1,4 +1,4 @@
-"""A trace of a model whose loaders slice and fuse weights: the trace finds each weight's place and reports wrong
+"""Checks that the trace of a model whose loaders slice and fuse weights finds each weight's place and reports wrong
 weights."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
 
 class Half(nn.Module):
-    """One of two ranks of a small decoder: fused projections, a padded vocabulary, one key head on both ranks."""
+    """One of two ranks of a small decoder with fused projections, a padded vocabulary, and a key head on both ranks."""
 
     packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 

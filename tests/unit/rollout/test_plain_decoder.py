@@ -1,4 +1,4 @@
-"""The plain decoder compared with the model's own modules, for every architecture that it supports."""
+"""Compares the plain decoder with the model's own modules, for every architecture that it supports."""
 
 from __future__ import annotations
 

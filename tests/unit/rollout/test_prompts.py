@@ -1,4 +1,4 @@
-"""Tokenization of prompts: the place where a continuation is cut, and texts that are too long to tokenize."""
+"""Tests the tokenization of prompts: where a continuation is cut, and texts that are too long to tokenize."""
 
 from __future__ import annotations
 

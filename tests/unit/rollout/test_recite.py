@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the data set's answers as samples."""
+"""Tests supervised fine-tuning, in which the data set's answers serve as samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards: loading by import path, every kind of function, timeouts and progress."""
+"""Tests rewards: loading by import path, every kind of function, timeouts and progress."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_sum_beyond_float32_loses_only_its_sample(folder: Path) -> None:
         ("my_rewards:plan", "has no function 'plan'"),
     ],
 )
-def test_a_reward_that_cannot_be_loaded_is_a_one_line_error(folder: Path, path: str, says: str) -> None:
+def test_a_reward_that_cannot_be_loaded_causes_a_one_line_error(folder: Path, path: str, says: str) -> None:
     with pytest.raises(RpcError, match=says) as caught:
         score([], Line(path))
     assert caught.value.code == ErrorCode.BAD_REQUEST
@@ -127,7 +127,7 @@ def test_a_plain_function_may_run_its_own_event_loop(folder: Path) -> None:
     assert values(scores) == [[2.0, 6.0]]
 
 
-def test_threads_left_behind_by_late_coroutines_affect_no_other_sample(folder: Path) -> None:
+def test_threads_left_behind_by_late_coroutines_do_not_affect_other_samples(folder: Path) -> None:
     async def scenario() -> list[float | None]:
         async with pool(Line("my_rewards:in_a_thread"), processes=1, timeout_s=0.7) as made:
             pids: list[float | None] = []

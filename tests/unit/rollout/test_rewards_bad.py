@@ -33,7 +33,7 @@ BAD = [
     ("bad", "eat", "memory", "needed more memory than reward.memory allows"),
     ("bad", "spin", "timeout", "no answer within 1 s (reward.timeout_s)"),
     ("bad", "stop", "timeout", "no answer within 1 s (reward.timeout_s)"),
-    ("bad", "parts", "answer", "answered with a value that cannot be handed over: a message of 1782"),
+    ("bad", "parts", "answer", "returned a value that cannot be handed over: a message of 1782"),
     ("crash_later", "segfault", "crashed", "took its process down: it died of SIGSEGV"),
     ("crash_later", "sys.exit", "raised", "raised SystemExit: 3"),
     ("crash_later", "spin", "timeout", "no answer within 1 s (reward.timeout_s)"),
@@ -81,7 +81,7 @@ def test_a_sample_that_cannot_be_sent_to_a_process_is_reported(folder: Path) -> 
     assert "the sample cannot be handed to a process" in bad.failure
 
 
-def test_output_that_cannot_be_printed_loses_no_sample(folder: Path) -> None:
+def test_output_that_cannot_be_printed_does_not_lose_samples(folder: Path) -> None:
     """Standard error goes to a full disk, as can happen to a service's log file."""
     kept, full = os.dup(2), os.open("/dev/full", os.O_WRONLY)
     try:

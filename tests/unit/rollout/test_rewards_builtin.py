@@ -1,4 +1,4 @@
-"""Rewards that are part of the package, and their errors when they cannot score."""
+"""Tests the rewards that are part of the package, and their errors when they cannot score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions that ask a judge over HTTP: samples wait for an unreachable judge, but are lost on other
+"""Tests reward functions that ask a judge over HTTP: samples wait for an unreachable judge, but are lost on other
 failures."""
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def test_samples_are_lost_at_once_if_the_wait_limit_is_zero(port: int) -> None:
     asyncio.run(scenario())
 
 
-def test_an_outage_ends_when_its_scores_are_abandoned(port: int) -> None:
+def test_an_outage_ends_when_the_scoring_that_waits_for_the_judge_is_cancelled(port: int) -> None:
     async def scenario() -> None:
         async with pool(line(port), retry=QUICK) as made:
             scoring = asyncio.create_task(made.score(group("a", 4), lambda: None))

@@ -1,4 +1,4 @@
-"""Reward calls that survive disturbances caused by earlier and concurrent calls in the same process."""
+"""Checks that reward calls survive disturbances caused by earlier and concurrent calls in the same process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of samples that a rollout puts for the recorder: conversations, tool calls, and the tokens of each turn."""
+"""Tests the text of samples that a rollout puts for the recorder: conversations, tool calls, and each turn's tokens."""
 
 from __future__ import annotations
 

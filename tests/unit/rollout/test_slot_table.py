@@ -1,4 +1,5 @@
-"""Calls decoded side by side in one table: no call waits for the longest one, and no sampled token changes."""
+"""Tests calls that are decoded side by side in one table: no call waits for the longest one, and no sampled token
+changes."""
 
 from __future__ import annotations
 
@@ -211,7 +212,7 @@ def test_greedy_and_sampled_calls_share_a_table() -> None:
     asyncio.run(made.compute.stop(lambda: None, 5))
 
 
-def test_a_failed_pass_fails_the_calls_under_way_and_no_later_ones() -> None:
+def test_a_failed_pass_fails_the_calls_under_way_but_not_later_ones() -> None:
     made = Watched(slots=12)
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""Prompts and sampling settings for a lease: templates, limits, and rows that cannot be sampled."""
+"""Tests the prompts and sampling settings for a lease: templates, limits, and rows that cannot be sampled."""
 
 from __future__ import annotations
 

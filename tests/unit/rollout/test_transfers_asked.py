@@ -1,5 +1,5 @@
-"""An engine's end of a transfer that is requested first and taken later: interruptions between the two, and reports
-about them.
+"""Tests an engine's end of a transfer that is requested first and taken later: interruptions between the two, and the
+reports about them.
 
 The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py uses a real trainer.
 """

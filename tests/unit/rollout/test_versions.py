@@ -1,5 +1,5 @@
-"""Newer weights for running samples: each token keeps the version that sampled it, whenever the weights arrive; leases
-of one exact version are not affected; weights that fail verification sample no token.
+"""Tests newer weights for running samples: each token keeps the version that sampled it, whenever the weights arrive;
+leases of one exact version are not affected; no token is sampled with weights that fail verification.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_notes_contain_the_version_of_each_token(tmp_path: Path) -> None:
     assert [each.versions.tolist() for each in noted] == [[4, 4, 6, 6, 6, 6, 6, 6]] * SAMPLES
 
 
-def test_weights_that_fail_verification_sample_no_token(tmp_path: Path) -> None:
+def test_no_token_is_sampled_with_weights_that_fail_verification(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with rig() as made:
             shown: list[int] = []

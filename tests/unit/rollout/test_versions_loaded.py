@@ -1,4 +1,4 @@
-"""Sources of newer weights, and the leases that wait for them."""
+"""Tests sources of newer weights, and the leases that wait for these weights."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_scoring_stops_when_its_lease_is_lost() -> None:
 
 
 def test_an_engine_that_hangs_in_an_update_of_running_samples_ends_the_service() -> None:
-    """Another lease that is waiting for weights at the same time does not prevent this."""
+    """The service ends even if another lease is waiting for weights at the same time."""
 
     async def scenario() -> None:
         async with rig() as made:

@@ -1,4 +1,4 @@
-"""The arguments that vLLM gets from a topology. vLLM itself is not imported."""
+"""Tests the arguments that vLLM gets from a topology. vLLM itself is not imported."""
 
 from __future__ import annotations
 

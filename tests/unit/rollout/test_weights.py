@@ -1,4 +1,4 @@
-"""Weight syncs: loaded weights are verified, and an update that does not reach every parameter is refused."""
+"""Checks that a weight sync verifies the loaded weights and refuses an update that does not reach every parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The route by which weights reach an engine, the drill of each route before it is used, and failed transfers.
+"""Tests the route by which weights reach an engine, the drill of each route before it is used, and failed transfers.
 
 The trainer's end is simulated; tests/integration/policy_trainer/test_transfer.py and whole runs use a real trainer.
 """

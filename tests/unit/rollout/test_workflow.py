@@ -1,4 +1,4 @@
-"""Workflows on the real engine: captured tokens, batched calls, and isolation of bad samples."""
+"""Tests workflows on the real engine: captured tokens, batched calls, and isolation of bad samples."""
 
 from __future__ import annotations
 
@@ -200,13 +200,13 @@ def check_lost_alone(made: list[list[Made]], says: dict[str, str]) -> None:
         assert all(logprob_error(sequence) < 1e-4 for each in good for sequence in each.rolled.sequences)
 
 
-def test_an_invalid_sample_is_lost_and_no_other(bench: Bench) -> None:
+def test_only_the_invalid_sample_is_lost(bench: Bench) -> None:
     made = bench.run("bad", params={"kinds": list(NONSENSE)}, tasks=len(NONSENSE), samples=3)
     check_lost_alone(made, NONSENSE)
     assert bench.rig.lost_processes == 0
 
 
-def test_a_sample_that_hangs_is_lost_and_no_other(bench: Bench) -> None:
+def test_only_the_sample_that_hangs_is_lost(bench: Bench) -> None:
     before = bench.rig.lease.progress
     made = bench.run("bad", params={"kinds": list(HANGS)}, tasks=len(HANGS), samples=3, timeout_s=3.0)
     check_lost_alone(made, HANGS)
@@ -214,7 +214,7 @@ def test_a_sample_that_hangs_is_lost_and_no_other(bench: Bench) -> None:
     assert bench.rig.lease.progress > before
 
 
-def test_a_sample_that_kills_its_process_is_lost_and_no_other(bench: Bench) -> None:
+def test_only_the_sample_that_kills_its_process_is_lost(bench: Bench) -> None:
     options = {"tasks": len(DEATHS), "samples": 3, "memory_bytes": 256 << 20, "processes": 2}
     made = bench.run("bad", params={"kinds": list(DEATHS)}, **options)
     check_lost_alone(made, DEATHS)
@@ -286,7 +286,9 @@ def test_a_lost_lease_ends_the_block_while_it_waits_for_tools() -> None:
         ("os.path:join", {}, "is not a coroutine function; write it with async def"),
     ],
 )
-def test_a_workflow_that_cannot_be_loaded_is_a_one_line_error(function: str, params: dict[str, Any], says: str) -> None:
+def test_a_workflow_that_cannot_be_loaded_causes_a_one_line_error(
+    function: str, params: dict[str, Any], says: str
+) -> None:
     with pytest.raises(RpcError) as caught:
         load(Purpose.WORKFLOW, function, params)
     assert caught.value.code == ErrorCode.BAD_REQUEST

@@ -116,7 +116,7 @@ class ToldEngine:
         self.progress += 1
 
     async def verify(self, given: Mapping[str, Array], announced: Mapping[str, int]) -> None:
-        """Accept any weights: there are no parameters to verify."""
+        """Accept any weights, because there are no parameters to verify."""
 
     async def score(self, token_ids: Array) -> Array:
         return np.full(len(token_ids) - 1, self._loaded, np.float32)

@@ -1,4 +1,5 @@
-"""An engine that holds one version of the weights, with everything that brings it newer versions, for tests."""
+"""Provides tests with an engine that holds one version of the weights, and with the parts that load newer versions into
+it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ NOTED, FRESH = "train/0/0", "train/0/1"
 
 
 class Rig:
-    """An engine that holds version FIRST, with everything that brings it newer versions."""
+    """An engine that holds version FIRST, and the parts that load newer versions into it."""
 
     def __init__(self) -> None:
         self.engine = ToldEngine()

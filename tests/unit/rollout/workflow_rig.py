@@ -1,4 +1,4 @@
-"""Workflows on the real embedded engine, without a scheduler or a store."""
+"""Runs workflows on the real embedded engine, without a scheduler or a store."""
 
 from __future__ import annotations
 

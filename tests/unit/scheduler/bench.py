@@ -1,4 +1,4 @@
-"""The scheduler's state machine with its own clock, for tests without sockets or files."""
+"""Drives the scheduler's state machine with its own clock, for tests without sockets or files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admission: the admitted tasks, their order, and the versions with which they are sampled."""
+"""Tests admission: the admitted tasks, their order, and the versions with which they are sampled."""
 
 from __future__ import annotations
 

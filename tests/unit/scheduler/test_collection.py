@@ -1,4 +1,4 @@
-"""Collection: when tasks and weights are cleared from the stores."""
+"""Tests when tasks and weights are cleared from the stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`consume: completion` on the state machine: steps take the tasks that finish first and drop those that are too
+"""Tests `consume: completion` on the state machine: steps take the tasks that finish first and drop those that are too
 old."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def begun() -> Bench:
 
 
 def complete(bench: Bench, grant: LeaseGrant, versions: tuple[int, int] | None, tasks: slice = slice(None)) -> None:
-    """Complete tasks whose samples' oldest tokens alternate between two versions; None omits the versions."""
+    """Complete tasks; the oldest tokens of their samples alternate between two versions. None omits the versions."""
     results = [
         TaskResult(task.task_id, task.fence, Outcome.DONE, STORE, 5, 2, 20, 50) for task in grant.batch.tasks[tasks]
     ]

@@ -1,4 +1,4 @@
-"""Evaluations and the metrics rows that wait for them."""
+"""Tests evaluations and the metrics rows that wait for them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_several_samples_per_row_give_their_mean_and_the_best_of_them() -> None:
 
 
 def test_failed_samples_in_an_evaluation_are_counted_as_wrong_answers() -> None:
-    """Rows of four samples: one solved and three failed, all failed, and a row that could not be evaluated at all."""
+    """The rows have four samples each. In the first row, one is solved and three fail; in the second, all fail; the
+    third row cannot be evaluated at all."""
     bench = Bench(plan(evals=(EvalPlan("held", rows=[0, 1, 4], samples=4, every=2),))).start()
     grant = bench.granted(most=8)
     first, second, third = grant.batch.tasks

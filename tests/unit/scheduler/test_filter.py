@@ -1,4 +1,4 @@
-"""The zero-variance filter with bounded refill, and per-sample values from a later stage, on the state machine."""
+"""Tests the zero-variance filter with bounded refill, and per-sample values from a later stage."""
 
 from __future__ import annotations
 

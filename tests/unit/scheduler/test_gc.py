@@ -1,4 +1,4 @@
-"""Collection at commit: a reload returns to the newest checkpoint, and every task still counts at most once."""
+"""With collection at commit, a reload returns to the newest checkpoint, and every task still counts at most once."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_an_engine_that_holds_an_undone_version_gets_the_exact_version_of_its_le
     assert (grant.weights and grant.weights.lineage, grant.exact) == (1, False)
 
 
-def test_a_checkpoint_of_undone_steps_collects_nothing() -> None:
+def test_a_checkpoint_of_undone_steps_does_not_collect_tasks() -> None:
     bench = Bench().start()
     for step in (1, 2, 3):
         trained(bench, step)

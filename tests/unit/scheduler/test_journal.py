@@ -1,4 +1,4 @@
-"""Snapshots written in parts: whenever the process is killed, the state is recovered completely."""
+"""While a snapshot is written in parts, a kill at any moment leaves a state that can be recovered completely."""
 
 from __future__ import annotations
 

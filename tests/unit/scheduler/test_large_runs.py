@@ -1,4 +1,4 @@
-"""A run with many processes: the cost of one request does not grow with their number."""
+"""In a run with many processes, the cost of one request does not grow with the number of processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FEW, MANY = 4, 64
 
 
 def large(hosts: int, tasks_per_step: int = 8, staleness: int = 100) -> Bench:
-    """Return a run with a store and a rollout on each host, whose driver waits for the first batch."""
+    """Return a run that has a store and a rollout on each host. Its driver waits for the first batch."""
     made = plan(tasks_per_step=tasks_per_step, staleness=staleness, task_bytes=1, rows=range(10_000))
     bench = Bench(made, Configure(1000, 3, 2, True)).start()
     for host in range(1, hosts + 1):

@@ -1,4 +1,4 @@
-"""Leases, fences and results, tested on the state machine alone."""
+"""Tests leases, fences and results on the state machine alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drops and losses by reason, reward parts, and services that have waited longer than their limit."""
+"""Tests drops and losses by reason, reward parts, and services that have waited longer than their limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose journal has lost its end: nothing from the lost part is mistaken for current state."""
+"""When the journal of a run has lost its end, nothing from the lost part is mistaken for current state."""
 
 from __future__ import annotations
 

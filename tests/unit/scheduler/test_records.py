@@ -1,4 +1,4 @@
-"""Ended tasks that are kept for the recorder, tested on the state machine."""
+"""Tests on the state machine how ended tasks are kept for the recorder."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_scheduler_does_not_wait_for_a_recorder_that_is_away() -> None:
     assert b.machine.run.records.lost == 1
 
 
-def test_the_oldest_tasks_are_given_up_when_they_take_up_room_that_others_need() -> None:
+def test_the_oldest_tasks_are_released_when_they_take_up_room_that_others_need() -> None:
     b = bench(Recording(ALL.choice, hold_tasks=1), filter_limit=4, task_bytes=120)
     assert ask(b) is None
     for _ in range(3):  # each has 50 bytes

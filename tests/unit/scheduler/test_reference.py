@@ -1,5 +1,5 @@
-"""The policy version that the scheduler names with each lease when the reference is refreshed, tested on the state
-machine."""
+"""Tests on the state machine which policy version the scheduler names with each lease when the reference is
+refreshed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that no worker sends and that would corrupt the journal: refused without any effect."""
+"""Requests that no worker sends and that would corrupt the journal are refused without any effect."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_surplus_set_of_scalars_is_refused_and_its_lease_stays_open() -> None:
 
 
 @pytest.mark.parametrize("rewards", [[float("inf"), float("-inf")], [math.nan, math.inf]])
-def test_evaluation_whose_rewards_have_no_mean_ends(rewards: list[float]) -> None:
+def test_evaluation_ends_even_if_its_rewards_have_no_mean(rewards: list[float]) -> None:
     bench = Bench(plan=plan(evals=(EvalPlan("held", range(4), 1, 1),))).start()
     bench.register("rollout", 0, 7)
     for _ in range(20):
@@ -169,7 +169,7 @@ def test_client_given_an_unusable_endpoint_can_use_the_next_one() -> None:
         asyncio.run(main(folder))
 
 
-def test_damaged_lines_of_discarded_rows_hide_no_other_row(tmp_path: Path) -> None:
+def test_damaged_lines_of_discarded_rows_do_not_hide_other_rows(tmp_path: Path) -> None:
     kept = tmp_path / "metrics.discarded.jsonl"
     kept.write_bytes(b'{"lineage": 0, "step": 2}\n\xff{"lin\n')
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')

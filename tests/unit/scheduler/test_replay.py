@@ -1,4 +1,4 @@
-"""Replay of the journal restores the state."""
+"""Replaying the journal restores the state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewinds of a run: the tasks of undone steps precede all others, and other decisions are kept."""
+"""When a run is rewound, the tasks of undone steps precede all others, and other decisions are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transition table, the story of a task, and the errors that `validate` finds."""
+"""Tests the transition table, the story of a task, and the errors that `validate` finds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Shards that a store has lost: the store confirms the loss, and the tasks are made again without counting as
-attempts."""
+"""When a store has lost shards, it confirms the loss, and the tasks are sampled again without counting an attempt."""
 
 from __future__ import annotations
 
@@ -131,7 +130,7 @@ def test_a_task_under_a_live_lease_is_not_affected_by_a_loss() -> None:
     assert bench.complete(grant) == []
 
 
-def test_a_task_whose_reference_result_is_lost_is_made_again_completely() -> None:
+def test_a_task_whose_reference_result_is_lost_is_sampled_again() -> None:
     bench = Bench(plan(stages=train_graph(with_reference=True))).start()
     bench.complete(bench.granted())
     scored = bench.granted("reference")

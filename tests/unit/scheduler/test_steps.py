@@ -1,4 +1,4 @@
-"""The driver's calls: batches, commits, newer drivers and reloads."""
+"""Tests the driver's calls: batches, commits, newer drivers and reloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store restarts without its data: unfinished tasks are sampled again, and the run returns to its checkpoint."""
+"""When a store restarts without its data, unfinished tasks are sampled again, and the run returns to its checkpoint."""
 
 from __future__ import annotations
 

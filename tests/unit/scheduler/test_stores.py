@@ -1,4 +1,4 @@
-"""A run with two stores: the clears sent to each store, and the room in each."""
+"""Tests a run with two stores: the clears sent to each store, and the room in each."""
 
 from __future__ import annotations
 
@@ -243,7 +243,9 @@ def test_the_trainers_store_is_waited_for_indefinitely() -> None:
     assert bench.machine.run.clears.stores == [STORE, AWAY]
 
 
-def test_a_silent_store_that_the_topology_places_is_given_up_and_its_tasks_are_sampled_again(tmp_path: Path) -> None:
+def test_a_silent_store_that_the_topology_places_is_declared_gone_and_its_tasks_are_sampled_again(
+    tmp_path: Path,
+) -> None:
     places = ["placement.hosts={b: {}}", "services.rollout.host=b", "transport.listen=10.0.0.1"]
     places += ["algorithm.kl=null", "data.eval={}"]
     made, _ = make_plan(load(write(make(tmp_path)), places, check_supported=False), tmp_path)
@@ -380,7 +382,7 @@ def come_back_empty(bench: TwoHosts) -> None:
     bench.register("batch-store", 1, 6, limit_bytes=1 << 30, host_id="away", data_id="other")
 
 
-def test_the_return_of_an_unused_store_without_data_undoes_no_step() -> None:
+def test_the_return_of_an_unused_store_without_data_does_not_undo_steps() -> None:
     bench = TwoHosts(config=NINE).begin()
     bench.step(1)
     waits = bench.granted()
@@ -417,7 +419,7 @@ def test_a_store_that_comes_back_without_the_shards_of_a_step_rewinds_the_run() 
     assert replays_alike(bench)
 
 
-def test_the_leases_and_the_store_of_a_lost_host_are_given_up_at_once() -> None:
+def test_the_leases_of_a_lost_host_are_reassigned_and_its_store_is_declared_gone_at_once() -> None:
     bench = TwoHosts(config=AT_COMMIT).begin()
     bench.step(1, AWAY)
     there = bench.granted(most=2, instance=1, life=8)
@@ -447,7 +449,7 @@ def test_a_store_that_returns_after_its_host_was_lost_is_not_registered_again() 
     assert replays_alike(bench)
 
 
-def test_the_leases_of_a_lost_process_are_given_up_although_a_store_on_its_host_is_alive() -> None:
+def test_the_leases_of_a_lost_process_are_reassigned_although_a_store_on_its_host_is_alive() -> None:
     bench = TwoHosts().begin()
     there = bench.granted(most=2, instance=1, life=8)
     assert isinstance(bench.ask(HostGone(host="b", incarnations=[8], cause="test")), Ack)

@@ -1,4 +1,4 @@
-"""The waits in a run that the scheduler reports."""
+"""Tests the waits in a run that the scheduler reports."""
 
 from __future__ import annotations
 

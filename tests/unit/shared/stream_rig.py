@@ -1,4 +1,4 @@
-"""A server of streams and its readers, driven by hand over real sockets."""
+"""Provides a server of streams and readers of it, which tests drive by hand over real sockets."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def connected(endpoint: str) -> socket.socket:
 
 
 def ended(line: socket.socket) -> bool:
-    """Return whether the other end closes within 10 s, discarding anything that arrives before that."""
+    """Return True once the other end has closed, discarding anything that arrives before that. Raises TimeoutError if
+    nothing arrives for 10 s."""
     with contextlib.suppress(ConnectionError):
         while line.recv(1 << 16):
             pass

@@ -1,4 +1,5 @@
-"""Access files, with one role's secret and the endpoints of the run: written, read and refused."""
+"""Tests the writing, reading and refusal of access files, which hold the secret of one role and the endpoints of the
+run."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def test_a_file_that_others_could_read_is_replaced_by_a_private_one(home: RunDir
         (lambda file: file.write_text(file.read_text().replace('role": "operator"', 'role": "service"')), "of service"),
     ],
 )  # fmt: skip
-def test_the_error_for_a_bad_access_file_is_one_line_that_names_it_and_no_secret(
+def test_the_error_for_a_bad_access_file_is_one_line_that_names_the_file_but_not_the_secret(
     home: RunDir, tmp_path: Path, damage: Callable[[Path], object], says: str
 ) -> None:
     file = tmp_path / "file"

@@ -1,4 +1,4 @@
-"""The choice among torch's attention kernels, which must not change the result."""
+"""Tests the choice among torch's attention kernels, which must not change the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches: splitting and joining keep every task once, and only `fetch` moves data."""
+"""Splitting and joining batches keeps every task exactly once, and only `fetch` moves data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sockets of bulk connections: their endpoints and socket files."""
+"""Tests the endpoints and the socket files of bulk connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a dataset source: stable indices, rows read one at a time, errors that name the place."""
+"""Tests the contract of a dataset source: stable indices, rows read one at a time, errors that name the place."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_file_without_rows_is_refused_when_it_is_opened(tmp_path: Path, text: by
         open_jsonl(path)
 
 
-def test_reading_data_imports_no_torch() -> None:
+def test_reading_data_does_not_import_torch() -> None:
     script = (
         "import sys\n"
         "from shared.data import open_source\n"

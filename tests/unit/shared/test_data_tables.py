@@ -1,4 +1,4 @@
-"""Rows from Parquet files, saved data sets and reasoning-gym."""
+"""Tests rows from Parquet files, saved data sets and reasoning-gym."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 WHERE = "t.yaml:7: data.train.source"
 SAVED = Path(__file__).parent / "saved_dataset"
-"""Folder written by datasets 5.2.0 itself, with its `make.py`."""
+"""Folder that datasets 5.2.0 itself wrote when the `make.py` in it was run."""
 
 
 def parquet(path: Path, rows: list[dict[str, object]], rows_a_group: int = 2) -> str:
@@ -110,7 +110,7 @@ def test_a_folder_that_is_not_a_saved_data_set_is_a_one_line_error(source: str, 
     assert "\n" not in str(caught.value)
 
 
-def test_reasoning_gym_makes_the_same_rows_in_every_process() -> None:
+def test_reasoning_gym_generates_the_same_rows_in_every_process() -> None:
     pytest.importorskip("reasoning_gym")
     names = ["chain_sum?size=5&seed=3", "simple_equations?size=5", "word_ladder?size=3", "ransom_note?size=5"]
     script = (

@@ -1,4 +1,4 @@
-"""The block file: written shards are read back, and anything that is not exactly a block file is refused with
+"""Shards that were written to a block file are read back, and anything that is not exactly a block file is refused with
 WireError."""
 
 from __future__ import annotations

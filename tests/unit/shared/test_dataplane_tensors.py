@@ -1,4 +1,4 @@
-"""numpy and torch sharing the same memory: equal bits and no copy, for every dtype on the wire."""
+"""numpy and torch share the same memory, with equal bits and without a copy, for every dtype on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drill's noise: reproducible, on every parameter, and different for each parameter."""
+"""The noise of the drill is reproducible, changes every parameter, and differs between parameters."""
 
 from __future__ import annotations
 

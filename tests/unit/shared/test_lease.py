@@ -1,4 +1,4 @@
-"""Progress of a lease: the progress of the compute thread until the lease has been computed, then only the lease's
+"""The progress of a lease is that of the compute thread until the lease has been computed, and then only the lease's
 own."""
 
 from __future__ import annotations

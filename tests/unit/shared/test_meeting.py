@@ -1,4 +1,4 @@
-"""The rendezvous of ranks: the interface and the address that they use."""
+"""Tests which interface and which address the ranks use for their rendezvous."""
 
 from __future__ import annotations
 

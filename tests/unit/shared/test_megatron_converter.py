@@ -29,7 +29,7 @@ def config(kind: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "tp", "pp"), list(itertools.product(KINDS, (1, 2), (1, 2))))
-def test_every_weight_is_converted_back_with_the_same_bits(kind: str, tp: int, pp: int) -> None:
+def test_every_weight_is_converted_back_bit_for_bit(kind: str, tp: int, pp: int) -> None:
     model = make_model(kind.split("-")[0], **KINDS[kind])
     weights = named_weights(model)
     converter = Converter(architecture.read(model.config), tp, pp)

@@ -1,4 +1,4 @@
-"""Loading a model folder: the same bits each time, tied weights named once, one-line errors."""
+"""Loading a model folder gives the same bits each time, names tied weights once, and reports errors on one line."""
 
 from __future__ import annotations
 

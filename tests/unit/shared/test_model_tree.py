@@ -1,4 +1,4 @@
-"""Trees of shared prefixes: every token has a node, and every node attends to exactly its own prefix."""
+"""In a tree of shared prefixes, every token has a node, and every node attends to exactly its own prefix."""
 
 from __future__ import annotations
 

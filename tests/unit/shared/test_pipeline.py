@@ -1,4 +1,4 @@
-"""Leases in a pipeline around a compute thread: how many are computed at a time, and how many are held ahead."""
+"""Tests how many leases a pipeline around a compute thread computes at a time, and how many it holds ahead."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_leases_are_computed_side_by_side_and_one_more_is_held_ahead(side_by_sid
         await settle()
         assert sorted(made.computing) == list(range(1, side_by_side + 1))
         assert made.leased == side_by_side + 1
-        made.computing[side_by_side].set()  # The last lease ends first.
+        made.computing[side_by_side].set()  # The last of the leases is computed first.
         await settle()
         assert made.finished == [side_by_side]
         assert side_by_side + 1 in made.computing
@@ -182,7 +182,7 @@ def test_leases_that_are_lost_while_they_wait_are_neither_computed_nor_finished(
     async def scenario() -> None:
         made = Rig(1)
         running = await full(made)
-        made.book.lost([3, 4])  # One lease has been computed, the other has been prepared.
+        made.book.lost([3, 4])  # One lease has been computed, and the other has been prepared.
         made.may_finish.set()
         await settle()
         assert sorted(made.finishing) == made.finished == [1, 2]

@@ -1,4 +1,4 @@
-"""The run directory is made once and opened by every process; its shared memory is swept when no process is left."""
+"""The run directory is created once and opened by every process; its shared memory is swept when no process is left."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_opened_run_equals_the_created_one(run: RunDir) -> None:
     assert run.shm.stat().st_mode & 0o777 == 0o700
 
 
-def test_directory_that_holds_a_run_is_not_made_again(run: RunDir, shm_root: Path) -> None:
+def test_directory_that_holds_a_run_is_not_created_again(run: RunDir, shm_root: Path) -> None:
     with pytest.raises(RpcError, match=rf"run directory {run.path}: holds a run already"):
         RunDir.create(run.path, shm_root=shm_root)
 

@@ -1,4 +1,4 @@
-"""Reading `samples/` in a run directory."""
+"""Tests the reading of `samples/` in a run directory."""
 
 from __future__ import annotations
 

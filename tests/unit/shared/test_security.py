@@ -1,4 +1,4 @@
-"""Keys, roles and the gate: the peers admitted over tcp, their roles, and the messages that each role may send."""
+"""Tests keys, roles and the gate: the peers admitted over tcp, their roles, and the messages each role may send."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_new_run_directory_has_keys_and_keeps_them(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_error_for_a_bad_key_file_is_one_line_that_names_it_and_no_secret(
+def test_the_error_for_a_bad_key_file_is_one_line_that_names_the_file_but_not_the_secret(
     tmp_path: Path, damage: Any, says: str
 ) -> None:
     folder = tmp_path / "keys"
@@ -267,7 +267,7 @@ def test_strangers_and_lesser_roles_never_get_past_the_handshake_and_are_counted
     asyncio.run(main())
 
 
-def test_a_locked_endpoint_admits_no_peer_while_no_gate_answers() -> None:
+def test_a_locked_endpoint_does_not_admit_peers_while_no_gate_answers() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         server = context.socket(zmq.ROUTER)

@@ -1,4 +1,4 @@
-"""The reader's end of lines on real sockets: windows, turns, broken lines, and stores that send false data."""
+"""Tests the reader's end of lines on real sockets: windows, turns, broken lines, and stores that send false data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[StreamServer]:
 
 
 class Lines:
-    """The reader's ends of lines, with their counts."""
+    """The reader's end of each of several lines, with their common counts."""
 
     def __init__(self, inflight_bytes: int = 16 << 20) -> None:
         self.counts = Counts()
@@ -103,7 +103,9 @@ def test_stream_arrives_completely_within_its_window(server: StreamServer, sourc
         lines.close()
 
 
-def test_stream_whose_line_breaks_or_uses_up_its_key_continues_over_others(source: StreamSource, lines: Lines) -> None:
+def test_stream_whose_line_breaks_or_uses_up_its_key_continues_over_other_lines(
+    source: StreamSource, lines: Lines
+) -> None:
     """A key lasts for five ranges here. Each line has a different key, and no byte is received twice."""
     with serving(key_limit_bytes=5 << 20) as server:
         arrival, outcome, used = None, StreamOutcome.LOST, 0

@@ -1,4 +1,4 @@
-"""The store's end of lines on real sockets: turns, windows, seals, stalled and hostile readers."""
+"""Tests the store's end of lines on real sockets: turns, windows, seals, stalled and hostile readers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_ranges_are_sent_exactly_as_asked_for(server: StreamServer, source: Stre
     reader.ask(other, 0)
     assert reader.receive()[0].stream == other
     reader.ask(stream, 0)
-    assert ended(reader.socket)  # Requests for a closed stream have no meaning.
+    assert ended(reader.socket)  # A request for a closed stream ends the line.
     until(lambda: server.stats().streams == 0)
 
 
@@ -69,7 +69,7 @@ def test_readers_share_the_server_fairly_however_many_streams_each_has(
     source: StreamSource,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When the first reader has its ranges, every other reader has at least half as many.
+    """When one reader has received the wanted number of ranges, every other reader has at least half as many.
 
     Reading the files is the bottleneck here, so the server's turns determine the shares. On a real network, TCP
     determines them.
@@ -103,7 +103,7 @@ def test_readers_share_the_server_fairly_however_many_streams_each_has(
     assert min(got) >= wanted / 2, got
 
 
-def test_stalled_reader_holds_no_more_than_its_share_and_delays_no_other(
+def test_stalled_reader_holds_no_more_than_its_share_and_does_not_delay_others(
     server: StreamServer, source: StreamSource
 ) -> None:
     stalled, reader = Reader(server, stalls=True), Reader(server)
@@ -251,7 +251,7 @@ def test_forged_repeated_and_misdirected_requests_end_their_line(source: StreamS
         assert server.stats().refused == 3
 
 
-def test_connections_are_limited_and_silent_ones_end(
+def test_connections_are_limited_and_silent_ones_are_closed(
     server: StreamServer, source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_places, "MOST", 2)
@@ -259,7 +259,7 @@ def test_connections_are_limited_and_silent_ones_end(
     for reader in readers:
         reader.ask(reader.take(source), 0)
         reader.receive()
-    assert ended(connected(readers[0].opened.endpoint))  # Proven readers occupy all places.
+    assert ended(connected(readers[0].opened.endpoint))  # Readers that have proven themselves occupy all places.
     assert server.stats().turned_away == 1
     monkeypatch.setattr(stream_places, "IDLE_S", 0.1)
     assert readers[0].raw() == readers[1].raw() == (b"", b"")

@@ -1,4 +1,4 @@
-"""Files from which streams are read: they are checked, mapped once and dropped in time."""
+"""Files from which streams are read are checked, mapped once and dropped in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams without sockets: messages, seals, excerpts, arrivals and memory."""
+"""Tests streams without sockets: messages, seals, excerpts, arrivals and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process's side of turns on shared devices; tests/property/test_device_turns.py tests the scheduler's side."""
+"""Tests turns on shared devices in a process; tests/property/test_device_turns.py tests the scheduler's side."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def _nothing(parts: Parts) -> Parts:
     return parts
 
 
-def test_a_process_without_a_supervisor_ends_instead_of_taking_a_turn(tmp_path: Path) -> None:
+def test_a_process_without_a_supervisor_exits_instead_of_taking_a_turn(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", shm_root=tmp_path / "shm")
     try:
         by_hand = Sharer(run, 1)

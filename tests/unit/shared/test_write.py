@@ -13,7 +13,7 @@ from proto.blockfile import BlockLayout
 from shared.dataplane import write
 
 
-def test_a_write_of_which_one_half_fails_waits_for_the_other_half(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_waits_for_its_other_half_when_one_half_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = BlockLayout([(f"t/0/{i}", 1, {"a": np.zeros(1 << 20, np.uint8)}) for i in range(16)])
     begun, ended = threading.Event(), threading.Event()
     mine = threading.get_ident()

@@ -103,7 +103,7 @@ def test_incomplete_lines_and_values_that_are_not_finite_are_left_out(tmp_path: 
     assert follower.rows(1, 10) == [Row(1, 0, 1, {"step": 1, "a": 2.0})]
 
 
-def test_a_file_that_cannot_be_read_for_a_moment_changes_no_position(
+def test_a_file_that_cannot_be_read_for_a_moment_does_not_change_any_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, follower = Run(tmp_path), History(tmp_path)

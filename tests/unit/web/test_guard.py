@@ -1,4 +1,4 @@
-"""The requests that reach the page's application, tested without a socket."""
+"""Tests without a socket which requests reach the page's application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live stream: only the newest version of a part is sent, and a browser that does not read delays no other."""
+"""The live stream sends only the newest version of a part, and a browser that does not read does not delay others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The data that the page reads from a run directory: growing files, rows that are taken back, and hostile content."""
+"""Tests the data that the page reads from a run directory: growing files, rows that are taken back, and hostile
+content."""
 
 from __future__ import annotations
 

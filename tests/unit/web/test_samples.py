@@ -1,4 +1,4 @@
-"""The samples on the page: bounded sizes, and no path outside the run's samples."""
+"""Tests the samples on the page: their sizes are bounded, and no path outside the run's samples is read."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ class Devices:
         self._turns.done()
 
     async def backload(self, parts: frozenset[Part]) -> int:
-        """Move `parts` to the device, where they stay in use until `after` is called. Return the bytes moved."""
+        """Move `parts` to the device, where they stay in use until `after` is called. Return the number of
+        bytes moved."""
         await self._turns.acquire(device_parts(parts))
         missing = self._residency.backload(parts)
         backend, moved = self._backend, 0

@@ -75,13 +75,13 @@ class GlooChannel:
         from shared.weights.gloo import GlooGroup, TransferLost
 
         if self._given_up.is_set():
-            raise TransferLost("given up before it began")
+            raise TransferLost("the transfer was given up before it began")
         if self._group is None:
             self._group = GlooGroup(self._meeting, 0, self._ranks, deadline_s=self._deadline_s)
         self._group.broadcast(itertools.chain.from_iterable(weights.chunks("cpu")))
 
     def ended(self) -> None:
-        if self._meeting.file is not None:  # not earlier: another rank may read it after this one has joined
+        if self._meeting.file is not None:  # only now, because another rank may read it after this one joins
             self._meeting.file.unlink(missing_ok=True)
 
     def give_up(self) -> None:

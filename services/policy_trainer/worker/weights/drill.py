@@ -33,7 +33,7 @@ SEEN = 16.0
 MAX_FACTOR = 16.0
 """Maximum factor of the noise, which is then at most 0.8 of a weight's mean."""
 BACKWARD_LIMIT_S = 30.0
-"""Maximum seconds for the backward pass, estimated as the time of three forward passes."""
+"""Maximum seconds for the backward pass. Its duration is estimated as that of three forward passes."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class _Config(ctypes.Structure):
 def new_unique_id(interface: str) -> bytes:
     """Return the id by which the ranks of a new communicator find each other. Raises TransferLost without NCCL.
 
-    From its first use onwards, NCCL uses `interface` in this process.
+    NCCL then uses `interface` in this process, unless the environment already sets NCCL_SOCKET_IFNAME.
     """
     os.environ.setdefault(NCCL_INTERFACE, exactly(interface))
     made = _UniqueId()

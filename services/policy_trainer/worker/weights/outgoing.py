@@ -28,7 +28,8 @@ class LiveWeights:
     """The last published version on the device where it is trained, until its weights change. Any thread may use it."""
 
     def __init__(self, kind: str = "cuda") -> None:
-        """Weights on devices of another `kind` are not copied from there: on a CPU, the store is just as near."""
+        """Weights on devices of another `kind` are not copied from there, because on a CPU the store is just as
+        near."""
         self._kind = kind
         self._lock = threading.Lock()
         self._version: Version | None = None

@@ -118,8 +118,8 @@ async def put_weights(data: DataClient, weights: dict[str, Tensor], request: Pub
             )
         except RpcError as error:
             # The store has collected an earlier put of this version: it was not announced, or no task needed it.
-            # Every recovery may add such a put, so the number of tries is not limited. The store refuses before any
-            # bytes are written, unless a clear arrives during the write.
+            # Every recovery may add such a put, so the number of tries is not limited. The store refuses such a
+            # put before any bytes are written, unless a clear arrives during the write.
             if error.code != ErrorCode.COLLECTED:
                 raise
             fence += 1

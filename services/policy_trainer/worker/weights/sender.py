@@ -60,7 +60,7 @@ class _ChannelThread:
     thread: ThreadPoolExecutor
 
     def close(self) -> None:
-        """Have the thread destroy the communicator as soon as it no longer uses it. This does not wait."""
+        """Have the thread destroy the communicator as soon as it no longer uses it. This method does not wait."""
         self.channel.give_up()
         self.thread.submit(self.channel.close)
         self.thread.shutdown(wait=False)

@@ -119,7 +119,7 @@ class TransferState:
     def _ask(self, event: TransferAsked, now: float) -> Sequence[Effect]:
         replaced = self._replaced.setdefault(event.engine, set())
         if event.incarnation in replaced:
-            return [RefuseTransfer(f"life {event.incarnation:x} of engine {event.engine} was replaced; it must end")]
+            return [RefuseTransfer(f"life {event.incarnation:x} of engine {event.engine} was replaced; it must exit")]
         known = self._lives.get(event.engine)
         if known is not None and known != event.incarnation:
             replaced.add(known)

@@ -1,4 +1,5 @@
-"""The drawings of the terminal interface: curves, bars, lanes, samples, and text that cannot control the terminal."""
+"""Tests the drawings of the terminal interface: curves, bars, lanes, samples, and text that cannot control the
+terminal."""
 
 from __future__ import annotations
 

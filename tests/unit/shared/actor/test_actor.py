@@ -1,4 +1,4 @@
-"""The life cycle of a service: states reported to its supervisor, signals, ownership of its endpoint, heartbeats."""
+"""Tests the life cycle of a service: states reported to a supervisor, signals, ownership of endpoints, heartbeats."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_failure_in_any_phase_is_reported_with_its_cause(run: RunDir, phase: str
     asyncio.run(main())
 
 
-def test_stop_during_start_ends_with_success(run: RunDir) -> None:
+def test_service_stopped_during_start_exits_with_success(run: RunDir) -> None:
     async def main() -> None:
         service = Quiet(run, 0)
         service.start = asyncio.Event().wait  # type: ignore[assignment,method-assign]
@@ -121,7 +121,7 @@ def test_stop_during_start_ends_with_success(run: RunDir) -> None:
     asyncio.run(main())
 
 
-def test_neither_a_missing_supervisor_nor_an_unclosed_socket_delays_the_end(run: RunDir) -> None:
+def test_neither_a_missing_supervisor_nor_an_unclosed_socket_delays_the_end_of_a_service(run: RunDir) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         service = Quiet(run, 0, run.endpoint("supervisor", 0))
@@ -225,7 +225,7 @@ def test_registration_that_is_refused_is_retried_slowly(run: RunDir) -> None:
     asyncio.run(main())
 
 
-def test_service_whose_heartbeat_raises_fails_with_its_cause(run: RunDir) -> None:
+def test_service_whose_heartbeat_raises_fails_and_reports_the_exception(run: RunDir) -> None:
     async def main() -> None:
         def broken() -> Heartbeat:
             raise KeyError("lease")
@@ -245,7 +245,7 @@ def test_service_whose_heartbeat_raises_fails_with_its_cause(run: RunDir) -> Non
     asyncio.run(main())
 
 
-def test_telemetry_that_is_larger_than_a_message_is_dropped_and_counted(run: RunDir) -> None:
+def test_telemetry_too_large_for_a_message_is_dropped_and_counted(run: RunDir) -> None:
     async def main() -> None:
         sender = TelemetrySender("talkative", 0, 7)
         async with asking(run.endpoint("monitor", 0)) as client:
@@ -329,7 +329,7 @@ def test_process_killed_with_sigkill_can_be_restarted_at_once(run: RunDir) -> No
         assert line_of(second) == f"serving {second.pid}"
 
 
-def test_process_that_fails_prints_its_cause_and_exits_with_status_1(run: RunDir) -> None:
+def test_process_that_fails_prints_the_cause_and_exits_with_status_1(run: RunDir) -> None:
     with process(*arguments(run), env={"ECHO_FAIL": "no cheese"}) as child:
         _, complaint = child.communicate(timeout=20)
         assert child.returncode == 1
@@ -345,7 +345,7 @@ def test_process_with_a_wrong_run_directory_exits_with_status_2_and_one_line(tmp
         assert complaint.count("\n") == 1
 
 
-def test_supervised_process_ends_when_its_supervisor_is_killed(run: RunDir) -> None:
+def test_supervised_process_exits_when_its_supervisor_is_killed(run: RunDir) -> None:
     supervised = arguments(run, "--supervisor", run.endpoint("supervisor", 0))[1:]
     with process("spawn", *supervised) as parent:
         service = psutil.Process(int(line_of(parent).split()[1]))

@@ -1,4 +1,4 @@
-"""Logs on a disk that fills up: lines are lost and counted, and no process ends."""
+"""When the disk fills up, log lines are lost and counted, and the process continues."""
 
 from __future__ import annotations
 

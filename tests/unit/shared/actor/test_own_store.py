@@ -1,4 +1,4 @@
-"""A service on a joined host, which needs that host's store as long as it puts shards."""
+"""Tests a service on a joined host, which needs the store of that host as long as it puts shards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def service(folder: Path, scheduler: str, answers: Iterator[RpcError | None]) ->
     return cast(Service, SimpleNamespace(run=run, name="rollout/1", resolve=resolve))
 
 
-def test_a_service_whose_store_was_given_up_ends_with_an_error_that_names_the_remedy(
+def test_a_service_fails_with_an_error_that_names_the_remedy_once_the_scheduler_has_given_up_on_its_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(own_store, "LOOK_S", 0.001)

@@ -1,4 +1,4 @@
-"""The resource usage that a process reports."""
+"""Tests the resource usage that a process reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_cpu_share_covers_the_time_since_the_previous_reading() -> None:
     busy = meter.read()
     share = 0.3 / (time.monotonic() - begun)
     assert 0.8 * share <= float(busy["cpu_share"]) <= 1.5
-    time.sleep(0.3)  # The idle time being measured.
+    time.sleep(0.3)  # This is the idle time that is measured.
     assert float(meter.read()["cpu_share"]) < float(busy["cpu_share"]) / 2
 
 

@@ -1,4 +1,4 @@
-"""The host memory that receives tensors from a GPU. Locking itself needs a GPU."""
+"""Tests the host memory that receives tensors from a GPU, without locking it, because that needs a GPU."""
 
 from __future__ import annotations
 

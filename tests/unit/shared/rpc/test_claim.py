@@ -1,4 +1,4 @@
-"""Ownership of endpoints: each has one owner at a time."""
+"""Each endpoint has one owner at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and replies over real sockets: deadlines, retries, restarts and handlers that fail."""
+"""Tests requests and replies over real sockets: deadlines, retries, restarts and handlers that fail."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_request_survives_kill_9_and_restart_of_the_server(
                 await eventually(lambda: any(pending.sent for pending in ours._pending.values()))
                 server.kill()
                 server.wait(10)
-            assert os.path.exists(stale)  # The next owner finds its path taken.
+            assert os.path.exists(stale)  # The next owner finds the path taken.
             with process("mailbox", ipc) as server:
                 assert (await asked).incarnation == server.pid
 
@@ -362,7 +362,7 @@ def test_one_way_messages_are_handled_and_not_answered(ipc: str) -> None:
         async with serving(ipc, (Telemetry, lambda body, _: seen.append(body.topic) or Ack())) as (mailbox, bound):
             async with asking(bound) as client:
                 for _ in range(3):
-                    assert client.tell(message)  # The first messages precede the connection.
+                    assert client.tell(message)  # The first messages are sent before the connection exists.
                 await eventually(lambda: len(seen) == 3)
             assert not mailbox._running
             assert not mailbox._replies[Role.SERVICE]
@@ -370,7 +370,7 @@ def test_one_way_messages_are_handled_and_not_answered(ipc: str) -> None:
     asyncio.run(main())
 
 
-def test_callback_that_raises_loses_no_later_message(ipc: str) -> None:
+def test_messages_after_one_whose_callback_raises_are_delivered(ipc: str) -> None:
     async def main() -> None:
         problems: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
@@ -436,7 +436,7 @@ def test_client_reports_unanswered_requests_and_repeated_refusals(ipc: str) -> N
                     await client.call(Ping(), Pong, deadline_s=DEADLINE_S)
                 [row] = client.waits()
                 since.append(row.since_s)
-                await asyncio.sleep(0.05)  # The test measures this time.
+                await asyncio.sleep(0.05)  # `since_s` must grow by this time.
             assert (row.kind, row.what) == (WaitKind.REFUSED, "Ping: no room")
             assert since[1] >= since[0] + 0.05
             full = False

@@ -1,4 +1,4 @@
-"""Requests and replies over real sockets: misbehaving peers, limited memory and messages that are refused."""
+"""Tests requests and replies over real sockets: misbehaving peers, limited memory and messages that are refused."""
 
 from __future__ import annotations
 

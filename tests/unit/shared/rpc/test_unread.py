@@ -1,4 +1,4 @@
-"""Replies kept for guests that do not read: bounded in total, and with room left for other guests."""
+"""Replies kept for guests that do not read them are bounded in total and leave room for other guests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small topology for the topology's tests, and the errors that `load` reports for edited copies."""
+"""Provides a small topology for tests, and the errors that `load` reports for edited copies of it."""
 
 from __future__ import annotations
 

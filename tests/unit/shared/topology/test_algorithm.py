@@ -1,4 +1,4 @@
-"""Defaults in the section `algorithm`, and options that are refused because they would have no effect."""
+"""Tests the defaults in the section `algorithm`, and the refusal of options that would have no effect."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_only_a_step_of_several_updates_needs_a_proximal_forward_pass(folder: Pa
     assert [each.needs_proximal for each in (one, two, rollout)] == [False, True, False]
 
 
-def test_supervised_fine_tuning_asks_for_no_proximal_forward(folder: Path) -> None:
+def test_supervised_fine_tuning_does_not_ask_for_a_proximal_forward(folder: Path) -> None:
     topology = loaded(folder, *SFT)
     assert topology.algorithm.loss.clip is None
     assert not topology.needs_proximal
@@ -98,28 +98,28 @@ def test_kl_in_the_reward_starts_a_reference(folder: Path) -> None:
         (["algorithm.loss={name: importance_sampling, clip: [0.2, 0.2]}"], "has no effect with loss importance_sam"),
         (["algorithm.loss={name: sapo, clip: [0.2, 0.2]}"], "has no effect with loss sapo"),
         (["algorithm.loss={name: sapo, temperatures: [1.0, 0.0]}", TWO_UPDATES], "0.0 is out of range: it must be"),
-        (["algorithm.loss={name: cispo, clip: [0.2, 4.0]}", TWO_UPDATES], "0.2 has no effect with clamp upper"),
+        (["algorithm.loss={name: cispo, clip: [0.2, 4.0]}", TWO_UPDATES], "0.2 has no effect if clamp is upper"),
         (["algorithm.loss={name: cispo, dual_clip: 3.0}"], "3.0 has no effect with loss cispo"),
         (["algorithm.loss={clamp: both}"], "both has no effect with loss ppo_clip"),
         (["algorithm.loss={temperatures: [1.0, 1.0]}"], "has no effect with loss ppo_clip"),
-        (["algorithm.loss={clip: [0.2, 0.3]}"], "has no effect: with anchor proximal and one update per step"),
-        (["algorithm.loss={dual_clip: 3.0}"], "3.0 has no effect: with anchor proximal and one update"),
-        (["algorithm.loss={name: cispo, clamp: both}"], "both has no effect: with anchor proximal and one update"),
-        (["algorithm.loss={name: sapo, temperatures: [1.0, 2.0]}"], "(1.0, 2.0) has no effect: with anchor proximal"),
+        (["algorithm.loss={clip: [0.2, 0.3]}"], "has no effect: the ratio is 1 if anchor is proximal and a step"),
+        (["algorithm.loss={dual_clip: 3.0}"], "3.0 has no effect: the ratio is 1 if anchor is proximal"),
+        (["algorithm.loss={name: cispo, clamp: both}"], "both has no effect: the ratio is 1 if anchor is proximal"),
+        (["algorithm.loss={name: sapo, temperatures: [1.0, 2.0]}"], "(1.0, 2.0) has no effect: the ratio is 1 if"),
         (
             ["algorithm.kl.refresh_every=40", "checkpoint.every=20"],
             "40 has no effect: the first refresh would come after the last step (3)",
         ),
         (["algorithm.loss={dual_clip: 1.1}", TWO_UPDATES], "1.1 must exceed 1 + clip[1] (1.2)"),
         (["algorithm.loss={params: {a: 1}}"], "have no effect with loss ppo_clip"),
-        (["algorithm.loss={anchor: rollout, ratio_mask: {}}"], "has no effect with anchor rollout"),
+        (["algorithm.loss={anchor: rollout, ratio_mask: {}}"], "has no effect if anchor is rollout"),
         (["algorithm.loss={tis_cap: 5.0, ratio_mask: {high: 5.0}}"], "5.0 has no effect: ratio_mask leaves out"),
         ([*SFT, "algorithm.loss.anchor=proximal"], "proximal has no effect with loss cross_entropy"),
         ([*SFT, "algorithm.group_size=4"], "4 would be copies of one answer"),
         ([*SFT, "algorithm.kl={in: reward, coef: 0.1}"], "reward has no effect with loss cross_entropy"),
-        ([*SFT, "algorithm.normalise_rewards=batch"], "looks at no reward"),
+        ([*SFT, "algorithm.normalise_rewards=batch"], "does not use rewards"),
         ([*SFT, "data.eval={}", "sampling.stop=['x']"], "['x'] has no effect without data.eval, because loss cross_"),
-        ([*SFT, "algorithm.overlong=mask"], "has no effect with loss cross_entropy, which cuts no answer"),
+        ([*SFT, "algorithm.overlong=mask"], "has no effect with loss cross_entropy, which does not cut answers"),
         ([*SFT, "algorithm.advantage.name=rloo"], "rloo has no effect with loss cross_entropy, which uses no adv"),
         ([*SFT, "algorithm.advantage.scale=none"], "none has no effect with loss cross_entropy"),
         (["algorithm.normalise_rewards=batch"], "batch has no effect: advantage grpo normalises"),

@@ -1,4 +1,4 @@
-"""Hub names in topologies: how they are read, and where they are in the local cache."""
+"""Tests how hub names in topologies are read, and where the files that they name are in the local cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`services.rollout.in_flight` and `consume`: valid combinations, and one-line refusals."""
+"""Tests valid and refused combinations of `services.rollout.in_flight` and `consume`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every key in the topology has an effect or is refused. Changing one key changes the launcher's processes, the
-scheduler's plan or the sampling of a task; or a named test shows the key's effect, and the product reads the key at the
+"""Every key in the topology has an effect or is refused. Either changing the key changes the launcher's processes, the
+scheduler's plan or the sampling of a task, or a named test shows the key's effect, and the product reads the key at the
 place named here. A new schema key must be added here.
 """
 
@@ -137,7 +137,7 @@ NUMERIC = {
     "reward.params": "{function: builtin:numeric}",
     "reward.functions.*.params": "{functions: [{function: builtin:numeric}]}",
 }
-"""Settings to compare with, by the key that is changed, where these are not BASE's exact_match."""
+"""Settings before the change, by the key that is changed, where they are not the exact_match of BASE."""
 
 TRAINER, ROLLOUT = "services/policy_trainer", "services/rollout/service.py"
 EXPORTER = "services/exporter/server.py"
@@ -255,7 +255,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "workflow.timeout_s": (
         ROLLOUT,
         "chosen.timeout_s",
-        "unit/rollout/test_workflow.py::test_a_sample_that_hangs_is_lost_and_no_other",
+        "unit/rollout/test_workflow.py::test_only_the_sample_that_hangs_is_lost",
     ),
     "workflow.max_tokens": (
         ROLLOUT,
@@ -265,7 +265,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "workflow.memory": (
         ROLLOUT,
         "chosen.memory",
-        "unit/rollout/test_workflow.py::test_a_sample_that_kills_its_process_is_lost_and_no_other",
+        "unit/rollout/test_workflow.py::test_only_the_sample_that_kills_its_process_is_lost",
     ),
     "workflow.processes": (
         ROLLOUT,
@@ -335,7 +335,7 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
     "services.rollout.transfer_s": (
         ROLLOUT,
         "settings.transfer_s",
-        "integration/policy_trainer/test_transfer.py::test_an_engine_that_stops_midway_is_given_up_at_the_deadline_and_can_return",
+        "integration/policy_trainer/test_transfer.py::test_an_engine_that_stops_midway_is_abandoned_at_the_deadline_and_can_return",
     ),
     "services.rollout.engine_args": (
         "services/rollout/engines/__init__.py",
@@ -486,7 +486,8 @@ def test_every_key_is_listed_once() -> None:
 
 
 def derived(topology: Topology) -> list[Any]:
-    """Return the values that follow from a topology: processes and their arguments, the scheduler's plan, sampling."""
+    """Return the values that are derived from a topology: among others, the processes, their arguments and GPUs, the
+    scheduler's plan and the sampling."""
     plan = [(spec.service, spec.instance) for spec in topology.services_plan()]
     sets = TaskSets(topology, PromptBuilder.__new__(PromptBuilder), context_tokens=64)
     splits = [TRAIN, *topology.data.eval]

@@ -1,4 +1,4 @@
-"""The memory that a model takes up on hosts and GPUs, and the refusal of a model that cannot fit."""
+"""Tests how much memory a model takes up on hosts and GPUs, and that a model that cannot fit is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_header(file: Path, shapes: dict[str, list[int]]) -> None:
 
 
 def qwen2(folder: Path, hidden: int, inner: int, layers: int, groups: int, *, tied: bool = True) -> Path:
-    """Write the files of a Qwen2 whose weights take up no room on the disk: nothing but their header is read."""
+    """Write the files of a Qwen2 whose weights take up no room on the disk, because only their header is read."""
     head, vocabulary = 64 if hidden < 1000 else 128, 151_936
     shapes = {"model.embed_tokens.weight": [vocabulary, hidden], "model.norm.weight": [hidden]}
     for layer in range(layers):

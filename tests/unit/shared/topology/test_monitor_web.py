@@ -1,4 +1,4 @@
-"""The section `monitor.web`: a page that other hosts can reach needs a token, and tokens are kept in private files."""
+"""Tests the section `monitor.web`: a page that other hosts can reach needs a token, and token files are private."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_token_files_that_are_missing_short_or_readable_by_others_are_refused_be
     assert "others may read it (mode 0644); run chmod 600" in open_to_all
 
 
-def test_the_operator_token_differs_from_the_visitors_token(folder: Path) -> None:
+def test_the_operator_token_must_differ_from_the_visitors_token(folder: Path) -> None:
     same = {"token": token_file(folder, "one"), "operator_token": token_file(folder, "two")}
     [line] = token_problems(folder, **same)
     assert "services.monitor.web.operator_token" in line

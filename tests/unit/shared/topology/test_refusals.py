@@ -1,4 +1,4 @@
-"""Errors in the topology: each is reported on one line that names its file and line."""
+"""Each error in the topology is reported on one line that names its file and line."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
         (
             "  lr: 1e-3",
             "  lr: .inf",
-            "t.yaml:20: optimizer.lr: inf is not a finite number (learning rate after warm-up, above 0)",
+            "t.yaml:20: optimizer.lr: inf is not a finite number (learning rate after warm-up; must be above 0)",
         ),
         (
             "  dtype: bfloat16",
@@ -219,9 +219,8 @@ def test_error_for_a_value_out_of_range_names_the_value_and_the_limit(
         (
             "aggregation: token_mean",
             "anchor: rollout, tis_cap: 2.0",
-            "t.yaml:16: algorithm.loss.tis_cap: 2.0 has no effect with anchor rollout; remove it, or "
-            "set anchor "
-            "proximal",
+            "t.yaml:16: algorithm.loss.tis_cap: 2.0 has no effect if anchor is rollout; remove it, or set "
+            "anchor to proximal",
         ),
         (
             "aggregation: token_mean",
@@ -327,7 +326,7 @@ def test_unknown_host_and_unknown_colocated_service_are_reported(folder: Path) -
             "[reference, rollout]",
             "services.rollout.in_flight=keep",
             "--set services.rollout.in_flight=keep: services.rollout.in_flight: keep: a colocated engine sleeps while "
-            "weights are made; use wait",
+            "the trainer computes new weights; use wait",
         ),
         (
             "[policy-trainer, rollout]",

@@ -52,10 +52,10 @@ def test_degrees_that_do_not_divide_the_model_are_refused(folder: Path, degrees:
 
 
 @pytest.mark.parametrize("degree", ["tp", "pp"])
-def test_torch_splits_no_layers(folder: Path, degree: str) -> None:
+def test_torch_does_not_split_layers(folder: Path, degree: str) -> None:
     [line] = problems(model(folder), f"{PARALLEL}.{degree}=2")
     assert line.endswith(
-        f"parallel.{degree}: 2 splits layers, which backend torch does not support; set backend megatron, or use 1"
+        f"parallel.{degree}: 2 splits layers, which backend torch does not support; set backend to megatron, or use 1"
     )
 
 

@@ -1,4 +1,4 @@
-"""The topology: derived values, overrides, the resolved file and the examples."""
+"""Tests the topology: derived values, overrides, the resolved file and the examples."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_lease_is_the_largest_divisor_of_a_step_within_256_samples(
 
 
 @pytest.mark.parametrize(("engine", "block"), [("vllm", 64), ("transformers", 16)])
-def test_an_engine_that_refills_its_batch_leases_its_share_of_a_step_at_once_when_services_take_turns(
+def test_an_engine_that_refills_its_batch_gets_its_share_of_a_step_in_one_lease_when_services_take_turns(
     folder: Path, engine: str, block: int
 ) -> None:
     sizes = ["algorithm.tasks_per_step=128", "algorithm.group_size=16", "services.batch-store.memory=4GiB"]
@@ -126,7 +126,7 @@ def test_an_exporter_runs_only_if_something_is_exported(folder: Path, section: s
             "0.0.0.0:9464: others reach this address, and monitor.prometheus.token is not set",
         ),
         ("monitor.prometheus.listen=localhost", "services.monitor.prometheus.listen", "is not an address with a port"),
-        ("monitor.prometheus.listen=localhost:0", "services.monitor.prometheus.listen", "names no port"),
+        ("monitor.prometheus.listen=localhost:0", "services.monitor.prometheus.listen", "has no valid port"),
         ("monitor.traces.file=false", "services.monitor.traces", "no span would be kept"),
         ("monitor.traces.otlp=ftp://host", "services.monitor.traces.otlp", "is not the address of a collector"),
         ("monitor.traces.otlp=http://u:p@host", "services.monitor.traces.otlp", "is not the address of a collector"),

@@ -1,4 +1,4 @@
-"""The section `transport`: no key is silently ignored, and none is unsafe by default."""
+"""In the section `transport`, no key is silently ignored, and none is unsafe by default."""
 
 from __future__ import annotations
 

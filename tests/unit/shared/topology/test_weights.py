@@ -1,4 +1,4 @@
-"""`services.rollout.weights` and `transfer_s`: the routes between a trainer and an engine, and one-line refusals."""
+"""Tests `services.rollout.weights` and `transfer_s`: routes between a trainer and an engine, and one-line refusals."""
 
 from __future__ import annotations
 

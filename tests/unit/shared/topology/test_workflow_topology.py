@@ -1,4 +1,4 @@
-"""The topology's keys for rewards, workflows and sources."""
+"""Tests the topology's keys for rewards, workflows and sources."""
 
 from __future__ import annotations
 

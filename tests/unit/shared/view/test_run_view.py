@@ -1,4 +1,4 @@
-"""The model of a live run: it receives rows from the stream and provides the values to draw."""
+"""Tests the model of a live run, which receives rows from the stream and provides the values to draw."""
 
 from __future__ import annotations
 
