@@ -1,5 +1,5 @@
-"""Tests linear layers that oneDNN computes: values and gradients equal those of torch up to rounding, only suitable layers
-use oneDNN, and its kernels take a bounded amount of memory."""
+"""Tests linear layers that oneDNN computes: values and gradients equal those of torch up to rounding, only suitable
+layers use oneDNN, and its kernels take a bounded amount of memory."""
 
 from __future__ import annotations
 
