@@ -174,8 +174,8 @@ def stop(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command()
 def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Report problems, and which process is waiting for which, since when and until when. Exit status 0 if all is
-    well."""
+    """Report problems, and which process is waiting for which other process, since when and until when. Exit status
+    0 if all is well."""
     from launch.doctor import as_document, as_lines, diagnose, examine
 
     run, before = context.obj

@@ -51,7 +51,7 @@ def check_checkpoint(path: Path, model: str) -> None:
     the same shapes as the policy in the folder `model`."""
     if not path.is_dir():
         there = [f"step-{step}" for step in checkpoint_steps(path.parent)]
-        remedy = f"; there are {', '.join(there)}" if there else "; name RUN/checkpoints/step-N or RUN/export"
+        remedy = f"; available: {', '.join(there)}" if there else "; name RUN/checkpoints/step-N or RUN/export"
         raise RpcError(ErrorCode.BAD_REQUEST, f"--checkpoint {path}: no such folder{remedy}")
     if is_checkpoint(path):
         verify(path, only=[MODEL])

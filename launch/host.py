@@ -1,12 +1,12 @@
 """`python -m launch.host --access FILE` runs the part of a run that belongs on this host.
 
 It joins the run that the access file describes (`launch.ctl export-access --role service`). With its own supervisor and
-guard, it runs what the run's supervisor orders: a store, rollouts, references and ranks of the trainer. It ends when
+guard, it runs what the run's supervisor orders: a store, rollouts, references and ranks of the trainer. It exits when
 the run ends or no longer answers. An agent that the run considers lost joins again. Exit status: 0 if the run ended, 1
 if the host failed or lost the run, 2 if the command line or the access is wrong.
 
 The program that starts it (Ray, srun, ssh, a container) may pass the access on standard input instead (`--access -`):
-one line, after which the input stays open. When the input ends, this host ends. With `--wait` the file may be written
+one line, after which the input stays open. When the input ends, the agent exits. With `--wait` the file may be written
 later, so that a job can start agents together with the run (`launch.cluster --export-access`).
 """
 
@@ -159,7 +159,7 @@ def _from_file(path: Path, wait_s: float) -> Access:
 def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int:
     """Take part in the run until it ends, and return the exit status.
 
-    `held` says whether this host ends when its standard input ends.
+    `held` says whether the agent exits when its standard input ends.
     """
     topology = _topology(access.topology, check_files=False)
     if not topology.policy.distribute:
@@ -187,10 +187,10 @@ def _run(access: Access, host: str, path: Path, address: str, held: bool) -> int
 
 
 class _Ends:
-    """Ends this host after a signal or at the end of its standard input, at any time from its start to its exit.
+    """Makes the agent exit after a signal or at the end of its standard input, at any time after its start.
 
     The first signal drains the host, so that it returns its leases. A second signal or the end of the input kills the
-    host.
+    processes on the host.
     """
 
     def __init__(self, held: bool) -> None:
@@ -206,11 +206,11 @@ class _Ends:
 
     @property
     def asked(self) -> bool:
-        """Whether this host has been asked to end."""
+        """Whether the agent has been asked to exit."""
         return bool(self._causes)
 
     def apply_to(self, supervisor: Supervisor) -> None:
-        """Stop `supervisor` as soon as there is a reason for this host to end; there may be one already.
+        """Stop `supervisor` as soon as there is a reason for the agent to exit; there may be one already.
 
         Called on the supervisor's event loop.
         """

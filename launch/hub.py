@@ -48,7 +48,7 @@ class Missing:
 
 
 def pinned(names: Mapping[Path, HubName], topology: FilePath) -> list[str]:
-    """Return the overrides that make a run continue to use the commits of `names` that its resolved `topology` records.
+    """Return the overrides that keep a run at the commits that its resolved `topology` records for `names`.
 
     There is no override for a name that specifies a commit, or a repository other than the recorded one.
     """

@@ -77,9 +77,9 @@ def choose(
 def _nothing(run: Path, step: int | None, task: str | None, split: str, known: Sequence[int]) -> str:
     what = f"of task {task}" if task is not None else f"of step {step}" if step is not None else "yet"
     if known:
-        return f"{run}: no samples {what} in {split}; there are steps {_ranges(known)}"
+        return f"{run}: no samples {what} in {split}; available: steps {_ranges(known)}"
     others = splits(run)
-    there = f"there are {', '.join(others)}" if others else "monitor.samples says which are recorded"
+    there = f"available: {', '.join(others)}" if others else "monitor.samples says which are recorded"
     return f"{run}: no samples {what} in {split}; {there}"
 
 

@@ -22,7 +22,8 @@ Shards of one task (S sequences, T tokens in total, prompt included; ragged, nev
 `<call>` is the driver's incarnation (hexadecimal), `-` and the number of its `Forward`. A replayed step may produce
 different bits (different weights, a different number of ranks), but a shard never changes, so each call has its own
 key. The call is a revision (proto/SPEC.md, names): the store deletes the shards of the earlier call once those of the
-later call are sealed. The part for stage `proximal` in a batch's metadata names the key.
+later call are sealed. In a batch's metadata, the part for stage `proximal` names the key,
+including its `<call>`.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class Stream:
                     sequence = number
                     yield update[1].row
                     continue
-            # This is a gap, another life of the monitor, or silence. A full queue drops the newest updates, which can
-            # be detected only during silence.
+            # This is a gap, another life of the monitor, or silence. A full queue drops the newest updates; this can be
+            # detected only while no updates arrive.
             taken = await self._take_snapshot()
             if taken is None:
                 incarnation, checked = _NONE, False

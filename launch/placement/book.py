@@ -183,7 +183,7 @@ class HostBook:
         host = self.hosts.get(report.host)
         if host is None:
             there = ", ".join(self.hosts)
-            text = f"host {report.host!r} is not one of this run's other hosts; placement.hosts names {there}"
+            text = f"host {report.host!r} is not one of the hosts in this run's placement.hosts, which names {there}"
             raise RpcError(ErrorCode.BAD_REQUEST, text)
         if report.gpus < host.gpus:
             text = f"host {host.name}: placement.hosts gives it {host.gpus} GPUs, but its agent may use {report.gpus}"

@@ -2,13 +2,14 @@
 
 It is a separate process because a Ray driver has threads, signal handlers and memory that the launcher must not have,
 and because the launcher forks (`--detach`). It reads one JSON object per line from its input and writes one per line to
-its output (`Order`, `News`). When its input ends, it and every agent end.
+its output (`Order`, `News`). When its input ends, it and every agent exit.
 
 Each host has one actor, which only keeps the agent: a process in its own session, whose standard input is a pipe from
 the actor. However the actor ends, even together with its node's raylet, the pipe closes and the agent stops everything
 on its host. Ray itself would leave such processes alive. The actor's class travels by value and uses only the standard
-library, so that it can report a node that has another version of rlbus, or none. No tensor and no message of the run
-goes through Ray, and the access to the run goes through a method, because constructor arguments stay in Ray's tables.
+library, so that it can report a node that has a different version of rlbus, or none. No tensor and no message of the
+run goes through Ray, and the access to the run goes through a method, because constructor arguments stay in Ray's
+tables.
 """
 
 from __future__ import annotations

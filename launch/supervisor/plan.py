@@ -106,7 +106,8 @@ def drain_group(service: str) -> int:
 def select(name: str, known: Iterable[Key]) -> list[Key]:
     """Return the processes that `NAME` or `NAME/INSTANCE` stands for, in order.
 
-    Raises RpcError(bad_request) with the nearest valid name.
+    Raises RpcError(bad_request) for an unknown name. If the service is unknown, the error names the nearest service, or
+    all services if none is near. If the instance is unknown, the error names all instances of the service.
     """
     keys = sorted(set(known))
     service, instance = parse_service_name(name)
@@ -115,7 +116,7 @@ def select(name: str, known: Iterable[Key]) -> list[Key]:
     chosen = [key for key in keys if key[0] == service and instance in (-1, key[1])]
     if not chosen:
         there = ", ".join(service_name(*key) for key in keys if key[0] == service)
-        raise RpcError(ErrorCode.BAD_REQUEST, f"no instance {service}/{instance}; there is {there}")
+        raise RpcError(ErrorCode.BAD_REQUEST, f"no instance {service}/{instance}; available: {there}")
     return chosen
 
 
@@ -138,4 +139,4 @@ def nearest(given: str, known: Iterable[str]) -> str:
     """Return a hint such as `; did you mean 'rollout'?`, or a list of the known names."""
     names: Sequence[str] = sorted(known)
     close = difflib.get_close_matches(given, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there is {', '.join(names)}"
+    return f"; did you mean {close[0]!r}?" if close else f"; available: {', '.join(names)}"

@@ -16,7 +16,8 @@ from launch.supervisor.plan import SUPERVISOR, Key
 from shared.rundir import RunDir
 
 LIMIT_S = 1.0
-"""Maximum seconds to wait for the stacks. Writing them needs no interpreter lock, only a processor."""
+"""Maximum seconds to wait for the stacks. To write them, the process needs processor time, but not
+the interpreter lock."""
 LIMIT_BYTES = 128 << 10
 _POLL_S = 0.05
 

@@ -1,7 +1,7 @@
 """Decides when the processes of a run start, restart and end: `handle(event, now) -> effects`.
 
 It uses no process, socket or clock. Three transitions are missing on purpose. A run that has failed or is draining
-starts no process. A process that ended because the run is ending is not restarted. A process whose first start was
+starts no processes. A process that ended because the run is ending is not restarted. A process whose first start was
 refused (a bad model, a bad setting) is not restarted, because the next start would be refused too; but one that was
 READY before is restarted even then, because it once started with the same settings.
 """

@@ -67,7 +67,7 @@ class Views:
         """Locked while a story is prepared, so that stories are prepared one at a time."""
 
     def serve(self, mailbox: Mailbox) -> None:
-        """Answer the questions that arrive at `mailbox`."""
+        """Answer the requests that arrive in `mailbox`."""
         mailbox.handle(GetSupervisorState, self._get_state)
         mailbox.handle(Ping, self._ping)
         mailbox.handle(GetLog, self._get_log)

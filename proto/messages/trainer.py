@@ -157,7 +157,7 @@ class SaveCheckpoint(WorkerRequest, frozen=True, kw_only=True):
     at_stop: bool = False
     """The checkpoint is saved because the run stops. It is kept in addition to `keep_last`, and removed
     with the next one."""
-    keep: list[int] = []  # steps of earlier checkpoints to keep in addition (`checkpoint.keep_best`)
+    keep: list[int] = []  # steps of earlier checkpoints to keep in addition to `keep_last` (`checkpoint.keep_best`)
 
 
 @message(92, reply=WorkerReady)

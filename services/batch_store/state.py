@@ -151,7 +151,8 @@ class StoreState:
         self._index(put_id, grant.nbytes, table, set(range(len(table.task_ids))))
 
     def supersede(self, put_id: str) -> list[Retire]:
-        """Drop the shards that a sealed file replaces: those of its tasks that differ only in their revision.
+        """Drop the shards that a sealed file replaces: shards of the same tasks in other files whose keys differ from
+        this file's only in their revision.
 
         A task's entry in another file is removed if this file has all shards of that entry. Without this, a step that
         is replayed many times would fill the store with unread shards and wait for room forever. After a restart, this

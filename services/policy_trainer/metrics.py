@@ -22,10 +22,10 @@ SUMS = (
     *("engine_tokens", "engine", "engine_max", "lag_tokens", "lag"),
     *("weighed", "weight", "weight_squared", "weight_max", "rollout_k1", "rollout_k3"),
 )
-"""A worker's sums over its masked-in tokens: 1, W * policy loss, W * KL, entropy, whether the ratio was clipped,
-whether a ratio mask excluded the token, the log-prob mismatch with the rollout (and its maximum, see `worker.loss`),
-and the version that sampled the token. The mismatch is also kept separately for tokens sampled by the version being
-trained and by earlier versions. The names in the last row belong to importance weights
+"""A worker's sums over its tokens that count in the loss: 1, W * policy loss, W * KL, entropy, 1 if the ratio was
+clipped, 1 if a ratio mask excluded the token, the log-prob mismatch with the rollout (and its maximum, see
+`worker.loss`), and the version that sampled the token. The mismatch is also kept separately for tokens sampled by the
+version being trained and by earlier versions. The names in the last row belong to importance weights
 (`worker.losses.mismatch.importance_sums`)."""
 FAILED = frozenset(DropReason) - {DropReason.FILTERED, DropReason.STALE}
 """Drop reasons that indicate a fixable problem."""

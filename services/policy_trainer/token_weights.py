@@ -26,7 +26,7 @@ def trained_tokens(overlong: str, scalars: dict[str, Array]) -> Array:
 def sample_weights(aggregation: str, loss_tokens: Array, *, max_new_tokens: int) -> Array:
     """Return token weights, float32 [N], for the N samples of an optimizer batch.
 
-    `loss_tokens` int [N] counts the masked-in tokens of each sample.
+    `loss_tokens` int [N] is the number of tokens of each sample that count in the loss.
 
     With n_i = loss_tokens, B = number of samples with n_i > 0, M = number of all samples, L = `max_new_tokens`:
 

@@ -41,7 +41,7 @@ class BlockVersions:
         if (known[at] != swaps).any():
             raise ValueError(
                 f"tokens were sampled after {int(swaps.min())} to {int(swaps.max())} swaps of the engine's weights, "
-                f"but versions are known only after {', '.join(map(str, self._steps))}"
+                f"but the versions are known only for swap counts {', '.join(map(str, self._steps))}"
             )
         found: Array = np.fromiter(self._steps.values(), np.int32)[at]
         return found

@@ -182,7 +182,7 @@ class WeightsSync:
         if entry not in self._drilled:
             await self._drill(coming.ref, entry)
             if entry not in self._drilled:
-                raise TransferFailed(f"the start-up drill did not arrive by {entry}")
+                raise TransferFailed(f"the start-up drill did not arrive through {entry}")
         return coming.loaded or await self._set(coming)
 
     async def _set(self, coming: _Coming) -> Loaded:

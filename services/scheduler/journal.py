@@ -317,8 +317,8 @@ class Journal:
     def check(self, rows: range, steps: int, evals: set[tuple[str, int]]) -> None:
         """Raise RpcError unless the tables contain what the events imply.
 
-        The events imply the metrics rows of exactly the steps `rows`, the batches of at least the first `steps` steps,
-        and at least the results `evals`, each given as (set, version).
+        The events imply metrics rows for exactly the steps in `rows`, batches for at least the first `steps` steps, and
+        at least the results in `evals`, each given as (set, version).
         """
         with self._reading("table rows"):
             found = {step for (step,) in self._db.execute("SELECT step FROM rows")}

@@ -90,8 +90,8 @@ def barred_by(parts: Iterable[str]) -> Parts:
 
 
 class ForbiddenPair(ValueError):
-    """Two parts must not be on the devices at the same time. The message is one line and names the parts and their
-    holders."""
+    """The two parts of a forbidden pair must not be on the devices at the same time. The message is one line and names
+    the parts and their holders."""
 
 
 class DeviceLedger:

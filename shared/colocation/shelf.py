@@ -138,7 +138,8 @@ def restore(released: Iterable[Released]) -> None:
 
 
 def give_back() -> None:
-    """Return free memory to the system: the C library keeps freed memory, and torch keeps all its GPU allocations."""
+    """Return free memory to the system. Otherwise, the C library keeps freed memory, and torch keeps all its GPU
+    allocations."""
     torch.cuda.empty_cache()  # a no-op without CUDA
     cpu.give_back()
 

@@ -158,13 +158,13 @@ class MappingCache:
         return mapping
 
     def clear(self) -> None:
-        """Drop all mappings. Streams that send them continue."""
+        """Drop all mappings. Streams that are still sending from them continue."""
         with self._lock:
             mapped, self._mapped = self._mapped, OrderedDict()
         mapped.clear()
 
     def drop(self, path: str) -> None:
-        """Drop the mapping of a file that has lost its name. Streams that send it continue."""
+        """Drop the mapping of a file that has lost its name. Streams that are still sending from it continue."""
         with self._lock:
             mapping = self._mapped.pop(path, None)
         del mapping  # outside the lock, because unmapping takes time

@@ -136,7 +136,7 @@ class StreamGroup:
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """An opened stream on a line. `settle` may be called repeatedly and on any thread; only the first call counts."""
+    """A stream opened on a line. `settle` may be called repeatedly and on any thread; only the first call counts."""
 
     arrival: Target
     group: StreamGroup

@@ -2,9 +2,9 @@
 pp.
 
 This is pure arithmetic on tensors, without process groups or files. Every rule has an exact inverse, so the converter
-serves weights, gradients and optimizer moments alike. With H heads and G key-value heads of D elements, megatron keeps
-the queries of a group next to its key and value: rows [G, (H/G + 2) * D]; each tensor-parallel rank holds whole groups.
-Padding rows of the vocabulary are zero and are dropped on the way back.
+works for weights, gradients and optimizer moments alike. With H heads and G key-value heads of D elements, megatron
+keeps the queries of a group next to its key and value: rows [G, (H/G + 2) * D]; each tensor-parallel rank holds whole
+groups. Padding rows of the vocabulary are zero and are dropped on the way back.
 """
 
 from __future__ import annotations

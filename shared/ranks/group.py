@@ -1,5 +1,5 @@
 """A rank's side of its group: it joins the group, meets the other ranks before every collective, and detects the end of
-the group. Everything here belongs to the event loop.
+the group. Use everything here only on the event loop.
 
 Ranks communicate through their mailboxes, so that waits have deadlines and errors name ranks. Only the collectives
 themselves, which begin when all ranks have met, run in the process group.

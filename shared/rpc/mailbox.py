@@ -157,8 +157,8 @@ class Mailbox:
         endpoint; `on_drained` runs for all of them.
 
         On tcp, `gate` (of the same context) admits peers whose role is at least `admits`; on ipc every peer counts as
-        a service. Raises RpcError(bad_request) naming the endpoint when it is in use, cannot be bound, or is tcp
-        without a gate.
+        a service. Raises RpcError(bad_request) naming the endpoint if it is in use, cannot be bound, or is a tcp
+        endpoint and no gate is given.
         """
         if is_tcp(endpoint) and gate is None:
             raise RpcError(

@@ -95,7 +95,7 @@ class EvalSet(Section):
     every: Count = Field(
         default=20, description="steps between evaluations, 1 or more; one always precedes the first step"
     )
-    samples: Count = Field(default=1, description="samples per row, 1 or more; 1 at temperature 0")
+    samples: Count = Field(default=1, description="samples per row, 1 or more; must be 1 at temperature 0")
     temperature: float = Field(default=0.0, ge=0, description="sampling temperature, 0 (greedy) or more")
     max_new_tokens: Count | None = Field(
         default=None, description="maximum tokens in a completion; default: sampling.max_new_tokens"

@@ -91,7 +91,8 @@ class Subscribers:
         self._pipe.recv()
 
     def end(self) -> tuple[int, int, int]:
-        """Return the fewest and the most updates that a subscriber received, and how many the first subscriber lost."""
+        """Return the smallest and the largest number of updates that a subscriber received, and how many the first
+        subscriber lost."""
         self._pipe.send("end")
         least, most, lost = self._pipe.recv()
         self.process.join()

@@ -91,7 +91,7 @@ class Figures:
     single_leases: float
     collected: float
     longest_stall_s: float
-    """Maximum seconds that a request took during the measurement."""
+    """Longest time that any request took during the measurement, in seconds."""
     restart_s: float = 0.0
     """Seconds from the start of a process that replays the journal of all tasks to its first reply."""
 

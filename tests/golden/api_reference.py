@@ -27,8 +27,9 @@ This page is written from the docstrings by `python -m tests.golden.api_referenc
 | `reward.function` | `(sample: Sample, **params) -> float` or `dict[str, float]`, or a coroutine function |
 | `reward.function`, for a group | `(samples: list[Sample], **params) -> list[float]`, or a coroutine function |
 | `workflow.function` | `async (row: dict, llm: LLM, ctx: Context, **params) -> Trajectory` |
-| `algorithm.advantage.name` | `(rewards, groups, loss_tokens, **params) -> advantages`: numpy arrays [N] of samples |
-| `algorithm.loss.name` | `(cur, anchor, tokens, **params) -> loss`: torch tensors [M] of tokens |
+| `algorithm.advantage.name` | `(rewards, groups, loss_tokens, **params) -> advantages`: \
+numpy arrays [N], one value per sample |
+| `algorithm.loss.name` | `(cur, anchor, tokens, **params) -> loss`: torch tensors [M], one value per token |
 """
 
 

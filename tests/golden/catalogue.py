@@ -61,7 +61,7 @@ ROUTES = {
     "Register": ("every service", "scheduler"),
     "Heartbeat": ("every service", "scheduler"),
     "HoldDevices": ("policy-trainer-worker, rollout, reference", "scheduler"),
-    "Resolve": ("services of another host, operator", "scheduler"),
+    "Resolve": ("services on another host, operator", "scheduler"),
     "LeaseRequest": (WORKERS, "scheduler"),
     "Complete": (WORKERS, "scheduler"),
     "ReportShards": ("readers", "scheduler"),

@@ -416,7 +416,7 @@ def test_a_rank_is_admitted_while_another_waits_for_it_in_a_collective() -> None
     assert desk.granted == [ENGINE_0, RANK_0, RANK_1]
 
 
-def test_a_report_of_forbidden_parts_is_refused_with_an_error_that_names_both() -> None:
+def test_a_report_that_completes_a_forbidden_pair_is_refused_with_an_error_that_names_both_parts() -> None:
     desk = Desk(RANK_0, ENGINE_0)
     desk.report(RANK_0, {OPTIMIZER})
     with pytest.raises(RpcError, match=r"engine\.weights of rollout/0 .* policy\.optimizer of policy-trainer-worker/0"):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 IN_PIPE = 0.5
 """Probability that a message is lost if its sender dies while the message is in transit."""
 TURN_S = 0.0005
-"""Interval in seconds. Messages arrive at multiples of this interval, so that some arrive in one burst."""
+"""Interval in seconds. Messages arrive at multiples of this interval, so that some arrive together in a burst."""
 RECONNECT_S = 0.05
 STORE_ENDPOINT = "sim://batch-store-0"
 TENSOR_BYTES = 64 << 10

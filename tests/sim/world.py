@@ -29,7 +29,7 @@ from tests.sim.scenario import Cut, Damage, Fault, Ghost, Key, Kill, LastWords, 
 from tests.sim.virtual import running
 
 LIMIT_S = 240.0
-"""Virtual seconds after the last fault within which the run must end."""
+"""Virtual seconds within which the run must end after the last fault."""
 FIRST_PID = 100_000_000
 """First simulated process id, above every process id of the machine."""
 SIGKILL, SIGTERM = 9, 15

@@ -108,7 +108,7 @@ def warm_start(
         optimizer.zero_grad()
         if step % PROBE_EVERY == 0 and greedy_accuracy(model, tokenizer, probe) >= accuracy:
             return step
-    raise SystemExit(f"warm start: accuracy {accuracy} not reached in {MAX_STEPS} steps; try another --seed")
+    raise SystemExit(f"warm start: accuracy {accuracy} not reached in {MAX_STEPS} steps; try a different --seed")
 
 
 @torch.no_grad()
@@ -153,7 +153,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters} parameters, {steps} steps, greedy held-out accuracy {held_out:.3f}")
     if not 0.35 <= held_out <= 0.49:
-        raise SystemExit("accuracy outside 0.35 to 0.49: nothing was written; try another --seed")
+        raise SystemExit("accuracy outside 0.35 to 0.49: nothing was written; try a different --seed")
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     name_portable_tokenizer_class(args.out / "tokenizer_config.json")

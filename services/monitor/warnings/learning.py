@@ -143,7 +143,7 @@ def reward_flat(history: RowHistory, facts: Facts, held: Held) -> Iterator[Sight
             return
         cause = Sighting(
             "no cause is visible in the metrics",
-            "read samples, check that reward.function rewards what is wanted, and try another optimizer.lr",
+            "read samples, check that reward.function rewards what you want, and try a different optimizer.lr",
         )
     yield Sighting(
         f"the reward is flat: {first:.3g} in the first {FIRST} steps, {now:.3g} in the last {RECENT} of "

@@ -44,7 +44,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class LocalScores:
-    """The masked-in tokens of one micro-batch on *this rank*, possibly none (M = 0).
+    """The tokens of one micro-batch on *this rank* that count in the loss, possibly none (M = 0).
 
     `scores.tokens` are positions in the flat arrays of `Sequences`: mask, advantages and old log-probs are looked up
     there, so that nothing is shifted twice. `sum_over_sequence_ranks` sums a detached tensor over the ranks that

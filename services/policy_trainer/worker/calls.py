@@ -352,7 +352,8 @@ class Calls:
         async def may_change() -> None:
             if request.step != self.step + 1:
                 raise RpcError(
-                    ErrorCode.CONFLICT, f"optimizer step of step {request.step}: the worker is at step {self.step}"
+                    ErrorCode.CONFLICT,
+                    f"cannot take an optimizer step for step {request.step}: the worker is at step {self.step}",
                 )
             await self._weights_put()
 
@@ -389,7 +390,8 @@ class Calls:
         async def may_count() -> None:
             if request.step != self.step + 1:
                 raise RpcError(
-                    ErrorCode.CONFLICT, f"skipped update of step {request.step}: the worker is at step {self.step}"
+                    ErrorCode.CONFLICT,
+                    f"cannot skip the update of step {request.step}: the worker is at step {self.step}",
                 )
 
         await self._ready(request, may_count())
@@ -512,7 +514,7 @@ class Calls:
 
     def _require_step(self, step: int, what: str) -> None:
         if self.step != step or self.dirty:
-            raise RpcError(ErrorCode.CONFLICT, f"{what} of step {step}: the worker is at step {self.step}")
+            raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {self.step}")
 
 
 def _sequences(tokens: samples.BatchTokens) -> Any:

@@ -60,13 +60,13 @@ def token_loss(
 
     `cur` [M] are log-probs with a gradient. `entropy` [M] has a gradient if `spec.entropy_coef` is not 0. `policy_loss`
     is the result of `check` and defaults to the loss that `spec` names. `version` is the policy version of the
-    trainer's log-probs, or -1 if the model has been updated since that version. The sums over the tokens are those of 1
-    (`tokens`), W * policy term (`policy`), W * KL without its coefficient (`kl`), W * loss (`loss`), whether the ratio
-    was clipped (`clipped`), whether the ratio mask excluded the token (`masked`), `entropy`, `version`, and `mismatch`,
-    which is |anchor - rollout|, or |cur - rollout| if the anchor is rollout (0 for cross_entropy, whose tokens no
-    engine sampled). The mismatch is also summed separately, together with the number of tokens: as `engine` over tokens
-    sampled by `version` itself, where engine and trainer should agree, and as `lag` over tokens sampled by earlier
-    versions.
+    trainer's log-probs, or -1 if the model has been updated since that version. The following are summed over the
+    tokens: 1 (`tokens`), W * policy term (`policy`), W * KL without its coefficient (`kl`), W * loss (`loss`), 1 if the
+    ratio was clipped (`clipped`), 1 if the ratio mask excluded the token (`masked`), `entropy`, `version`, and
+    `mismatch`, which is |anchor - rollout|, or |cur - rollout| if the anchor is rollout (0 for cross_entropy, whose
+    tokens no engine sampled). The mismatch is also summed separately, together with the number of tokens: as `engine`
+    over tokens sampled by `version` itself, where engine and trainer should agree, and as `lag` over tokens sampled by
+    earlier versions.
     `mismatch.importance_sums` adds the sums of importance weights, except for cross_entropy.
     """
     if spec.anchor == "present":

@@ -1,7 +1,8 @@
 """Reads the samples of vLLM's finished and unfinished requests. This module changes nothing in vLLM.
 
-Only this module knows how vLLM 0.32 stores unfinished requests, because vLLM has no call that returns them. Requesting
-outputs at every step instead would incur, for every token, the cost that a note incurs only now and then.
+Only this module knows how vLLM 0.32 stores unfinished requests, because vLLM has no call that returns them. The
+alternative, requesting outputs at every step, would incur for every token the cost that is now incurred only when a
+note of an unfinished sample is made.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ class UserHost:
             return "needed more memory than reward.memory allows (MemoryError)"
         return "reached the memory limit of its process (workflow.memory)"
 
-    # ---- messages of the process
+    # ---- messages from the process
 
     async def _read(self) -> None:
         while True:

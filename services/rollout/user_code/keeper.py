@@ -89,7 +89,7 @@ def _stay(child: int, descriptor: int, woken: int, asked: list[int]) -> NoReturn
 
 
 def _reap(child: int) -> int | None:
-    """Reap ended processes. Return the child's wait status if it is among them."""
+    """Reap ended processes. Return the wait status of `child` if that process is among them."""
     status: int | None = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -147,7 +147,7 @@ def main() -> None:
             f"divide the {args.steps * args.samples} samples of the run"
         )
     if not 0 <= args.warm_up < args.steps:
-        parser.error(f"--warm-up {args.warm_up} leaves none of {args.steps} steps to measure")
+        parser.error(f"--warm-up {args.warm_up} leaves none of the {args.steps} steps to measure")
     torch.set_num_threads(args.threads)
     logging.set_verbosity_error()
 

@@ -42,7 +42,7 @@ SPILL = 16 * MIB
 
 
 SHARD = 2 * MIB - 4096
-"""Number of elements in a shard. With header and table, a file with one shard is exactly 2 MiB."""
+"""Number of elements in a shard. Including its header and table, a file with one shard is exactly 2 MiB."""
 
 
 @asynccontextmanager

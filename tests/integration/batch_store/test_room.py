@@ -167,7 +167,7 @@ def test_a_step_replayed_repeatedly_stores_its_proximal_log_probs_once(tmp_path:
             for life in range(1, 60):  # The trainer is killed at every attempt.
                 await driver.put_prox(batch, sizes, life)
             now = await driver.stats()
-            # Version 0 might be collected in the meantime.
+            # Version 0 might have been collected in the meantime.
             assert (now.bytes <= once.bytes, now.shards <= once.shards, now.files <= once.files) == (True, True, True)
             assert now.busy == 0
             # 59 copies of the step's log-probs would exceed the whole store

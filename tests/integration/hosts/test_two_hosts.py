@@ -135,7 +135,7 @@ def test_shards_cross_a_link_that_loses_two_percent_of_its_packets(hosts: Hosts,
         out, _ = process.communicate(timeout=100)
     result = json.loads(out.splitlines()[-1])
     assert result["digests"] == digests(tasks)
-    # everything was streamed once and encrypted
+    # everything was streamed encrypted, and only once
     nbytes = sum(array.nbytes for task in tasks for array in task.shards.values())
     assert nbytes <= result["counts"]["received_bytes"] < 1.01 * nbytes
     assert result["counts"]["refused"] == 0

@@ -55,7 +55,7 @@ def test_bad_command_lines_are_refused_with_a_one_line_error(tmp_path: Path) -> 
     refused = {
         ("--resume",): "--evaluate: starts a new run",
         ("--set", "data.eval={}"): "data.eval: --evaluate has no evaluation set to score; add one",
-        ("--checkpoint", str(step.with_name("step-30"))): "step-30: no such folder; there are step-20",
+        ("--checkpoint", str(step.with_name("step-30"))): "step-30: no such folder; available: step-20",
     }
     for arguments, text in refused.items():
         done = evaluate(*arguments, sets=())

@@ -455,7 +455,7 @@ def test_stop_ends_the_run(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["restart", "rolout"], "did you mean 'rollout'"),
-        (["restart", "rollout/5"], "there is rollout/0"),
+        (["restart", "rollout/5"], "available: rollout/0"),
         (["logs", "schedular"], "did you mean 'scheduler'"),
     ],
 )

@@ -90,7 +90,7 @@ def test_scale_starts_or_drains_instances_and_records_their_number_in_the_topolo
         (["scale", "rollout", "100000"], "CPU threads on"),
         (["scale", "rollout/0", "2"], "give the name of a service"),
         (["drain", "batch-store"], "batch-store cannot be drained: it leases no tasks"),
-        (["drain", "rollout/7"], "there is rollout/0"),
+        (["drain", "rollout/7"], "available: rollout/0"),
         (["restart", "rollout", "--all"], "name a service or give --all"),
     ],
 )

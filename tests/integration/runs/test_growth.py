@@ -1,4 +1,4 @@
-"""No process of a run grows with the number of steps."""
+"""In a run, no process's resident memory grows with the number of steps."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_folders_that_are_not_usable_models_are_refused_with_a_one_line_error(tm
     (damaged / MODEL).write_bytes(data)
     wide, deep = np.ones((4, 5), np.float32), np.ones((3, 3), np.float32)
     refused = {
-        steps / "step-30": "no such folder; there are step-20, step-40",
+        steps / "step-30": "no such folder; available: step-20, step-40",
         tmp_path / "nowhere": "no such folder; name RUN/checkpoints/step-N or RUN/export",
         steps: r"holds neither state\.json \(a checkpoint\) nor config\.json \(an exported model\)",
         damaged: r"model\.safetensors is not what was written \(checksum\)",

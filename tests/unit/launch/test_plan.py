@@ -20,8 +20,8 @@ def test_names_select_processes(name: str, chosen: list[Key]) -> None:
     ("name", "said"),
     [
         ("rolout", "did you mean 'rollout'"),
-        ("rollout/7", "there is rollout/0"),
-        ("zzz", "there is"),
+        ("rollout/7", "available: rollout/0"),
+        ("zzz", "available: monitor, rollout"),
         ("rollout/x", "write"),
     ],
 )

@@ -82,10 +82,10 @@ def test_the_newest_step_is_shown_in_the_requested_order(run: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"step": 9}, "no samples of step 9 in train; there are steps 1-2"),
-        ({"task": "train/0/77"}, "no samples of task train/0/77 in train; there are steps 1-2"),
-        ({"split": "held"}, "no samples yet in held; there are train, eval/held"),
-        ({"split": "../.."}, "no samples yet in ../..; there are train, eval/held"),
+        ({"step": 9}, "no samples of step 9 in train; available: steps 1-2"),
+        ({"task": "train/0/77"}, "no samples of task train/0/77 in train; available: steps 1-2"),
+        ({"split": "held"}, "no samples yet in held; available: train, eval/held"),
+        ({"split": "../.."}, "no samples yet in ../..; available: train, eval/held"),
     ],
 )
 def test_a_selection_without_samples_is_a_one_line_error_that_lists_the_available_ones(

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def snapshot(step: int) -> SavedState:
-    """Return a minimal checkpoint: a few hundred bytes per file, so that every byte can be tried."""
+    """Return a minimal checkpoint: a few hundred bytes per file, so that a kill at every byte can be tried."""
     weights = {"w": torch.arange(4.0) + step, "b": torch.full((2,), float(step))}
     optimizer = {f"{slot}/w": torch.full((4,), step + 0.5) for slot in ("exp_avg", "exp_avg_sq")}
     return SavedState(step, weights, optimizer)
@@ -87,7 +87,7 @@ def _save(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*(pytest.param(each, marks=pytest.mark.long) for each in (MODEL, OPTIMIZER)), STATE])
-def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint_whole(
+def test_a_save_killed_at_any_byte_leaves_the_previous_checkpoint_intact(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint.save(tmp_path / "whole", snapshot(2), keep_last=1)

@@ -109,7 +109,7 @@ def test_a_restart_loads_the_model_directory_with_fresh_optimizer_state(folder: 
     assert same_bits(made.weights(), fresh.weights())
 
 
-def test_an_interrupted_save_leaves_the_previous_checkpoint_whole(
+def test_an_interrupted_save_leaves_the_previous_checkpoint_intact(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = backend(folder)

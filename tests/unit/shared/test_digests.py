@@ -40,7 +40,7 @@ def test_the_digests_of_slices_add_up_to_the_digest_of_the_tensor(dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_single_bit_changes_the_digest(dtype: torch.dtype) -> None:
+def test_flipping_any_single_bit_changes_the_digest(dtype: torch.dtype) -> None:
     tensor = weight(18, 8, dtype=dtype)
     size = tensor.element_size()
     expected, seen = whole(tensor), set()

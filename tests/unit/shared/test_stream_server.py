@@ -224,7 +224,9 @@ def test_line_accepts_one_connection_and_a_replayed_hello_is_refused(
 
 
 @pytest.mark.parametrize("line_id", ["", "xy" * 16, "ab" * 15, "ab " * 16, "AB" * 16, "ab" * 500_000])
-def test_unknown_or_invalid_line_is_lost(server: StreamServer, source: StreamSource, line_id: str) -> None:
+def test_an_unknown_or_invalid_line_is_reported_as_lost(
+    server: StreamServer, source: StreamSource, line_id: str
+) -> None:
     with pytest.raises(RpcError) as caught:
         server.open_stream(line_id, source)
     assert caught.value.code == ErrorCode.LOST

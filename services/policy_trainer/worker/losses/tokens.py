@@ -1,4 +1,4 @@
-"""The data from which every term of the loss is computed: the masked-in tokens of one micro-batch."""
+"""The data from which every term of the loss is computed: the tokens of one micro-batch that count in the loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def _alone(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenData:
-    """Masked-in tokens of one micro-batch, each [M] float32 (`versions` int32). `prox` and `ref` are set if needed.
+    """The tokens of one micro-batch that count in the loss. Each tensor is [M] float32 (`versions` int32). `prox` and
+    `ref` are set if needed.
 
     `sequences` int64 [M] holds the index of each token's sequence, below `sequence_count`. A micro-batch contains all
     tokens of a sequence. With context parallelism, some are on other ranks, and `add_up` sums a tensor over these
@@ -42,7 +43,8 @@ class TokenData:
 
     @torch.no_grad()
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Return [M] without a gradient: for each token, the mean over its sequence's masked-in tokens."""
+        """Return [M] without a gradient: for each token, the mean over the tokens of its sequence that count in
+        the loss."""
         sums, counts = self._sums(values.detach()), self._sums(torch.ones_like(values))
         return (sums / counts.clamp(min=1.0))[self.sequences]
 
