@@ -1,7 +1,7 @@
 """Computes float32 linear layers on a CPU with oneDNN, which is part of torch, if they are large enough.
 
 torch 2.13 computes float32 products with MKL. On one core of an AMD EPYC of the fifth generation, MKL reaches 115
-GFLOP/s and oneDNN 260; forward and backward of the quickstart's model together take 86 ms instead of 118. MKL also
+GFLOP/s and oneDNN 260; a forward and backward pass of the quickstart's model takes 86 ms instead of 118. MKL also
 copies the whole weight into another layout first, even for eight rows of input, as in a canary. oneDNN adds in a
 different order, which changes the last bits.
 

@@ -5,11 +5,11 @@ nothing.
     python -m tests.bench.bench_train --sweep        find TRL's fastest micro-batch and record it
 
 Rows: forward + backward tokens/s of the torch backend and of TRL's trainer on the same samples with lengths spread 1:8
-(in separate processes, per CPU second of one thread, alternating); dividing 10,000 samples among 8 ranks; the driver's
-share of a step's CPU time beside 8 real workers; peak memory with the output layer computed in chunks compared with
-computing it as a whole, at a vocabulary of 150,000 (both are this project's code: the baseline computes all logits at
-once, as most trainers do); with CUDA, the model FLOPs utilisation of forward + backward, in both conventions
-(`model_flops`).
+(in separate processes, per CPU second of one thread, alternating); the trainer's matrix products, and oneDNN alone on
+the same shapes; dividing 10,000 samples among 8 ranks; the driver's share of a step's CPU time beside 8 real workers;
+peak memory with the output layer computed in chunks compared with computing it as a whole, at a vocabulary of 150,000
+(both are this project's code: the baseline computes all logits at once, as most trainers do); with CUDA, the model
+FLOPs utilisation of forward + backward, in both conventions (`model_flops`).
 """
 
 from __future__ import annotations
@@ -95,6 +95,11 @@ def table(batch: Path, turns: int) -> None:
     print(f"| forward + backward, torch backend | {speeds['rlbus'].text(',.0f')} tokens/s of CPU | |")
     print(f"| the same, TRL's GRPOTrainer | {speeds['TRL'].text(',.0f')} tokens/s of CPU | |")
     print(f"| ratio | {ratios(speeds['rlbus'].values, speeds['TRL'].values).text()} | >= 1.5 |", flush=True)
+    found = [last_line([*PARTS, "products", str(batch), str(MODEL)], "products", LIMIT_S) for _ in range(turns)]
+    speeds = {key: spread(each[key] / 1e9 for each in found) for key in ("flops_per_s", "alone_flops_per_s")}
+    print(f"| matrix products in the trainer | {speeds['flops_per_s'].text('.0f')} GFLOP/s | |")
+    print(f"| oneDNN alone, the same shapes | {speeds['alone_flops_per_s'].text('.0f')} GFLOP/s | |")
+    print(f"| ratio | {spread(each['ratio'] for each in found).text()} | >= 0.5 |", flush=True)
     milliseconds, uneven = _slicing()
     print(
         f"| 10,000 samples divided among 8 ranks (imbalance {uneven:.4f}), median of 7 | {milliseconds:.1f} ms | <= "

@@ -1,20 +1,23 @@
-"""The measurements of `bench_train` that run in separate processes: `speed BATCH MODEL`, `memory chunked|whole` and
-`utilisation cuda|cpu`.
+"""The measurements of `bench_train` that run in separate processes: `speed BATCH MODEL`, `products BATCH
+MODEL`, `memory chunked|whole` and `utilisation cuda|cpu`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from proto.messages import LossSpec
 from services.policy_trainer.worker.backend import BackendOptions, Sequences
@@ -29,11 +32,16 @@ ROUNDS = 3
 MICRO_BATCH, PLAIN_MICRO_BATCH = 16_384, 4096
 """Number of tokens in a micro-batch."""
 CONVENTIONS: tuple[Literal["whole", "causal"], ...] = ("whole", "causal")
+LINEAR = "mkldnn::_linear_pointwise"
+PRODUCTS = (LINEAR, "aten::mm", "aten::addmm")
+"""Names of the operations that compute matrix products, other than attention."""
 VOCABULARY, HIDDEN, TOKENS = 150_000, 64, 2048
 
 
-def speed(batch: Path, model: Path) -> dict[str, Any]:
-    """Return tokens (prompts included) per CPU second on one thread: the best of ROUNDS rounds."""
+def forward_backward_of(batch: Path, model: Path) -> tuple[int, Callable[[], None]]:
+    """Return the number of tokens (prompts included) in a batch, and a function that runs one forward and backward pass
+    over it on one thread.
+    """
     data = json.loads(batch.read_text())
     pairs = list(zip(data["prompts"], data["completions"], strict=True))
     ids = np.concatenate([np.array(prompt + answer, np.int32) for prompt, answer in pairs])
@@ -50,14 +58,57 @@ def speed(batch: Path, model: Path) -> dict[str, Any]:
     weights = np.full(len(ids), 1 / mask.sum(), np.float32)
     options = BackendOptions(max_tokens=4096, threads=1, device="cpu", scratch=batch.parent / "offloaded")
     backend = TorchBackend(model, "float32", Optimizer(lr=1e-4), options, Layout(1).place(0))
+
+    def run() -> None:
+        loss = BatchLoss(spec, flat, advantages, weights, "cpu")
+        backend.forward_backward(Sequences(ids, lengths, mask), 1.0, loss, entropy=loss.entropy)
+        backend.drop_gradients()
+
+    return len(ids), run
+
+
+def speed(batch: Path, model: Path) -> dict[str, Any]:
+    """Return tokens (prompts included) per CPU second on one thread: the best of ROUNDS rounds."""
+    tokens, run = forward_backward_of(batch, model)
     times = []
     for _ in range(ROUNDS):
         began = time.process_time()
-        loss = BatchLoss(spec, flat, advantages, weights, "cpu")
-        backend.forward_backward(Sequences(ids, lengths, mask), 1.0, loss, entropy=loss.entropy)
+        run()
         times.append(time.process_time() - began)
-        backend.drop_gradients()
-    return {"tokens_per_s": len(ids) / min(times), "seconds": times}
+    return {"tokens_per_s": tokens / min(times), "seconds": times}
+
+
+def products(batch: Path, model: Path) -> dict[str, float]:
+    """Return the operations per second of the matrix products in the last of ROUNDS forward and backward passes, and
+    those of oneDNN alone on the same shapes: the fastest of 20 products of contiguous matrices for each shape.
+    """
+    _, run = forward_backward_of(batch, model)
+    for _ in range(ROUNDS - 1):
+        run()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        run()
+    calls: Counter[tuple[int, int, int]] = Counter()
+    spent_s = 0.0
+    for event in profiled.key_averages(group_by_input_shape=True):
+        if event.key not in PRODUCTS:
+            continue
+        rows, weight = event.input_shapes[-2:] if event.key == "aten::addmm" else event.input_shapes[:2]
+        out = weight[0] if event.key == LINEAR else weight[1]
+        calls[math.prod(rows[:-1]), rows[-1], out] += event.count
+        spent_s += event.cpu_time_total / 1e6
+    alone_s = sum(count * _fastest_product_s(*shape) for shape, count in calls.items())
+    flops = sum(2 * math.prod(shape) * count for shape, count in calls.items())
+    return {"flops_per_s": flops / spent_s, "alone_flops_per_s": flops / alone_s, "ratio": alone_s / spent_s}
+
+
+def _fastest_product_s(rows: int, inputs: int, outputs: int) -> float:
+    left, right = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def small_or_qwen3(on_gpu: bool) -> Any:
@@ -197,8 +248,8 @@ def memory(how: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "speed":
-        found = speed(Path(sys.argv[2]), Path(sys.argv[3]))
+    if sys.argv[1] in ("speed", "products"):
+        found = {"speed": speed, "products": products}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
     else:
         found = {"memory": memory, "utilisation": utilisation}[sys.argv[1]](sys.argv[2])
     print(json.dumps(found))
