@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shared.model.tree import MicroBatch
@@ -23,16 +27,34 @@ UNKNOWN_TERMS = ("softcap", "s_aux")
 """Arguments that change the attention result of some models. This module does not support them."""
 
 
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_DIM = 256
+"""Maximum size of a head in FlashAttention."""
+_SHARES_KEYS = "enable_gqa" in signature(varlen_attn).parameters
+"""Whether torch's attention for packed sequences lets query heads share key heads, as it does since torch 2.12."""
+
+
+@dataclass(frozen=True)
+class PackedChains:
+    """The filled slots of a block of chains, row by row: the `nodes` in them int64 [P], the `slots` int64 [P], and the
+    positions int32 [R + 1] at which each row begins, followed by P."""
+
+    nodes: Tensor
+    slots: Tensor
+    bounds: Tensor
+
+
 @dataclass(frozen=True)
 class TreeBlock:
     """A `tree.AttentionBlock` on the device. `mask` is bool [R, 1, L, L], true where a slot attends; None for causal
-    chains."""
+    chains, which are also `packed` if the device has a kernel for packed sequences."""
 
     rows: int
     longest: int
     gather: Tensor
     depths: Tensor
     mask: Tensor | None
+    packed: PackedChains | None
 
 
 @dataclass(frozen=True)
@@ -47,15 +69,33 @@ def to_trees(batch: MicroBatch, device: torch.device) -> Trees:
     """Return the indices and masks of `batch` on `device`."""
     depths = torch.from_numpy(batch.depths).to(device)
     blocks: list[TreeBlock] = []
+    first_slot = 0
     for block in batch.blocks:
         gather = torch.from_numpy(block.gather).to(device)
         mask: Tensor | None = None
-        if block.end is not None:
+        packed: PackedChains | None = None
+        if block.end is None:
+            packed = _packed(batch, first_slot, block.rows, block.longest, device) if packs(device) else None
+        else:
             end_RL = torch.from_numpy(block.end).to(device)
             slot_L = torch.arange(block.longest, device=device)
             mask = ((slot_L[None, :, None] >= slot_L) & (slot_L[None, :, None] < end_RL[:, None, :]))[:, None]
-        blocks.append(TreeBlock(block.rows, block.longest, gather, depths[gather].view(block.rows, -1), mask))
+        blocks.append(TreeBlock(block.rows, block.longest, gather, depths[gather].view(block.rows, -1), mask, packed))
+        first_slot += block.rows * block.longest
     return Trees(blocks, torch.from_numpy(batch.scatter).to(device))
+
+
+def packs(device: torch.device) -> bool:
+    """Return whether torch has attention for packed sequences on `device`. In torch 2.13, only CUDA has it."""
+    return device.type == "cuda"
+
+
+def _packed(batch: MicroBatch, first_slot: int, rows: int, longest: int, device: torch.device) -> PackedChains:
+    nodes = np.flatnonzero((batch.scatter >= first_slot) & (batch.scatter < first_slot + rows * longest))
+    nodes = nodes[np.argsort(batch.scatter[nodes])]
+    slots = batch.scatter[nodes] - first_slot
+    bounds = np.append(0, np.cumsum(np.bincount(slots // longest, minlength=rows))).astype(np.int32)
+    return PackedChains(*(torch.from_numpy(each).to(device) for each in (nodes, slots, bounds)))
 
 
 def supports_trees(model: nn.Module) -> bool:
@@ -109,6 +149,9 @@ def attend_trees(
     q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
     outputs: list[Tensor] = []
     for block in trees.blocks:
+        if block.packed is not None and query.dtype in _FLASH_DTYPES and dim <= _FLASH_DIM:
+            outputs.append(_attend_packed(q_NHD, k_NGD, v_NGD, block, block.packed, scaling, sliding_window))
+            continue
         q = _rows(q_NHD, block)
         k = _rows(k_NGD, block)
         v = _rows(v_NGD, block)
@@ -131,6 +174,28 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scali
     return nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
+
+
+def _attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: TreeBlock,
+    packed: PackedChains,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Map the nodes' `query` [N, H, D] and `key`, `value` [N, G, D] to the block's slots [R * L, H * D], without
+    computing anything for empty slots, which stay 0."""
+    heads, groups = query.shape[1], key.shape[1]
+    query, key, value = (each.index_select(0, packed.nodes) for each in (query, key, value))
+    if heads != groups and not _SHARES_KEYS:
+        key, value = (each.repeat_interleave(heads // groups, dim=1) for each in (key, value))
+    kernel = partial(varlen_attn, enable_gqa=heads != groups) if _SHARES_KEYS else varlen_attn
+    ends, longest, left = packed.bounds, block.longest, -1 if window is None else window - 1
+    out: Any = kernel(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))
+    slots: Tensor = out.new_zeros(block.rows * longest, out[0].numel())
+    return slots.index_copy(0, packed.slots, out.flatten(1))
 
 
 def repeats_keys(device: str, *, masked: bool) -> bool:

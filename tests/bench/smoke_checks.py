@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -72,8 +73,8 @@ def attention(device: str) -> Measured:
     """Time attention and its gradient for new shapes, which ragged batches have in almost every micro-batch.
 
     Covers causal chains and masked trees, with shared and with repeated keys, with cuDNN's kernel preferred and
-    switched off. Returns the median time of the first and of the second call with each shape, in ms, the peak bytes,
-    and the slowest kernel.
+    switched off, and packed chains on a GPU. Returns the median time of the first and of the second call with each
+    shape, in ms, the peak bytes, and the slowest kernel.
     """
     on_gpu = device.startswith("cuda")
     rows, heads, groups, dim, longest = (8, 28, 4, 128, 2048) if on_gpu else (2, 4, 2, 16, 64)
@@ -103,7 +104,36 @@ def attention(device: str) -> Measured:
                     found[name] = {"first_ms": round(median(first), 3), "again_ms": round(median(again), 3)}
                     if on_gpu:
                         found[name] |= {"peak_bytes": peak, "kernel": _slowest_kernel(call)}
+    if on_gpu:
+        found["chain, packed"] = _packed_attention(rows, heads, groups, dim, longest, device)
     return found
+
+
+def _packed_attention(rows: int, heads: int, groups: int, dim: int, longest: int, device: str) -> Measured:
+    """Time attention over packed chains of different lengths, and its gradient, for new lengths each time."""
+    from shared.model import attention as product
+    from shared.model import tree
+
+    first, again = [], []
+    for shape in range(SHAPES):
+        lengths = np.random.default_rng(shape).integers(longest // 2, longest, rows)
+        mask = np.ones(lengths.sum(), np.uint8)
+        mask[np.cumsum(lengths) - lengths] = 0
+        ids = np.arange(lengths.sum())
+        batch = tree.plan(ids, lengths, mask, max_tokens=len(ids), hidden_size=heads * dim)[0]
+        trees = product.to_trees(batch, torch.device(device))
+        assert all(block.packed is not None for block in trees.blocks)
+        sizes = [(1, each, len(batch.token_ids), dim) for each in (heads, groups, groups)]
+        made = [torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
+
+        def call(made: list[Tensor] = made, trees: product.Trees = trees) -> None:
+            out, _ = product.attend_trees(torch.nn.Module(), *made, None, trees=trees)
+            out.sum().backward()  # type: ignore[no-untyped-call]
+
+        first.append(_timed_ms(call, device))
+        again.append(_timed_ms(call, device))
+        assert all(each.grad is not None and bool(each.grad.isfinite().all()) for each in made)
+    return {"first_ms": round(median(first), 3), "again_ms": round(median(again), 3), "kernel": _slowest_kernel(call)}
 
 
 def _attend(made: list[Tensor], mask: Tensor | None) -> None:

@@ -514,7 +514,8 @@ class Calls:
 
     def _require_step(self, step: int, what: str) -> None:
         if self.step != step or self.dirty:
-            raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {self.step}")
+            changed = ", but has changed its weights since" if self.dirty else ""
+            raise RpcError(ErrorCode.CONFLICT, f"cannot {what} step {step}: the worker is at step {self.step}{changed}")
 
 
 def _sequences(tokens: samples.BatchTokens) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shared.model import attention
+from shared.model import attention, tree
 from shared.ranks import process_group
 
 
@@ -51,6 +54,70 @@ def test_a_process_on_a_gpu_gives_the_attention_of_cudnn_the_lowest_priority(mon
     assert "TORCH_CUDNN_SDPA_DEPRIORITIZED" not in os.environ
     assert process_group.own_device("cuda", 3) == "cuda:0"
     assert os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] == "1"
+
+
+def packed_and_padded(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, window: int | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the output and the gradients of chains of 3 to 40 nodes, packed and padded."""
+    lengths = np.array([40, 3, 17, 39, 5, 16])
+    mask = np.ones(lengths.sum(), np.uint8)
+    mask[np.cumsum(lengths) - lengths] = 0
+    batch = tree.plan(np.arange(lengths.sum()), lengths, mask, max_tokens=1 << 12, hidden_size=8)[0]
+    nodes = len(batch.token_ids)
+    assert len(batch.blocks) > 1
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, heads, nodes, 32, generator=generator).to(device, dtype) for heads in (6, 2, 2)]
+    sides: list[list[Tensor]] = []
+    for packs in (True, False):
+        monkeypatch.setattr(attention, "packs", lambda device, packs=packs: packs)
+        trees = attention.to_trees(batch, torch.device(device))
+        assert all((block.packed is not None) == packs for block in trees.blocks)
+        leaves = [each.clone().requires_grad_() for each in made]
+        out, _ = attention.attend_trees(
+            torch.nn.Module(), *leaves, None, trees=trees, scaling=0.25, sliding_window=window
+        )
+        sides.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    return list(zip(*sides, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("shares_keys", [True, False])
+def test_packed_chains_are_described_to_the_kernel_as_the_padded_ones(
+    window: int | None, shares_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch has no kernel for packed sequences on a CPU, so a loop over the sequences stands in for it."""
+
+    def by_sequence(
+        q: Tensor, k: Tensor, v: Tensor, bounds_q: Tensor, bounds_k: Tensor, max_q: int, max_k: int, **options: Any
+    ) -> Tensor:
+        left, right = options["window_size"]
+        assert right == 0
+        assert max_q == max_k == int(bounds_q.diff().max())
+        assert shares_keys == options.get("enable_gqa", False)
+        outputs = []
+        for begin, end in itertools.pairwise(bounds_q.tolist()):
+            place = torch.arange(end - begin)
+            seen = (place[:, None] >= place) & ((place[:, None] - place <= left) if left >= 0 else True)
+            rows = [each[None, begin:end].transpose(1, 2) for each in (q, k, v)]
+            outputs.append(attention.attend(*rows, seen, options["scale"])[0].transpose(0, 1))
+        assert torch.equal(bounds_q, bounds_k)
+        return torch.cat(outputs)
+
+    monkeypatch.setattr(attention, "varlen_attn", by_sequence)
+    monkeypatch.setattr(attention, "_SHARES_KEYS", shares_keys)
+    monkeypatch.setattr(attention, "_FLASH_DTYPES", (torch.float64,))
+    for packed, padded in packed_and_padded(monkeypatch, "cpu", torch.float64, window):
+        assert torch.allclose(packed, padded, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 7])
+def test_packed_chains_give_the_attention_and_the_gradients_of_padded_ones(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for packed, padded in packed_and_padded(monkeypatch, "cuda", torch.bfloat16, window):
+        assert float((packed - padded).float().norm()) <= 0.01 * float(padded.float().norm())
 
 
 @pytest.mark.gpu
