@@ -28,8 +28,8 @@ UNKNOWN_TERMS = ("softcap", "s_aux")
 
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
-_FLASH_DIM = 256
-"""Maximum size of a head in FlashAttention."""
+_FLASH_DIM, _FLASH_DIVISOR = 256, 8
+"""Maximum size of a head in FlashAttention, and the number of which it must be a multiple."""
 _SHARES_KEYS = "enable_gqa" in signature(varlen_attn).parameters
 """Whether torch's attention for packed sequences lets query heads share key heads, as it does since torch 2.12."""
 
@@ -86,14 +86,16 @@ def to_trees(batch: MicroBatch, device: torch.device) -> Trees:
 
 
 def packs(device: torch.device) -> bool:
-    """Return whether torch has attention for packed sequences on `device`. In torch 2.13, only CUDA has it."""
-    return device.type == "cuda"
+    """Return whether torch has attention for packed sequences on `device`. In torch 2.13, only NVIDIA's GPUs from
+    compute capability 8.0 have it."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _packed(batch: MicroBatch, first_slot: int, rows: int, longest: int, device: torch.device) -> PackedChains:
-    nodes = np.flatnonzero((batch.scatter >= first_slot) & (batch.scatter < first_slot + rows * longest))
-    nodes = nodes[np.argsort(batch.scatter[nodes])]
-    slots = batch.scatter[nodes] - first_slot
+    # Nodes may be padded at the end (shared.megatron). These nodes share slot 0 with the first node, which is kept.
+    slots, nodes = np.unique(batch.scatter, return_index=True)
+    inside = (slots >= first_slot) & (slots < first_slot + rows * longest)
+    slots, nodes = slots[inside] - first_slot, nodes[inside]
     bounds = np.append(0, np.cumsum(np.bincount(slots // longest, minlength=rows))).astype(np.int32)
     return PackedChains(*(torch.from_numpy(each).to(device) for each in (nodes, slots, bounds)))
 
@@ -149,7 +151,7 @@ def attend_trees(
     q_NHD, k_NGD, v_NGD = (each[0].transpose(0, 1) for each in (query, key, value))
     outputs: list[Tensor] = []
     for block in trees.blocks:
-        if block.packed is not None and query.dtype in _FLASH_DTYPES and dim <= _FLASH_DIM:
+        if block.packed is not None and _suits_flash(query, value):
             outputs.append(_attend_packed(q_NHD, k_NGD, v_NGD, block, block.packed, scaling, sliding_window))
             continue
         q = _rows(q_NHD, block)
@@ -176,6 +178,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scali
     )
 
 
+def _suits_flash(query: Tensor, value: Tensor) -> bool:
+    dim = value.shape[3]
+    return query.dtype in _FLASH_DTYPES and dim == query.shape[3] and dim <= _FLASH_DIM and dim % _FLASH_DIVISOR == 0
+
+
 def _attend_packed(
     query: Tensor,
     key: Tensor,
@@ -195,7 +202,7 @@ def _attend_packed(
     ends, longest, left = packed.bounds, block.longest, -1 if window is None else window - 1
     out: Any = kernel(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(left, 0))
     slots: Tensor = out.new_zeros(block.rows * longest, out[0].numel())
-    return slots.index_copy(0, packed.slots, out.flatten(1))
+    return slots.index_copy_(0, packed.slots, out.flatten(1))
 
 
 def repeats_keys(device: str, *, masked: bool) -> bool:

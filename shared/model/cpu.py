@@ -17,9 +17,9 @@ _IS_GLIBC = hasattr(_LIBC, "mallopt") and hasattr(_LIBC, "malloc_trim")
 if _IS_GLIBC:
     _LIBC.malloc.restype, _LIBC.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     _LIBC.free.restype, _LIBC.free.argtypes = None, [ctypes.c_void_p]
-_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+_CACHES = frozenset(["LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"])
 """The numbers of kernels that torch and oneDNN itself keep. Both are read before the first kernel is made."""
-_CACHED_KERNELS = 16
+_CACHED_KERNELS = "16"
 _keeps_memory = threading.Event()
 """Event that is set if this process keeps freed memory."""
 
@@ -36,8 +36,8 @@ def set_up(threads: int) -> None:
     The caches of oneDNN hold 16 kernels instead of 1,024, unless the environment sets their sizes: 300 ragged
     micro-batches add 33 MB instead of 1.1 GB, and take no longer.
     """
-    for name in _CACHES:
-        os.environ.setdefault(name, str(_CACHED_KERNELS))
+    for name in _CACHES - os.environ.keys():
+        os.putenv(name, _CACHED_KERNELS)  # not in os.environ, which processes that run users' code inherit
     torch.set_num_threads(threads)
     if _IS_GLIBC and not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
         _LIBC.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

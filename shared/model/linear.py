@@ -12,70 +12,86 @@ their results have to be copied together.
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-MIN_PRODUCTS = 1 << 20
-"""Minimum number of multiplications of a layer for which oneDNN is used. Below it, launching oneDNN costs more than it
-saves."""
+MIN_PRODUCTS = 1 << 23
+"""Minimum number of multiplications of a layer for which oneDNN is used. Below it, the preparation of a kernel that is
+used only once takes longer than the product itself with MKL."""
+
+
+class OneDnnLinear(nn.Linear):
+    """A linear layer that computes with `linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 def accelerate(model: nn.Module) -> None:
-    """Make the `nn.Linear` modules of `model` compute with `linear`."""
+    """Turn the `nn.Linear` modules of `model` into `OneDnnLinear`."""
     for each in model.modules():
         if type(each) is nn.Linear:
-            cast(Any, each).forward = MethodType(_forward, each)
+            each.__class__ = OneDnnLinear
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the result of `functional.linear`, up to rounding, for rows [..., in], weight [out, in] and bias [out]."""
-    if not suits(rows, weight):
+    if not suits(rows, weight, bias):
         return functional.linear(rows, weight, bias)
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (rows, weight, bias)):
         return cast(Tensor, cast(Any, _Linear).apply(rows, weight, bias))
     return _product(rows, weight, bias)
 
 
-def suits(rows: Tensor, weight: Tensor) -> bool:
+def suits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `linear` uses oneDNN. It does for large products of plain float32 tensors on a CPU."""
     return (
         rows.numel() * len(weight) >= MIN_PRODUCTS
-        and weight.dtype == rows.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and type(weight) in (Tensor, nn.Parameter)  # a DTensor is only one rank's part
-        and type(rows) is Tensor
+        and rows.dim() > 1
+        and rows.shape[-1] == weight.shape[-1]
+        and all(_is_plain(each) for each in (rows, weight))
         and weight.is_contiguous()
+        and (bias is None or (_is_plain(bias) and bias.is_contiguous() and bias.shape == weight.shape[:1]))
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and bool(torch.backends.mkldnn.enabled)
     )
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    # A DTensor, which has another type, is only one rank's part.
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+
+
 class _Linear(torch.autograd.Function):
-    """A linear layer whose gradients are computed with oneDNN, too."""
+    """A linear layer whose gradients are also computed with oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+        needs_rows, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None)
         return _product(rows, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
-        grad = grads[0]
-        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
-        grad_NO, rows_NI = grad.flatten(0, -2), rows.flatten(0, -2)
+        grad_NO = grad.flatten(0, -2)
         return (
-            _product(grad, weight.t()) if needs_rows else None,
-            _product(grad_NO.t(), rows_NI.t()) if needs_weight else None,
-            grad_NO.sum(0) if needs_bias else None,
+            _product(grad, weight.t()) if weight is not None else None,
+            _weight_gradient(grad_NO, rows.flatten(0, -2)) if rows is not None else None,
+            grad_NO.sum(0) if ctx.needs_input_grad[2] else None,
         )
 
 
-def _forward(module: nn.Linear, rows: Tensor) -> Tensor:
-    return linear(rows, module.weight, module.bias)
+def _weight_gradient(grad_NO: Tensor, rows_NI: Tensor) -> Tensor:
+    """Return [out, in]. oneDNN copies the first factor into another layout, which should be the smaller one."""
+    if grad_NO.shape[1] > rows_NI.shape[1]:
+        return _product(rows_NI.t(), grad_NO.t()).t()
+    return _product(grad_NO.t(), rows_NI.t())
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

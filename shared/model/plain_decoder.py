@@ -188,7 +188,7 @@ class PlainDecoder:
 
 def _write_linear(x: Tensor, layer: Any, out: Tensor) -> None:
     """Write layer(x) into `out`."""
-    if suits(x, layer.weight):
+    if suits(x, layer.weight, layer.bias):
         out.copy_(linear(x, layer.weight, layer.bias))
     elif layer.bias is None:
         torch.mm(x, layer.weight.t(), out=out)
@@ -198,7 +198,7 @@ def _write_linear(x: Tensor, layer: Any, out: Tensor) -> None:
 
 def _add_linear(x: Tensor, y: Tensor, layer: Any) -> Tensor:
     """Return x + layer(y)."""
-    if suits(y, layer.weight):
+    if suits(y, layer.weight, layer.bias):
         return linear(y, layer.weight, layer.bias).add_(x)
     sum_ = torch.addmm(x, y, layer.weight.t())
     return sum_ if layer.bias is None else sum_.add_(layer.bias)

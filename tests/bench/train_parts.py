@@ -92,7 +92,7 @@ def products(batch: Path, model: Path) -> dict[str, float]:
     for event in profiled.key_averages(group_by_input_shape=True):
         if event.key not in PRODUCTS:
             continue
-        rows, weight = event.input_shapes[-2:] if event.key == "aten::addmm" else event.input_shapes[:2]
+        rows, weight = event.input_shapes[1:3] if event.key == "aten::addmm" else event.input_shapes[:2]
         out = weight[0] if event.key == LINEAR else weight[1]
         calls[math.prod(rows[:-1]), rows[-1], out] += event.count
         spent_s += event.cpu_time_total / 1e6

@@ -120,7 +120,7 @@ def test_kl_in_the_reward_starts_a_reference(folder: Path) -> None:
         ([*SFT, "algorithm.normalise_rewards=batch"], "does not use rewards"),
         ([*SFT, "data.eval={}", "sampling.stop=['x']"], "['x'] has no effect without data.eval, because loss cross_"),
         ([*SFT, "algorithm.overlong=mask"], "has no effect with loss cross_entropy, which does not cut answers"),
-        ([*SFT, "algorithm.advantage.name=rloo"], "rloo has no effect with loss cross_entropy, which uses no adv"),
+        ([*SFT, "algorithm.advantage.name=rloo"], "rloo has no effect with loss cross_entropy, which does not use adv"),
         ([*SFT, "algorithm.advantage.scale=none"], "none has no effect with loss cross_entropy"),
         (["algorithm.normalise_rewards=batch"], "batch has no effect: advantage grpo normalises"),
         (["algorithm.overlong_penalty={tokens: 9}"], "9 exceeds sampling.max_new_tokens (8)"),

@@ -30,12 +30,12 @@ def with_transport(folder: Path, text: str) -> Path:
         ("{listen: 10.0.0.1, curve: false}", "t.yaml:28: transport.curve: unknown key"),
         ("{listen: 10.0.0.1, encrypt: false}", "t.yaml:28: transport.encrypt: unknown key"),
         ("{encrypt_bulk: false}", "t.yaml:28: transport.encrypt_bulk: false: without transport.listen"),
-        ("{scheduler_port: 7000}", "t.yaml:28: transport.scheduler_port: without transport.listen no process listens"),
+        ("{scheduler_port: 7000}", "t.yaml:28: transport.scheduler_port: without transport.listen, no process listens"),
         (
             "{supervisor_port: 7000}",
-            "t.yaml:28: transport.supervisor_port: without transport.listen no process listens",
+            "t.yaml:28: transport.supervisor_port: without transport.listen, no process listens",
         ),
-        ("{monitor_port: 7000}", "t.yaml:28: transport.monitor_port: without transport.listen no process listens"),
+        ("{monitor_port: 7000}", "t.yaml:28: transport.monitor_port: without transport.listen, no process listens"),
         (
             "{listen: 10.0.0.1, monitor_port: 7747}",
             "t.yaml:28: transport.monitor_port: 7747 is transport.scheduler_port too; choose another",
