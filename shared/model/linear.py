@@ -79,16 +79,18 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
+        grad = grad.contiguous()  # the gradient of a sum has strides of 0, with which oneDNN is a thousand times slower
         grad_NO = grad.flatten(0, -2)
         return (
             _product(grad, weight.t()) if weight is not None else None,
-            _weight_gradient(grad_NO, rows.flatten(0, -2)) if rows is not None else None,
+            _weight_gradient(grad_NO, rows.flatten(0, -2).contiguous()) if rows is not None else None,
             grad_NO.sum(0) if ctx.needs_input_grad[2] else None,
         )
 
 
 def _weight_gradient(grad_NO: Tensor, rows_NI: Tensor) -> Tensor:
-    """Return [out, in]. oneDNN copies the first factor into another layout, which should be the smaller one."""
+    """Return [out, in], from contiguous factors. oneDNN copies the transposed first factor of a product, which should
+    be the smaller one."""
     if grad_NO.shape[1] > rows_NI.shape[1]:
         return _product(rows_NI.t(), grad_NO.t()).t()
     return _product(grad_NO.t(), rows_NI.t())

@@ -69,6 +69,8 @@ class Exchange:
 def exchange(tmp_path_factory: pytest.TempPathFactory) -> Exchange:
     folder = tmp_path_factory.mktemp("stranger")
     run = make_run(folder, store="memory: 64MiB")
+    # The strangers are new processes, which a busy machine may start slowly, and nothing renews the leases meanwhile.
+    run.topology.write_text(run.topology.read_text().replace("lease_s: 2}", "lease_s: 60}"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         scheduler = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     endpoints = {"scheduler": scheduler, "supervisor": "tcp://127.0.0.1:1", "monitor": "tcp://127.0.0.1:1"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,11 @@ def packed_and_padded(
     mask = np.ones(lengths.sum(), np.uint8)
     mask[np.cumsum(lengths) - lengths] = 0
     batch = tree.plan(np.arange(lengths.sum()), lengths, mask, max_tokens=1 << 12, hidden_size=8)[0]
-    nodes = len(batch.token_ids)
     assert len(batch.blocks) > 1
+    # As with sequence parallelism, three more nodes make the number of nodes a multiple of the ranks.
+    padded = {"scatter": np.append(batch.scatter, [0, 0, 0]), "depths": np.append(batch.depths, [0, 0, 0])}
+    batch = replace(batch, **padded)
+    nodes = len(batch.scatter)
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(1, heads, nodes, 32, generator=generator).to(device, dtype) for heads in (6, 2, 2)]
     sides: list[list[Tensor]] = []

@@ -4,8 +4,10 @@ layers use oneDNN, and its kernels take a bounded amount of memory."""
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,8 @@ from torch import Tensor, nn
 from shared.model import linear
 from shared.model.linear import MIN_PRODUCTS, accelerate, suits
 
-LARGE = (8, 64, 2048)
-"""Rows, inputs and outputs of the smallest layer that suits oneDNN."""
+LARGE = (8, 64, 1 << 14)
+"""Rows, inputs and outputs of the smallest product that oneDNN computes."""
 
 
 @pytest.fixture
@@ -43,14 +45,15 @@ def layers(inputs: int, outputs: int, bias: bool) -> tuple[nn.Linear, nn.Linear]
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(37, 300), (2, 19, 300)])
+@pytest.mark.parametrize("shape", [(38, 1200, 700), (2, 19, 1200, 700), (38, 700, 1200)])
 def test_values_and_gradients_equal_those_of_float64(
     bias: bool, shape: tuple[int, ...], products: list[tuple[int, ...]]
 ) -> None:
-    plain, fast = layers(300, 177, bias)
+    *leading, inputs, outputs = shape
+    plain, fast = layers(inputs, outputs, bias)
     exact = copy.deepcopy(plain).double()
-    rows = torch.randn(shape)
-    upstream = torch.randn(*shape[:-1], 177)
+    rows = torch.randn(*leading, inputs)
+    upstream = torch.randn(*leading, outputs)
 
     def passed(layer: nn.Linear, dtype: torch.dtype) -> list[Tensor]:
         given = rows.to(dtype).requires_grad_()
@@ -68,20 +71,32 @@ def test_values_and_gradients_equal_those_of_float64(
         assert float((mine - theirs).norm() / theirs.norm()) <= 1e-6
 
 
+def test_factors_that_are_not_contiguous_have_the_same_gradients() -> None:
+    plain, fast = layers(700, 1200, bias=True)
+    rows = torch.randn(700, 38).t()
+    grads = []
+    for layer in (plain, fast):
+        layer(rows).sum().backward()  # the gradient of a sum is one number with strides of 0
+        grads.append([each.grad for each in layer.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert one is not None
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_only_requested_gradients_are_computed(products: list[tuple[int, ...]]) -> None:
-    _, fast = layers(64, 2048, bias=True)
-    fast(torch.randn(8, 64)).sum().backward()  # a first layer: its input needs no gradient
-    assert products == [(8, 64), (2048, 8)]
+    rows, inputs, outputs = LARGE
+    _, fast = layers(inputs, outputs, bias=True)
+    fast(torch.randn(rows, inputs)).sum().backward()  # a first layer: its input needs no gradient
+    assert products == [(rows, inputs), (inputs, rows)]
     products.clear()
     with torch.no_grad():
-        fast(torch.randn(8, 64))
-    assert products == [(8, 64)]
+        fast(torch.randn(rows, inputs))
+    assert products == [(rows, inputs)]
 
 
 def test_small_layers_and_other_dtypes_use_torchs_own_products(products: list[tuple[int, ...]]) -> None:
     rows, inputs, outputs = LARGE
     assert rows * inputs * outputs == MIN_PRODUCTS
-    assert suits(torch.zeros(rows, inputs), torch.zeros(outputs, inputs))
     for dtype, count in [(torch.float32, rows - 1), (torch.float64, rows), (torch.bfloat16, rows)]:
         plain, fast = (each.to(dtype) for each in layers(inputs, outputs, bias=True))
         given = torch.randn(count, inputs, dtype=dtype)
@@ -89,14 +104,44 @@ def test_small_layers_and_other_dtypes_use_torchs_own_products(products: list[tu
     assert not products
 
 
+def test_only_contiguous_weights_and_biases_of_the_usual_shapes_suit_onednn() -> None:
+    rows, inputs, outputs = LARGE
+    given, weight, bias = torch.zeros(rows, inputs), torch.zeros(outputs, inputs), torch.zeros(outputs)
+    assert suits(given, weight, None)
+    assert suits(given, weight, bias)
+    assert not suits(given, weight, torch.zeros(2 * outputs)[::2])
+    assert not suits(given, weight, torch.zeros(1).expand(outputs))
+    assert not suits(given, weight, torch.zeros(1))
+    assert not suits(given, torch.zeros(inputs, outputs).t(), bias)
+    assert not suits(torch.zeros(MIN_PRODUCTS), torch.zeros(1, MIN_PRODUCTS), None)
+    assert not suits(given, torch.zeros(outputs, inputs + 1), None)  # torch's own error names the shapes
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not suits(given, weight, bias)
+
+
 def test_replaced_weights_take_effect_in_the_next_pass(products: list[tuple[int, ...]]) -> None:
-    _, fast = layers(64, 2048, bias=False)
-    rows = torch.randn(8, 64)
+    rows, inputs, outputs = LARGE
+    _, fast = layers(inputs, outputs, bias=False)
+    given = torch.randn(rows, inputs)
     with torch.no_grad():
-        before = fast(rows)
+        before = fast(given)
         fast.weight.data = fast.weight.data * 2
-        assert torch.equal(fast(rows), before * 2)
+        assert torch.equal(fast(given), before * 2)
     assert len(products) == 2
+
+
+def test_a_dropped_model_is_freed_at_once() -> None:
+    """A model that waits for a garbage collection takes up memory beside its successor, or forever after
+    `gc.freeze`."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    accelerate(model)
+    parameters = [weakref.ref(each) for each in model.parameters()]
+    gc.disable()
+    try:
+        del model
+        assert all(each() is None for each in parameters)
+    finally:
+        gc.enable()
 
 
 _MANY_SHAPES = """
