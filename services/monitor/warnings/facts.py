@@ -32,7 +32,6 @@ class Facts:
     """Whether trainer and rollouts take turns, so that one waits while the other works."""
     instances: int = 1
     reward_processes: int = 2
-    spills: bool = False
     local: frozenset[str] = frozenset()
     """Names of the services on the monitor's machine."""
 
@@ -56,6 +55,5 @@ class Facts:
             alternates=topology.staleness == 0 or bool(topology.placement.colocate),
             instances=services.rollout.instances,
             reward_processes=topology.reward.processes,
-            spills=services.batch_store.spill is not None,
             local=frozenset(spec.name for spec in topology.services_plan() if spec.host == topology.home),
         )

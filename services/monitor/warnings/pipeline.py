@@ -153,12 +153,15 @@ def store_full(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
         on = name in held
         if share < FULL[on] and spilled < SPILLED[on] and refused < REFUSED_PUTS[on]:
             continue
-        cost = f"{format_size(int(last.spilled))} of it is on disk and must be read back" if facts.spills else ""
+        holds = f"{name} holds {share:.0%} of its {format_size(int(last.limit))}"
         if refused:
-            cost = f"{refused:.0f} puts were refused (BUSY) in the last {len(reports)} s, and are waiting"
-        cost = cost or "beyond the limit, puts are refused (BUSY) and fewer tasks are admitted, so that rollouts wait"
+            seen = f"{holds}; {refused:.0f} puts were refused (BUSY) in the last {len(reports)} s, and are waiting"
+        elif spilled >= SPILLED[on]:
+            seen = f"{spilled:.0%} of the {format_size(int(last.held))} in {name} is on disk and must be read back"
+        else:
+            seen = f"{holds}; beyond the limit, puts are refused (BUSY) and fewer tasks are admitted, so rollouts wait"
         yield Sighting(
-            f"{name} holds {share:.0%} of its {format_size(int(last.limit))}; {cost}",
+            seen,
             "raise services.batch-store.memory, lower checkpoint.every, or free tasks at once (gc.after: commit)",
             about=name,
         )

@@ -34,12 +34,15 @@ SICK: dict[str, list[tuple[int, str]]] = {
     "memorized-rows": [(20, "overfitting"), (58, "zero-variance")],
     "unbounded-reward": [(20, "truncation"), (24, "gradient"), (40, "length-hacking")],
     "growing-memory": [(0, "memory-trend")],
+    "wrong-logprobs": [(5, "mismatch")],
+    "busy-trainer": [(33, "rollouts-starved")],
+    "full-store": [(141, "store-full")],
     "slow-failing-reward": [(0, "reward-failing"), (5, "reward-slow"), (10, "reward-flat")],
 }
 """Warnings of each recording, with their steps."""
-NOT_RECORDED = {"learning-rate", "mismatch", "rollouts-starved", "store-full"}
-"""Kinds that were seen in no recorded run. All but `learning-rate` (tests/integration/monitor/test_warned_runs.py) are
-tested with made-up values only."""
+NOT_RECORDED = {"learning-rate"}
+"""Kinds that were seen in no recorded run. A small real run causes the warning
+(tests/integration/monitor/test_warned_runs.py)."""
 
 
 def by_name(recording: Recording) -> str:
