@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shared.model import linear
 from shared.model.linear import MIN_PRODUCTS, accelerate, suits
 
-LARGE = (8, 64, 1 << 14)
+LARGE = (8, 64, 1 << 13)
 """Rows, inputs and outputs of the smallest product that oneDNN computes."""
 
 
