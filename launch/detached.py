@@ -109,10 +109,10 @@ def attach(run: RunDir) -> int:
     """
     file = console_of(run)
     if not place.is_held(run.path):
-        text = f"run {run.path}: is not running; continue it with `python -m launch.cluster {run.topology} "
+        text = f"run {run.path} is not running; continue it with `python -m launch.cluster {run.topology} "
         raise RpcError(ErrorCode.BAD_REQUEST, f"{text}--run-dir {run.path} --resume`")
     if not file.exists():
-        text = f"run {run.path}: was not started with --detach, so its console is where it was started; use ctl status"
+        text = f"run {run.path} was not started with --detach, so its console is where it was started; use ctl status"
         raise RpcError(ErrorCode.BAD_REQUEST, text)
     console = FollowedFile(file)
     list(console.new_lines())

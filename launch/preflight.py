@@ -287,7 +287,7 @@ def _check_connections(topology: Topology, file: str, findings: Findings) -> Non
     if needed > most:
         findings.errors.append(
             f"{file}: placement: {needed} processes on other hosts connect to the scheduler, which accepts {most} "
-            f"connections (of at most {MOST_CONNECTIONS}, as ulimit -Hn allows); lower services.rollout.instances"
+            f"connections ({MOST_CONNECTIONS}, or fewer if ulimit -Hn is too low); lower services.rollout.instances"
         )
 
 

@@ -46,9 +46,9 @@ def _no_answer_text(run: Run) -> str:
         return f"run {run.name}: neither scheduler nor supervisor answers; is it running?"
     last = _last_row(run).get("step")
     if last is not None and last == _steps(run) == 0:
-        return f"run {run.path}: is done; its evaluation is in {run.metrics}"
+        return f"run {run.path} is done; its evaluation is in {run.metrics}"
     if last is not None and last == _steps(run) and run.export.is_dir():
-        return f"run {run.path}: is done; its model is in {run.export}"
+        return f"run {run.path} is done; its model is in {run.export}"
     so_far = f"it has reached step {last:g} of {_steps(run)}" if last is not None else "it has not completed a step"
     return (
         f"run {run.path}: neither scheduler nor supervisor answers, so it is not running; {so_far}; continue it with "

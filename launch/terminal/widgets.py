@@ -18,7 +18,7 @@ HELP = """\
 ?            this page                  q   quit; the run continues
 
 Services     r   restart the process    d   drain a rollout or reference
-             (a run on this machine, or an access file of role operator)
+             (a run on this machine, or an operator's access file)
 Curves       ↓ ↑   next and previous    z   one chart or many
 Time         - +   longer and shorter window
 Log          /   filter by text         l   minimum level   (a run on this machine)

@@ -100,7 +100,7 @@ class Engine(Protocol):
 
     @property
     def side_by_side(self) -> bool:
-        """Whether overlapping calls of `generate` are processed together rather than one after another."""
+        """Whether overlapping calls to `generate` are processed together rather than one after another."""
 
     @property
     def vocab_size(self) -> int: ...

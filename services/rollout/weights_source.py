@@ -115,7 +115,7 @@ class WeightsSource(Protocol):
         """Return the weights of `ref` from the store, after a failed transfer."""
 
     async def drill(self, engine: Engine, ref: WeightsRef, entry: Entry) -> Delivery:
-        """Return the weights of the start-up drill, which enter by `entry`."""
+        """Return the weights of the start-up drill, to be brought into the engine through `entry`."""
 
 
 class ShardSource:

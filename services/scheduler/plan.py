@@ -80,7 +80,7 @@ class Plan:
         return self.block_tasks * self.group_size if self.deterministic else 0
 
     def fingerprint(self) -> str:
-        """Return a digest of everything on which task ids, their order and the replay of a journal depend."""
+        """Return a digest of everything that determines the task ids, their order and the replay of a journal."""
         digest = hashlib.blake2b(digest_size=16)
         head = (
             self.seed,

@@ -100,8 +100,8 @@ class PlainDecoder:
     def packed(self, ids_N: Tensor, depths_N: Tensor, attend: PackedAttention) -> Tensor:
         """Run N packed tokens of any number of sequences and return hidden states [N, hidden].
 
-        `attend(queries, keys, values, scale)` maps tensors of [1, heads, N, D] each to [1, N, H, D] and applies the
-        mask.
+        `attend(queries, keys, values, scale)` maps three tensors, each of shape [1, heads, N, D], to one of shape
+        [1, N, H, D], and applies the mask.
         """
         cos, sin = self.angles(int(depths_N.max()) + 1)
 

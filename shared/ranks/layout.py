@@ -31,7 +31,7 @@ class Layout:
         return self.world_size // (self.tp * self.pp * self.cp)
 
     def place(self, rank: int) -> Place:
-        """Return the position of `rank` along each degree."""
+        """Return the position of `rank` along each parallel dimension."""
         tp_rank, rest = rank % self.tp, rank // self.tp
         cp_rank, rest = rest % self.cp, rest // self.cp
         dp_rank, pp_rank = rest % self.dp, rest // self.dp

@@ -21,7 +21,7 @@ GUEST_BYTES = 16 << 20
 GUESTS_BYTES = 64 << 20
 """Maximum number of bytes that all observers and operators (the guests) together may leave unread.
 
-Before an answer is sent, three numbers are added: the unread bytes of its connection, including the answer itself,
+Before an answer is sent, three numbers are added up: the unread bytes of its connection, including the answer itself,
 those of the connection's account, and those of all guests. The answer is sent only if the sum is within this bound.
 However many connections an account opens, it therefore gets only about half of the room that the others leave, so there
 is room for a new guest."""

@@ -32,7 +32,7 @@ def _hosts(name: str, service: ScorerSettings, ranks: int, hosts: int) -> Found:
     close = service.parallel.tp * service.parallel.cp
     each = ranks // hosts
     if ranks % hosts or each % close:
-        rule = f"each must have the same number, a multiple of tp*cp = {close}"
+        rule = f"each host must have the same number of ranks, a multiple of tp*cp = {close}"
         remedy = f"use {hosts * close * max(each // close, 1)} ranks, or fewer hosts"
         yield ("services", name, "host"), f"{hosts} hosts for {ranks} rank{'s' * (ranks > 1)}: {rule}; {remedy}"
 

@@ -31,7 +31,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="no round begins later than this")
     parser.add_argument("--seed", type=int, default=None, help="seed of the first round (default: a random one)")
     given = parser.parse_args()
-    # A script that starts this process with `&` makes it ignore these signals, and the launchers would inherit that.
+    # A script that uses `&` or nohup may start this process with one of these signals ignored, and the launchers would
+    # inherit that.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     seed = random.SystemRandom().randrange(1 << 32) if given.seed is None else given.seed

@@ -1,4 +1,5 @@
-"""Checks files, messages and streams of fuzzed bytes, as hostile stores and readers might send them over bulk lines.
+"""Checks files, messages and streams of fuzzed bytes, as hostile stores and readers might send them over bulk
+connections.
 
 Each function raises WireError or returns a consistent result; anything else is a defect.
 """

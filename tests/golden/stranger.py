@@ -1,4 +1,4 @@
-"""A client written from SPEC.md alone: `stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`. Comments cite SPEC.md."""
+"""Client written from SPEC.md alone: `stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`. Numbers are its sections."""
 
 import fcntl
 import json

@@ -100,7 +100,7 @@ class Kill(Fault):
     operations: int = 0
 
     def __str__(self) -> str:
-        when = f" at its operation {self.operations} after that" if self.operations else ""
+        when = f" at operation {self.operations} after that" if self.operations else ""
         return f"{self.at_s:7.3f} s  kill {self.key[0]}/{self.key[1]}{when}"
 
 

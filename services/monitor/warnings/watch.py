@@ -20,10 +20,10 @@ from shared.topology.monitor_warnings import WarningKind
 from shared.warnings import WarningRecord
 
 ROWS_OVER = 20
-"""Number of rows without a condition after which its episode is over, and of steps within which a warning is not
-repeated. Detectors use medians of ten rows, so a condition must be absent for at least as many rows."""
+"""If a condition is absent for this many rows, its episode is over. A warning is also not repeated within this many
+steps. Detectors use medians of ten rows, so a condition must be absent for at least as many rows."""
 SECONDS_OVER = 120
-"""Number of telemetry observations (one a second) without a condition after which its episode is over."""
+"""If a condition is absent for this many telemetry observations (one a second), its episode is over."""
 MAX_OF_KIND = 20
 """Maximum number of warnings of one kind about one thing in a run."""
 TEXT_CHARS = 1000

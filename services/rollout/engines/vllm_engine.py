@@ -59,7 +59,8 @@ _SEED_MASK = (1 << 62) - 1  # vLLM adds the sample's index to the seed, and the 
 
 @dataclass(frozen=True)
 class _Requests:
-    """A call's requests, with `samples` samples each, and the number of weight swaps when they were made."""
+    """A call's requests, with `samples` samples each, and the number of weight swaps that
+    had taken place when the requests were made."""
 
     names: list[str]
     samples: int

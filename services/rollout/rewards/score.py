@@ -23,7 +23,7 @@ class Score:
 
     If `value` is None, the sample failed: `failure` gives the reason and place in one line, and `kind` is a
     `LossReason`. `parts` holds the entries of a dict reward, and `trace` the traceback of the user's code, if there is
-    one. `retry_after_s` is the time for which the judge asks not to be called (kind JUDGE).
+    one. `retry_after_s` is the pause in seconds that the judge asks for (kind JUDGE).
     """
 
     value: float | None

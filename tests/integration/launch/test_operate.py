@@ -108,7 +108,7 @@ def test_doctor_finds_nothing_wrong_with_a_run_that_trains(live: Cluster) -> Non
     assert done.returncode == 0
 
 
-def test_doctor_names_a_function_that_hangs_with_its_line_and_the_step_that_waits(live: Cluster, folder: Path) -> None:
+def test_doctor_names_a_hanging_function_its_line_and_the_step_that_waits(live: Cluster, folder: Path) -> None:
     (folder / "hang").touch()
     try:
         finding = named(live, "rollout/0", "reward", "my_steered_rewards.py:10", stalls="leased to rollout/0")

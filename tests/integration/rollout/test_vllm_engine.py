@@ -1,4 +1,4 @@
-"""Compares the samples, log-probs and weight updates of the real vLLM engine with transformers.
+"""Compares the real vLLM engine with transformers: its samples, log-probs and weight updates.
 
 vLLM runs in a separate process (`vllm_process`) per model; this process must never import vLLM.
 """
@@ -202,7 +202,7 @@ def test_samples_continue_under_newer_weights_with_their_keys_and_values(case: C
     assert errors["recomputed"] > 10 * TOLERANCE
 
 
-def test_a_block_after_a_midway_update_does_not_reuse_a_prompt_cached_by_the_old_version(case: Case) -> None:
+def test_a_block_after_a_midway_update_does_not_reuse_a_prompt_cached_under_the_old_version(case: Case) -> None:
     assert case.error("after_midway", 2, 1.0) < TOLERANCE
 
 

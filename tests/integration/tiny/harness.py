@@ -132,7 +132,7 @@ def processes_of(path: Path) -> list[int]:
 
 def status_of(path: Path) -> dict[str, Any]:
     """Return the output of `ctl status --json`, or {} while the run does not answer. Tests poll this function, so it
-    does not start a new process for each call, whose imports would take longer than most answers do.
+    does not start a new process for each call: the imports of that process would take longer than most answers do.
     """
     try:
         run = RunDir.open(path)

@@ -537,8 +537,8 @@ def test_error_for_too_little_memory_names_a_sufficient_size(folder: Path) -> No
         (["placement.hosts={b: {}}"], "transport.listen: none, but b must reach this machine; give its address"),
         (
             ["placement.hosts={a: {}, b: {}}", *LISTEN, "services.policy-trainer.host=[a, b]"],
-            "services.policy-trainer.host: 2 hosts for 1 rank: each must have the same number, a multiple of tp*cp = "
-            "1; use 2 ranks, or fewer hosts",
+            "services.policy-trainer.host: 2 hosts for 1 rank: each host must have the same number of "
+            "ranks, a multiple of tp*cp = 1; use 2 ranks, or fewer hosts",
         ),
         (
             [
@@ -546,8 +546,8 @@ def test_error_for_too_little_memory_names_a_sufficient_size(folder: Path) -> No
                 *LISTEN,
                 "services.policy-trainer={host: [a, b], backend: megatron, parallel: {tp: 2}}",
             ],
-            "services.policy-trainer.host: 2 hosts for 2 ranks: each must have the same number, a multiple of tp*cp = "
-            "2; use 4 ranks, or fewer hosts",
+            "services.policy-trainer.host: 2 hosts for 2 ranks: each host must have the same number of "
+            "ranks, a multiple of tp*cp = 2; use 4 ranks, or fewer hosts",
         ),
         (
             [
@@ -555,8 +555,8 @@ def test_error_for_too_little_memory_names_a_sufficient_size(folder: Path) -> No
                 *LISTEN,
                 "services.reference={host: [b, c], backend: megatron, parallel: {cp: 2}}",
             ],
-            "services.reference.host: 2 hosts for 2 ranks: each must have the same number, a multiple of tp*cp = "
-            "2; use 4 ranks, or fewer hosts",
+            "services.reference.host: 2 hosts for 2 ranks: each host must have the same number of "
+            "ranks, a multiple of tp*cp = 2; use 4 ranks, or fewer hosts",
         ),
         (
             ["placement.hosts={b: {}}", *LISTEN, "services.rollout.host=[b, b]"],
