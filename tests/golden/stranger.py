@@ -1,4 +1,4 @@
-"""Client written from SPEC.md alone: `stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`. Numbers are its sections."""
+"""A client written from SPEC.md alone: `stranger.py put|get RUN_DIR TASK FENCE KEY FILE.npy`. Numbers cite sections."""
 
 import fcntl
 import json

@@ -30,8 +30,8 @@ class Attention(nn.Module):
 
 
 class Half(nn.Module):
-    """One of two ranks of a small decoder with fused projections, a padded vocabulary, and one key head, which both ranks
-    hold."""
+    """One of two ranks of a small decoder with fused projections, a padded vocabulary, and one key head that is
+    on both ranks."""
 
     packed_modules_mapping: ClassVar = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 
