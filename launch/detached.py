@@ -1,5 +1,5 @@
-"""Implements `--detach`: the launcher returns, and the supervisor keeps running in a session of its own, whose console
-`--attach` shows.
+"""Implements `--detach`: the launcher returns, and the supervisor keeps running in a session of its own. `--attach`
+shows the console of the run.
 
 The launcher forks once it holds the run directory and before it starts an event loop or a thread of its own. The child
 inherits the locks, so there is no moment at which another launcher could take the run.

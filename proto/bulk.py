@@ -71,5 +71,5 @@ def unpack_head(data: Buffer) -> Head:
     elif nbytes or offset:
         raise WireError(f"bulk {kind.name.lower()} with a range of {nbytes} bytes at {offset}: must have no range")
     if (stream == 0) != (kind is Kind.HELLO):
-        raise WireError(f"bulk {kind.name.lower()} with stream {stream}: only hello has stream 0")
+        raise WireError(f"bulk {kind.name.lower()} with stream {stream}: hello must have stream 0, all others must not")
     return Head(kind, stream, nbytes, offset)

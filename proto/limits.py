@@ -22,7 +22,7 @@ class Limits:
     frame_bytes: int
     total_bytes: int
     tensor_bytes: int = 1 << 62
-    """Maximum size of one tensor. By default only the limits of the message apply."""
+    """Maximum size of one tensor, in bytes. By default only the limits of the message apply."""
 
 
 CONTROL = Limits(body_bytes=8 << 20, frames=64, frame_bytes=64 << 10, total_bytes=8 << 20, tensor_bytes=64 << 10)

@@ -67,7 +67,7 @@ class OpenStream(Request, frozen=True, kw_only=True):
     line_id: str  # the line over which the ranges will be sent
     tasks: list[PutTask]  # the tasks, in stream order
     keys: list[str] = []  # the keys of each task, in stream order; empty: all keys, in file order
-    max_bytes: int = 1 << 26  # maximum size of all shards together; the first task is always included
+    max_bytes: int = 1 << 26  # maximum size of all shards together, in bytes; the first task is always included
 
 
 @message(38)

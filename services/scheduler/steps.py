@@ -122,7 +122,8 @@ def rewind(run: RunState, step: int, *, reached: int = 0, cause: str = "") -> No
 def admit_again(run: RunState, step: int, tasks: list[Task]) -> None:
     """Put the tasks of the steps after `step` before the waiting tasks, which are sampled again, too.
 
-    This is because their versions were withdrawn, or were chosen for steps to which the tasks no longer belong.
+    The waiting tasks are sampled again because their versions were withdrawn, or were chosen for steps to which the
+    tasks no longer belong.
     Evaluations of versions after `step` are discarded: scores of old and new weights are not mixed, and each set is
     evaluated again as a whole when its version is published again. When this is called, none of these tasks may be
     leased.

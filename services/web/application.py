@@ -1,7 +1,7 @@
 """The HTTP interface of the page. It is private to the page and may change; scripts should use `launch.monitor --json`.
 
 GET  /api/stream                                        server-sent events: head, services, pipeline, notices
-GET  /api/metrics?run=&name=&name=&after=&epoch=        metric points of this run or of another run in its folder
+GET  /api/metrics?run=&name=&name=&after=&epoch=        metric points of this run or of another run in the same folder
 GET  /api/timeline?seconds=                             the work and waits of each process
 GET  /api/log?level=&text=                              the newest log lines
 GET  /api/samples?run=&split=&step=                     the samples of a step
@@ -175,7 +175,7 @@ class _Handlers:
         name = request.query_params.get("run", "")
         found = await self._page.files(name)
         if found is None:
-            raise HTTPException(404, f"no run {name[:100]!r} in the folder of this run")
+            raise HTTPException(404, f"no run {name[:100]!r} in the same folder as this run")
         return found
 
 

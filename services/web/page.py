@@ -32,7 +32,7 @@ MAX_RUNS = 200
 
 
 class Page:
-    """The live view of one run, and the metrics of the other runs in its folder."""
+    """The live view of one run, and the metrics of the other runs in the same folder."""
 
     def __init__(self, path: Path, *, operable: bool) -> None:
         """If `operable`, the page offers the operator's buttons."""
@@ -60,7 +60,7 @@ class Page:
         return [name for _, name in sorted(found, reverse=True)[:MAX_RUNS]]
 
     async def files(self, name: str) -> RunFiles | None:
-        """Return the up-to-date files of this run or of another run in its folder, or None if there is no such run."""
+        """Return the up-to-date files of this run or of another run in the same folder, or None if there is none."""
         if name in ("", self.own.path.name):
             await self.own.poll()
             return self.own

@@ -1,5 +1,5 @@
-"""Reads and writes access files. An access file gives another machine access to a run in one role, and holds the keys
-and endpoints of that role.
+"""Reads and writes access files. An access file gives another machine access to a run in one role. It holds the keys
+of that role and the endpoints that the role can reach.
 
 The file holds no other role's secrets. Possession of the file grants the role, so it is written with mode 0600, and a
 file that others can read is refused.

@@ -184,7 +184,7 @@ def memory_trend(live: Live, facts: Facts, held: Held) -> Iterator[Sighting]:
             f"{format_size(int(live.available_bytes))} that this machine has left will be used up in "
             f"{_duration(left_s)}" + (f", and the run ends in {_duration(run_s)}" if run_s is not None else ""),
             f"look for data that your code keeps, or restart the service now and then (ctl restart {name}), which "
-            "is safe",
+            "does not lose any data",
             about=name,
         )
 

@@ -2,8 +2,8 @@
 the charts is our `step`, and `lineage` is an ordinary value.
 
 The client passes rows to its own process, wandb-core, which writes or uploads them later. A row is therefore known to
-be stored only at the end of the run or at the next start: only then does the server, or the local file if there is no
-server, show the next step.
+be stored only at the end of the run or at the next start: only then is the next step found on the server, or
+in the local files if there is no server.
 """
 
 from __future__ import annotations
