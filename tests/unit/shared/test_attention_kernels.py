@@ -115,6 +115,27 @@ def test_packed_chains_are_described_to_the_kernel_as_the_padded_ones(
         assert torch.allclose(packed, padded, atol=1e-12)
 
 
+def test_chains_are_packed_only_where_the_kernel_accepts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    for capability, packs in {(7, 5): False, (8, 0): True, (9, 0): True}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert attention.packs(cuda) == packs
+    assert not attention.packs(torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not attention.packs(cuda)
+
+    def suits(dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+        query, value = (torch.zeros(1, 2, 3, size, dtype=dtype) for size in (dim, value_dim))
+        return attention._suits_flash(query, value)
+
+    assert suits(64, 64, torch.bfloat16)
+    assert suits(256, 256, torch.float16)
+    assert not suits(64, 64, torch.float32)
+    assert not suits(264, 264, torch.bfloat16)
+    assert not suits(100, 100, torch.bfloat16)
+    assert not suits(24, 16, torch.bfloat16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 7])
 def test_packed_chains_give_the_attention_and_the_gradients_of_padded_ones(
