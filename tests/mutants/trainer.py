@@ -10,6 +10,7 @@ LOSSES = "tests/unit/policy_trainer/test_losses.py"
 SNAPSHOTS = "tests/unit/policy_trainer/test_snapshots.py"
 BEST = "tests/unit/policy_trainer/test_best.py"
 STATE = "tests/unit/policy_trainer/test_state.py"
+KERNELS = "tests/unit/shared/test_attention_kernels.py"
 GRADIENTS = "tests/parity/test_gradients_torch.py"
 
 TRAINER = [
@@ -146,6 +147,34 @@ TRAINER = [
         "messages.OptimStep: PARTS,",
         "messages.OptimStep: _PARAMETERS,",
         "tests/integration/policy_trainer/test_trainer_group.py::test_offload_between_gradient_and_update_does_not_change_a_bit",
+    ),
+    Mutation(
+        "nodes that only pad a batch are attended to in packed chains",
+        "shared/model/attention.py",
+        "slots, nodes = np.unique(batch.scatter, return_index=True)",
+        "slots, nodes = np.sort(batch.scatter), np.argsort(batch.scatter, kind='stable')",
+        f"{KERNELS}::test_packed_chains_are_described_to_the_kernel_as_the_padded_ones",
+    ),
+    Mutation(
+        "a sliding window is one token too long in packed chains",
+        "shared/model/attention.py",
+        "-1 if window is None else window - 1",
+        "-1 if window is None else window",
+        f"{KERNELS}::test_packed_chains_are_described_to_the_kernel_as_the_padded_ones",
+    ),
+    Mutation(
+        "oneDNN keeps a kernel for every number of rows",
+        "shared/model/cpu.py",
+        "os.putenv(name, _CACHED_KERNELS)",
+        "str(name)",
+        "tests/unit/shared/test_linear.py::test_kernels_for_many_numbers_of_rows_take_a_bounded_amount_of_memory",
+    ),
+    Mutation(
+        "a bias that is not contiguous is read as if it were",
+        "shared/model/linear.py",
+        "_is_plain(bias) and bias.is_contiguous() and",
+        "_is_plain(bias) and",
+        "tests/unit/shared/test_linear.py::test_only_contiguous_weights_and_biases_of_the_usual_shapes_suit_onednn",
     ),
     Mutation(
         "a call from an older driver is executed",
