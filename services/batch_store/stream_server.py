@@ -121,7 +121,7 @@ class _Reader:
     """The memory of `out`, or None if `out` refers to mapped files."""
     events: int = select.EPOLLIN
     waits: bool = False
-    """Whether the next range is not available yet."""
+    """Whether the line waits for the next range, which is not available yet."""
 
     @property
     def is_full(self) -> bool:

@@ -32,7 +32,7 @@ HEARTBEAT_MOST_S = 5.0
 HEARTBEATS_A_SECOND = 2000
 """Number of heartbeats per second that the scheduler accepts from all processes of a large run together."""
 HEARTBEATS_A_LEASE = 6
-"""Minimum number of heartbeats within the time after which a lease without progress is lost."""
+"""Minimum number of heartbeats within `lease_s`, after which a lease without progress is lost."""
 _TEMPLATE_TOKENS = 256
 """Assumed maximum number of tokens that a chat template adds to a prompt."""
 

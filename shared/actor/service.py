@@ -237,7 +237,7 @@ class Service:
                 raise
             if not self.stopping.is_set():
                 # Objects loaded by now, such as modules and tasks, stay alive. Once frozen, they are not traversed by
-                # full collections (which in a store stop all sending for 0.03 s).
+                # full collections, which would stop all sending of a store for 0.03 s.
                 gc.collect()
                 gc.freeze()
                 self._enter(ProcessState.READY)
@@ -415,7 +415,7 @@ class Service:
             self._progress = (self.progress(), self.loop.time())
 
     def _progress_age_s(self) -> float:
-        """Return the seconds since the progress advanced, or -1 if it has not advanced yet."""
+        """Return the number of seconds since progress was last made, or -1 if none has been made yet."""
         return self.loop.time() - self._progress[1] if self._progress[1] >= 0 else -1.0
 
     async def _waits(self, _: GetWaits, call: Call) -> Waits:

@@ -73,8 +73,8 @@ class Groups:
         return total
 
     def merge_over_dp(self, filled: Tensor) -> None:
-        """Merge in place: each rank in dp x cp has filled its own part of a zero tensor, and receives all parts
-        exactly."""
+        """Merge in place: each rank in dp x cp has filled its own part of a zero tensor. Afterwards, each rank holds
+        all parts, bit for bit."""
         if self.dp_cp.size() > 1:
             dist.all_reduce(filled.view(_BITS[filled.element_size()]), group=self.dp_cp)
 

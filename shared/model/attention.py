@@ -29,7 +29,7 @@ UNKNOWN_TERMS = ("softcap", "s_aux")
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_DIM, _FLASH_DIVISOR = 256, 8
-"""Maximum size of a head in FlashAttention, and the number of which it must be a multiple."""
+"""Maximum size of a head in FlashAttention. It must also be a multiple of the second number."""
 _SHARES_KEYS = "enable_gqa" in signature(varlen_attn).parameters
 """Whether torch's attention for packed sequences lets query heads share key heads, as it does since torch 2.12."""
 

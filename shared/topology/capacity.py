@@ -97,9 +97,9 @@ def record_bytes(topology: Topology, max_prompt_tokens: int) -> int:
     """Return the number of extra bytes for recording samples: data that is put for the recorder, and data that is not
     collected before the recorder has read it.
 
-    Rollouts put the text of chosen tasks, and the trainer puts their advantages and log-probs. Each training task is
-    chosen with the same probability, so the number of chosen tasks is taken as its mean plus six standard deviations.
-    Ended tasks wait for the recorder, at most `hold_tasks` of maximum size.
+    Rollouts store the text of chosen tasks, and the trainer stores their advantages and log-probs. Each training task
+    is chosen with the same probability, so the number of chosen tasks is taken as its mean plus six standard
+    deviations. Ended tasks wait for the recorder, at most `hold_tasks` of maximum size.
     """
     samples = topology.services.monitor.samples
     if samples is None:

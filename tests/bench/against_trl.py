@@ -2,10 +2,10 @@
 settings that are the same on both sides and those that differ.
 
 TRL runs with the settings that a recorded sweep found fastest (`peers/trl_sweep.json`; `sweep` writes it). TRL
-alternates between generation and training. With a generation batch of at most one step's samples it is on policy, and
-our row at staleness 0 is the like-for-like comparison. With a batch of two steps' samples it is one update stale every
-second step. Our runs at staleness 1 are compared with the fastest of all settings, and those at staleness 0 with the
-fastest one that is on policy.
+alternates between generation and training. If it generates at most the samples of one step at a time, it is on policy,
+and our row at staleness 0 is the like-for-like comparison. If it generates those of two steps, it is one update stale
+in every second step. Our runs at staleness 1 are compared with the fastest of all settings, and those at staleness 0
+with the fastest one that is on policy.
 
 "others'" is the CPU time that neither this program nor the run used (steal included), in cores over the whole run.
 If it is much above zero, other programs distort the figures, most of all TRL's, because its threads busy-wait.

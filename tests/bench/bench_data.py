@@ -8,7 +8,7 @@ The store process and the client are real, and RPC is included. Regular work: 10
 MB); ragged: 8192 tasks x 6 keys of 0.5 to 4k tokens (332 MB), put as lease blocks of 64 tasks. Each size is a
 multiplier for the number of tasks (16: 4.8 GB, with three copies in memory at a time); sizes above 1 put the same
 arrays under more names. Peers run at size 1. The scheduler runs once with 100,000 live tasks, as a process and as its
-state machine alone. A measurement and its limit alternate, and each goes first in every second turn.
+state machine alone. A measurement and its limit take turns, and swap their order every time.
 
 put         Time from the call to the last receipt. Two blocks are in progress on two threads ("dataplane"); a third
             ("dataplane-helper") takes half of every block of 8 MiB or more. Every byte is also hashed. Its limits write

@@ -47,7 +47,7 @@ async def two_turns(row: Row, llm: LLM, ctx: Context) -> Trajectory:
 
 
 async def blocking(row: Row, llm: LLM, ctx: Context) -> Trajectory:
-    """Run an agent that does not use asyncio, on a thread."""
+    """Run, on a thread, an agent that does not use asyncio."""
 
     def ask() -> str:
         with openai.OpenAI(base_url=ctx.base_url, api_key="any") as client:

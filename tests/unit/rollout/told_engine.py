@@ -1,4 +1,4 @@
-"""An engine without a model whose token ids are the policy versions that sampled them. It is meant for tests of the
+"""An engine that has no model. Its token ids are the policy versions that sampled them. It is meant for tests of the
 code around an engine, not for tests of engines.
 """
 

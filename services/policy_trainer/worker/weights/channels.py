@@ -133,7 +133,7 @@ class NcclChannel:
 
 
 class MemoryChannel:
-    """CUDA IPC sends nothing: a copy stays on the GPU that both processes use until the engine has read it."""
+    """CUDA IPC sends nothing: both processes use the same GPU, where a copy stays until the engine has read it."""
 
     def __init__(self, device: str) -> None:
         self._device = device

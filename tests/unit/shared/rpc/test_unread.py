@@ -19,7 +19,7 @@ def guest(host: int, connection: int, role: Role = Role.OBSERVER) -> Sender:
 
 
 def left_unread(unread: Unread, who: Sender, nbytes: int = ANSWER_BYTES) -> int:
-    """Send requests until a reply is refused and read nothing; return the number of bytes kept."""
+    """Send requests, without reading, until a reply is refused; return the number of bytes kept."""
     kept = 0
     while unread.takes(who, nbytes):
         unread.sent(who, nbytes, zmq.MessageTracker(threading.Event()))
