@@ -162,6 +162,7 @@ def test_shards_damaged_in_any_state_are_recreated_and_the_results_are_bit_ident
         damage_unread(run, "rollout_logprobs", restarts_store=True)
         assert parity.losses(run) > found
         run.wait_for("step 4", lambda: parity.committed(run, 4))
+        run.wait_for("the checkpoint of step 3", (run.path / "checkpoints" / "step-3").is_dir)
         assert parity.damage(run, "token_ids", set(run.journaled_steps()[4][1]).__contains__)
         parity.kill(run, "policy-trainer-worker")
         assert run.end() == 0, run.output()
