@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +63,24 @@ def _reads_after_collection(records: list[Record]) -> Iterator[str]:
 
 
 def _lost_puts(records: list[Record]) -> Iterator[str]:
-    acknowledged: dict[Task, float] = {}
+    acknowledged: defaultdict[Task, dict[str, float]] = defaultdict(dict)
     clears: list[tuple[str, int, float]] = []
     for record in records:
         if record["kind"] == "put":
-            for task in _tasks(record):
-                acknowledged.setdefault(task, record["at"])
+            for task, key in product(_tasks(record), record["keys"]):
+                acknowledged[task].setdefault(key, record["at"])
         if record["kind"] == "clear":
             clears += [(task_id, fence, record["begun"]) for task_id, fence in _tasks(record)]
     for record in records:
         if record["kind"] != "refused" or record["code"] != "missing":
             continue
         for task_id, fence in _tasks(record):
-            put_at = acknowledged.get((task_id, fence))
+            # Shards of a later stage may not have been put yet: the promise covers only those that have been. Without
+            # keys, a read is for all shards of the task.
+            puts = acknowledged[task_id, fence]
+            put_at = max((puts.get(key, math.inf) for key in record["keys"] or puts), default=math.inf)
             cleared = any(each == task_id and last >= fence and at < record["at"] for each, last, at in clears)
-            if put_at is not None and put_at < record["begun"] and not cleared:
+            if put_at < record["begun"] and not cleared:
                 after_s = record["begun"] - put_at
                 yield f"{task_id} fence {fence}: missing {after_s:.3f} s after its put was acknowledged"
 

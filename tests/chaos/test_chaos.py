@@ -51,13 +51,14 @@ def record(kind: str, at: float, *tasks: tuple[str, int], **values: object) -> R
 def test_history_of_a_put_a_read_and_a_collection_is_accepted() -> None:
     task = ("train/0/1", 2)
     told = [
-        record("put", 1, task),
+        record("put", 1, task, keys=["token_ids", "lengths"]),
         record("accepted", 2, task, stage="rollout"),
         record("accepted", 2, task, stage="rollout"),
+        record("refused", 2.5, task, code="missing", keys=["token_ids", "advantages"]),
         record("read", 3, task),
         record("clear", 4, task),
-        record("refused", 5, task, code="collected"),
-        record("refused", 5, ("train/0/2", 1), code="missing"),
+        record("refused", 5, task, code="collected", keys=["token_ids"]),
+        record("refused", 5, ("train/0/2", 1), code="missing", keys=["token_ids"]),
     ]
     assert history.violations(told) == []
 
@@ -66,7 +67,13 @@ def test_history_of_a_put_a_read_and_a_collection_is_accepted() -> None:
     ("told", "found"),
     [
         ([record("clear", 1, ("t", 3)), record("read", 2, ("t", 2))], "t fence 2: read 0.500 s after its collection"),
-        ([record("put", 1, ("t", 2)), record("refused", 2, ("t", 2), code="missing")], "missing 0.500 s after its put"),
+        (
+            [
+                record("put", 1, ("t", 2), keys=["token_ids", "lengths"]),
+                record("refused", 2, ("t", 2), code="missing", keys=["lengths"]),
+            ],
+            "missing 0.500 s after its put",
+        ),
         (
             [record("accepted", 1, ("t", 1), stage="rollout"), record("accepted", 2, ("t", 2), stage="rollout")],
             "accepted under fence 1 and again under 2",

@@ -30,10 +30,11 @@ class _Recorder:
         """Record a producer's puts that the store has acknowledged."""
 
         @functools.wraps(function)
-        async def put(*arguments: Any, **named: Any) -> Any:
+        async def put(client: Any, tasks: Any, **named: Any) -> Any:
             begun = time.monotonic()
-            receipts = await function(*arguments, **named)
-            self.write("put", begun, tasks=[(each.task_id, each.fence) for each in receipts])
+            receipts = await function(client, tasks, **named)
+            keys = sorted({key for task in tasks for key in task.shards})
+            self.write("put", begun, keys=keys, tasks=[(each.task_id, each.fence) for each in receipts])
             return receipts
 
         return put
@@ -49,7 +50,8 @@ class _Recorder:
             except Exception as error:
                 names = {name.partition("#")[0] for name in getattr(error, "names", [])}
                 lacks = [task for task in tasks if task[0] in names]
-                self.write("refused", begun, code=str(getattr(error, "code", type(error).__name__)), tasks=lacks)
+                code, keys = str(getattr(error, "code", type(error).__name__)), sorted(wants.keys or ())
+                self.write("refused", begun, code=code, keys=keys, tasks=lacks)
                 raise
             self.write("read", begun, tasks=tasks)
             return answer
