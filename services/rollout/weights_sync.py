@@ -176,7 +176,7 @@ class WeightsSync:
     async def _drilled_and_set(self, coming: _Coming) -> Loaded:
         """Return the weights that are now in the engine. The entry that they used has been drilled.
 
-        Raises TransferFailed if the drill had to use another entry, because the weights would most likely need it, too.
+        Raises TransferFailed if the drill had to use another entry, because the weights would most likely also need it.
         """
         entry = coming.delivery.entry
         if entry not in self._drilled:

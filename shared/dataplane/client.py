@@ -119,7 +119,7 @@ class DataClient:
         """`client_of` returns the bus client of (service, instance), as `Service.client` does.
 
         With `reports`, missing and damaged shards are reported to the scheduler, so that they are produced again. The
-        other arguments concern stores on other hosts. With `plain`, unencrypted streams are accepted, too.
+        other arguments concern stores on other hosts. With `plain`, unencrypted streams are also accepted.
         `inflight_bytes` limits the bytes that are requested but not yet received. `cached_rows` limits the file tables
         that are kept in case the process fetches from a file again; None: `mapping.CACHED_ROWS`.
         """

@@ -81,7 +81,7 @@ class StreamReader:
     ) -> None:
         """`client_of` returns the bus client of a store by name.
 
-        With `plain`, unencrypted streams are accepted, too; otherwise they are refused. `inflight_bytes` is the maximum
+        With `plain`, unencrypted streams are also accepted; otherwise they are refused. `inflight_bytes` is the maximum
         number of bytes that are requested but have not arrived.
         """
         self._client_of = client_of

@@ -45,7 +45,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(rows, weight, bias)
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (rows, weight, bias)):
         return cast(Tensor, cast(Any, _Linear).apply(rows, weight, bias))
-    return _product(rows, weight, bias)
+    return product(rows, weight, bias)
 
 
 def suits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -74,7 +74,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         needs_rows, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None)
-        return _product(rows, weight, bias)
+        return product(rows, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -83,7 +83,7 @@ class _Linear(torch.autograd.Function):
         grad = grad.contiguous()  # the gradient of a sum has strides of 0, with which oneDNN is a thousand times slower
         grad_NO = grad.flatten(0, -2)
         return (
-            _product(grad, weight.t()) if weight is not None else None,
+            product(grad, weight.t()) if weight is not None else None,
             _weight_gradient(grad_NO, rows.flatten(0, -2).contiguous()) if rows is not None else None,
             grad_NO.sum(0) if ctx.needs_input_grad[2] else None,
         )
@@ -93,10 +93,10 @@ def _weight_gradient(grad_NO: Tensor, rows_NI: Tensor) -> Tensor:
     """Return [out, in], from contiguous factors. oneDNN copies the transposed first factor of a product, which should
     be the smaller one."""
     if grad_NO.shape[1] > rows_NI.shape[1]:
-        return _product(rows_NI.t(), grad_NO.t()).t()
-    return _product(grad_NO.t(), rows_NI.t())
+        return product(rows_NI.t(), grad_NO.t()).t()
+    return product(grad_NO.t(), rows_NI.t())
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return product
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the result of `linear` from oneDNN, without gradients, for arguments that suit it."""
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], ""))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shared.model.linear import linear, suits
+from shared.model.linear import linear, product, suits
 
 _CLASSES = frozenset(["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 _FIXED_ROPE = frozenset(["default", "linear", "llama3", "yarn"])
@@ -189,7 +189,7 @@ class PlainDecoder:
 def _write_linear(x: Tensor, layer: Any, out: Tensor) -> None:
     """Write layer(x) into `out`."""
     if suits(x, layer.weight, layer.bias):
-        out.copy_(linear(x, layer.weight, layer.bias))
+        out.copy_(product(x, layer.weight, layer.bias))
     elif layer.bias is None:
         torch.mm(x, layer.weight.t(), out=out)
     else:
@@ -199,7 +199,7 @@ def _write_linear(x: Tensor, layer: Any, out: Tensor) -> None:
 def _add_linear(x: Tensor, y: Tensor, layer: Any) -> Tensor:
     """Return x + layer(y)."""
     if suits(y, layer.weight, layer.bias):
-        return linear(y, layer.weight, layer.bias).add_(x)
+        return product(y, layer.weight, layer.bias).add_(x)
     sum_ = torch.addmm(x, y, layer.weight.t())
     return sum_ if layer.bias is None else sum_.add_(layer.bias)
 

@@ -1,5 +1,5 @@
-"""The measurements of `bench_train` that run in separate processes: `speed BATCH MODEL`, `products BATCH
-MODEL`, `memory chunked|whole` and `utilisation cuda|cpu`.
+"""The measurements of `bench_train` that run in separate processes: `speed BATCH MODEL`, `products BATCH MODEL`,
+`memory chunked|whole` and `utilisation cuda|cpu`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from services.policy_trainer.worker.backend import BackendOptions, Sequences
 from services.policy_trainer.worker.backend_torch import TorchBackend
 from services.policy_trainer.worker.batch_loss import BatchLoss
 from shared.model import logprobs
+from shared.model.linear import product
 from shared.ranks.layout import Layout
 from shared.topology.algorithm import Optimizer
 from tests.bench.model_flops import peak_flops, training_flops
@@ -106,7 +107,7 @@ def _fastest_product_s(rows: int, inputs: int, outputs: int) -> float:
     times = []
     for _ in range(20):
         began = time.perf_counter()
-        torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
+        product(left, right)
         times.append(time.perf_counter() - began)
     return min(times)
 

@@ -33,7 +33,7 @@ LARGE = 1e4
 TRAINING = {"clip_norm": 0.05, "lr": 1e-3}
 MAX_TOKENS = 60
 """Maximum number of tokens in a micro-batch, small enough to give several micro-batches, so that accumulated gradients
-are scaled, too.
+are also scaled.
 """
 
 

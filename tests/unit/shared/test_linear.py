@@ -25,13 +25,13 @@ LARGE = (8, 64, 1 << 13)
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Return the shapes of the inputs of all products that oneDNN computes in the test."""
     shapes: list[tuple[int, ...]] = []
-    real = linear._product
+    real = linear.product
 
     def watched(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         shapes.append(tuple(rows.shape))
         return real(rows, weight, bias)
 
-    monkeypatch.setattr(linear, "_product", watched)
+    monkeypatch.setattr(linear, "product", watched)
     return shapes
 
 
