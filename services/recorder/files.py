@@ -38,16 +38,14 @@ class SampleFiles:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._sizes = {path: path.stat().st_size for path in folder.rglob(f"*{SUFFIX}")}
+        self.nbytes = sum(self._sizes.values())
+        """Total size of the files."""
         self._tasks: dict[Path, set[str]] = {}
         """Tasks by file, for the most recently written files."""
         self.removed = 0
         """Number of files removed to stay within the limit."""
         self.left_out = 0
         """Number of tasks that were not written because their file alone would exceed the limit."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self._sizes.values())
 
     def append(self, records: Sequence[Record]) -> bool:
         """Append all records of one task in one write. Return False without changing anything if it is already there.
@@ -76,7 +74,7 @@ class SampleFiles:
                 raise
         finally:
             os.close(descriptor)
-        self._sizes[path] = before + len(data)
+        self._resize(path, before + len(data))
         known.add(first.task)
         self._trim(path)
         return True
@@ -129,8 +127,12 @@ class SampleFiles:
                     good = end
         if good < end:
             os.truncate(path, good)
-            self._sizes[path] = good
+            self._resize(path, good)
         return complete
+
+    def _resize(self, path: Path, nbytes: int) -> None:
+        self.nbytes += nbytes - self._sizes.get(path, 0)
+        self._sizes[path] = nbytes
 
     def _lineage(self, path: Path) -> int:
         try:
@@ -141,15 +143,15 @@ class SampleFiles:
 
     def _trim(self, newest: Path) -> None:
         """Remove files until the limit is met: discarded files first, then the oldest steps. Never removes `newest`."""
-        left = self.nbytes
-        if left <= self._limit_bytes:
+        if self.nbytes <= self._limit_bytes:
             return
         oldest_first = sorted(self._sizes, key=lambda path: (DISCARDED not in self._top(path), _step(path), path))
         for path in oldest_first:
-            if left <= self._limit_bytes or path == newest:
+            if self.nbytes <= self._limit_bytes or path == newest:
                 break
             path.unlink(missing_ok=True)
-            left -= self._sizes.pop(path)
+            self._resize(path, 0)
+            del self._sizes[path]
             self._tasks.pop(path, None)
             self.removed += 1
 

@@ -20,7 +20,7 @@ from services.rollout.engine import (
     Prompt,
     SamplingParams,
 )
-from services.rollout.partial import Completion, PartialJournal, ResumableNotes, answer_of
+from services.rollout.partial import Completion, PartialJournal, ResumableNotes, answers_of
 from services.rollout.tasks import PreparedTasks, ReadyTask
 from services.rollout.versions import BlockVersions
 from shared.lease import Lease, LeaseLost
@@ -40,12 +40,12 @@ class AnswerSampler:
         """Return the answers for each task. For `versions`, see `InFlight.begin`. Raises LeaseLost."""
         known = dataset_answers(tasks.ready, tasks.sampling.samples, versions.began)
         if known is not None:
-            return [[answer_of(each, versions) for each in group] for group in known]
+            return answers_of(known, versions)
         try:
             if self._journal is None or lease.grant.exact:
                 prompts = [task.prompt() for task in tasks.ready]
                 groups = await self._engine.generate(prompts, tasks.sampling, lease.cancel)
-                return [[answer_of(each, versions) for each in group] for group in groups]
+                return answers_of(groups, versions)
             return await self._noted(self._journal, lease, tasks, versions, lineage)
         except GenerationCancelled as error:
             raise LeaseLost(str(error)) from None
@@ -114,7 +114,7 @@ class _Fresh:
 
     def answers(self, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Completion]]:
         """Return the answers by task id."""
-        made = [[answer_of(each, versions) for each in group] for group in groups]
+        made = answers_of(groups, versions)
         return {prompt.name: group for prompt, group in zip(self.prompts, made, strict=True)}
 
 
@@ -138,11 +138,9 @@ class _Resumed:
     def answers(self, groups: list[list[Generation]], versions: BlockVersions) -> dict[str, list[Completion]]:
         """Return the answers by task id. Samples that had ended keep their noted answers."""
         found: dict[str, list[Completion]] = {}
-        for (task_id, index), (generation,) in zip(self._places, groups, strict=True):
+        for (task_id, index), (after,) in zip(self._places, answers_of(groups, versions), strict=True):
             before = self._noted[task_id][index]
-            found.setdefault(task_id, list(self._noted[task_id]))[index] = _joined(
-                before, answer_of(generation, versions)
-            )
+            found.setdefault(task_id, list(self._noted[task_id]))[index] = _joined(before, after)
         return found
 
 

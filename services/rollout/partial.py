@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import msgspec
@@ -37,11 +38,16 @@ class Completion:
     finish_reason: FinishReason
 
 
-def answer_of(generation: Generation, versions: BlockVersions) -> Completion:
-    """Return an engine's generation as a completion, with the policy version of each token."""
-    return Completion(
-        generation.token_ids, generation.logprobs, versions.of(generation.swaps), generation.finish_reason
-    )
+def answers_of(groups: Sequence[Sequence[Generation]], versions: BlockVersions) -> list[list[Completion]]:
+    """Return an engine's generations as completions, with the policy version of each token."""
+    swaps = [each.swaps for group in groups for each in group]
+    known = versions.of(np.concatenate(swaps))  # one call, because for short answers a call costs more than its work
+    ends = accumulate(len(each) for each in swaps)
+    found = (known[end - len(each) : end] for each, end in zip(swaps, ends, strict=True))
+    return [
+        [Completion(each.token_ids, each.logprobs, next(found), each.finish_reason) for each in group]
+        for group in groups
+    ]
 
 
 NOTHING = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), FinishReason.UNFINISHED)

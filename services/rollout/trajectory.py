@@ -30,29 +30,24 @@ class Rolled:
     sequences: list[SequenceTokens]
     truncated: bool
 
-    @property
-    def sampled(self) -> int:
-        """Number of tokens that the policy sampled."""
-        return sum(int(each.loss_mask.sum()) for each in self.sequences)
 
-    @property
-    def versions(self) -> tuple[int, int]:
-        """The oldest and the newest policy version that sampled a token."""
-        each = np.concatenate([each.versions[each.loss_mask == 1] for each in self.sequences])
-        return int(each.min()), int(each.max())
-
-
-def rolled(prompt_ids: Sequence[int], answer: Completion) -> Rolled:
-    """Return the sample of a single turn: the prompt, followed by the sampled tokens."""
-    before, after = len(prompt_ids), len(answer.token_ids)
-    token_ids = np.empty(before + after, np.int32)
-    token_ids[:before] = prompt_ids
-    token_ids[before:] = answer.token_ids
-    loss_mask = np.zeros(before + after, np.uint8)
-    loss_mask[before:] = 1
-    logprobs = np.zeros(before + after, np.float32)
-    logprobs[before:] = answer.logprobs
-    versions = np.full(before + after, -1, np.int32)
-    versions[before:] = answer.versions
-    tokens = SequenceTokens(token_ids, loss_mask, logprobs, versions)
-    return Rolled([tokens], truncated=answer.finish_reason == FinishReason.LENGTH)
+def single_turns(prompt_ids: Sequence[int], answers: Sequence[Completion]) -> list[Rolled]:
+    """Return samples of a single turn: the prompt, followed by the sampled tokens."""
+    given = len(prompt_ids)
+    prompt = np.array(prompt_ids, np.int32)
+    not_sampled, no_logprobs = np.zeros(given, np.uint8), np.zeros(given, np.float32)
+    no_versions = np.full(given, -1, np.int32)
+    return [
+        Rolled(
+            [
+                SequenceTokens(
+                    np.concatenate((prompt, each.token_ids)),
+                    np.concatenate((not_sampled, np.ones(len(each.token_ids), np.uint8))),
+                    np.concatenate((no_logprobs, each.logprobs)),
+                    np.concatenate((no_versions, each.versions)),
+                )
+            ],
+            truncated=each.finish_reason == FinishReason.LENGTH,
+        )
+        for each in answers
+    ]

@@ -37,7 +37,7 @@ class BlockVersions:
         Raises ValueError for a token that was sampled with earlier weights or with weights that have not been proved.
         """
         known = np.fromiter(self._steps, np.int32)
-        at = np.searchsorted(known, swaps).clip(max=len(known) - 1)
+        at = np.minimum(known.searchsorted(swaps), len(known) - 1)
         if (known[at] != swaps).any():
             raise ValueError(
                 f"tokens were sampled after {int(swaps.min())} to {int(swaps.max())} swaps of the engine's weights, "

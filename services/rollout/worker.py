@@ -21,7 +21,7 @@ from services.rollout.rewards.pool import RewardPool
 from services.rollout.rewards.score import Score
 from services.rollout.sample_texts import SampleTexts
 from services.rollout.tasks import TEXT_S, PreparedTasks, TaskSets, prepare
-from services.rollout.trajectory import rolled
+from services.rollout.trajectory import single_turns
 from services.rollout.version_loader import Fetched, VersionLoader, WeightsGone
 from services.rollout.versions import BlockVersions
 from services.rollout.weights_source import WeightsSource
@@ -193,11 +193,11 @@ class RolloutWorker:
         return [
             [
                 Made(
-                    rolled(task.prompt_ids, each),
+                    rolled,
                     Sample(task.handle.task_id, task.row, [], "", each.token_ids.tolist(), each.finish_reason),
                     score=None,
                 )
-                for each in group
+                for rolled, each in zip(single_turns(task.prompt_ids, group), group, strict=True)
             ]
             for task, group in zip(tasks.ready, groups, strict=True)
         ]

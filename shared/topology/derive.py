@@ -12,8 +12,9 @@ from typing import Any, TypeGuard
 from shared.topology.algorithm import CLIPS, SAPO_TEMPERATURES
 from shared.topology.services import LeaseSettings
 
-# One forward pass of the embedded engine is most efficient with about this many samples or more.
-_LEASE_SAMPLES = 256
+# Measured on a CPU with the embedded engine: twice the samples per lease shorten a step of 64 groups of 8 by 7 %
+# (staleness 1 and 0), although the reference then scores no samples while others are generated.
+_LEASE_SAMPLES = 512
 _PARTIAL_S = 10.0
 _TRANSFER_OF_LEASE = 2 / 3
 _LEASE_S: float = LeaseSettings.model_fields["lease_s"].default

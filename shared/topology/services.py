@@ -123,7 +123,7 @@ class Rollout(Placed):
     engine_args: dict[str, Any] = Field(default_factory=dict, description="arguments handed to the engine")
     block_tasks: Count = Field(
         default=1,
-        description="tasks per lease; must divide tasks_per_step; default: enough for 256 samples, or the share of a "
+        description="tasks per lease; must divide tasks_per_step; default: enough for 512 samples, or the share of a "
         "step for vllm in placement.colocate",
     )
 

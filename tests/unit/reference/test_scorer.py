@@ -21,8 +21,8 @@ from services.reference.scorer import BEGINNING, FrozenScorer
 from services.reference.scoring import Scoring
 from services.rollout.assemble import task_shards
 from services.rollout.engine import Generation
-from services.rollout.partial import answer_of
-from services.rollout.trajectory import rolled
+from services.rollout.partial import answers_of
+from services.rollout.trajectory import single_turns
 from services.rollout.versions import BlockVersions
 from shared.colocation.turns import OwnDevices
 from shared.lease import Lease, LeaseLost
@@ -44,7 +44,8 @@ def tasks() -> list[dict[str, Array]]:
             )
             for n in (1, 7, 4)
         ]
-        made.append(task_shards([rolled(prompt, answer_of(each, BlockVersions(0, swaps=0))) for each in group]))
+        (answers,) = answers_of([group], BlockVersions(0, swaps=0))
+        made.append(task_shards(single_turns(prompt, answers)))
     return made
 
 

@@ -8,10 +8,10 @@ from proto.messages import DropReason, LossReason, Outcome, TaskHandle, TaskResu
 from services.rollout.assemble import Assembled, assemble, in_files, task_shards
 from services.rollout.engine import Generation
 from services.rollout.named_values import MOST_NAMES, NamedValues, named
-from services.rollout.partial import answer_of
+from services.rollout.partial import answers_of
 from services.rollout.rewards.score import Score
 from services.rollout.tasks import ReadyTask
-from services.rollout.trajectory import Rolled, SequenceTokens, rolled
+from services.rollout.trajectory import Rolled, SequenceTokens, single_turns
 from services.rollout.versions import BlockVersions
 from shared.stages import ROLLOUT
 
@@ -22,7 +22,7 @@ def answer(*ids: int, reason: str = "stop", prompt: tuple[int, ...] = (1,), vers
     generation = Generation(
         np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), reason, np.zeros(len(ids), np.int32)
     )
-    return rolled(prompt, answer_of(generation, BlockVersions(version, 0)))
+    return single_turns(prompt, answers_of([[generation]], BlockVersions(version, 0))[0])[0]
 
 
 def task(index: int, *prompt: int) -> ReadyTask:

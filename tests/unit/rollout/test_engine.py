@@ -15,8 +15,8 @@ from services.rollout.assemble import task_shards
 from services.rollout.engine import GenerationCancelled, Prompt
 from services.rollout.engines.slots import MAX_ROWS, pick
 from services.rollout.engines.transformers_engine import TransformersEngine, eos_ids
-from services.rollout.partial import answer_of
-from services.rollout.trajectory import rolled
+from services.rollout.partial import answers_of
+from services.rollout.trajectory import single_turns
 from services.rollout.versions import BlockVersions
 from shared.model.load import load_model
 from shared.model.logprobs import token_logprobs
@@ -44,12 +44,11 @@ def prompts() -> list[Prompt]:
 def test_logprobs_equal_those_of_a_forward_pass_over_the_whole_sequence(
     tiny: TransformersEngine, prompts: list[Prompt], temperature: float
 ) -> None:
-    groups = generate(tiny, prompts, sampling(temperature=temperature))
+    generated = generate(tiny, prompts, sampling(temperature=temperature))
+    groups = answers_of(generated, BlockVersions(0, tiny.swaps))
     model = load_model(MODEL, "float32")
     for prompt, group in zip(prompts, groups, strict=True):
-        shards = task_shards(
-            [rolled(prompt.token_ids, answer_of(each, BlockVersions(0, tiny.swaps))) for each in group]
-        )
+        shards = task_shards(single_turns(prompt.token_ids, group))
         with torch.inference_mode():
             again, _ = token_logprobs(
                 model, shards["token_ids"], shards["lengths"], shards["loss_mask"], temperature, 4096

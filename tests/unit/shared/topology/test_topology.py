@@ -73,9 +73,9 @@ def test_without_kl_no_reference_is_started(folder: Path, override: str) -> None
 
 @pytest.mark.parametrize(
     ("tasks", "group", "instances", "block"),
-    [(10, 60, 1, 2), (64, 8, 1, 32), (64, 8, 4, 16), (7, 2, 2, 1), (4, 999, 1, 1)],
+    [(10, 60, 1, 5), (96, 8, 1, 48), (64, 8, 4, 16), (7, 2, 2, 1), (4, 999, 1, 1)],
 )
-def test_lease_is_the_largest_divisor_of_a_step_within_256_samples(
+def test_lease_is_the_largest_divisor_of_a_step_within_512_samples(
     folder: Path, tasks: int, group: int, instances: int, block: int
 ) -> None:
     sizes = [f"algorithm.tasks_per_step={tasks}", f"algorithm.group_size={group}"]
@@ -85,7 +85,7 @@ def test_lease_is_the_largest_divisor_of_a_step_within_256_samples(
     assert topology.services.rollout.block_tasks == block
 
 
-@pytest.mark.parametrize(("engine", "block"), [("vllm", 64), ("transformers", 16)])
+@pytest.mark.parametrize(("engine", "block"), [("vllm", 64), ("transformers", 32)])
 def test_an_engine_that_refills_its_batch_gets_its_share_of_a_step_in_one_lease_when_services_take_turns(
     folder: Path, engine: str, block: int
 ) -> None:
@@ -335,7 +335,7 @@ def test_quickstart_loads_unchanged(folder: Path) -> None:
     topology = load(example("quickstart", folder))
     assert topology.algorithm.loss.anchor == "rollout"
     assert topology.algorithm.loss.tis_cap is None
-    assert topology.services.rollout.block_tasks == 32
+    assert topology.services.rollout.block_tasks == 64
     assert topology.data.eval["heldout"].temperature == 0
 
 
