@@ -3,8 +3,8 @@
     python -m tests.bench.cpu_shares [--steps 60] [--warm-up 10] [--turns 3]
 
 The quickstart runs without its evaluations. A figure is a process's user and system time between two metrics rows,
-divided by that of all processes of the run. "journal and supervision" is an upper bound: the launcher, its guard and
-the whole scheduler, which does more than write its journal.
+divided by that of all processes of the run. "journal and supervision" is an upper bound, because it covers the
+launcher, its guard and the whole scheduler, which does more than write its journal.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class CpuTimes:
         return found
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each process by name. Raises BenchError if a process ended in the meantime."""
+        """Return the share of each process by name. Raises BenchError if a process exited in the meantime."""
         used = self.used()
         return {name: seconds / sum(used.values()) for name, seconds in used.items()}
 
     def used(self) -> dict[str, float]:
-        """Return the CPU seconds of each process by name. Raises BenchError if a process ended in the meantime."""
+        """Return the CPU seconds of each process by name. Raises BenchError if a process exited in the meantime."""
         early, late = (self._taken.get(step, {}) for step in self._steps)
         ended = sorted(self.names[pid] for pid in early.keys() - late.keys())
         if not late or ended:
@@ -77,7 +77,7 @@ def measure(steps: int, warm_up: int, limit_s: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Share of each process in the CPU time of the quickstart.")
+    parser = argparse.ArgumentParser(description="Each process's share of the quickstart's CPU time.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-up", type=int, default=10, help="number of initial steps to leave out")
     parser.add_argument("--turns", type=int, default=TURNS, help="runs")
